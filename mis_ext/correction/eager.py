@@ -5,36 +5,33 @@ It says what the numbers are, and compiles with ``torch.compile(fullgraph=True)`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.backend import Outputs, Sequences
-from mis_ext.correction.formula import NamedValues
+from mis_ext.correction.formula import Column, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams, mask_as_float, zero_outside
 from mis_ext.correction.metrics import GROUP_FORMULAS, inverse, known_or_mean, mean_value, own_value, term
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.plan import Column, Plan, named_band_scales, scale_values, total_values, with_scatters
+from mis_ext.correction.plan import Plan, scale_values, total_values, with_scatters
 
 _BITS = 8
 
 
-class MetricValues(NamedTuple):
-    """``[N, S]`` each: the plan's metrics of sequences, and how many tokens of each sequence they count."""
-
-    values_NS: Tensor
-    counts_NS: Tensor
-
-
 class EagerSequences(NamedTuple):
-    """:class:`~mis_ext.correction.backend.Sequences` as tensors."""
+    """:class:`~mis_ext.correction.backend.Sequences` as tensors.
+
+    ``metrics_NS``, ``counts_NS``: the plan's metrics of sequences, and how many tokens of each sequence they count.
+    """
 
     values: NamedValues
     totals_A: Tensor
-    metrics: MetricValues
+    metrics_NS: Tensor
+    counts_NS: Tensor
 
 
 class EagerBackend:
@@ -42,7 +39,7 @@ class EagerBackend:
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N
-        self._band_scales = named_band_scales(plan, band_scales_N)
+        self._band_scales = dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))
         self.tokens = tokens = streams.token_ratios(layout)
         given = {
             "log_ratio": tokens.log_ratio_T,
@@ -62,12 +59,14 @@ class EagerBackend:
 
     def token_statistics(self) -> Tensor:
         """See :class:`~mis_ext.correction.backend.Backend`."""
-        columns, num_sums = self.plan.columns, self.plan.num_sum_columns
-        sums_FS = self._reduce(columns[:num_sums], "sum")
+        plan, reduce = self.plan, self.layout.index.reduce_masked
+        sums, minima = plan.columns[: plan.num_sum_columns], plan.columns[plan.num_sum_columns :]
+        sums_FS = reduce(map(self._row_and_mask, sums), "sum")
         status_FS = sums_FS.new_full((1, sums_FS.shape[1]), torch.inf)
-        if num_sums == len(columns):
+        if not minima:
             return torch.cat([sums_FS, status_FS])
-        return torch.cat([sums_FS, self._reduce(columns[num_sums:], "min"), status_FS])
+        minima_FS = reduce(map(self._row_and_mask, minima), "min")
+        return torch.cat([sums_FS, minima_FS, status_FS])
 
     def keep_bits(self) -> Tensor:
         """See :class:`~mis_ext.correction.backend.Backend`."""
@@ -80,16 +79,32 @@ class EagerBackend:
 
     def sequences(self, gathered_WFS: Tensor) -> EagerSequences:
         """See :class:`~mis_ext.correction.backend.Backend`."""
-        columns, num_sums = self.plan.columns, self.plan.num_sum_columns
-        sums_FS, minima_FS = gathered_WFS[:, :num_sums].sum(0), gathered_WFS[:, num_sums:].amin(0)
-        rows = [*sums_FS.unbind(), *minima_FS.unbind()]
-        given = {
-            column.name: -row if column.operation == "max" else row
-            for column, row in zip(columns, rows[:-1], strict=True)
-        }
-        values = NamedValues(given | self._band_scales, self.plan.sequence)
-        metrics = self._metric_values(values)
-        return EagerSequences(values, self._totals(values, metrics, failed_S=rows[-1]), metrics)
+        plan, table, num_sums = self.plan, self.plan.table, self.plan.num_sum_columns
+        *rows, failed_S = [*gathered_WFS[:, :num_sums].sum(0).unbind(), *gathered_WFS[:, num_sums:].amin(0).unbind()]
+        given = dict(zip(plan.column_names, rows, strict=True)) | self._band_scales
+        for column, name in zip(plan.columns[num_sums:], plan.column_names[num_sums:], strict=True):
+            if column.operation == "max":
+                given[name] = -given[name]
+        values = NamedValues(given, plan.sequence)
+
+        amounts_NS, counts_NS = _stack(values, table.amounts, failed_S), _stack(values, table.counts, failed_S)
+        own_NS = own_value(amounts_NS[table.own], counts_NS[table.own])
+        means_NS = mean_value(amounts_NS[table.means], counts_NS[table.means])
+        metrics_NS = torch.cat([own_NS, means_NS])
+
+        terms_NS = term(metrics_NS[table.of_call], _stack(values, table.shares, failed_S))
+        rows_AS = torch.cat([_stack(values, plan.summed, failed_S), terms_NS])
+        sums_A = rows_AS.sum(-1)
+        if plan.scatters:
+            with_scatters(plan, sums_A, of_rows_AN=rows_AS)
+        minima = []
+        for operation, name in plan.extremes.values():
+            value_S = -values[name] if operation == "max" else values[name]
+            minima.append(torch.where(values["measured"], value_S, torch.inf))
+        minima_AS = torch.stack([*minima, failed_S])
+        # Padded, so that a micro-batch without sequences has extremes too.
+        padded = torch.nn.functional.pad(minima_AS, (0, 1), value=torch.inf)
+        return EagerSequences(values, torch.cat([sums_A, padded.amin(-1)]), metrics_NS, counts_NS)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
         """See :class:`~mis_ext.correction.backend.Backend`."""
@@ -111,25 +126,29 @@ class EagerBackend:
         plan, index, values, tokens = self.plan, self.layout.index, sequences.values, self._tokens
         totals = total_values(plan, sequences.totals_A)
         over_group = totals if over_group_A is sequences.totals_A else total_values(plan, over_group_A)
-        scales = scale_values(plan, totals=totals, over_group=over_group, rollout_scale=rollout_scale)
+        scales = {}
+        if plan.scale_factors:
+            scales = scale_values(plan, totals=totals, over_group=over_group, rollout_scale=rollout_scale)
         of_group = NamedValues(over_group | scales | self._band_scales, GROUP_FORMULAS)
         metrics = self._token_metrics(sequences, totals, of_group) if token_metrics and plan.metrics else {}
         if plan.config.metrics_only:
             return Outputs(None, None, metrics)
-        factor_S = torch.where(values["weighted_sequence"], values["sequence_weight"] * scales["scale_factor"], 0.0)
-        weights_T = self._mask("weighted") * index.to_tokens(factor_S)
+        # w_t = (weight of the token) * (weight of its sequence) * scale, 0 where a gate or a missing ratio says so.
+        factor_S = values["sequence_weight"] * scales["scale_factor"] if scales else values["sequence_weight"]
+        factor_S = torch.where(values["weighted_sequence"], factor_S, 0.0)
+        weights_T = self._mask("weighted") * factor_S.index_select(-1, index.sequence_T)
         if "token_weight" in plan.token:
             weights_T = weights_T * tokens["token_weight"]
-        keep_S = values["keep_sequence"]
+        kept_S = values["kept_sequence"]
         # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
         given_R = self.streams.response_mask_R.float()
         if self.layout.is_whole:
-            loss_mask_R = self._mask("kept") * index.to_tokens(mask_as_float(keep_S)) * given_R
+            loss_mask_R = self._mask("kept") * mask_as_float(kept_S).index_select(-1, index.sequence_T) * given_R
         else:
-            keep_mask_R = self.streams.response_mask_R.bool() & index.to_whole(keep_S)
+            kept_R = self.streams.response_mask_R.bool() & index.to_whole(kept_S)
             if keep_bits is not None:
-                keep_mask_R = keep_mask_R & _unpack_bits(keep_bits, len(keep_mask_R))
-            loss_mask_R = torch.where(keep_mask_R, given_R, 0.0)
+                kept_R = kept_R & _unpack_bits(keep_bits, len(kept_R))
+            loss_mask_R = torch.where(kept_R, given_R, 0.0)
         return Outputs(weights_T, loss_mask_R, metrics)
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
@@ -137,15 +156,12 @@ class EagerBackend:
         weighed_T = values_T * weights_T
         return zero_outside(weights_T.to(weighed_T.dtype), weighed_T)
 
-    def _reduce(self, columns: Iterable[Column], op: Literal["sum", "min"]) -> Tensor:
-        masks = (self._mask(column.over) for column in columns)
-        return self.layout.index.reduce(map(self._row, columns), op, masks_T=masks)
-
-    def _row(self, column: Column) -> Tensor:
-        value_T: Tensor = self._tokens[column.token]
+    def _row_and_mask(self, column: Column) -> tuple[Tensor, Tensor]:
+        """``[T]`` each: what the column reduces, and the tokens that count."""
+        value_T = self._tokens[column.token]
         if value_T.dtype == torch.bool:
-            return self._mask(column.token)
-        return -value_T if column.operation == "max" else value_T
+            value_T = self._mask(column.token)
+        return -value_T if column.operation == "max" else value_T, self._mask(column.over)
 
     def _mask(self, name: str) -> Tensor:
         mask_T = self._tokens[name]
@@ -154,51 +170,28 @@ class EagerBackend:
             self._masks[id(mask_T)] = mask_as_float(mask_T)
         return self._masks[id(mask_T)]
 
-    def _metric_values(self, values: NamedValues) -> MetricValues:
-        table, like_S = self.plan.table, values["num_response"]
-        amounts_NS, counts_NS = _stack(values, table.amounts, like_S), _stack(values, table.counts, like_S)
-        own_NS = own_value(amounts_NS[table.own], counts_NS[table.own])
-        means_NS = mean_value(amounts_NS[table.means], counts_NS[table.means])
-        return MetricValues(torch.cat([own_NS, means_NS]), counts_NS)
-
-    def _totals(self, values: NamedValues, metrics: MetricValues, *, failed_S: Tensor) -> Tensor:
-        plan, table = self.plan, self.plan.table
-        terms_NS = term(metrics.values_NS[table.of_call], _stack(values, table.shares, failed_S))
-        sums, extremes = plan.totals[: plan.num_sum_totals - len(table.shares)], plan.totals[plan.num_sum_totals :]
-        rows_AS = torch.cat([torch.stack([_as_float(values[total.sequence]) for total in sums]), terms_NS])
-        sums_A = with_scatters(plan, rows_AS.sum(-1), of_rows_AN=rows_AS)
-        minima = [failed_S.unsqueeze(0)]
-        if extremes:
-            signed = [-values[x.sequence] if x.operation == "max" else values[x.sequence] for x in extremes]
-            minima.insert(0, torch.where(values["measured"], torch.stack(signed), torch.inf))
-        # Padded, so that a micro-batch without sequences has extremes too.
-        padded = torch.nn.functional.pad(torch.cat(minima), (0, 1), value=torch.inf)
-        return torch.cat([sums_A, padded.amin(-1)])
-
     def _token_metrics(
         self, sequences: EagerSequences, totals: Mapping[str, Tensor], of_group: NamedValues
     ) -> dict[str, Tensor]:
-        plan, table, (values_NS, counts_NS) = self.plan, self.plan.table, sequences.metrics
-        of_call, num_sums, like = table.of_call, plan.num_sum_totals, sequences.totals_A[-1]
-        term_N1 = sequences.totals_A[num_sums - len(table.shares) : num_sums].unsqueeze(-1)
-        inverse_N1 = inverse(_stack(totals, table.total_shares, like)).unsqueeze(-1)
-        known_NS = known_or_mean(counts_NS[of_call], values_NS[of_call], term_N1, inverse_N1)
-        known_NS[: table.num_scaled].mul_(of_group["scale_factor"])
-        over_group = [of_group.compute(row.formula) for row in plan.metrics[len(values_NS) :]]
-        rows = [values_NS[: of_call.start], known_NS, values_NS[of_call.stop :]]
-        if over_group:
-            rows.append(torch.stack(over_group).unsqueeze(-1).expand(-1, self.layout.num_sequences))
+        """``[T]`` each: what every token of a sequence is given, as :attr:`MetricRow.spread_formulas` say."""
+        plan, table, (_, totals_A, metrics_NS, counts_NS) = self.plan, self.plan.table, sequences
+        of_call, num_sums = table.of_call, plan.num_sum_totals
+        term_N1 = totals_A[num_sums - len(table.shares) : num_sums].unsqueeze(-1)
+        inverse_N1 = inverse(_stack(totals, table.total_shares, totals_A[-1])).unsqueeze(-1)
+        known_NS = known_or_mean(counts_NS[of_call], metrics_NS[of_call], term_N1, inverse_N1)
+        if plan.scale_factors:
+            known_NS[: table.num_scaled].mul_(of_group["scale_factor"])
+        rows = [metrics_NS[: of_call.start], known_NS, metrics_NS[of_call.stop :]]
+        if plan.group:
+            numbers_N = torch.stack([*map(of_group.compute, plan.group)])
+            rows.append(numbers_N.unsqueeze(-1).expand(-1, self.layout.num_sequences))
         spread = self.layout.index.spread(torch.cat(rows), self._mask("response"))
-        return {name: spread[index] for name, index in plan.metric_index.items()}
+        return dict(zip(plan.metric_index, map(spread.__getitem__, plan.metric_index.values()), strict=True))
 
 
-def _stack(values: NamedValues | Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> Tensor:
+def _stack(values: NamedValues | Mapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
     """``[N, ...]``: the values of names, one below the other; of no name of the shape of ``like``."""
-    return torch.stack([values[name] for name in names]) if names else like.new_empty(0, *like.shape)
-
-
-def _as_float(value: Tensor) -> Tensor:
-    return mask_as_float(value) if value.dtype == torch.bool else value
+    return torch.stack([*map(values.__getitem__, names)]) if names else like.new_empty(0, *like.shape)
 
 
 def _bit_numbers(device: torch.device) -> Tensor:

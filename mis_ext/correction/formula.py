@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,12 +26,72 @@ MAX_NATS = 1e6
 """Largest difference or mean of log-probs in a metric: so sums over tokens stay finite, whatever an engine returns."""
 
 
+class Column(str):
+    """A reduction over the tokens of each sequence, ``[S]``; as text its name: ``Column("sum", "k3")`` is ``sum_k3``.
+
+    Args:
+        operation: Of no token a sum is 0, an extreme infinite.
+        token: Name of a token formula.
+        over: Name of the mask of the tokens that count. A mask summed over itself is called ``num_<mask>``.
+    """
+
+    operation: Literal["sum", "min", "max"]
+    token: str
+    over: str
+
+    def __new__(cls, operation: Literal["sum", "min", "max"], token: str, over: str = "valid") -> Column:
+        """The reduction under its name."""
+        suffix = "" if over == "valid" else f"_over_{over}"
+        column = super().__new__(cls, f"num_{token}" if token == over else f"{operation}_{token}{suffix}")
+        column.operation, column.token, column.over = operation, token, over
+        return column
+
+
+NUM_VALID, NUM_RESPONSE = Column("sum", "valid", "valid"), Column("sum", "response", "response")
+"""Formulas of a sequence may name these two as parameters ``num_valid`` and ``num_response``."""
+
+
+class Total(str):
+    """A reduction over all sequences of a call, 0-dim; as text its name: ``Total("max", "x")`` is ``highest_x``.
+
+    Args:
+        operation: ``min`` and ``max`` are over sequences with a valid token. ``scatter``: the squared distances of
+            ``num_x`` numbers, whose sum is ``x``, from their mean; the formula ``scatter_x`` says it of those within a
+            sequence.
+        of: Name of a formula of a sequence, or a :class:`Column`.
+    """
+
+    operation: Literal["sum", "scatter", "min", "max"]
+    sequence: str
+    parts: tuple[Total, ...]
+
+    def __new__(cls, operation: Literal["sum", "scatter", "min", "max"], of: str) -> Total:
+        """The reduction under its name."""
+        prefix = {"sum": "total", "scatter": "scatter", "min": "lowest", "max": "highest"}[operation]
+        total = super().__new__(cls, f"{prefix}_{of}")
+        total.operation, total.sequence, total.parts = operation, of, (total,)
+        if operation == "scatter":
+            # Those of others are merged by their counts and sums.
+            total.sequence, total.parts = str(total), (total, cls("sum", f"num_{of}"), cls("sum", of))
+        return total
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A function, and the names of its arguments in order."""
+    """A function, and the names of its arguments in order.
+
+    Attributes:
+        function: Of tensors, or of symbols.
+        needs: The names; one that is a :class:`Column` or a :class:`Total` says what has to be reduced for it.
+        names: The names as plain strings.
+    """
 
     function: Callable[..., Tensor]
     needs: tuple[str, ...]
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(map(str, self.needs)))
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> Formula:
@@ -47,6 +107,13 @@ class Formula:
     def is_name(self) -> bool:
         """Whether it is another name's value as it is."""
         return self.function is _same
+
+    def then(self, function: Callable[..., Tensor], *before: str) -> Formula:
+        """``function`` of the values called ``before``, and of this formula's value last."""
+        if self.is_name:
+            return Formula(function, (*before, *self.needs))
+        inner, split = self.function, len(before)
+        return Formula(lambda *values: function(*values[:split], inner(*values[split:])), (*before, *self.needs))
 
 
 def _same(value: Tensor) -> Tensor:
@@ -71,7 +138,10 @@ class NamedValues:
     def compute(self, formula: Formula) -> Any:
         """The value of a formula, which is not remembered."""
         known = self._known
-        return formula.function(*[known[name] if name in known else self[name] for name in formula.needs])
+        for name in formula.names:
+            if name not in known:
+                known[name] = self[name]
+        return formula.function(*map(known.__getitem__, formula.names))
 
 
 def needed_names(wanted: list[str], formulas: Mapping[str, Formula]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from mis_ext.correction.formula import Formula, inside
+from mis_ext.correction.formula import NUM_RESPONSE, NUM_VALID, Column, Formula, inside
 from mis_ext.correction.statistics import (
     MISMATCH,
     OF_SEGMENTS,
@@ -94,10 +94,10 @@ class Gate:
         for key, bound in (("low", self.low), ("high", self.high)):
             if bound is not None:
                 check_number(key, bound, low=-math.inf, high=math.inf)
-        self._open_idle_bounds()
+        smallest, largest = self._open_idle_bounds()
         for key, bound in (("low", self.low), ("high", self.high)):
             if bound is not None:
-                check_number(key, bound, low=self._smallest_bound, high=self._largest_bound)
+                check_number(key, bound, low=smallest, high=largest)
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
         if self.after is not None and self.is_of_tokens:
@@ -155,50 +155,14 @@ class Gate:
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
 
     @property
-    def value(self) -> Formula:
-        """What is compared with the bounds: of a token, or of a sequence."""
-        return reduced(self.row.token, self.reduce, over=self.over)
-
-    @property
     def over(self) -> str:
         """Name of the mask of the tokens that it looks at."""
         return "valid" if self.after is None else f"kept_by_{self.after}"
 
     @property
-    def passes(self) -> Formula:
-        """Whether the value lies between the bounds; of a veto also whether every response token has a value."""
-        in_band = self.compared(inside)
-        if self.after is not None:
-            outside = self.found(lambda value, low, high: ~inside(value, low, high))
-            in_band = Formula(lambda *values: ~outside.function(*values), outside.needs)
-        if self.is_of_segments:
-            # Of a segment with a token without a ratio the statistic is not known.
-            return Formula(
-                lambda known, *values: (known > 0.0) & in_band.function(*values), (KNOWN_SEGMENT, *in_band.needs)
-            )
-        if not self.is_veto:
-            return in_band
-        # The worst token of all has no finite ratio, and so no place among those that are compared.
-        return Formula(
-            lambda num_valid, num_response, *values: (num_valid == num_response) & in_band.function(*values),
-            ("num_valid", "num_response", *in_band.needs),
-        )
-
-    @property
-    def vetoes(self) -> Formula:
-        """Whether a valid token alone vetoes its sequence: not one that the gate does not look at."""
-        alone = self.compared(inside, value=Formula.named(self.row.token))
-        return Formula(lambda looked_at, *values: looked_at & ~alone.function(*values), (self.over, *alone.needs))
-
-    def found(self, compare: Callable[..., Tensor]) -> Formula:
-        """What ``compare(value, low, high)`` says of the gate's own value; False where the gate looks at no token."""
-        compared = self.compared(compare)
-        if self.after is None:
-            return compared
-        # Of no token the sum is 0 and the minimum infinite, which says nothing about a band.
-        return Formula(
-            lambda count, *values: (count > 0.0) & compared.function(*values), (f"num_{self.over}", *compared.needs)
-        )
+    def value(self) -> Formula:
+        """What is compared with the bounds: of a token, or of a sequence."""
+        return reduced(self.row.token, self.reduce, over=self.over)
 
     @property
     def scale_name(self) -> str:
@@ -207,35 +171,53 @@ class Gate:
 
     def compared(self, compare: Callable[..., Tensor], *, value: Formula | None = None) -> Formula:
         """What ``compare(value, low, high)`` says of a value, by default the gate's own, and the edges of the band."""
-        value = self.value if value is None else value
+        value, low, high = self.value if value is None else value, self.log_low, self.log_high
         if self.target_accept is None:
-            return Formula(lambda *values: compare(value.function(*values), self.log_low, self.log_high), value.needs)
+            return value.then(lambda x: compare(x, low, high))
+        return value.then(lambda scale, x: compare(x, scale * low, scale * high), self.scale_name)
 
-        def compare_scaled(*values: Tensor) -> Tensor:
-            *of_value, scale = values
-            return compare(value.function(*of_value), scale * self.log_low, scale * self.log_high)
-
-        return Formula(compare_scaled, (*value.needs, self.scale_name))
-
-    @property
-    def _smallest_bound(self) -> float:
-        return -math.inf if self._is_sum and self.row.low < 0.0 else self.row.low
-
-    @property
-    def _largest_bound(self) -> float:
-        return math.inf if self._is_sum else self.row.high
+    def found(self, compare: Callable[..., Tensor]) -> Formula:
+        """What ``compare(value, low, high)`` says of the gate's own value; False where the gate looks at no token."""
+        compared = self.compared(compare)
+        if self.after is None:
+            return compared
+        # Of no token the sum is 0 and the minimum infinite, which says nothing about a band.
+        return compared.then(lambda count, is_found: (count > 0.0) & is_found, Column("sum", self.over, self.over))
 
     @property
-    def _is_sum(self) -> bool:
+    def passes(self) -> Formula:
+        """Whether the value lies between the bounds; of a veto also whether every response token has a value."""
+        in_band = self.compared(inside)
+        if self.after is not None:
+            in_band = self.found(lambda x, low, high: ~inside(x, low, high)).then(lambda outside: ~outside)
+        if self.is_of_segments:
+            # Of a segment with a token without a ratio the statistic is not known.
+            return in_band.then(lambda known, is_inside: (known > 0.0) & is_inside, KNOWN_SEGMENT)
+        if not self.is_veto:
+            return in_band
+        # rs_veto_threshold and its like: the smallest ratio of the sequence is below the bound, or has no place among
+        # those that are compared because a response token has no finite one. Either rejects the sequence.
+        return in_band.then(
+            lambda num_valid, num_response, is_inside: (num_valid == num_response) & is_inside, NUM_VALID, NUM_RESPONSE
+        )
+
+    @property
+    def vetoes(self) -> Formula:
+        """Whether a valid token alone vetoes its sequence: not one that the gate does not look at."""
+        alone = self.compared(inside, value=Formula.named(self.row.token))
+        return alone.then(lambda looked_at, is_inside: looked_at & ~is_inside, self.over)
+
+    def _open_idle_bounds(self) -> tuple[float, float]:
+        """The legal range of the bounds; one at its end says the same as none, and makes no other gate of it."""
+        low, high = self.row.low, self.row.high
         # The product of probabilities is one, but the sum of probability differences is none.
-        return self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log
-
-    def _open_idle_bounds(self) -> None:
-        # A bound at the end of the range says the same as none, and makes no other gate of it.
-        if self.low in (self._smallest_bound, -math.inf):
+        if self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log:
+            low, high = -math.inf if low < 0.0 else low, math.inf
+        if self.low in (low, -math.inf):
             object.__setattr__(self, "low", None)
-        if self.high in (self._largest_bound, math.inf):
+        if self.high in (high, math.inf):
             object.__setattr__(self, "high", None)
+        return low, high
 
     def _check_target(self) -> None:
         check_number("target_gain", self.target_gain, low=0.0, high=1.0, open_low=True)

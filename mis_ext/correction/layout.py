@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -42,6 +42,7 @@ class PackedLayout:
         device: Where index tensors go.
         num_local_tokens: ``T``.
         num_whole_tokens: ``R``.
+        num_sequences: ``S``, the sequences of this call, also those without a token here.
     """
 
     response_lengths: tuple[int, ...]
@@ -51,11 +52,10 @@ class PackedLayout:
     device: torch.device
     num_local_tokens: int
     num_whole_tokens: int
-    # Built when first asked for.
-    _index: list[TokenIndex] = field(default_factory=list, init=False, repr=False)
-    _length_and_start: list[Tensor] = field(default_factory=list, init=False, repr=False)
-    _sequences: list[Tensor] = field(default_factory=list, init=False, repr=False)
-    _padding: list[Padding | None] = field(default_factory=list, init=False, repr=False)
+    num_sequences: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_sequences", len(self.response_lengths))
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
@@ -124,7 +124,7 @@ class PackedLayout:
                 or fewer total or padded lengths than responses.
         """
         if cp_size == 1:
-            return cls.whole(response_lengths, device=device)
+            return _whole_layout(tuple(response_lengths), torch.device(device))
         padded_lengths = total_lengths if padded_lengths is None else padded_lengths
         numbers = (len(response_lengths), len(total_lengths), len(padded_lengths))
         if len({*numbers}) > 1:
@@ -144,16 +144,42 @@ class PackedLayout:
         return values_R if self.is_whole else self.index.local_part(values_R)
 
     @property
+    def longest_response(self) -> int:
+        """Tokens of the longest whole response."""
+        return max(self.response_lengths, default=0)
+
+    @property
+    def longest(self) -> int:
+        """Local tokens of the sequence that has most of them."""
+        return max(self.local_lengths, default=0)
+
+    @functools.cached_property
+    def index(self) -> TokenIndex:
+        """The index tensors that the eager pipeline works with; built when first asked for.
+
+        To compile the pipeline with ``torch.compile``, ask once before: they are no part of the graph.
+        """
+        return TokenIndex.build(
+            response_lengths=self.response_lengths,
+            local_lengths=self.local_lengths,
+            piece_lengths=self.pieces.lengths,
+            piece_whole_starts=None if self.is_whole else self.pieces.whole_starts,
+            device=self.device,
+        )
+
+    @property
     def sequence_T(self) -> Tensor:
         """``[T]``: the sequence of each local token.
 
         Without the other index tensors of :attr:`index`, whose building takes a while: a micro-batch has new lengths,
         and here only they are copied to the device. So in :meth:`reduce`.
         """
-        if not self._sequences:
-            length_S = self._length_and_start_2S[0]
-            self._sequences.append(torch.repeat_interleave(length_S, output_size=self.num_local_tokens))
-        return self._sequences[0]
+        index: TokenIndex | None = self.__dict__.get("index")
+        return self._sequence_T if index is None else index.sequence_T
+
+    @functools.cached_property
+    def _sequence_T(self) -> Tensor:
+        return _sequence_of(self._length_and_start_2S[0], self.num_local_tokens)
 
     @property
     def sequence_R(self) -> Tensor:
@@ -161,19 +187,27 @@ class PackedLayout:
         return self.sequence_T if self.is_whole else self.index.sequence_R
 
     @property
-    def longest_response(self) -> int:
-        """Tokens of the longest whole response."""
-        return max(self.response_lengths, default=0)
-
-    @property
     def offset_T(self) -> Tensor:
         """``[T]``: how many local tokens of its sequence stand before a local token."""
         return offset_in_sequence(self.sequence_T, self._length_and_start_2S[1])
 
+    @functools.cached_property
+    def _length_and_start_2S(self) -> Tensor:
+        """Length and first local token of each sequence, in one copy to the device."""
+        start_S = [*itertools.accumulate(self.local_lengths, initial=0)][:-1]
+        both = torch.tensor([*self.local_lengths, *start_S], dtype=torch.int64)
+        return to_device([both], self.device)[0].view(2, len(start_S))
+
     @property
-    def longest(self) -> int:
-        """Local tokens of the sequence that has most of them."""
-        return max(self.local_lengths, default=0)
+    def _is_padded(self) -> bool:
+        return (self.longest or 1) * self.num_sequences <= _MOST_PADDING * self.num_local_tokens
+
+    @functools.cached_property
+    def padding(self) -> Padding | None:
+        """How sequences are padded; None where one is far longer than the others."""
+        if not self._is_padded:
+            return None
+        return Padding.of(self._length_and_start_2S, self.longest or 1, self.num_local_tokens)
 
     @property
     def graph_layout(self) -> GraphLayout | None:
@@ -198,49 +232,6 @@ class PackedLayout:
     def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over the local tokens of each sequence."""
         return self.reduce(rows_FT, "sum")
-
-    @property
-    def _length_and_start_2S(self) -> Tensor:
-        """Length and first local token of each sequence, in one copy to the device."""
-        if not self._length_and_start:
-            start_S = [*itertools.accumulate(self.local_lengths, initial=0)][:-1]
-            both = torch.tensor([*self.local_lengths, *start_S], dtype=torch.int64)
-            self._length_and_start.append(to_device([both], self.device)[0].view(2, len(start_S)))
-        return self._length_and_start[0]
-
-    @property
-    def padding(self) -> Padding | None:
-        """How sequences are padded; None where one is far longer than the others."""
-        if not self._padding:
-            sizes = self.longest or 1, self.num_local_tokens
-            self._padding.append(Padding.of(self._length_and_start_2S, *sizes) if self._is_padded else None)
-        return self._padding[0]
-
-    @property
-    def _is_padded(self) -> bool:
-        return (self.longest or 1) * self.num_sequences <= _MOST_PADDING * self.num_local_tokens
-
-    @property
-    def num_sequences(self) -> int:
-        """``S``, the sequences of this call, also those without a token here."""
-        return len(self.response_lengths)
-
-    @property
-    def index(self) -> TokenIndex:
-        """The index tensors that the eager pipeline works with; built when first asked for.
-
-        To compile the pipeline with ``torch.compile``, ask once before: they are no part of the graph.
-        """
-        if not self._index:
-            index = TokenIndex.build(
-                response_lengths=self.response_lengths,
-                local_lengths=self.local_lengths,
-                piece_lengths=self.pieces.lengths,
-                piece_whole_starts=None if self.is_whole else self.pieces.whole_starts,
-                device=self.device,
-            )
-            self._index.append(index)
-        return self._index[0]
 
 
 @functools.lru_cache(maxsize=2)
@@ -357,38 +348,42 @@ class TokenIndex:
             position_T = runs(whole_start_P, length_P, total=sum(local_lengths))
         return cls(sequence_T=sequence_T, sequence_R=sequence_R, position_T=position_T, edge_N=edge_N, tree=tuple(tree))
 
-    def reduce(
-        self, rows_T: Iterable[Tensor], op: Literal["sum", "min"], *, masks_T: Iterable[Tensor] | None = None
+    def reduce(self, rows_T: Iterable[Tensor], op: Literal["sum", "min"]) -> Tensor:
+        """:meth:`reduce_masked` over all tokens."""
+        return self.reduce_masked(zip(rows_T, itertools.repeat(None)), op)
+
+    def reduce_masked(
+        self, rows_and_masks_T: Iterable[tuple[Tensor, Tensor | None]], op: Literal["sum", "min"]
     ) -> Tensor:
         """Reduce ``F`` rows of local tokens to ``[F, S]``; a sequence without local tokens gets the identity of ``op``.
 
-        A token counts in a row if its float mask is not 0, where there are masks: one for each row.
+        A token counts in a row if its float mask is not 0, where there are masks.
 
         First blocks of 64 tokens as they lie in memory, whatever their sequences, so that only the edges of sequences
         are gathered; then groups of at most 32 blocks and edges, level by level: accurate, and the same bits on every
         run. Long rows are taken one after the other, so that one can be gone before the next is computed.
         """
-        in_blocks = len(self.sequence_T) // _BLOCK * _BLOCK
-        rows_FT = self._few(rows_T)
-        if masks_T is not None:
-            rows_FT = itertools.starmap(functools.partial(_masked, op), zip(rows_FT, self._few(masks_T), strict=True))
-        parts = [
-            (_fold(few_FT[:, :in_blocks].view(len(few_FT), -1, _BLOCK), op), few_FT.index_select(-1, self.edge_N))
-            for few_FT in rows_FT
-        ]
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-        identity = columns[0].new_full((len(columns[0]), 1), 0.0 if op == "sum" else torch.inf)
+        num_tokens, is_sum = len(self.sequence_T), op == "sum"
+        fold = torch.sum if is_sum else torch.amin
+        # As many rows at a time as are copied for less than the operations on each of them cost.
+        num_rows = 1 if self.sequence_T.is_cuda else max(_STACKED // max(num_tokens, 1), 1)
+        in_blocks = num_tokens // _BLOCK * _BLOCK
+        pairs, of_blocks, of_edges = iter(rows_and_masks_T), [], []
+        while few := [*itertools.islice(pairs, num_rows)]:
+            rows, masks = zip(*few, strict=True)
+            few_FT = _stacked(rows)
+            if masks[0] is not None:
+                mask_FT = _stacked(masks)
+                # Added to a minimum is 0 on tokens that count, else infinity.
+                few_FT = zero_outside(mask_FT, few_FT) if is_sum else few_FT + (mask_FT.reciprocal() - 1.0)
+            of_blocks.append(fold(few_FT[:, :in_blocks].view(len(few_FT), -1, _BLOCK), -1))
+            of_edges.append(few_FT.index_select(-1, self.edge_N))
+        columns = [torch.cat(of_blocks), torch.cat(of_edges)]
+        identity = columns[0].new_full((len(columns[0]), 1), 0.0 if is_sum else torch.inf)
         for index in self.tree:
             padded = torch.cat([*columns, identity], dim=-1)
-            columns = [_fold(padded.index_select(-1, index).view(len(padded), -1, _FAN_IN), op)]
+            columns = [fold(padded.index_select(-1, index).view(len(padded), -1, _FAN_IN), -1)]
         return columns[0]
-
-    def _few(self, rows_T: Iterable[Tensor]) -> Iterator[Tensor]:
-        """``[F, T]``: as many rows at a time as are copied for less than the operations on each of them cost."""
-        rows = iter(rows_T)
-        num_rows = 1 if self.sequence_T.is_cuda else max(_STACKED // max(len(self.sequence_T), 1), 1)
-        while few := [*itertools.islice(rows, num_rows)]:
-            yield torch.stack(few) if len(few) > 1 else few[0].unsqueeze(0)
 
     def to_tokens(self, values_S: Tensor) -> Tensor:
         """Give every local token the value of its sequence."""
@@ -422,13 +417,8 @@ class TokenIndex:
         return values_R if self.position_T is None else values_R.index_select(-1, self.position_T)
 
 
-def _fold(values: Tensor, op: Literal["sum", "min"]) -> Tensor:
-    return values.sum(-1) if op == "sum" else values.amin(-1)
-
-
-def _masked(op: Literal["sum", "min"], rows_FT: Tensor, mask_FT: Tensor) -> Tensor:
-    # Added to a minimum is 0 on tokens that count, else infinity.
-    return zero_outside(mask_FT, rows_FT) if op == "sum" else rows_FT + (mask_FT.reciprocal() - 1.0)
+def _stacked(rows_T: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*rows_T]) if len(rows_T) > 1 else rows_T[0].unsqueeze(0)
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:

@@ -21,35 +21,41 @@ class TokenRatios(NamedTuple):
     valid_mask_T: Tensor
 
 
-def compute_log_ratio(
-    *, proximal_logprobs_T: Tensor, behavior_logprobs_T: Tensor, response_mask_T: Tensor
-) -> TokenRatios:
-    """Per-token ``log(pi_prox / mu)`` in float32, and the mask of the tokens that have one.
+class Streams(NamedTuple):
+    """What comes in: log-probs of the local tokens ``[T]``, nats, and the mask of whole responses ``[R]``, any dtype.
 
-    A token with a non-finite log-probability has no ratio. It leaves the mask; it is never given ratio 1, which would
-    train it as if it were on-policy.
-
-    Args:
-        proximal_logprobs_T: ``[T]``, nats, scored by the training engine before the update.
-        behavior_logprobs_T: ``[T]``, nats, reported by the inference engine that sampled the tokens.
-        response_mask_T: ``[T]`` bool, the tokens that the policy generated.
-
-    References:
-        Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641.
+    ``proximal``: scored by the training engine before the update. ``behavior``: reported by the inference engine that
+    sampled the tokens. The mask is not 0 on tokens that the policy generated.
     """
-    proximal_T = proximal_logprobs_T.detach().float()
-    behavior_T = behavior_logprobs_T.detach().float()
-    log_ratio_T = proximal_T - behavior_T
-    # The difference of two finite numbers is finite at any log-prob a model can produce.
-    valid_mask_T = response_mask_T & (log_ratio_T.abs() < torch.inf)
-    valid_T = mask_as_float(valid_mask_T)
-    return TokenRatios(
-        log_ratio_T=zero_outside(valid_T, log_ratio_T),
-        proximal_T=zero_outside(valid_T, proximal_T),
-        behavior_T=zero_outside(valid_T, behavior_T),
-        response_mask_T=response_mask_T,
-        valid_mask_T=valid_mask_T,
-    )
+
+    proximal_logprobs_T: Tensor
+    behavior_logprobs_T: Tensor
+    response_mask_R: Tensor
+
+    def token_ratios(self, layout: PackedLayout) -> TokenRatios:
+        """Per-token ``log(pi_prox / mu)`` in float32, and the mask of the tokens that have one.
+
+        A token with a log-probability that is NaN or infinite has no ratio. It leaves the mask; it is never given
+        ratio 1, which would train it as if it were on-policy.
+
+        References:
+            Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641.
+        """
+        response_mask_T = layout.local_part(self.response_mask_R).bool()
+        proximal_T = self.proximal_logprobs_T.detach().float()
+        behavior_T = self.behavior_logprobs_T.detach().float()
+        # d_t = log pi_t - log mu_t
+        log_ratio_T = proximal_T - behavior_T
+        # False for NaN too. The difference of two finite numbers is finite at any log-prob a model can produce.
+        valid_mask_T = response_mask_T & (log_ratio_T.abs() < torch.inf)
+        valid_T = mask_as_float(valid_mask_T)
+        return TokenRatios(
+            log_ratio_T=zero_outside(valid_T, log_ratio_T),
+            proximal_T=zero_outside(valid_T, proximal_T),
+            behavior_T=zero_outside(valid_T, behavior_T),
+            response_mask_T=response_mask_T,
+            valid_mask_T=valid_mask_T,
+        )
 
 
 def mask_as_float(mask: Tensor) -> Tensor:
@@ -67,19 +73,3 @@ def zero_outside(mask: Tensor, values: Tensor, *, out: Tensor | None = None) -> 
     else:
         kept = torch.ops.aten.threshold_backward.grad_input(values, mask, 0.0, grad_input=out)
     return kept
-
-
-class Streams(NamedTuple):
-    """What comes in: log-probs of the local tokens ``[T]``, and the mask of whole responses ``[R]``, any dtype."""
-
-    proximal_logprobs_T: Tensor
-    behavior_logprobs_T: Tensor
-    response_mask_R: Tensor
-
-    def token_ratios(self, layout: PackedLayout) -> TokenRatios:
-        """``[T]`` log-ratios of the local tokens in nats, float32, with the masks that say which are valid."""
-        return compute_log_ratio(
-            proximal_logprobs_T=self.proximal_logprobs_T,
-            behavior_logprobs_T=self.behavior_logprobs_T,
-            response_mask_T=layout.local_part(self.response_mask_R).bool(),
-        )

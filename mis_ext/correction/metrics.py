@@ -1,340 +1,38 @@
-"""Metrics, one row each. A new metric is a new row here, and nothing else.
+"""Metrics: what one is, and all of them, one row each. A new metric is a new row here, and nothing else.
 
-Mismatch metrics look at the original mask alone, whatever the correction does. What they need is said by the names of
-their formulas' parameters, see :mod:`mis_ext.correction.plan`.
+Mismatch metrics look at the original mask alone, whatever the correction does. What they need is said by their
+formulas, see :mod:`mis_ext.correction.plan`.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_NATS, Formula, bounded_exp, bounded_expm1, where, where_positive
+from mis_ext.correction.formula import (
+    MAX_NATS,
+    NUM_RESPONSE,
+    NUM_VALID,
+    Column,
+    Formula,
+    Total,
+    bounded_exp,
+    bounded_expm1,
+    where,
+    where_positive,
+)
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import OPEN
+from mis_ext.correction.statistics import OPEN, mean
 from mis_ext.correction.weights import Weight
 
-LOG_2 = math.log(2.0)
-
-
-def effective_share(total: Tensor, squared_total: Tensor, count: Tensor) -> Tensor:
-    """Kish's effective sample size over the sample size, in (0, 1]; NaN for an empty sample."""
-    # Divided first: the square of a sum of ratios up to e^20 leaves float32.
-    return (total / count * (total / squared_total)).clamp_max(1.0)
-
-
-GROUP_FORMULAS: dict[str, Formula] = {
-    "one_if_any": Formula.of(lambda total_num_valid: where(total_num_valid > 0.0, 1.0, math.nan)),
-    "effective_token_share": Formula(
-        effective_share, ("total_sum_ratio", "total_sum_squared_ratio", "total_num_valid")
-    ),
-    "effective_sequence_share": Formula(
-        effective_share, ("total_sequence_ratio", "total_squared_sequence_ratio", "total_measured")
-    ),
-}
-"""Numbers of the group that several of its metrics need."""
-
-
-@functools.lru_cache(maxsize=8)
-def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
-    """The rows of metrics that say how far the engines are apart, whatever the correction does; kept.
-
-    Args:
-        metric_max: Largest value that a token adds to ``k3_kl``, and a sequence to ``chi2_token`` and ``chi2_seq``.
-
-    References:
-        ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling,
-        1965. Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO),
-        arXiv:2602.17616; of tokens: ours.
-    """
-    return tuple(_mismatch_rows(metric_max))
-
-
-def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
-    def sequence(name: str, function: Callable[..., Tensor], text: str) -> MetricRow:
-        return row(name, "sequences", function, text, stage="sequence")
-
-    def token(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
-        return row(name, "valid_tokens", function, text, stage="token", core=core)
-
-    def group(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
-        return row(name, "group", function, text, stage="group", core=core)
-
-    def chi2_seq(sum_log_ratio: Tensor) -> Tensor:
-        excess = bounded_expm1(sum_log_ratio)
-        return (excess * (excess + 2.0)).clamp_max(metric_max)
-
-    yield sequence("training_log_ppl", lambda proximal_mean: -proximal_mean, "minus the mean proximal log-prob")
-    yield sequence("training_ppl", lambda proximal_mean: bounded_exp(-proximal_mean), "its `exp`")
-    yield sequence("rollout_log_ppl", lambda behavior_mean: -behavior_mean, "minus the mean behavior log-prob")
-    yield sequence("rollout_ppl", lambda behavior_mean: bounded_exp(-behavior_mean), "its `exp`")
-    yield token(
-        "kl", lambda log_ratio: (-log_ratio).clamp(-MAX_NATS, MAX_NATS), "`-d`: the KL of `k3_kl`, noisier, any sign"
-    )
-    yield token(
-        "k3_kl",
-        lambda k3: k3.clamp_max(metric_max),
-        "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative",
-        core=True,
-    )
-    yield sequence("log_ppl_diff", lambda log_ratio_mean: -log_ratio_mean, "`-mean d`")
-    yield sequence("log_ppl_abs_diff", lambda log_ratio_mean: log_ratio_mean.abs(), "`abs mean d`")
-    yield sequence("ppl_ratio", lambda log_ratio_mean: bounded_exp(-log_ratio_mean), "`exp(-mean d)`")
-    yield group(
-        "log_ppl_diff_min",
-        lambda highest_log_ratio_mean, one_if_any: -highest_log_ratio_mean * one_if_any,
-        "smallest `-mean d` of a sequence",
-    )
-    yield group(
-        "log_ppl_diff_max",
-        lambda lowest_log_ratio_mean, one_if_any: -lowest_log_ratio_mean * one_if_any,
-        "largest `-mean d` of a sequence",
-    )
-    yield sequence(
-        "chi2_token",
-        lambda sum_squared_ratio_excess, num_valid: (sum_squared_ratio_excess / num_valid.clamp_min(1.0)).clamp_max(
-            metric_max
-        ),
-        "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`",
-    )
-    yield sequence("chi2_seq", chi2_seq, "`exp(2 sum d) - 1`, at most `mis_metric_max`")
-    yield token("logprob_abs_diff", lambda abs_log_ratio: abs_log_ratio.clamp_max(MAX_NATS), "`abs d`", core=True)
-    yield token("tv", lambda ratio_excess: -ratio_excess.clamp_max(0.0), "`1 - min(1, exp d)`: total variation")
-    yield token("ratio_above_2_fraction", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2")
-    yield token("ratio_below_half_fraction", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2")
-    yield group(
-        "raised_fraction",
-        lambda total_sum_is_raised, total_sum_is_open: where(
-            total_sum_is_open > 0.0, total_sum_is_raised / total_sum_is_open.clamp_min(1.0), math.nan
-        ),
-        f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs",
-    )
-    yield group(
-        "ess_ratio_token",
-        Formula.named("effective_token_share"),
-        "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
-        core=True,
-    )
-    yield group(
-        "ess_ratio_seq",
-        Formula.named("effective_sequence_share"),
-        "the same of the products of ratios of sequences",
-        core=True,
-    )
-    yield group(
-        "lr_multiplier_token",
-        lambda effective_token_share: effective_token_share.sqrt(),
-        "root of `ess_ratio_token`: what to multiply the learning rate by",
-    )
-    yield group(
-        "lr_multiplier_seq",
-        lambda effective_sequence_share: effective_sequence_share.sqrt(),
-        "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
-    )
-    yield group(
-        "ratio_max",
-        lambda highest_max_log_ratio, one_if_any: bounded_exp(highest_max_log_ratio) * one_if_any,
-        "largest `exp d`",
-        core=True,
-    )
-    yield group(
-        "ratio_min",
-        lambda lowest_min_log_ratio, one_if_any: bounded_exp(lowest_min_log_ratio) * one_if_any,
-        "smallest `exp d`",
-    )
-    without_ratio = row(
-        "nonfinite_token_fraction",
-        "response_tokens",
-        lambda num_response, num_valid: num_response - num_valid,
-        "response tokens without a finite ratio",
-        stage="sequence",
-        core=True,
-    )
-    yield without_ratio
-    yield row(
-        "unmeasured_seq_fraction",
-        "responses",
-        lambda num_valid: where(num_valid > 0.0, 0.0, 1.0),
-        "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences",
-        stage="sequence",
-    )
-    yield group(
-        "train_rollout_logprob_abs_diff_max",
-        lambda highest_max_abs_log_ratio, one_if_any: highest_max_abs_log_ratio * one_if_any,
-        "largest `abs d`",
-    )
-    # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
-    yield token(
-        "train_rollout_logprob_abs_diff_nonzero",
-        lambda log_ratio: log_ratio != 0.0,
-        "tokens whose two log-probs are different float32 numbers (+0 equals -0)",
-    )
-    yield without_ratio.alias(
-        "train_rollout_logprob_abs_diff_invalid", "`nonfinite_token_fraction` under the name that goes with these two"
-    )
-
-
-def weight_rows(weight: Weight) -> Iterator[MetricRow]:
-    """What bounding does to the weights, before normalisation."""
-    over: Population = "valid_tokens" if weight.level == "token" else "sequences"
-    stage: Any = "token" if weight.level == "token" else "sequence"
-    log_ratio = weight.log_ratio
-    bounded = Formula.named(f"{stage}_weight")
-
-    def at_level(name: str, formula: Formula, text: str) -> MetricRow:
-        return row(name, over, formula, text, stage=stage)
-
-    def compared(compare: Callable[[Tensor], Tensor]) -> Formula:
-        return Formula(lambda *values: _as_number(compare(log_ratio.function(*values))), log_ratio.needs)
-
-    def below(bound: float) -> Formula:
-        return compared(lambda value: value < bound)
-
-    above = compared(lambda value: value > weight.log_high)
-    before = Formula(lambda *values: bounded_exp(log_ratio.function(*values)), log_ratio.needs)
-    if weight.level == "token":
-        before = Formula.named("ratio")
-    yield at_level("tis_weight_before_bound", before, "the ratio at `tis_level`")
-    if weight.bound.has_low:
-        yield at_level(f"tis_{weight.mode}_fraction_low", below(weight.log_low), "weights below the lower bound")
-        yield at_level(f"tis_{weight.mode}_fraction_high", above, "weights above the upper bound")
-    elif weight.bound.has_high:
-        yield at_level(f"tis_{weight.mode}_fraction", above, "weights above the upper bound")
-        yield at_level(f"tis_{weight.mode}_fraction_low", below(-weight.log_high), "weights below 1 / the upper bound")
-    after = at_level("tis_weight_after_bound", bounded, "the bounded weight")
-    yield after
-    yield after.alias("is_ratio_mean_after_tis_rs", "the same, under the reference's name")
-    yield row(
-        "tis_weight_std",
-        "group",
-        lambda scatter_weight_excess, total_num_weights: (scatter_weight_excess / total_num_weights).sqrt(),
-        "standard deviation of the bounded weights",
-        stage="group",
-    )
-    yield row(
-        "tis_weight_ess",
-        "group",
-        Formula(effective_share, ("total_weight", "total_squared_weight", "total_num_weights")),
-        "`(sum w)^2 / (n sum w^2)` of the bounded weights",
-        stage="group",
-    )
-
-
-def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
-    """What a gate finds outside its bounds, whatever other gates do."""
-    over: Population = "valid_tokens" if gate.is_of_tokens else "sequences"
-    stage: Any = "token" if gate.is_of_tokens else "sequence"
-
-    def flagged(flag: Callable[..., Tensor]) -> Formula:
-        found = gate.found(flag)
-        return Formula(lambda *values: _as_number(found.function(*values)), found.needs)
-
-    if gate.is_veto:
-        yield row(
-            f"{name}_token_fraction",
-            "response_tokens",
-            Formula(
-                lambda count, num_valid, num_response: count + (num_response - num_valid),
-                (f"sum_vetoes_of_{name}", "num_valid", "num_response"),
-            ),
-            "tokens that alone veto their sequence, those without a finite ratio among them",
-            stage="sequence",
-        )
-        passes = gate.passes
-        yield row(
-            f"{name}_seq_fraction",
-            "responses",
-            Formula(lambda *values: _as_number(~passes.function(*values)), passes.needs),
-            "sequences with such a token",
-            stage="sequence",
-        )
-    else:
-        below, above = flagged(lambda x, low, _high: x < low), flagged(lambda x, _low, high: x > high)
-        yield row(f"{name}_fraction_low", over, below, "below the band", stage=stage)
-        yield row(f"{name}_fraction_high", over, above, "above the band", stage=stage)
-    yield row(f"{name}_value", over, _shown(gate), "the statistic itself", stage=stage, mask=gate.over)
-    if gate.target_accept is not None:
-        for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
-            if math.isfinite(edge):
-                yield row(
-                    f"{name}_bound_{side}", "group", _bound(gate, edge), f"the {side} bound of today", stage="group"
-                )
-
-
-def _bound(gate: Gate, edge: float) -> Formula:
-    """A bound that a target has moved, on the scale in which it is written."""
-    return Formula(lambda scale: bounded_exp(scale * edge) if gate.row.is_log else scale * edge, (gate.scale_name,))
-
-
-def _shown(gate: Gate) -> Formula:
-    """The statistic on the scale of its bounds."""
-    value = gate.value
-    if not gate.row.is_log:
-        return value
-    return Formula(lambda *values: bounded_exp(value.function(*values)), value.needs)
-
-
-def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:
-    """What the weights are in the end, and what the gates left."""
-    if is_normalized:
-        yield row(
-            "batch_norm_factor", "group", Formula.named("mean_weight"), "the mean weight divided by", stage="group"
-        )
-    if weight is not None:
-        final = {
-            "mean": (True, "bounded and scaled weights, whatever the gates do: their mean over a sequence"),
-            "min": (False, "their smallest"),
-            "max": (False, "their largest"),
-        }
-        for name, (core, text) in final.items():
-            formula = _final_weight(weight, name)
-            yield row(f"is_ratio_{name}_final", "sequences", formula, text, stage="sequence", core=core, scaled=True)
-    yield row(
-        "kept_token_fraction",
-        "response_tokens",
-        Formula.named("num_kept"),
-        "what the gates left in the mask",
-        stage="sequence",
-        core=True,
-    )
-    yield row(
-        "kept_seq_fraction",
-        "responses",
-        lambda num_kept: _as_number(num_kept > 0.0),
-        "sequences of which something is left in the mask",
-        stage="sequence",
-        core=True,
-    )
-    if has_kept_denominator:
-        yield row(
-            "denominator_factor",
-            "group",
-            Formula.named("denominator_factor"),
-            "the factor of `mis_denominator: kept`",
-            stage="group",
-        )
-
-
-def _final_weight(weight: Weight, reduce: str) -> Formula:
-    """Mean or extreme of the weights of a sequence, before they are scaled."""
-    if weight.level != "token":
-        return Formula.named("sequence_weight")
-    if reduce == "mean":
-        return Formula.of(lambda sum_token_weight, num_valid: sum_token_weight / num_valid.clamp_min(1.0))
-    # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
-    return Formula(weight.bounded, (f"{reduce}_log_ratio",))
-
-
-def _as_number(flag: Tensor) -> Tensor:
-    return where(flag, 1.0, 0.0)
-
-
 PREFIX = "mis_"
+LOG_2 = math.log(2.0)
 
 Population = Literal["valid_tokens", "response_tokens", "sequences", "responses", "group"]
 """What a metric is a mean over. ``sequences``: those with a valid token. ``responses``: those with a response token.
@@ -369,6 +67,21 @@ class GroupNumber:
 Metric = Mean | GroupNumber
 
 
+class Kind(enum.IntEnum):
+    """What each token of a sequence is given; in a plan rows of one kind stand side by side, in this order.
+
+    ``OWN``: the number of its sequence. ``MEAN``: the mean over the tokens of its sequence. ``..._OR_CALL``: or that of
+    the others of the call where the sequence was not measured. ``SCALED_...``: times the scale of the weights.
+    """
+
+    OWN = enum.auto()
+    SCALED_OR_CALL = enum.auto()
+    OWN_OR_CALL = enum.auto()
+    MEAN_OR_CALL = enum.auto()
+    MEAN = enum.auto()
+    GROUP = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class MetricRow:
     """One metric.
@@ -376,9 +89,9 @@ class MetricRow:
     Attributes:
         name: Without prefix.
         over: What it is a mean over.
-        stage: Of what the formula is: a token, a sequence, or the whole group. With ``over`` T or R, the formula of a
-            sequence is the sum over its tokens.
-        formula: Its parameters name what it needs.
+        stage: Of what the formula is: a token, a sequence, or the whole group. Over tokens, the formula of a sequence
+            is the sum over its tokens.
+        formula: What it needs, and how it follows.
         text: What it measures, for the documentation.
         is_core: Whether it is on the short list to watch.
         alias_of: Another row with the same values, which are not computed twice.
@@ -399,7 +112,12 @@ class MetricRow:
     @property
     def token_name(self) -> str:
         """Name of the formula of a token, whose sum over a sequence is needed."""
-        return self.formula.needs[0] if self.formula.is_name else f"metric_{self.name}"
+        return self.formula.names[0] if self.formula.is_name else f"metric_{self.name}"
+
+    @property
+    def total_formula(self) -> Formula:
+        """What one sequence adds to the total of the mean."""
+        return Formula.named(Column("sum", self.token_name)) if self.stage == "token" else self.formula
 
     @property
     def amount_name(self) -> str:
@@ -408,19 +126,43 @@ class MetricRow:
         return total.needs[0] if total.is_name else f"amount_of_{self.name}"
 
     @property
-    def is_of_tokens(self) -> bool:
-        """Whether the value of a sequence is a mean over its tokens."""
-        return self.over in ("valid_tokens", "response_tokens")
-
-    @property
-    def count_name(self) -> str:
+    def count_name(self) -> Column:
         """How many tokens of a sequence count; a sequence without one was not measured."""
-        return f"num_{self.mask or ('valid' if self.over in ('valid_tokens', 'sequences') else 'response')}"
+        mask = self.mask or ("valid" if self.over in ("valid_tokens", "sequences") else "response")
+        return Column("sum", mask, mask)
 
     @property
-    def total_formula(self) -> Formula:
-        """What one sequence adds to the total of the mean."""
-        return Formula.named(f"sum_{self.token_name}") if self.stage == "token" else self.formula
+    def value_name(self) -> str:
+        """Name of the value of one sequence, 0 where it was not measured."""
+        return f"value_of_{self.name}"
+
+    @property
+    def share_name(self) -> str:
+        """Name of how much a sequence counts in the mean of its call."""
+        return f"share_by_{self.count_name}"
+
+    @property
+    def kind(self) -> Kind:
+        """What each token of a sequence is given."""
+        is_mean = self.over in ("valid_tokens", "response_tokens")
+        if self.over == "group":
+            return Kind.GROUP
+        if self.count_name == NUM_RESPONSE:
+            # Every sequence with a response token is measured.
+            return Kind.MEAN if is_mean else Kind.OWN
+        if is_mean:
+            return Kind.MEAN_OR_CALL
+        return Kind.SCALED_OR_CALL if self.is_scaled else Kind.OWN_OR_CALL
+
+    @property
+    def is_of_call(self) -> bool:
+        """Whether a sequence that was not measured counts as the mean of those of its call that were."""
+        return self.kind in (Kind.SCALED_OR_CALL, Kind.OWN_OR_CALL, Kind.MEAN_OR_CALL)
+
+    @property
+    def call_totals(self) -> tuple[Total, Total]:
+        """The sums over the measured sequences of a call: of what they add, and of their shares."""
+        return Total("sum", f"term_of_{self.name}"), Total("sum", self.share_name)
 
     def sequence_formulas(self, *, per_token_loss: bool) -> dict[str, Formula]:
         """By name: its value of one sequence, 0 where it was not measured, and what that adds to the mean of a call.
@@ -428,40 +170,20 @@ class MetricRow:
         Args:
             per_token_loss: The host averages over tokens, so that a sequence counts with its response tokens.
         """
-        total, value_name, share_name = self.total_formula, f"value_of_{self.name}", f"share_by_{self.count_name}"
-        value = mean_value if self.is_of_tokens else own_value
-        formulas = {value_name: Formula(value, (self.amount_name, self.count_name))}
-        if not total.is_name:
-            formulas[self.amount_name] = total
-        if not self.call_totals:
+        value = mean_value if self.kind in (Kind.MEAN, Kind.MEAN_OR_CALL) else own_value
+        formulas = {self.value_name: Formula(value, (self.amount_name, self.count_name))}
+        if not self.total_formula.is_name:
+            formulas[self.amount_name] = self.total_formula
+        if not self.is_of_call:
             return formulas
 
         def share(count: Tensor, num_response: Tensor) -> Tensor:
             return where(count > 0.0, num_response if per_token_loss else 1.0, 0.0)
 
         return formulas | {
-            share_name: Formula(share, (self.count_name, "num_response")),
-            f"term_of_{self.name}": Formula(term, (value_name, share_name)),
+            self.share_name: Formula(share, (self.count_name, NUM_RESPONSE)),
+            f"term_of_{self.name}": Formula(term, (self.value_name, self.share_name)),
         }
-
-    @property
-    def call_totals(self) -> tuple[str, ...]:
-        """Names of the sums over the measured sequences of a call: of what they add, and of their shares.
-
-        None where every sequence with a response token is measured.
-        """
-        if self.over == "group" or self.count_name == "num_response":
-            return ()
-        return f"total_term_of_{self.name}", f"total_share_by_{self.count_name}"
-
-    @property
-    def kind(self) -> int:
-        """Its place in a plan, where rows that one operation takes together stand side by side; see ``MetricTable``."""
-        if self.over == "group":
-            return 5
-        if not self.call_totals:
-            return 4 if self.is_of_tokens else 0
-        return 3 if self.is_of_tokens else 2 - self.is_scaled
 
     @property
     def spread_name(self) -> str:
@@ -470,19 +192,15 @@ class MetricRow:
 
     @property
     def spread_formulas(self) -> dict[str, Formula]:
-        """By name: what each token of a sequence is given, for a host that divides by all samples.
-
-        A sequence that was not measured counts as the mean of those of its call that were; NaN where none was.
-        """
-        if self.over == "group":
+        """By name: what each token of a sequence is given, for a host that divides by all samples."""
+        if self.kind == Kind.GROUP:
             return {self.spread_name: self.formula}
-        if not self.call_totals:
+        if not self.is_of_call:
             assert not self.is_scaled
-            return {self.spread_name: Formula.named(f"value_of_{self.name}")}
-        scale = ("scale_factor",) if self.is_scaled else ()
+            return {self.spread_name: Formula.named(self.value_name)}
         total, share = self.call_totals
-
-        needs = (self.count_name, f"value_of_{self.name}", total, f"inverse_{share}", *scale)
+        scale = ("scale_factor",) if self.is_scaled else ()
+        needs = (self.count_name, self.value_name, total, f"inverse_{share}", *scale)
         return {f"inverse_{share}": Formula(inverse, (share,)), self.spread_name: Formula(known_or_mean, needs)}
 
     def alias(self, name: str, text: str) -> MetricRow:
@@ -514,7 +232,7 @@ def inverse(share: Tensor) -> Tensor:
 
 
 def known_or_mean(count: Tensor, value: Tensor, total: Tensor, inverse: Tensor, *scale: Tensor) -> Tensor:
-    """What each token of a sequence is given: its value, or that of the others of its call."""
+    """What each token of a sequence is given: its value, or the mean of the others of its call, NaN without others."""
     known = where(count > 0.0, value, total * inverse)
     return known * scale[0] if scale else known
 
@@ -533,3 +251,295 @@ def row(
     """A row from a function whose parameters name what it needs."""
     formula = function if isinstance(function, Formula) else Formula.of(function)
     return MetricRow(name, over, stage, formula, text, is_core=core, mask=mask, is_scaled=scaled)
+
+
+def effective_share(total: Tensor, squared_total: Tensor, count: Tensor) -> Tensor:
+    """Kish's effective sample size over the sample size, in (0, 1]; NaN for an empty sample."""
+    # (sum w)^2 / (n sum w^2), divided first: the square of a sum of ratios up to e^20 leaves float32.
+    return (total / count * (total / squared_total)).clamp_max(1.0)
+
+
+GROUP_FORMULAS: dict[str, Formula] = {
+    "one_if_any": Formula(lambda count: where(count > 0.0, 1.0, math.nan), (Total("sum", NUM_VALID),)),
+    "effective_token_share": Formula(
+        effective_share,
+        (
+            Total("sum", Column("sum", "ratio")),
+            Total("sum", Column("sum", "squared_ratio")),
+            Total("sum", NUM_VALID),
+        ),
+    ),
+    "effective_sequence_share": Formula(
+        effective_share,
+        (Total("sum", "sequence_ratio"), Total("sum", "squared_sequence_ratio"), Total("sum", "is_measured")),
+    ),
+}
+"""Numbers of the group that several of its metrics need."""
+
+
+@functools.lru_cache(maxsize=8)
+def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
+    """The rows of metrics that say how far the engines are apart, whatever the correction does; kept.
+
+    Args:
+        metric_max: Largest value that a token adds to ``k3_kl``, and a sequence to ``chi2_token`` and ``chi2_seq``.
+
+    References:
+        ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling,
+        1965. Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO),
+        arXiv:2602.17616; of tokens: ours.
+    """
+    return tuple(_mismatch_rows(metric_max))
+
+
+def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
+    def sequence(name: str, function: Callable[..., Tensor] | Formula, text: str) -> MetricRow:
+        return row(name, "sequences", function, text, stage="sequence")
+
+    def token(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
+        return row(name, "valid_tokens", function, text, stage="token", core=core)
+
+    def group(name: str, formula: Formula, text: str, *, core: bool = False) -> MetricRow:
+        return row(name, "group", formula, text, stage="group", core=core)
+
+    def extreme(total: Total, function: Callable[[Tensor], Tensor]) -> Formula:
+        # Of no valid token at all it is infinite, and the metric NaN.
+        return Formula(lambda value, one_if_any: function(value) * one_if_any, (total, "one_if_any"))
+
+    def chi2_seq(sum_log_ratio: Tensor) -> Tensor:
+        excess = bounded_expm1(sum_log_ratio)
+        return (excess * (excess + 2.0)).clamp_max(metric_max)
+
+    yield sequence("training_log_ppl", lambda proximal_mean: -proximal_mean, "minus the mean proximal log-prob")
+    yield sequence("training_ppl", lambda proximal_mean: bounded_exp(-proximal_mean), "its `exp`")
+    yield sequence("rollout_log_ppl", lambda behavior_mean: -behavior_mean, "minus the mean behavior log-prob")
+    yield sequence("rollout_ppl", lambda behavior_mean: bounded_exp(-behavior_mean), "its `exp`")
+    yield token(
+        "kl", lambda log_ratio: (-log_ratio).clamp(-MAX_NATS, MAX_NATS), "`-d`: the KL of `k3_kl`, noisier, any sign"
+    )
+    yield token(
+        "k3_kl",
+        lambda k3: k3.clamp_max(metric_max),
+        "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative",
+        core=True,
+    )
+    yield sequence("log_ppl_diff", lambda log_ratio_mean: -log_ratio_mean, "`-mean d`")
+    yield sequence("log_ppl_abs_diff", lambda log_ratio_mean: log_ratio_mean.abs(), "`abs mean d`")
+    yield sequence("ppl_ratio", lambda log_ratio_mean: bounded_exp(-log_ratio_mean), "`exp(-mean d)`")
+    # Minus the largest mean is the smallest of minus the mean.
+    yield group(
+        "log_ppl_diff_min",
+        extreme(Total("max", "log_ratio_mean"), lambda x: -x),
+        "smallest `-mean d` of a sequence",
+    )
+    yield group(
+        "log_ppl_diff_max",
+        extreme(Total("min", "log_ratio_mean"), lambda x: -x),
+        "largest `-mean d` of a sequence",
+    )
+    yield sequence(
+        "chi2_token",
+        Formula(mean, (Column("sum", "squared_ratio_excess"), NUM_VALID)).then(lambda x: x.clamp_max(metric_max)),
+        "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`",
+    )
+    yield sequence(
+        "chi2_seq",
+        Formula(chi2_seq, (Column("sum", "log_ratio"),)),
+        "`exp(2 sum d) - 1`, at most `mis_metric_max`",
+    )
+    yield token("logprob_abs_diff", lambda abs_log_ratio: abs_log_ratio.clamp_max(MAX_NATS), "`abs d`", core=True)
+    yield token("tv", lambda ratio_excess: -ratio_excess.clamp_max(0.0), "`1 - min(1, exp d)`: total variation")
+    yield token("ratio_above_2_fraction", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2")
+    yield token("ratio_below_half_fraction", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2")
+    yield group(
+        "raised_fraction",
+        Formula(
+            lambda raised, all_open: where(all_open > 0.0, raised / all_open.clamp_min(1.0), math.nan),
+            (Total("sum", Column("sum", "is_raised")), Total("sum", Column("sum", "is_open"))),
+        ),
+        f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs",
+    )
+    # What mis_ess_ratio_token and mis_ess_ratio_seq are is effective_share above.
+    yield group(
+        "ess_ratio_token",
+        Formula.named("effective_token_share"),
+        "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
+        core=True,
+    )
+    yield group(
+        "ess_ratio_seq",
+        Formula.named("effective_sequence_share"),
+        "the same of the products of ratios of sequences",
+        core=True,
+    )
+    yield group(
+        "lr_multiplier_token",
+        Formula.of(lambda effective_token_share: effective_token_share.sqrt()),
+        "root of `ess_ratio_token`: what to multiply the learning rate by",
+    )
+    yield group(
+        "lr_multiplier_seq",
+        Formula.of(lambda effective_sequence_share: effective_sequence_share.sqrt()),
+        "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
+    )
+    yield group(
+        "ratio_max", extreme(Total("max", Column("max", "log_ratio")), bounded_exp), "largest `exp d`", core=True
+    )
+    yield group("ratio_min", extreme(Total("min", Column("min", "log_ratio")), bounded_exp), "smallest `exp d`")
+    without_ratio = row(
+        "nonfinite_token_fraction",
+        "response_tokens",
+        lambda num_response, num_valid: num_response - num_valid,
+        "response tokens without a finite ratio",
+        stage="sequence",
+        core=True,
+    )
+    yield without_ratio
+    yield row(
+        "unmeasured_seq_fraction",
+        "responses",
+        lambda num_valid: where(num_valid > 0.0, 0.0, 1.0),
+        "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences",
+        stage="sequence",
+    )
+    yield group(
+        "train_rollout_logprob_abs_diff_max",
+        extreme(Total("max", Column("max", "abs_log_ratio")), lambda x: x),
+        "largest `abs d`",
+    )
+    # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
+    yield token(
+        "train_rollout_logprob_abs_diff_nonzero",
+        lambda log_ratio: log_ratio != 0.0,
+        "tokens whose two log-probs are different float32 numbers (+0 equals -0)",
+    )
+    yield without_ratio.alias(
+        "train_rollout_logprob_abs_diff_invalid", "`nonfinite_token_fraction` under the name that goes with these two"
+    )
+
+
+def weight_rows(weight: Weight) -> Iterator[MetricRow]:
+    """What bounding does to the weights, before normalisation."""
+    stage: Stage = "token" if weight.level == "token" else "sequence"
+    over: Population = "valid_tokens" if weight.level == "token" else "sequences"
+    log_ratio = weight.log_ratio
+
+    def at_level(name: str, formula: Formula, text: str) -> MetricRow:
+        return row(name, over, formula, text, stage=stage)
+
+    def share_of(compare: Callable[[Tensor], Tensor]) -> Formula:
+        return log_ratio.then(lambda x: where(compare(x), 1.0, 0.0))
+
+    low, high = weight.log_low, weight.log_high
+    before = Formula.named("ratio") if weight.level == "token" else log_ratio.then(bounded_exp)
+    yield at_level("tis_weight_before_bound", before, "the ratio at `tis_level`")
+    above = share_of(lambda x: x > high)
+    if weight.bound.has_low:
+        below = share_of(lambda x: x < low)
+        yield at_level(f"tis_{weight.mode}_fraction_low", below, "weights below the lower bound")
+        yield at_level(f"tis_{weight.mode}_fraction_high", above, "weights above the upper bound")
+    elif weight.bound.has_high:
+        below = share_of(lambda x: x < -high)
+        yield at_level(f"tis_{weight.mode}_fraction", above, "weights above the upper bound")
+        yield at_level(f"tis_{weight.mode}_fraction_low", below, "weights below 1 / the upper bound")
+    after = at_level("tis_weight_after_bound", Formula.named(f"{stage}_weight"), "the bounded weight")
+    yield after
+    yield after.alias("is_ratio_mean_after_tis_rs", "the same, under the reference's name")
+    yield row(
+        "tis_weight_std",
+        "group",
+        Formula(
+            lambda scatter, count: (scatter / count).sqrt(),
+            (Total("scatter", "weight_excess"), Total("sum", "num_weights")),
+        ),
+        "standard deviation of the bounded weights",
+        stage="group",
+    )
+    yield row(
+        "tis_weight_ess",
+        "group",
+        Formula(effective_share, tuple(Total("sum", name) for name in ("weight", "squared_weight", "num_weights"))),
+        "`(sum w)^2 / (n sum w^2)` of the bounded weights",
+        stage="group",
+    )
+
+
+def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
+    """What a gate finds outside its bounds, whatever other gates do."""
+    over: Population = "valid_tokens" if gate.is_of_tokens else "sequences"
+    stage: Stage = "token" if gate.is_of_tokens else "sequence"
+
+    def share_of(found: Formula) -> Formula:
+        return found.then(lambda flag: where(flag, 1.0, 0.0))
+
+    # The statistic and its bounds as they are written.
+    shown = bounded_exp if gate.row.is_log else _as_it_is
+    if gate.is_veto:
+        yield row(
+            f"{name}_token_fraction",
+            "response_tokens",
+            Formula(
+                lambda count, num_valid, num_response: count + (num_response - num_valid),
+                (Column("sum", f"vetoes_of_{name}"), NUM_VALID, NUM_RESPONSE),
+            ),
+            "tokens that alone veto their sequence, those without a finite ratio among them",
+            stage="sequence",
+        )
+        rejected = share_of(gate.passes.then(lambda passes: ~passes))
+        yield row(f"{name}_seq_fraction", "responses", rejected, "sequences with such a token", stage="sequence")
+    else:
+        below, above = gate.found(lambda x, low, _high: x < low), gate.found(lambda x, _low, high: x > high)
+        yield row(f"{name}_fraction_low", over, share_of(below), "below the band", stage=stage)
+        yield row(f"{name}_fraction_high", over, share_of(above), "above the band", stage=stage)
+    value = gate.value.then(shown) if gate.row.is_log else gate.value
+    yield row(f"{name}_value", over, value, "the statistic itself", stage=stage, mask=gate.over)
+    if gate.target_accept is not None:
+        for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
+            if math.isfinite(edge):
+                bound = Formula(lambda scale, edge=edge: shown(scale * edge), (gate.scale_name,))
+                yield row(f"{name}_bound_{side}", "group", bound, f"the {side} bound of today", stage="group")
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:
+    """What the weights are in the end, and what the gates left."""
+    if is_normalized:
+        text = "the mean weight divided by"
+        yield row("batch_norm_factor", "group", Formula.named("mean_weight"), text, stage="group")
+    if weight is not None:
+        for name, core, formula, text in _final_weights(weight):
+            yield row(f"is_ratio_{name}_final", "sequences", formula, text, stage="sequence", core=core, scaled=True)
+    yield row(
+        "kept_token_fraction",
+        "response_tokens",
+        Formula.named("num_kept"),
+        "what the gates left in the mask",
+        stage="sequence",
+        core=True,
+    )
+    yield row(
+        "kept_seq_fraction",
+        "responses",
+        lambda num_kept: where(num_kept > 0.0, 1.0, 0.0),
+        "sequences of which something is left in the mask",
+        stage="sequence",
+        core=True,
+    )
+    if has_kept_denominator:
+        text = "the factor of `mis_denominator: kept`"
+        yield row("denominator_factor", "group", Formula.named("denominator_factor"), text, stage="group")
+
+
+def _final_weights(weight: Weight) -> Iterator[tuple[str, bool, Formula, str]]:
+    """Mean and extremes of the weights of a sequence, before they are scaled; whether each is a core metric."""
+    average = smallest = largest = Formula.named("sequence_weight")
+    if weight.level == "token":
+        average = Formula(mean, (Column("sum", "token_weight"), NUM_VALID))
+        # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
+        smallest, largest = (Formula(weight.bounded, (Column(side, "log_ratio"),)) for side in ("min", "max"))
+    yield "mean", True, average, "bounded and scaled weights, whatever the gates do: their mean over a sequence"
+    yield "min", False, smallest, "their smallest"
+    yield "max", False, largest, "their largest"

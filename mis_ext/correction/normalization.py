@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from mis_ext.correction.formula import Formula, where
+from mis_ext.correction.formula import NUM_RESPONSE, Column, Formula, Total, where
 from mis_ext.correction.weights import Weight
 
 Scope = Literal["micro_batch", "data_parallel", "rollout"]
@@ -32,8 +32,10 @@ def ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 SCALE_FORMULAS: dict[str, Formula] = {
-    "mean_weight": Formula(ratio_or_one, ("total_weight_sum", "total_weight_count")),
-    "denominator_factor": Formula(ratio_or_one, ("total_original_terms", "total_kept_terms")),
+    "mean_weight": Formula(ratio_or_one, (Total("sum", "weight_sum"), Total("sum", "weight_count"))),
+    # `mis_denominator: kept`: the host divides by all response tokens (or samples); times all of them, and divided by
+    # what is kept, the loss is a mean over what is kept.
+    "denominator_factor": Formula(ratio_or_one, (Total("sum", "original_terms"), Total("sum", "kept_terms"))),
 }
 
 
@@ -45,24 +47,21 @@ def term_formulas(weight: Weight | None, *, over: NormalizeOver | None, per_toke
         over: The weights that count: of kept tokens, or of all that have one.
         per_token_loss: The host averages over tokens, not over per-sample means.
     """
-    counted, tokens = ("live_sequence", "live") if over == "kept" else ("usable", "valid")
+    is_counted, mask = ("live_sequence", "live") if over == "kept" else ("usable", "valid")
+    num_counted = Column("sum", mask, mask)
     if weight is not None and weight.level == "token":
-        suffix = "" if tokens == "valid" else f"_over_{tokens}"
         terms = {
-            "weight_sum": Formula(_where_counted, (counted, f"sum_token_weight{suffix}")),
-            "weight_count": Formula(_where_counted, (counted, f"num_{tokens}")),
+            "weight_sum": Formula(_where_counted, (is_counted, Column("sum", "token_weight", mask))),
+            "weight_count": Formula(_where_counted, (is_counted, num_counted)),
         }
     else:
-        any_counted = (counted, f"num_{tokens}")
         terms = {
-            "weight_sum": Formula(
-                lambda counted, count, weight: where(counted & (count > 0.0), weight, 0.0),
-                (*any_counted, "sequence_weight"),
-            ),
-            "weight_count": Formula(lambda counted, count: where(counted & (count > 0.0), 1.0, 0.0), any_counted),
+            "has_counted": Formula(lambda counted, count: counted & (count > 0.0), (is_counted, num_counted)),
+            "weight_sum": Formula.of(lambda has_counted, sequence_weight: where(has_counted, sequence_weight, 0.0)),
+            "weight_count": Formula.of(lambda has_counted: where(has_counted, 1.0, 0.0)),
         }
     if per_token_loss:
-        return terms | {"original_terms": Formula.named("num_response"), "kept_terms": Formula.named("num_kept")}
+        return terms | {"original_terms": Formula.named(NUM_RESPONSE), "kept_terms": Formula.named("num_kept")}
     # The host gives every response token of a sequence the weight 1 / num_response.
     return terms | {
         "original_terms": Formula.named("has_response"),

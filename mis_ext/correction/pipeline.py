@@ -13,21 +13,33 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams
-from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric, MetricRow
+from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.plan import Plan, named_band_scales, plan_of, scale_values, total_values
+from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
 from mis_ext.correction.segments import segment_values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """Weights, keep masks and metrics of one call, detached."""
+    """Weights, keep masks and metrics of one call, detached.
+
+    Attributes:
+        token_metrics: ``[T]`` per selected metric, the number of the token's sequence; empty unless asked for.
+
+            0 outside the response. Its mean over the response tokens of a sequence, and of that over sequences, is the
+            metric; with a loss per token, its mean over all response tokens. So that this holds where a host divides by
+            all of them, a sequence without a token of the metric's population has the mean of the others of this call:
+            NaN where there are none.
+        totals_A: ``[A]`` float32: sums and extremes over this call's sequences on this data-parallel rank.
+    """
 
     _backend: Backend
     _outputs: Outputs
     _sequences: Sequences
     _over_group_A: Tensor
     _rollout_scale: WeightScale | None
+    token_metrics: dict[str, Tensor]
+    totals_A: Tensor
 
     @property
     def weights_T(self) -> Tensor:
@@ -61,34 +73,32 @@ class Correction:
         return self._outputs.loss_mask_R
 
     @property
-    def token_metrics(self) -> dict[str, Tensor]:
-        """``[T]`` per selected metric, the number of the token's sequence; empty unless asked for.
-
-        0 outside the response. Its mean over the response tokens of a sequence, and of that over sequences, is the
-        metric; with a loss per token, its mean over all response tokens. So that this holds where a host divides by all
-        of them, a sequence without a token of the metric's population has the mean of the others of this call: NaN
-        where there are none.
-        """
-        return self._outputs.token_metrics
-
-    @property
     def measured(self) -> dict[str, Tensor]:
         """``[S]`` bool per selected metric: the sequences that it counts; over G those with a response token."""
         plan, values = self.plan, self._sequences.values
-        counts = {row.count_name for row in plan.metrics}
-        is_measured = {name: values[name] > 0 for name in counts}
-        return {name: is_measured[plan.metrics[index].count_name] for name, index in plan.metric_index.items()}
+        counts = [*plan.table.counts, *["num_response"] * len(plan.group)]
+        is_measured = {name: values[name] > 0 for name in {*counts}}
+        return {name: is_measured[counts[place]] for name, place in plan.metric_index.items()}
 
     @property
     def metrics(self) -> dict[str, Metric]:
         """Selected metrics by public name: of this data-parallel rank, but those over G of all of them."""
-        plan, names = self.plan, self.plan.metric_index
+        plan, values = self.plan, self._sequences.values
         over_group = total_values(plan, self._over_group_A)
         scales = scale_values(plan, totals=self.totals, over_group=over_group, rollout_scale=self._rollout_scale)
-        bands = named_band_scales(plan, self._backend.band_scales_N)
+        bands = dict(zip(plan.band_scales, self._backend.band_scales_N.unbind(), strict=True))
         of_group = NamedValues(over_group | scales | bands, GROUP_FORMULAS)
-        kept = [_kept(row, self._sequences.values, of_group) for row in plan.metrics]
-        return {name: kept[index] for name, index in names.items()}
+        # A sum over measured sequences, and their number, or that of the tokens.
+        means: list[Metric] = []
+        for row, amount, count in zip(plan.metrics, plan.table.amounts, plan.table.counts, strict=False):
+            total_S, count_S = values[amount], values[count]
+            is_measured_S = count_S > 0
+            if row.over in ("sequences", "responses"):
+                count_S = is_measured_S.float()
+            total = torch.where(is_measured_S, total_S, 0.0).sum()
+            means.append(Mean(total * of_group["scale_factor"] if row.is_scaled else total, count_S.sum()))
+        found = [*means, *(GroupNumber(of_group.compute(formula)) for formula in plan.group)]
+        return {name: found[place] for name, place in plan.metric_index.items()}
 
     @property
     def plan(self) -> Plan:
@@ -104,11 +114,6 @@ class Correction:
     def sequences(self) -> NamedValues:
         """Numbers of each sequence ``[S]`` by their names in :mod:`mis_ext.correction.plan`."""
         return self._sequences.values
-
-    @property
-    def totals_A(self) -> Tensor:
-        """``[A]`` float32: sums and extremes over this call's sequences on this data-parallel rank."""
-        return self._sequences.totals_A
 
     @property
     def totals(self) -> dict[str, Tensor]:
@@ -188,13 +193,8 @@ def prepare(
 
     For callers that have switched gradients off, as for :func:`run_passes`.
     """
-    _check_lengths(streams, layout)
-    _check_ranks(layout, cp_group)
     plan = config if isinstance(config, Plan) else plan_of(config)
-    # A rank without tokens takes part without it.
-    if layout.num_local_tokens > 0:
-        _check_scale(plan.config, rollout_scale)
-        _check_bands(plan, band_scales_N)
+    _check(streams, layout, plan, cp_group, rollout_scale, band_scales_N)
     device = streams.proximal_logprobs_T.device
     if band_scales_N is None:
         band_scales_N = torch.ones(len(plan.band_scales), device=device)
@@ -217,7 +217,10 @@ def run_passes(
     statistics_FS = backend.token_statistics()
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)
-    gathered_WFS = gather_rows(statistics_FS, cp_group)
+    # A rank alone gathers nothing.
+    gathered_WFS = statistics_FS.unsqueeze(0) if cp_group is None else gather_rows(statistics_FS, cp_group)
+    # From the same gathered statistics every context-parallel rank decides the same of a sequence. Which single tokens
+    # are kept knows only the rank that has them: it sends a bit for each, so that all have one keep mask.
     others_reject = not layout.is_whole and plan.config.rejects_single_tokens
     keep_bits = merge_bits(backend.keep_bits(), cp_group) if others_reject else None
     sequences = backend.sequences(gathered_WFS)
@@ -233,54 +236,47 @@ def run_passes(
         keep_bits=keep_bits,
         token_metrics=token_metrics,
     )
-    return Correction(backend, outputs, sequences, over_group_A, rollout_scale)
+    return Correction(
+        backend, outputs, sequences, over_group_A, rollout_scale, outputs.token_metrics, sequences.totals_A
+    )
 
 
-def _kept(row: MetricRow, of_sequences: NamedValues, of_group: NamedValues) -> Metric:
-    if row.over == "group":
-        return GroupNumber(of_group.compute(row.formula))
-    total_S, count_S = of_sequences.compute(row.total_formula), of_sequences[row.count_name]
-    is_measured_S = count_S > 0
-    if row.over in ("sequences", "responses"):
-        count_S = is_measured_S.float()
-    total = torch.where(is_measured_S, total_S, 0.0).sum()
-    return Mean(total * of_group["scale_factor"] if row.is_scaled else total, count_S.sum())
-
-
-def _check_lengths(streams: Streams, layout: PackedLayout) -> None:
+def _check(
+    streams: Streams,
+    layout: PackedLayout,
+    plan: Plan,
+    cp_group: Group | None,
+    rollout_scale: WeightScale | None,
+    band_scales_N: Tensor | None,
+) -> None:
+    """Refuse what does not fit together."""
     expected = layout.num_local_tokens, layout.num_local_tokens, layout.num_whole_tokens
-    if tuple(map(Tensor.numel, streams)) == expected:
-        return
-    for name, stream, length in zip(Streams._fields, streams, expected, strict=True):
-        if stream.numel() != length:
-            raise ValueError(f"{name} has {stream.numel()} tokens, the layout says {length}")
-
-
-def _check_ranks(layout: PackedLayout, cp_group: Group | None) -> None:
-    num_ranks = group_size(cp_group)
-    if layout.is_whole and num_ranks > 1:
+    if tuple(map(Tensor.numel, streams)) != expected:
+        for name, stream, length in zip(Streams._fields, streams, expected, strict=True):
+            if stream.numel() != length:
+                raise ValueError(f"{name} has {stream.numel()} tokens, the layout says {length}")
+    if layout.is_whole and cp_group is not None and group_size(cp_group) > 1:
         raise ValueError(
-            f"the layout says that every rank holds whole responses, the cp_group has {num_ranks} ranks, over which "
-            "their tokens would count more than once: use PackedLayout.context_parallel, or leave out cp_group"
+            f"the layout says that every rank holds whole responses, the cp_group has {group_size(cp_group)} ranks, "
+            "over which their tokens would count more than once: use PackedLayout.context_parallel, or leave out "
+            "cp_group"
         )
-    if not layout.is_whole and num_ranks == 1:
+    if not layout.is_whole and group_size(cp_group) == 1:
         raise ValueError("the layout says that other ranks hold parts of the responses: pass their cp_group")
-
-
-def _check_bands(plan: Plan, band_scales_N: Tensor | None) -> None:
-    expected = (len(plan.band_scales),)
+    # A rank without tokens takes part without scales.
+    if layout.num_local_tokens == 0:
+        return
+    if plan.config.scope == "rollout" and rollout_scale is None and plan.config.is_scaled:
+        raise ValueError(
+            "scope: rollout needs the scale of the rollout, which --rollout-data-postprocess-path "
+            "mis_ext.prepare_rollout computes before training"
+        )
     if plan.band_scales and band_scales_N is None:
         raise ValueError(
             "target_accept: no rollout has set the bounds. In slime --rollout-data-postprocess-path "
             "mis_ext.prepare_rollout does, in other loops Session.adapt; Miles gives none: write fixed bounds"
         )
-    if band_scales_N is not None and band_scales_N.shape != expected:
-        raise ValueError(f"band_scales_N has the shape {tuple(band_scales_N.shape)}, the gates say {expected}")
-
-
-def _check_scale(config: CorrectionConfig, rollout_scale: WeightScale | None) -> None:
-    if config.scope == "rollout" and config.is_scaled and rollout_scale is None:
+    if band_scales_N is not None and band_scales_N.shape != (len(plan.band_scales),):
         raise ValueError(
-            "scope: rollout needs the scale of the rollout, which --rollout-data-postprocess-path "
-            "mis_ext.prepare_rollout computes before training"
+            f"band_scales_N has the shape {tuple(band_scales_N.shape)}, the gates say {(len(plan.band_scales),)}"
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from mis_ext.correction.formula import (
     MAX_LOG_RATIO,
     MAX_NATS,
+    Column,
     Formula,
     bounded_exp,
     bounded_expm1,
@@ -221,8 +222,6 @@ arXiv:2510.01161; binary KL, DPPO and KPop (report, 2026); exp abs d, NeMo RL (c
 def reduced(token: str, reduce: Reduce, *, over: str = "valid") -> Formula:
     """A token formula, or what a reduction over the tokens of a sequence makes of it.
 
-    The names that it needs say what has to be reduced, see :class:`~mis_ext.correction.plan.Column`.
-
     Args:
         token: Name of the token formula.
         reduce: ``token`` for the formula itself. Of a segment it is a number of the token too, which the first pass
@@ -231,9 +230,14 @@ def reduced(token: str, reduce: Reduce, *, over: str = "valid") -> Formula:
     """
     if reduce == "token":
         return Formula.named(token)
-    if reduce in OF_SEGMENTS:
-        return Formula.named(f"{reduce}_{token}")
-    suffix = "" if over == "valid" else f"_over_{over}"
     if reduce == "mean":
-        return Formula(lambda total, count: total / count.clamp_min(1.0), (f"sum_{token}{suffix}", f"num_{over}"))
-    return Formula.named(f"{reduce}_{token}{suffix}")
+        # Of a ratio the token formula is the log: so its mean is that of the geometric mean, its sum of the product.
+        return Formula(mean, (Column("sum", token, over), Column("sum", over, over)))
+    if reduce in ("sum", "min", "max"):
+        return Formula.named(Column(reduce, token, over))
+    return Formula.named(f"{reduce}_{token}")
+
+
+def mean(total: Tensor, count: Tensor) -> Tensor:
+    """``total / count``; 0 of nothing."""
+    return total / count.clamp_min(1.0)

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, Formula, bounded_exp, where
+from mis_ext.correction.formula import MAX_LOG_RATIO, NUM_VALID, Column, Formula, bounded_exp, where
 from mis_ext.correction.gates import Gate, check_pair, warn_far_from_one
 from mis_ext.correction.statistics import MISMATCH, Pair, Reduce, When, reduced
 from mis_ext.validation import check_choice, check_instance, check_number
@@ -24,7 +24,6 @@ HookLevel = Literal["token", "sequence", "geometric"]
 Level = HookLevel | Literal["prefix", "segment"]
 
 DEFAULT_UPPER_BOUND = 2.0
-_SUMS = ("weight", "squared_weight", "weight_excess")
 REDUCTIONS: dict[str, Reduce] = {
     "token": "token",
     "sequence": "sum",
@@ -56,16 +55,18 @@ class Bound:
     text: str
 
 
+def _truncated(log_ratio: Tensor, _log_low: float, log_high: float) -> Tensor:
+    # min(rho, high)
+    return log_ratio.clamp(-MAX_LOG_RATIO, min(log_high, MAX_LOG_RATIO)).exp()
+
+
 def _clipped(log_ratio: Tensor, log_low: float, log_high: float) -> Tensor:
+    # max(low, min(rho, high))
     return log_ratio.clamp(max(log_low, -MAX_LOG_RATIO), min(log_high, MAX_LOG_RATIO)).exp()
 
 
-def _truncated(log_ratio: Tensor, _log_low: float, log_high: float) -> Tensor:
-    return _clipped(log_ratio, -math.inf, log_high)
-
-
 def _unbounded(log_ratio: Tensor, _log_low: float, _log_high: float) -> Tensor:
-    return _clipped(log_ratio, -math.inf, math.inf)
+    return bounded_exp(log_ratio)
 
 
 _ROWS = (
@@ -231,16 +232,15 @@ class Weight:
     @property
     def formula(self) -> Formula:
         """The bounded weight, no unit: one per token at level ``token``, else one per sequence."""
+        bound, low, high = self.bound.weight, self.log_low, self.log_high
         ratio = self.log_ratio
-        condition = self.only_outside
-        if condition is None:
-            return Formula(lambda *values: self.bounded(ratio.function(*values)), ratio.needs)
-        is_inside = condition.passes
-        split = len(ratio.needs)
+        if self.only_outside is None:
+            return ratio.then(lambda log_ratio: bound(log_ratio, low, high))
+        is_inside, split = self.only_outside.passes, len(ratio.needs)
 
         def weight(*values: Tensor) -> Tensor:
             log_ratio = ratio.function(*values[:split])
-            return where(is_inside.function(*values[split:]), bounded_exp(log_ratio), self.bounded(log_ratio))
+            return where(is_inside.function(*values[split:]), bounded_exp(log_ratio), bound(log_ratio, low, high))
 
         return Formula(weight, ratio.needs + is_inside.needs)
 
@@ -262,11 +262,13 @@ class Weight:
         """Of a sequence: number, sum and scatter of its weights, the sums of their squares and of ``weight - 1``."""
         shared = {"num_weight_excess": Formula.named("num_weights")}
         if self.level == "token":
-            of_tokens = {name: f"sum_{name.replace('weight', 'token_weight')}" for name in _SUMS}
+            excess, squared_excess = Column("sum", "token_weight_excess"), Column("sum", "squared_token_weight_excess")
             return shared | {
-                "num_weights": Formula.named("num_valid"),
-                **{name: Formula.named(column) for name, column in of_tokens.items()},
-                "scatter_weight_excess": Formula.of(_scatter_of_tokens),
+                "num_weights": Formula.named(NUM_VALID),
+                "weight": Formula.named(Column("sum", "token_weight")),
+                "squared_weight": Formula.named(Column("sum", "squared_token_weight")),
+                "weight_excess": Formula.named(excess),
+                "scatter_weight_excess": Formula(_scatter_of_tokens, (squared_excess, excess, NUM_VALID)),
             }
         return shared | {
             "sequence_weight": self.formula,
@@ -279,9 +281,6 @@ class Weight:
         }
 
 
-def _scatter_of_tokens(
-    sum_squared_token_weight_excess: Tensor, sum_token_weight_excess: Tensor, num_valid: Tensor
-) -> Tensor:
+def _scatter_of_tokens(squared_sum: Tensor, total: Tensor, count: Tensor) -> Tensor:
     # A difference of squares within a sequence: tokens are passed over once.
-    of_mean = sum_token_weight_excess.square() / num_valid.clamp_min(1.0)
-    return (sum_squared_token_weight_excess - of_mean).clamp_min(0.0)
+    return (squared_sum - total.square() / count.clamp_min(1.0)).clamp_min(0.0)

@@ -44,22 +44,21 @@ class AcceptanceLoop:
     """The scales of a configuration's bands, 1 before the first rollout.
 
     Equal on all ranks, because each takes part in every step.
+
+    Attributes:
+        is_needed: Whether a gate has a target.
     """
 
     def __init__(self, config: CorrectionConfig) -> None:
         self._gates = config.adapted_gates
+        self.is_needed = bool(self._gates)
         self._scales = dict.fromkeys(self._gates, 1.0)
         self._num_rollouts = 0
         self._on_device: dict[torch.device, Tensor] = {}
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether a gate has a target."""
-        return bool(self._gates)
-
     def scales_on(self, device: torch.device) -> Tensor | None:
         """``[N]``, as :func:`~mis_ext.correction.pipeline.compute_correction` takes them; None before any rollout."""
-        if not self._gates or self._num_rollouts == 0:
+        if not self.is_needed or self._num_rollouts == 0:
             return None
         if device not in self._on_device:
             self._on_device[device] = torch.tensor([*self._scales.values()], dtype=torch.float32, device=device)

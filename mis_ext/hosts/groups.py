@@ -115,7 +115,7 @@ def find_groups(parallel_state: Any = None) -> Groups:
         return Groups.of_places(cp.rank, cp.size, cp.group, dp.rank, dp.size, dp.group)
     megatron = initialized_megatron()
     if megatron is None:
-        return Groups()
+        return ALONE
     return Groups.of_places(
         megatron.get_context_parallel_rank(),
         megatron.get_context_parallel_world_size(),

@@ -120,7 +120,7 @@ class RejectionMonitor:
         if arrived is not None:
             self._warn_above(dict(zip(self._names, arrived[:-1], strict=True)))
         if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
-            self._names = tuple(total.name for total in correction.plan.totals)
+            self._names = correction.plan.total_names
             self._readback.send(correction.totals_A)
 
     def _warn_above(self, totals: dict[str, float]) -> None:
@@ -218,23 +218,22 @@ class Finding(NamedTuple):
 
 
 class DataGuards:
-    """The checks of one session."""
+    """The checks of one session.
+
+    Attributes:
+        armed: Those that have not seen enough yet.
+    """
 
     def __init__(self, config: CorrectionConfig) -> None:
         self._config = config
-        self._armed = {"degenerate_behavior", "shifted_log_probs"}
+        self.armed = {"degenerate_behavior", "shifted_log_probs"}
         if not config.metrics_only:
-            self._armed |= {"single_sequence", "size"}
+            self.armed |= {"single_sequence", "size"}
         self._readback = RunningReadback(added)
-
-    @property
-    def are_armed(self) -> bool:
-        """Whether a check has not seen enough yet."""
-        return bool(self._armed)
 
     def inspect(self, tokens: TokenRatios, streams: PackedStreams, groups: Groups) -> list[Finding]:
         """What the log-probs of this rank's tokens give away; doubts are voiced by the first rank."""
-        if not self._armed or is_capturing(streams.response_mask_R):
+        if not self.armed or is_capturing(streams.response_mask_R):
             return []
         counted = self._readback.add(token_sums(tokens, response_mask_R=streams.response_mask_R, layout=streams.layout))
         findings = [] if counted is None else [*self._judge(TokenSums.of(counted), streams, groups)]
@@ -251,14 +250,14 @@ class DataGuards:
             ("size", has_tokens, _size(self._config, tokens, causes) if has_tokens else iter(())),
         )
         for name, has_seen_enough, findings in checks:
-            if name not in self._armed:
+            if name not in self.armed:
                 continue
             found = [*findings]
             if any(each.guard is not None and self._config.stops(each.guard) for each in found):
                 # The next call is judged by itself: the same mistake stops it too.
                 self._readback = RunningReadback(added)
             elif found or has_seen_enough:
-                self._armed.discard(name)
+                self.armed.discard(name)
             yield from found
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.log_ratio import Streams, TokenRatios
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
+from mis_ext.correction.plan import plan_of
 from mis_ext.hosts.acceptance import AcceptanceLoop
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import (
@@ -43,6 +44,7 @@ class Session:
         self.config = config = config_given(config)
         self.rollout_scale: WeightScale | None = None
         self.acceptance = AcceptanceLoop(config)
+        self._plan = plan_of(config)
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
@@ -56,18 +58,19 @@ class Session:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
             RuntimeError: Another rank failed.
         """
-        layout, scale = streams.layout, self.rollout_scale
-        with self.local_work(layout.response_lengths, groups=groups, device=streams.response_mask_R.device):
-            self.check_mask(streams.response_mask_R)
+        *tensors, layout = streams
+        mask_R, scale = streams.response_mask_R, self.rollout_scale
+        with self.local_work(layout.response_lengths, groups=groups, device=mask_R.device):
+            self._masks.observe(mask_R)
             backend = prepare(
-                streams.streams,
+                Streams(*tensors),
                 layout,
-                self.config,
+                self._plan,
                 cp_group=groups.cp_group,
                 rollout_scale=scale,
-                band_scales_N=self.acceptance.scales_on(streams.response_mask_R.device),
+                band_scales_N=self.acceptance.scales_on(mask_R.device) if self.acceptance.is_needed else None,
             )
-            if self._guards.are_armed:
+            if self._guards.armed:
                 self._inspect(backend.tokens, streams, groups)
         correction = run_passes(
             backend,
@@ -76,7 +79,8 @@ class Session:
             rollout_scale=scale,
             token_metrics=token_metrics,
         )
-        self._watch_status(correction, groups)
+        if not groups.is_alone:
+            self._status.observe(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(correction)
         return correction
@@ -146,7 +150,9 @@ class Session:
         Raises:
             RuntimeError: Another rank failed.
         """
-        self._watch_status(self.neutral(response_lengths, groups=groups, device=device), groups)
+        correction = self.neutral(response_lengths, groups=groups, device=device)
+        if not groups.is_alone:
+            self._status.observe(correction.status)
 
     @contextmanager
     def local_work(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Iterator[None]:
@@ -195,7 +201,7 @@ class Session:
             behavior_logprobs_T=streams.behavior_logprobs_T,
             response_mask_R=streams.response_mask_R,
             layout=streams.layout,
-            config=self.config,
+            config=self._plan,
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             rollout_scale=self.rollout_scale,
@@ -219,7 +225,3 @@ class Session:
                 self.warn(found.message)
             else:
                 self.report(found.guard, found.message)
-
-    def _watch_status(self, correction: Correction, groups: Groups) -> None:
-        if not groups.is_alone:
-            self._status.observe(correction.status)

@@ -347,7 +347,7 @@ def test_the_pieces_of_a_correction_are_those_of_the_eager_backend(monkeypatch) 
     assert torch.equal(fused.keep_mask_T, eager.keep_mask_T)
     assert torch.equal(fused.keep_mask_R, eager.keep_mask_R)
     assert fused.token_metrics == eager.token_metrics == {}
-    columns = [column.name for column in plan_of(inputs["config"]).columns]
+    columns = plan_of(inputs["config"]).columns
     pairs = {name: (fused.sequences[name], eager.sequences[name]) for name in (*columns, *DECISIONS, "has_kept")}
     assert list(fused.totals) == list(eager.totals)
     pairs |= {name: (total, eager.totals[name]) for name, total in fused.totals.items()}

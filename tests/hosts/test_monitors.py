@@ -19,7 +19,7 @@ WATCHED = ("total_num_response", "total_num_kept", "total_has_response", "total_
 
 def totals(tokens: float, kept_tokens: float, sequences: float = 4.0, kept_sequences: float = 4.0) -> SimpleNamespace:
     """What a monitor reads of a correction; the totals have more names in front, and the status behind."""
-    plan = SimpleNamespace(totals=[SimpleNamespace(name=name) for name in ("total_other", *WATCHED)])
+    plan = SimpleNamespace(total_names=("total_other", *WATCHED))
     numbers = [9.0, tokens, kept_tokens, sequences, kept_sequences, math.inf]
     return SimpleNamespace(plan=plan, totals_A=torch.tensor(numbers))
 

@@ -16,7 +16,7 @@ from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams, TokenRatios
 from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.plan import Plan, named_band_scales
+from mis_ext.correction.plan import Plan
 from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
 from mis_ext.correction.triton.kernels import TILE, weigh_kernel, whole_mask_kernel
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel
@@ -42,8 +42,8 @@ class FusedSequences:
         """See :class:`~mis_ext.correction.backend.Sequences`."""
         given = dict(zip(self.rows, self.rows_FS.unbind(), strict=True))
         # Compared when they are asked for, which costs a launch.
-        masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "keep_sequence")}
-        bands = named_band_scales(self.plan, self.band_scales_N)
+        masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "kept_sequence")}
+        bands = dict(zip(self.plan.band_scales, self.band_scales_N.unbind(), strict=True))
         return NamedValues(given | bands, {**self.plan.sequence, **masks})
 
 

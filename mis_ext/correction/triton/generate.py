@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import triton
 
+from mis_ext.correction.formula import Column
 from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
-from mis_ext.correction.plan import DECISIONS, SCALES, Column, Plan
+from mis_ext.correction.plan import DECISIONS, SCALES, Plan
 from mis_ext.correction.triton import kernels
 from mis_ext.correction.triton.launch import BoundKernel, kernel
 from mis_ext.correction.triton.symbols import Program, Symbol
@@ -32,7 +33,7 @@ _JOINED = 8
 
 def row_names(plan: Plan) -> tuple[str, ...]:
     """What the rows ``[F, S]`` of the decisions kernel are."""
-    return (*(column.name for column in plan.columns), *DECISIONS)
+    return (*plan.columns, *DECISIONS)
 
 
 def generate_namespace(plan: Plan) -> dict[str, Any]:
@@ -123,11 +124,9 @@ def _decide(plan: Plan) -> str:
     for index, column in enumerate(columns):
         sign = "-" * (column.operation == "max")
         merge = "merged_sum" if column.operation == "sum" else "merged_minimum"
-        lines.append(
-            f"{column.name} = {sign}{merge}(gathered + {index} * num_sequences, valid, rank_stride, NUM_RANKS)"
-        )
+        lines.append(f"{column} = {sign}{merge}(gathered + {index} * num_sequences, valid, rank_stride, NUM_RANKS)")
     lines.append(f"failed = merged_minimum(gathered + {len(columns)} * num_sequences, valid, rank_stride, NUM_RANKS)")
-    given = {column.name: Symbol(column.name, "float32") for column in columns}
+    given = {column: Symbol(column, "float32") for column in columns}
     program = Program(given | _band_symbols(plan), plan.sequence)
     stored = [(name, program[name]) for name in row_names(plan)]
     sums = totals[: plan.num_sum_totals]
@@ -176,10 +175,10 @@ def _store_metrics(plan: Plan) -> str:
         name: Symbol(f"tl.load(column + {index} * num_sequences)", "float32")
         for index, name in enumerate(row_names(plan))
     }
-    masks = {name: Symbol(f"({loads[name].text} != 0)", "bool") for name in ("weighted_sequence", "keep_sequence")}
+    masks = {name: Symbol(f"({loads[name].text} != 0)", "bool") for name in ("weighted_sequence", "kept_sequence")}
     of_call = _total_symbols(plan, "totals")
     # Loaded before anything is stored, behind which each would be loaded again.
-    totals = {name: Symbol(name, "float32") for row in plan.metrics for name in row.call_totals}
+    totals = {name: Symbol(name, "float32") for row in plan.metrics if row.is_of_call for name in row.call_totals}
     of_sequences = Program(loads | masks | scales | _band_symbols(plan) | totals, {**plan.sequence, **plan.spread})
     of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), GROUP_FORMULAS)
     lines = []
@@ -213,7 +212,7 @@ def _band_symbols(plan: Plan) -> dict[str, Symbol]:
 
 def _total_symbols(plan: Plan, pointer: str) -> dict[str, Symbol]:
     return {
-        total.name: Symbol(f"({'-' * (total.operation == 'max')}tl.load({pointer} + {index}))", "float32")
+        total: Symbol(f"({'-' * (total.operation == 'max')}tl.load({pointer} + {index}))", "float32")
         for index, total in enumerate(plan.totals)
     }
 
@@ -277,14 +276,14 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
         outputs=bound(
             kernels.output_kernel,
             WEIGHTED_ROW=rows.index("weighted_sequence"),
-            KEEP_ROW=rows.index("keep_sequence"),
+            KEEP_ROW=rows.index("kept_sequence"),
             WEIGHT_ROW=rows.index("sequence_weight"),
             IS_CORRECTED=not plan.config.metrics_only,
             IS_WHOLE=is_whole,
             **sizes,
         ),
         rows=rows,
-        keep_row=rows.index("keep_sequence"),
+        keep_row=rows.index("kept_sequence"),
     )
 
 

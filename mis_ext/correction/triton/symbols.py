@@ -194,7 +194,7 @@ class Program:
 
     def compute(self, formula: Formula) -> Symbol:
         """The expression of a formula; lines for what it needs."""
-        symbols = cast(list[Tensor], [self[name] for name in formula.needs])
+        symbols = cast(list[Tensor], [self[name] for name in formula.names])
         return cast(Symbol, formula.function(*symbols))
 
 
@@ -212,7 +212,7 @@ def check_operations(formulas: Mapping[str, Formula]) -> None:
         ValueError: A formula uses another operation; the message names it, and the operations that there are.
     """
     for name, formula in formulas.items():
-        symbols = [Symbol(need, "float32") for need in formula.needs]
+        symbols = [Symbol(need, "float32") for need in formula.names]
         try:
             found = formula.function(*cast(list[Tensor], symbols))
             if not isinstance(found, Symbol):

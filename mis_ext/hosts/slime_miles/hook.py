@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.packing import PackedStreams, batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, current_run
@@ -80,7 +79,7 @@ def weigh_batch(
     max_seq_lens: Sequence[int] | None,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """What :func:`compute_mis_weights_with_cp` returns, of a run and its ranks."""
-    session, device = run.session, device_of(pg_loss)
+    session, device = run.session, pg_loss.device if isinstance(pg_loss, Tensor) else device_of()
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
         layout = batch_layout(
@@ -91,7 +90,13 @@ def weigh_batch(
             max_seq_lens=max_seq_lens,
             device=device,
         )
-        _check_loss(pg_loss, layout, groups)
+        if not isinstance(pg_loss, Tensor):
+            raise TypeError(f"pg_loss must be a 1-D tensor, got {type(pg_loss).__name__}")
+        if pg_loss.shape != (layout.num_local_tokens,):
+            raise ValueError(
+                f"pg_loss has shape {list(pg_loss.shape)} on context-parallel rank {groups.cp_rank} of "
+                f"{groups.cp_size}, the lengths say [{layout.num_local_tokens}]"
+            )
         mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
         if layout.num_sequences > 0 and (is_absent(train_log_probs) or is_absent(rollout_log_probs)):
             session.report_missing(is_rollout_missing=is_absent(rollout_log_probs))
@@ -107,13 +112,3 @@ def weigh_batch(
     if session.config.metrics_only:
         return pg_loss, loss_masks, correction.token_metrics
     return correction.weigh(pg_loss), unpack(correction.loss_mask_R, layout), correction.token_metrics
-
-
-def _check_loss(pg_loss: Tensor, layout: PackedLayout, groups: Groups) -> None:
-    if not isinstance(pg_loss, Tensor):
-        raise TypeError(f"pg_loss must be a 1-D tensor, got {type(pg_loss).__name__}")
-    if pg_loss.shape != (layout.num_local_tokens,):
-        raise ValueError(
-            f"pg_loss has shape {list(pg_loss.shape)} on context-parallel rank {groups.cp_rank} of {groups.cp_size}, "
-            f"the lengths say [{layout.num_local_tokens}]"
-        )
