@@ -7,7 +7,8 @@ Tokens that have no log-prob are taken out, so that they do not hide what the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -42,37 +43,32 @@ class Fit(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Sums over tokens, for the regression of the difference on either log-prob."""
+    """Sums over tokens for the regression of the difference d on either log-prob, b or p."""
 
     num_tokens: float
-    difference: float
-    behavior: float
-    proximal: float
-    squared_difference: float
-    squared_behavior: float
-    squared_proximal: float
-    behavior_difference: float
-    proximal_difference: float
+    d: float
+    b: float
+    p: float
+    dd: float
+    bb: float
+    pp: float
+    bd: float
+    pd: float
 
     def on(self, side: str) -> Fit:
         """The difference as a line in the log-prob of a side."""
-        sums = self._asdict()
+        x, xx, xd = (self.b, self.bb, self.bd) if side == "behavior" else (self.p, self.pp, self.pd)
         count = max(self.num_tokens, 1.0)
-        spread = sums[f"squared_{side}"] - sums[side] ** 2 / count
-        spread_difference = self.squared_difference - self.difference**2 / count
-        together = sums[f"{side}_difference"] - sums[side] * self.difference / count
-        if spread <= 0.0 or spread_difference <= 0.0:
+        spread, spread_d, together = xx - x**2 / count, self.dd - self.d**2 / count, xd - x * self.d / count
+        if spread <= 0.0 or spread_d <= 0.0:
             return Fit(0.0, 0.0)
-        return Fit(together / spread, together**2 / (spread * spread_difference))
+        return Fit(together / spread, together**2 / (spread * spread_d))
 
     def through_zero(self, slope: float) -> float:
-        """The share of the variance that a line through 0 with this slope explains: what all tokens share is none."""
-        left = self.squared_difference - 2.0 * slope * self.behavior_difference + slope**2 * self.squared_behavior
-        spread = self.squared_difference - self.difference**2 / max(self.num_tokens, 1.0)
+        """The share of the variance that a line through 0 in b with this slope explains: what all share is none."""
+        left = self.dd - 2.0 * slope * self.bd + slope**2 * self.bb
+        spread = self.dd - self.d**2 / max(self.num_tokens, 1.0)
         return 1.0 - left / spread if spread > 0.0 else 0.0
-
-
-LINE_SUMS = Line._fields
 
 
 class Moments(NamedTuple):
@@ -132,18 +128,14 @@ class Power(NamedTuple):
         return cls(excess, excess_error, slope, math.sqrt(max(left, 0.0)) / abs(along), fit)
 
 
-_Number = TypeVar("_Number", float, Tensor)
-
-
 class TokenSums(NamedTuple):
     """What the calls so far have shown about this rank's tokens: sums, and behind them minima.
 
     Differences are proximal minus behavior. They are bounded, and so are the sums of the log-probs of either side: one
     absurd log-prob must not outweigh all others. ``first`` and ``second`` are those of the two tokens of a pair,
     ``earlier`` and ``later`` the same with a shifted stream, ``negated`` of all tokens with one sign flipped. What ends
-    in ``_rest`` is of the tokens that are not taken out; ``line`` are the sums of
-    :class:`Line` over those of them that are uncertain. Names that end in ``_other`` are of
-    tokens whose two log-probs differ. ``moments`` are those of ``_moments``, ``in_base`` those of ``_in_base``.
+    in ``_rest`` is of the tokens that are not taken out; ``moments`` and ``in_base`` are those of ``_moments`` and
+    ``_in_base`` over them, and ``line`` is over those of them that are uncertain.
     """
 
     num_sequences: float
@@ -176,31 +168,37 @@ class TokenSums(NamedTuple):
     k3_rest: float
     proximal_rest: float
     behavior_rest: float
-    line_num_tokens: float
-    line_difference: float
-    line_behavior: float
-    line_proximal: float
-    line_squared_difference: float
-    line_squared_behavior: float
-    line_squared_proximal: float
-    line_behavior_difference: float
-    line_proximal_difference: float
-    lowest: float
-    negated_highest: float
-    lowest_proximal: float
-    negated_highest_proximal: float
-    lowest_other: float
-    negated_highest_other: float
-    lowest_proximal_other: float
-    negated_highest_proximal_other: float
-    moments: tuple[float, ...]
-    in_base: tuple[float, ...]
+    line: Line
+    moments: Sequence[float]
+    in_base: Sequence[float]
+    minima: Sequence[float]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> TokenSums:
         """From the numbers of :func:`token_sums`."""
-        first = NUM_MOMENTS + NUM_IN_BASE
-        return cls._make([*numbers[first:], tuple(numbers[:NUM_MOMENTS]), tuple(numbers[NUM_MOMENTS:first])])
+        ends = [0, *accumulate((NUM_PLAIN, len(Line._fields), NUM_MOMENTS, 2 * len(BASES), NUM_MINIMA))]
+        plain, line, *more = (numbers[begin:end] for begin, end in pairwise(ends))
+        return cls._make([*plain, Line(*line), *more])
+
+    @property
+    def pair_gaps(self) -> tuple[float, float]:
+        """The differences of pairs as they are, and with a shifted stream.
+
+        Each is the better of two: at the end of a response one absurd log-prob is in all sums but one.
+        """
+        return min(self.first, self.second), min(self.earlier, self.later)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the streams fit much better when one is shifted by a token."""
+        aligned, moved = self.pair_gaps
+        return self.num_pairs >= MIN_TOKENS and moved < SHIFT_FACTOR * aligned
+
+    def one_number(self, side: str, *, of_different: bool = False) -> float | None:
+        """What all log-probs of a side are, or all of tokens whose two differ; None if these are several numbers."""
+        at = 2 * (side == "proximal") + 4 * of_different
+        low, negated_high = self.minima[at : at + 2]
+        return low if low == -negated_high else None
 
     @property
     def powers(self) -> tuple[Power, Power]:
@@ -216,14 +214,9 @@ class TokenSums(NamedTuple):
         pairs = zip(self.in_base[: len(BASES)], self.in_base[len(BASES) :], strict=True)
         return {base: (w / count, math.sqrt(squared) / count) for base, (w, squared) in zip(BASES, pairs, strict=True)}
 
-    @property
-    def line(self) -> Line:
-        """Lines through the differences of uncertain tokens."""
-        return Line(*(getattr(self, f"line_{name}") for name in LINE_SUMS))
 
-
-NUM_MINIMA, NUM_MOMENTS, NUM_IN_BASE = 8, 7 * len(Moments._fields), 2 * len(BASES)
-NUM_SUMS = NUM_MOMENTS + NUM_IN_BASE + len(TokenSums._fields) - 2 - NUM_MINIMA
+NUM_PLAIN, NUM_MOMENTS, NUM_MINIMA = len(TokenSums._fields) - 4, 7 * len(Moments._fields), 8
+NUM_SUMS = NUM_PLAIN + len(Line._fields) + NUM_MOMENTS + 2 * len(BASES)
 
 NOTHING = TokenSums.of([0.0] * NUM_SUMS + [math.inf] * NUM_MINIMA)
 """Of no token."""
@@ -315,8 +308,9 @@ def sums_of_sorted(
     """:func:`token_sums` of tokens that are sorted out; ``line`` are the sums of lines, if they are known."""
     difference_T, proximal_T, behavior_T, _, valid_T = tokens
     bounded_T, different_T, rest_T = _bounded(difference_T), difference_T != 0.0, found.rest_T
-    values = NamedValues({"log_ratio": difference_T}, TOKEN_FORMULAS)
-    k3_T = values["k3"]
+    k3_T = NamedValues({"log_ratio": difference_T}, TOKEN_FORMULAS)["k3"]
+    if line is None:
+        line = line_sums(rest_T & (behavior_T.exp() < CERTAIN), bounded_T, behavior_T, proximal_T)
     sums = [
         torch.full((), layout.num_sequences, device=valid_T.device),
         (response_mask_R != 0).sum(),
@@ -333,19 +327,19 @@ def sums_of_sorted(
         _total(found.placeholder_T | found.zero_T | found.constant_T, k3_T),
         *(_total(each, k3_T) for each in (found.shifted_T, found.positive_T)),
         rest_T.sum(),
-        _total(rest_T, bounded_T.abs()),
-        *(_total(rest_T, each) for each in (k3_T, _bounded(proximal_T), _bounded(behavior_T))),
-        *(_line_sums(rest_T, bounded_T, behavior_T, proximal_T) if line is None else line),
+        *(_total(rest_T, each) for each in (bounded_T.abs(), k3_T, _bounded(proximal_T), _bounded(behavior_T))),
+        *line,
     ]
     minima = [
         # Padded, so that a call without tokens has extremes too.
-        torch.nn.functional.pad(extreme_T, (0, 1), value=torch.inf).amin()
+        torch.nn.functional.pad(torch.where(chosen_T, 0.0, torch.inf) + each_T, (0, 1), value=torch.inf).amin()
         for chosen_T in (valid_T, different_T)
-        for extreme_T in _extremes(chosen_T, behavior_T, proximal_T)
+        for side_T in (behavior_T, proximal_T)
+        for each_T in (side_T, -side_T)
     ]
-    numbers = torch.stack([value.double() for value in (*sums, *minima)])
-    moments = _moments(rest_T, bounded_T, behavior_T, proximal_T)
-    return torch.cat([moments, _in_base(rest_T, behavior_T, proximal_T), numbers])
+    of_rest = _moments(rest_T, bounded_T, behavior_T, proximal_T), _in_base(rest_T, behavior_T, proximal_T)
+    plain, least = (torch.stack([each.double() for each in numbers]) for numbers in (sums, minima))
+    return torch.cat([plain, *of_rest, least])
 
 
 def _moments(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
@@ -383,28 +377,14 @@ def _pairs(tokens: TokenRatios, usable_T: Tensor, layout: PackedLayout) -> list[
     return [torch.nn.functional.pad(row, (first, 0)) for row in rows]
 
 
-def _line_sums(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
-    chosen_T = chosen_T & (behavior_T.exp() < CERTAIN)
-    d, b, p = (torch.where(chosen_T, each, 0.0) for each in (difference_T, behavior_T, proximal_T))
-    return line_sums(d, b, p, chosen_T)
-
-
-def line_sums(difference: Tensor, behavior: Tensor, proximal: Tensor, chosen: Tensor) -> Tensor:
-    """The sums of :class:`Line`; what is not chosen must be 0."""
-    d, b, p = _bounded(difference).double(), behavior.double(), proximal.double()
-    return torch.stack([chosen.sum(), d.sum(), b.sum(), p.sum(), d @ d, b @ b, p @ p, b @ d, p @ d])
+def line_sums(chosen_T: Tensor, difference_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor:
+    """The sums of :class:`Line` over chosen tokens."""
+    d, b, p = (torch.where(chosen_T, each, 0.0).double() for each in (_bounded(difference_T), behavior_T, proximal_T))
+    return torch.stack([chosen_T.sum(), d.sum(), b.sum(), p.sum(), d @ d, b @ b, p @ p, b @ d, p @ d])
 
 
 def _total(chosen_T: Tensor, values_T: Tensor) -> Tensor:
     return torch.where(chosen_T, values_T, 0.0).sum(dtype=torch.float64)
-
-
-def _extremes(chosen_T: Tensor, *sides: Tensor) -> Iterator[Tensor]:
-    """Of each side the values and the negated values of chosen tokens, infinite elsewhere: their minima are wanted."""
-    never_T = torch.where(chosen_T, 0.0, torch.inf)
-    for values_T in sides:
-        yield never_T + values_T
-        yield never_T - values_T
 
 
 def _bounded(difference: Tensor) -> Tensor:
@@ -422,33 +402,27 @@ def are_suspicious(sums: TokenSums) -> bool:
     So a run whose log-probs are healthy never loads the rules. Each condition is what one of them needs at least.
     """
     taken_out = sums.num_placeholders + sums.num_zeros + sums.num_constant + sums.num_shifted
-    num_positive = sums.num_positive + sums.num_proximal_positive
     # A side says one number: for all tokens, or for those on which the two differ.
-    is_one_number = sums.num_valid >= MIN_CONSTANT_TOKENS and (
-        sums.lowest == -sums.negated_highest or sums.lowest_proximal == -sums.negated_highest_proximal
+    is_constant = any(
+        count >= MIN_CONSTANT_TOKENS and sums.one_number(side, of_different=of_different) is not None
+        for count, of_different in ((sums.num_valid, False), (sums.num_different, True))
+        for side in ("behavior", "proximal")
     )
-    is_one_other = sums.num_different >= MIN_CONSTANT_TOKENS and (
-        sums.lowest_other == -sums.negated_highest_other
-        or sums.lowest_proximal_other == -sums.negated_highest_proximal_other
-    )
-    is_shifted = sums.num_pairs >= MIN_TOKENS and (
-        min(sums.earlier, sums.later) < SHIFT_FACTOR * min(sums.first, sums.second)
-    )
-    is_negated = sums.negated < SHIFT_FACTOR * sums.gap
     # A broken side, another text, old weights.
     gap = max(sums.gap_rest, abs(sums.proximal_rest - sums.behavior_rest))
     # A temperature, or another base of logarithms: the best line explains at least what one through 0 does.
     explained = max(sums.line.on(side).explained for side in ("behavior", "proximal"))
-    is_line = sums.line_num_tokens >= MIN_TOKENS and explained > SUSPICIOUS_LINE
     return (
-        taken_out + num_positive > 0.0
-        or is_one_number
-        or is_one_other
-        or is_shifted
-        or is_negated
+        taken_out + sums.num_positive + sums.num_proximal_positive > 0.0
+        or is_constant
+        or sums.is_shifted
+        or sums.negated < SHIFT_FACTOR * sums.gap
         or gap > MAX_MEAN_ABS_DIFF * sums.num_rest
-        or is_line
+        or (sums.line.num_tokens >= MIN_TOKENS and explained > SUSPICIOUS_LINE)
     )
+
+
+_Number = TypeVar("_Number", float, Tensor)
 
 
 def vary(count: _Number, difference: _Number, gap: _Number, squared: _Number) -> _Number:

@@ -228,9 +228,9 @@ def _cautions(samples: Sequence[Facts], provenance: Provenance, evidence: Eviden
         found.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
     if any(sample.is_stale for sample in samples):
         found.append("the weight versions differ, the log-probs do not: no weight changed, or a version is wrong")
-    lowest, count = measured.tokens.lowest, measured.tokens.num_valid
-    if count >= MIN_CONSTANT_TOKENS and lowest == -measured.tokens.negated_highest:
-        found.append(f"all {count:.0f} log-probs of both sides are {lowest:g}, as where an engine returned none")
+    number, count = measured.tokens.one_number("behavior"), measured.tokens.num_valid
+    if count >= MIN_CONSTANT_TOKENS and number is not None:
+        found.append(f"all {count:.0f} log-probs of both sides are {number:g}, as where an engine returned none")
     return found
 
 

@@ -17,18 +17,12 @@ Need = Literal["tokens", "signals", "samples"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule found.
+    """What a rule found: the fields of :class:`Diagnosis`, and what the search does then.
 
     Attributes:
-        confidence: How sure the evidence makes it.
-        evidence: What was measured.
-        k3_share: Of the k3 of the tokens that are left, that it explains; NaN where that is not known.
-        is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
         advice: What to do, where it is not what the row says.
-        is_pattern: Whether so many tokens show it that a run should stop.
         is_all: Whether it is all that differs: then nothing else is looked for.
         takes_out: Which tokens are left out of the search for what follows, besides those that have no log-prob.
-        alternatives: What would look the same in this evidence.
         hides: Causes that its tokens would be taken for, whatever it explains.
     """
 
@@ -110,18 +104,14 @@ class Diagnosis:
     @classmethod
     def of(cls, cause: Cause, finding: Finding) -> Diagnosis:
         """A row with what its rule found."""
+        same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives")
         return cls(
             cause=cause.name,
-            confidence=finding.confidence,
             title=cause.title,
-            evidence=finding.evidence,
             advice=finding.advice or cause.advice,
             is_fault=cause.is_fault,
-            k3_share=finding.k3_share,
-            is_up_to=finding.is_up_to,
             takes_out=cause.takes_out,
-            is_pattern=finding.is_pattern,
-            alternatives=finding.alternatives,
+            **{name: getattr(finding, name) for name in same},
         )
 
     @property

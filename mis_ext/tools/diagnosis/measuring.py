@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import compress
 from typing import Any, Literal, get_args
 
 import torch
@@ -52,13 +53,6 @@ class Samples:
     columns: Tensor
     steps: list[str]
 
-    @classmethod
-    def joined(cls, parts: Iterable[Samples]) -> Samples:
-        """The samples of all parts, in their order."""
-        parts = [*parts]
-        nothing = torch.empty(0, len(COLUMNS), dtype=torch.float64)
-        return cls(torch.cat([nothing, *(part.columns for part in parts)]), [s for part in parts for s in part.steps])
-
     def __getitem__(self, name: str) -> Tensor:
         """A column ``[S]`` by its name."""
         return self.columns[:, COLUMNS.index(name)]
@@ -68,14 +62,13 @@ class Samples:
 
     def where(self, keep_S: Tensor) -> Samples:
         """The samples for which ``keep_S`` is true."""
-        chosen = keep_S.nonzero().flatten()
-        return Samples(self.columns[chosen], [self.steps[each] for each in chosen.tolist()])
+        return Samples(self.columns[keep_S], [*compress(self.steps, keep_S.tolist())])
 
     def without_zeros(self) -> Samples:
         """The sums of the other tokens."""
         columns = self.columns.clone()
-        for name in ("num_tokens", "gap", "k3"):
-            columns[:, COLUMNS.index(name)] -= self[f"{name.split('_')[0]}_zeros"]
+        for name, of_zeros in (("num_tokens", "num_zeros"), ("gap", "gap_zeros"), ("k3", "k3_zeros")):
+            columns[:, COLUMNS.index(name)] -= self[of_zeros]
         return Samples(columns, self.steps)
 
     @property
@@ -177,36 +170,43 @@ class Measuring:
         found = sort_out(tokens, layout)
         position_T = positions(layout) if position_T is None else position_T
         turns = turns_of(tokens.response_mask_T, position_T) if turns is None else turns
-        sums = _sums(tokens, found, layout)
+        sums = _sums(tokens, found.rest_T, layout)
         lag_S = _lags(tokens, found, layout, position_T, sums[1] > MIN_LAGGED_DIFF * sums[0])
-        is_lagged_T = layout.index.to_tokens(lag_S != 0.0) & found.rest_T
+        is_lagged_S = lag_S != 0.0
+        is_lagged_T = layout.index.to_tokens(is_lagged_S) & found.rest_T
         found = found._replace(shifted_T=found.shifted_T | is_lagged_T, rest_T=found.rest_T & ~is_lagged_T)
-        lagged = torch.where(lag_S != 0.0, sums[[0, 2]], 0.0)
-        sums = torch.where(lag_S != 0.0, 0.0, sums)
-        unknown = [math.nan] * len(lag_S)
-        behind = unknown if versions_behind is None else versions_behind
-        other = unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids]
-        largest = unknown if token_ids is None else [*map(_largest_id, token_ids)]
-        known = (torch.tensor([*each], dtype=torch.float64) for each in (behind, other, largest))
         sides = ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T))
         of_engine_T, of_trainer_T = ((side_T == 0.0) & (other_T.exp() < CERTAIN) for side_T, other_T in sides)
         is_zero_T = found.rest_T & (of_engine_T | of_trainer_T)
-        zeros = _sums(tokens, found._replace(rest_T=is_zero_T), layout)[:3]
-        columns = [*sums, *known, lag_S, *lagged, *zeros]
+        unknown = [math.nan] * len(lag_S)
+        known = (
+            unknown if versions_behind is None else versions_behind,
+            unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids],
+            unknown if token_ids is None else [*map(_largest_id, token_ids)],
+        )
+        columns = [
+            *torch.where(is_lagged_S, 0.0, sums),
+            *(torch.tensor([*each], dtype=torch.float64) for each in known),
+            *(lag_S, *torch.where(is_lagged_S, sums[[0, 2]], 0.0)),
+            *_sums(tokens, is_zero_T, layout)[:3],
+        ]
         samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
         self._samples.append(samples)
 
-        def signals(tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> Signals:
-            return Signals.of(tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns)
+        def add(kind: Kind, tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> None:
+            signals = Signals.of(
+                tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns
+            )
+            self._add(kind, signals)
 
         has_zeros = bool(is_zero_T.any())
         for number, kind in enumerate(KINDS):
             is_kind_S = samples.kinds == number
             is_kind_T = is_zero_T if kind == "zeros" else layout.index.to_tokens(is_kind_S) & ~is_zero_T
             if bool(is_kind_S.all()) and not has_zeros:
-                self._add(kind, signals(tokens, found, response_mask_R))
+                add(kind, tokens, found, response_mask_R)
             elif bool(is_kind_T.any()):
-                self._add(kind, signals(*_only(is_kind_S, is_kind_T, tokens, found, response_mask_R, layout)))
+                add(kind, *_only(is_kind_S, is_kind_T, tokens, found, response_mask_R, layout))
         return self
 
     @classmethod
@@ -220,8 +220,7 @@ class Measuring:
         return whole
 
     def _add(self, kind: Kind, signals: Signals) -> None:
-        known = self._kinds.get(kind)
-        self._kinds[kind] = signals if known is None else known + signals
+        self._kinds[kind] = self._kinds[kind] + signals if kind in self._kinds else signals
 
     @classmethod
     def of_other_ids(cls) -> Measuring:
@@ -236,12 +235,9 @@ class Measuring:
         Args:
             typical_gaps: The median ``|d|`` of each step, nats, where it is known.
         """
-        return Measured(
-            **_whole(self._kinds),
-            kinds=self._kinds,
-            samples=Samples.joined(self._samples),
-            typical_gaps=typical_gaps,
-        )
+        columns = torch.cat([torch.empty(0, len(COLUMNS), dtype=torch.float64), *(x.columns for x in self._samples)])
+        samples = Samples(columns, [step for each in self._samples for step in each.steps])
+        return Measured(**_whole(self._kinds), kinds=self._kinds, samples=samples, typical_gaps=typical_gaps)
 
 
 def positions(layout: PackedLayout) -> Tensor:
@@ -262,19 +258,18 @@ def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
 
 
 def _whole(kinds: Mapping[Kind, Signals]) -> dict[str, Any]:
-    """Tokens and signals of the samples of all kinds."""
-    # In one order, whichever kind came first.
+    """Tokens and signals of the samples of all kinds, in one order, whichever kind came first."""
     whole = reduce(operator.add, (kinds[kind] for kind in KINDS if kind in kinds)) if kinds else None
     return {"tokens": NOTHING if whole is None else whole.tokens, "signals": whole}
 
 
-def _sums(tokens: TokenRatios, found: Sorted, layout: PackedLayout) -> Tensor:
+def _sums(tokens: TokenRatios, chosen_T: Tensor, layout: PackedLayout) -> Tensor:
     difference_T = tokens.log_ratio_T
     k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
     is_open_T = TOKEN_FORMULAS["is_open"].function(tokens.behavior_T, difference_T)
     is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
     rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T)
-    return layout.index.reduce([torch.where(found.rest_T, row, 0.0) for row in rows], "sum").double()
+    return layout.index.reduce([torch.where(chosen_T, row, 0.0) for row in rows], "sum").double()
 
 
 def _largest_id(token_ids: Any) -> float:

@@ -54,8 +54,7 @@ MAX_STALE_DIFF = 1.0
 def shifted(measured: Measured) -> Finding | None:
     """The streams fit much better when one of them is shifted by a token, in all responses or in some."""
     tokens = measured.tokens
-    aligned, moved = _pair_gaps(tokens)
-    all_shifted = _is_shifted(tokens)
+    (aligned, moved), all_shifted = tokens.pair_gaps, tokens.is_shifted
     num_lagged, k3_lagged = _lagged(measured.samples)
     num_shifted = tokens.num_shifted - num_lagged
     if not all_shifted and not num_shifted:
@@ -97,16 +96,6 @@ def shifted_by_many(measured: Measured) -> Finding | None:
         f"these {num_lagged:.0f} tokens fit at least twice as well when they are shifted back",
         k3_share=_share_of(k3_lagged, measured.tokens.k3_positive + measured.tokens.k3_rest),
     )
-
-
-def _pair_gaps(tokens: TokenSums) -> tuple[float, float]:
-    # The better of the two: at the end of a response one absurd log-prob is in all sums but one.
-    return min(tokens.first, tokens.second), min(tokens.earlier, tokens.later)
-
-
-def _is_shifted(tokens: TokenSums) -> bool:
-    aligned, moved = _pair_gaps(tokens)
-    return tokens.num_pairs >= MIN_TOKENS and moved < SHIFT_FACTOR * aligned
 
 
 def _listed(lag_N: Tensor) -> str:
@@ -153,7 +142,7 @@ def placeholders(measured: Measured) -> Finding | None:
     if tokens.num_valid < MIN_CONSTANT_TOKENS:
         return None
     num_zeros, num_proximal_zeros = _num_zeros(measured)
-    for evidence in _constants(tokens):
+    if evidence := _constants(tokens):
         return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
     found = [*_some_placeholders(tokens, num_zeros, num_proximal_zeros)]
     if not found:
@@ -175,34 +164,28 @@ def _num_zeros(measured: Measured) -> tuple[float, float]:
     """Tokens with a log-prob of 0 on one side that nothing else explains, and how many of them are the trainer's."""
     tokens = measured.tokens
     # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
-    if _is_shifted(tokens):
+    if tokens.is_shifted:
         return 0.0, 0.0
     near = measured.without("far").tokens
     most = near if near.num_valid > (1.0 - MAX_OUTLIERS) * tokens.num_valid else tokens
     return most.num_zeros, most.num_proximal_zeros
 
 
-def _constants(tokens: TokenSums) -> Iterator[str]:
+def _constants(tokens: TokenSums) -> str:
     """That all log-probs of a side are one number, or all those that differ from the other side's."""
     count, different = tokens.num_valid, tokens.num_different
-    is_zero = tokens.lowest == 0.0 and tokens.gap > MAX_ZERO_GAP * count and count >= MIN_TOKENS
     others_vary = vary(count, tokens.difference, tokens.gap, tokens.squared)
-    for side, other, low, high in (
-        ("behavior", "proximal", tokens.lowest, -tokens.negated_highest),
-        ("proximal", "behavior", tokens.lowest_proximal, -tokens.negated_highest_proximal),
-    ):
-        if low == high and (others_vary or (is_zero and side == "behavior")):
-            yield f"all {count:.0f} {side} log-probs on trainable tokens are {low:g}, and the {other} ones are not"
-            return
-    if different < MIN_CONSTANT_TOKENS or tokens.gap <= MAX_MEAN_ABS_DIFF * different:
-        return
-    for side, low, high in (
-        ("behavior", tokens.lowest_other, -tokens.negated_highest_other),
-        ("proximal", tokens.lowest_proximal_other, -tokens.negated_highest_proximal_other),
-    ):
-        if low == high:
-            yield f"the {different:.0f} {side} log-probs that differ from the other side's are all {low:g}"
-            return
+    for side, other in (("behavior", "proximal"), ("proximal", "behavior")):
+        number = tokens.one_number(side)
+        is_zero = number == 0.0 and side == "behavior" and tokens.gap > MAX_ZERO_GAP * count and count >= MIN_TOKENS
+        if number is not None and (others_vary or is_zero):
+            return f"all {count:.0f} {side} log-probs on trainable tokens are {number:g}, and the {other} ones are not"
+    if different >= MIN_CONSTANT_TOKENS and tokens.gap > MAX_MEAN_ABS_DIFF * different:
+        for side in ("behavior", "proximal"):
+            number = tokens.one_number(side, of_different=True)
+            if number is not None:
+                return f"the {different:.0f} {side} log-probs that differ from the other side's are all {number:g}"
+    return ""
 
 
 def _some_placeholders(tokens: TokenSums, num_zeros: float, num_proximal_zeros: float) -> Iterator[str]:

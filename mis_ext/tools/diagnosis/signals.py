@@ -8,7 +8,7 @@ model look like a mixture of tokens that agree and tokens that do not.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -86,34 +86,46 @@ class Signals:
         turns: Turns,
     ) -> Signals:
         """The sums that the rules need; ``position_T`` is that of a token in its response."""
-        rest = _selection(found.rest_T)
-        difference, proximal, behavior, position = (_at(each, rest) for each in (*tokens[:3], position_T))
+        columns = [*tokens[:3], position_T, *turns]
+        if not bool(found.rest_T.all()):
+            # An index in brackets takes four times as long.
+            rest = found.rest_T.nonzero().flatten()
+            columns = [each.index_select(0, rest) for each in columns]
+        difference, proximal, behavior, position, turn, place = columns
         excess = TOKEN_FORMULAS["ratio_excess"].function(difference)
         k3 = TOKEN_FORMULAS["k3"].function(excess, difference)
-        # An index in brackets takes four times as long.
-        uncertain = (behavior.exp() < CERTAIN).nonzero().flatten()
-        d, b, p, k3 = (each.index_select(0, uncertain) for each in (difference, behavior, proximal, k3))
-        shift = d.abs() / -b.expm1()
-        line = line_sums(d, b, p, torch.ones_like(d))
-        turn, place = (_at(each, rest).index_select(0, uncertain) for each in turns)
         steps = difference.abs() / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
+        largest = torch.stack([steps, -difference, difference.abs()]).double()
+        is_open, is_first = behavior < NEARLY_CERTAIN, position == 0
+        firsts = [
+            (is_open & chosen & different).sum()
+            for chosen in (is_first, ~is_first)
+            for different in (torch.ones_like(is_open), difference != 0.0)
+        ]
+        uncertain = (behavior.exp() < CERTAIN).nonzero().flatten()
+        d, b, p, k3_open = (each.index_select(0, uncertain) for each in (difference, behavior, proximal, k3))
+        turn, place, position = (each.index_select(0, uncertain) for each in (turn, place, position))
+        line = line_sums(torch.ones_like(d, dtype=torch.bool), d, b, p)
+        shift = d.abs() / -b.expm1()
+        begins = torch.tensor([*PLACES.values()][1:], device=place.device)
+        place = torch.bucketize(place, begins, right=True) + len(PLACES) * (turn > 0)
+        octave = ((position.double() + 1.0).log2() * PER_OCTAVE).floor().long().clamp_max(NUM_POSITIONS - 1)
         return cls(
             sums=sums_of_sorted(tokens, found, response_mask_R=response_mask_R, layout=layout, line=line),
-            shifts=_by_shift(shift, k3, d),
-            places=_by_place(turn, place, shift, k3),
-            positions=_moments(_position_bin(position.index_select(0, uncertain)), NUM_POSITIONS, shift, k3),
+            shifts=_by_shift(shift, k3_open, d),
+            places=_moments(place, 2 * len(PLACES), shift, k3_open).view(2, len(PLACES), -1),
+            positions=_moments(octave, NUM_POSITIONS, shift, k3_open),
             ratios=torch.stack([torch.tensor(len(excess)), excess.double().sum(), excess.double().square().sum()]),
             rounded=torch.stack([_bf16_numbers(side) for side in (proximal, behavior)]),
-            firsts=_first_tokens(position, behavior, difference),
-            largest=torch.stack([_largest(each) for each in (steps, -difference, difference.abs())]),
+            firsts=torch.stack(firsts).double(),
+            largest=torch.nn.functional.pad(largest, (0, 1), value=-torch.inf).amax(1),
         )
 
     def __add__(self, other: Signals) -> Signals:
         """The signals of the tokens of both."""
-        names = ("shifts", "places", "positions", "ratios", "rounded", "firsts")
-        more = {name: getattr(self, name) + getattr(other, name) for name in names}
-        largest = torch.maximum(self.largest, other.largest)
-        return Signals(sums=added(self.sums, other.sums), largest=largest, **more)
+        both = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        both |= {"sums": added(self.sums, other.sums), "largest": torch.maximum(self.largest, other.largest)}
+        return Signals(**both)
 
     @cached_property
     def tokens(self) -> TokenSums:
@@ -132,14 +144,6 @@ class Signals:
         return self.shifts[:, :, int(_bin(torch.tensor(shift, dtype=torch.float64))) + 1 :].sum(-1)
 
 
-def _selection(chosen_T: Tensor) -> Tensor | None:
-    return None if bool(chosen_T.all()) else chosen_T.nonzero().flatten()
-
-
-def _at(values_T: Tensor, chosen: Tensor | None) -> Tensor:
-    return values_T if chosen is None else values_T.index_select(0, chosen)
-
-
 def _bin(shift: Tensor) -> Tensor:
     return ((shift.log10() - SMALLEST) * PER_DECADE).clamp(0, NUM_SHIFTS - 1).long()
 
@@ -150,21 +154,6 @@ def _by_shift(shift: Tensor, k3: Tensor, difference: Tensor) -> Tensor:
     index = _bin(shift) + NUM_SHIFTS * (difference > 0.0)
     moments = [torch.bincount(index, weights, minlength=2 * NUM_SHIFTS).double() for weights in (None, k3.double())]
     return torch.stack(moments).view(2, 2, -1).transpose(0, 1)
-
-
-def _by_place(turn: Tensor, place: Tensor, shift: Tensor, k3: Tensor) -> Tensor:
-    begins = torch.tensor([*PLACES.values()][1:], device=place.device)
-    index = torch.bucketize(place, begins, right=True) + len(PLACES) * (turn > 0)
-    return _moments(index, 2 * len(PLACES), shift, k3).view(2, len(PLACES), -1)
-
-
-def _position_bin(position: Tensor) -> Tensor:
-    return ((position.double() + 1.0).log2() * PER_OCTAVE).floor().long().clamp_max(NUM_POSITIONS - 1)
-
-
-def first_position(index: int) -> int:
-    """Of a bin of positions."""
-    return math.ceil(math.pow(2.0, index / PER_OCTAVE)) - 1
 
 
 def _moments(index: Tensor, size: int, shift: Tensor, k3: Tensor) -> Tensor:
@@ -182,15 +171,9 @@ def _bf16_numbers(values: Tensor) -> Tensor:
     return torch.stack([is_number.sum(), is_rounded.sum(), expected]).double()
 
 
-def _first_tokens(position: Tensor, behavior: Tensor, difference: Tensor) -> Tensor:
-    is_open, is_first, is_different = behavior < NEARLY_CERTAIN, position == 0, difference != 0.0
-    first, later = is_open & is_first, is_open & ~is_first
-    counts = [chosen.sum() for side in (first, later) for chosen in (side, side & is_different)]
-    return torch.stack(counts).double()
-
-
-def _largest(values: Tensor) -> Tensor:
-    return torch.cat([values.double(), torch.full((1,), -torch.inf, dtype=torch.float64)]).amax()
+def first_position(index: int) -> int:
+    """Of a bin of positions."""
+    return math.ceil(math.pow(2.0, index / PER_OCTAVE)) - 1
 
 
 class Turns(NamedTuple):
