@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mis_ext.correction.config import GuardName
 from mis_ext.tools.diagnosis.measuring import Kind, Measured
@@ -68,6 +68,14 @@ class Cause:
     guard: GuardName | None = None
     takes_out: bool = False
     hides: tuple[str, ...] = ()
+
+
+TAILS = ("few_tokens", "expert_routing")
+
+
+def cause(**row: Any) -> Callable[[Rule], Cause]:
+    """A rule with its row: the fields of :class:`Cause`. :mod:`~mis_ext.tools.diagnosis.table` has it in its order."""
+    return lambda rule: Cause(rule=rule, **row)
 
 
 @dataclass(frozen=True)

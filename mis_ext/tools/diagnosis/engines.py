@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks.limits import MAX_CHANCE, MIN_TOKENS
-from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured
 from mis_ext.tools.diagnosis.signals import FIRST_LATE, PER_OCTAVE, PLACE_ERRORS, Place, Signals, first_position
 from mis_ext.tools.diagnosis.size import stale_words
@@ -33,6 +33,13 @@ LEAST_BEHIND = 2
 """Bins behind a place, where responses end there: half an octave."""
 
 
+@cause(
+    name="log_prob_formula",
+    title="another formula for the same log-prob, such as log(softmax) for log_softmax",
+    looks_like="no difference exceeds 1.5 float32 steps of a log-prob, or of 1 where it is above -1",
+    needs=("signals",),
+    advice="Nothing to correct. For equal bits use the same formula on both sides.",
+)
 def formula(measured: Measured) -> Finding | None:
     """Differences within the rounding of one operation."""
     assert measured.signals is not None
@@ -47,6 +54,13 @@ def formula(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="bf16_log_probs",
+    title="log-probs rounded to bfloat16",
+    looks_like="99 % of the log-probs of one side are bfloat16 numbers",
+    needs=("signals",),
+    advice="Keep log-probs in float32 from the log-softmax to the dump.",
+)
 def bf16(measured: Measured) -> Finding | None:
     """Log-probs of one side that are bfloat16 numbers."""
     assert measured.signals is not None
@@ -64,6 +78,14 @@ def bf16(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="decode_dependence",
+    title="decode or prefix dependence (attention, KV cache)",
+    looks_like="first tokens of responses are equal, later ones differ",
+    needs=("signals",),
+    advice="Compare prefill and decode of the engine (mis-ext diff).",
+    hides=("late_positions",),
+)
 def decoding(measured: Measured) -> Finding | None:
     """First tokens of responses are equal, later ones are not."""
     assert measured.signals is not None
@@ -82,6 +104,15 @@ def decoding(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="stale_prefix_cache",
+    title="a prefix in the cache that was computed with old weights",
+    looks_like="the first 8 or 32 tokens of a turn differ twice as much as the 65th to 256th, or have 5 times "
+    "their k3; or turns after the first do",
+    needs=("signals",),
+    advice="Flush the engine's prefix cache at every weight update.",
+    hides=TAILS,
+)
 def prefix(measured: Measured) -> Finding | None:
     """The beginning of turns differs more, or turns behind the first do."""
     assert measured.signals is not None
@@ -128,6 +159,15 @@ def _beginnings(moments: Tensor) -> tuple[Place, Place]:
     return Place.of(moments[0]), Place.of(moments[:2].sum(0))
 
 
+@cause(
+    name="late_positions",
+    title="positions that one side treats differently, as with RoPE scaling, a window or a length limit",
+    looks_like="tokens after a position (from the 32nd on) differ twice as much as those before, have 5 times "
+    "their k3, or differ more by a step that is no part of a steady rise; and that is a tenth of k3",
+    needs=("signals",),
+    advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
+    hides=TAILS,
+)
 def late(measured: Measured) -> Finding | None:
     """Tokens behind some position differ, those before it hardly, or not as much."""
     assert measured.signals is not None
@@ -209,6 +249,13 @@ def _tail(signals: Signals) -> Tail | None:
     return Tail(share, k3_share, evidence)
 
 
+@cause(
+    name="few_tokens",
+    title="a few tokens only",
+    looks_like="less than 0.2 % of the uncertain tokens carry at least 60 % of k3",
+    needs=("signals",),
+    advice="Look at the worst tokens. Truncated token weights (yaml/mis.yaml) limit the effect of each.",
+)
 def few_tokens(measured: Measured) -> Finding | None:
     """A handful of tokens carry most of the mismatch."""
     assert measured.signals is not None
@@ -218,6 +265,16 @@ def few_tokens(measured: Measured) -> Finding | None:
     return Finding(confidence="likely", evidence=tail.evidence, k3_share=tail.k3_share)
 
 
+@cause(
+    name="expert_routing",
+    title="most tokens agree and a few differ much, as with other experts in a mixture of experts",
+    looks_like="at most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at "
+    "least 60 % of k3",
+    needs=("signals",),
+    advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
+    "(lab/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
+    "reward was the same (lab/evidence/pretrained_moe.md).",
+)
 def experts(measured: Measured) -> Finding | None:
     """Few tokens carry most of the mismatch, as where experts differ."""
     assert measured.signals is not None

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SHIFT_FACTOR
+from mis_ext.checks.limits import BASES, CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SAMPLED_ERRORS, SHIFT_FACTOR
 from mis_ext.checks.token_sums import NOTHING, Sorted, TokenSums, sort_out
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
@@ -121,6 +121,15 @@ class Measured:
     def k3_left(self) -> float:
         """What no cause that was found before explains of it."""
         return self.k3 * (1.0 - self.explained)
+
+    @property
+    def are_policies(self) -> bool:
+        """Whether one side may have sampled: the mean ratio is 1 to it, and the other is a power of it, above 0."""
+        return any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in self.tokens.powers)
+
+    def likely_base(self) -> tuple[float, str, float]:
+        """How much of how the differences vary a base explains best, the side that has it, and the base."""
+        return max((self.tokens.line.through_zero(1.0 / factor(*key) - 1.0), *key) for key in BASES)
 
     def without(self, kind: Kind) -> Measured:
         """What is left when the tokens of a kind are taken out."""
@@ -238,6 +247,16 @@ class Measuring:
         columns = torch.cat([torch.empty(0, len(COLUMNS), dtype=torch.float64), *(x.columns for x in self._samples)])
         samples = Samples(columns, [step for each in self._samples for step in each.steps])
         return Measured(**_whole(self._kinds), kinds=self._kinds, samples=samples, typical_gaps=typical_gaps)
+
+
+def may_be_zero(mean: float, error: float) -> bool:
+    """Whether a mean with this standard error is no evidence of another one than 0."""
+    return abs(mean) <= SAMPLED_ERRORS * error
+
+
+def factor(side: str, base: float) -> float:
+    """The engine's log-probs over the trainer's, if those of a side are to this base."""
+    return 1.0 / math.log(base) if side == "engine" else math.log(base)
 
 
 def positions(layout: PackedLayout) -> Tensor:

@@ -18,7 +18,7 @@ from mis_ext.checks.limits import (
 )
 from mis_ext.checks.token_sums import TokenSums, vary
 from mis_ext.correction.formula import MAX_LOG_RATIO
-from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.cause import Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured, Samples
 from mis_ext.tools.diagnosis.size import stale_words
 
@@ -51,6 +51,16 @@ MAX_STALE_DIFF = 1.0
 ``MAX_MEAN_ABS_DIFF``, with 63 % of k3, and 1 % beyond this, with 24 % (pretrained_stale_8 in lab/evidence)."""
 
 
+@cause(
+    name="shifted_by_one_token",
+    title="log-probs shifted by one token",
+    looks_like="the streams, or those of some responses, fit at least twice as well when one is shifted by a token",
+    needs=("tokens",),
+    advice="Score position p with the logits of position p - 1, on both sides.",
+    is_fault=True,
+    guard="shifted_log_probs",
+    takes_out=True,
+)
 def shifted(measured: Measured) -> Finding | None:
     """The streams fit much better when one of them is shifted by a token, in all responses or in some."""
     tokens = measured.tokens
@@ -81,6 +91,16 @@ def _lagged(samples: Samples | None) -> tuple[float, float]:
     return float(samples["num_lagged"].sum()), float(samples["k3_lagged"].sum())
 
 
+@cause(
+    name="shifted_by_many_tokens",
+    title="log-probs shifted by more than one token",
+    looks_like="probabilities of a sample fit at least twice as well when one stream is shifted by 2 tokens or more",
+    needs=("samples",),
+    advice="Take the last of the engine's log-probs, as many as there are ids: after a retraction or an abort "
+    "those of a dropped attempt may stand before them.",
+    is_fault=True,
+    takes_out=True,
+)
 def shifted_by_many(measured: Measured) -> Finding | None:
     """The streams of some samples fit much better when one of them is shifted by more than a token."""
     assert measured.samples is not None
@@ -103,6 +123,15 @@ def _listed(lag_N: Tensor) -> str:
     return ", ".join(lags[:MAX_LISTED]) + (", ..." if len(lags) > MAX_LISTED else "")
 
 
+@cause(
+    name="negated_log_probs",
+    title="log-probs with the wrong sign: negative log-likelihoods in place of log-probs",
+    looks_like="the streams fit at least twice as well when the sign of one is flipped",
+    needs=("tokens",),
+    advice="Store log-probs, which are below 0, on both sides.",
+    is_fault=True,
+    guard="degenerate_behavior",
+)
 def negated(measured: Measured) -> Finding | None:
     """Log-probs of one side are negative log-likelihoods."""
     tokens = measured.tokens
@@ -119,6 +148,17 @@ def negated(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="positive_log_probs",
+    title="numbers above 0, which are no log-probs",
+    looks_like="log-probs above 0.1: they are probabilities, or something was added to them; all of a response "
+    "where none is below 0",
+    needs=("tokens",),
+    advice="Store logarithms of probabilities, without a reward or a bonus in them.",
+    is_fault=True,
+    guard="degenerate_behavior",
+    takes_out=True,
+)
 def positive(measured: Measured) -> Finding | None:
     """Numbers above 0, which no log-prob is."""
     tokens = measured.tokens
@@ -136,6 +176,19 @@ def positive(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="placeholder_log_probs",
+    title="placeholders in place of log-probs",
+    looks_like="log-probs below -1000 on one side; 0 where the other is below -1, unless the other finds zeros "
+    "more probable than the rest; all equal, in a response or everywhere; 8 that are lowest in a response, "
+    "as of a clamp",
+    needs=("tokens",),
+    advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
+    "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
+    is_fault=True,
+    guard="degenerate_behavior",
+    takes_out=True,
+)
 def placeholders(measured: Measured) -> Finding | None:
     """Sentinels, zeros and constants in place of log-probs."""
     tokens = measured.tokens
@@ -210,12 +263,31 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float, num_proximal_zeros: 
         )
 
 
+@cause(
+    name="broken_trainer",
+    title="a broken trainer: it finds the sampled tokens less probable than a uniform guess would",
+    looks_like="the trainer's mean log-prob is below that of a uniform guess among the ids up to the largest "
+    "(32,000 if more, or not known), and 0.3 nats below the engine's",
+    needs=("tokens",),
+    advice="Check that its weights were loaded, with the scales of 8-bit weights, and that it scores the "
+    "sampled ids behind the same prompt.",
+    is_fault=True,
+)
 def broken_trainer(measured: Measured) -> Finding | None:
     """The trainer finds the sampled tokens less probable than a uniform guess would."""
     tokens = measured.tokens
     return _worse_than_a_guess(measured, "trainer", tokens.proximal_rest, tokens.behavior_rest)
 
 
+@cause(
+    name="broken_engine",
+    title="a broken engine: it finds the tokens that it sampled less probable than a uniform guess would",
+    looks_like="the same of the engine",
+    needs=("tokens",),
+    advice="Check that its last update has loaded all weights, with the scales of 8-bit weights, and that it "
+    "returns the log-probs of the sampled tokens.",
+    is_fault=True,
+)
 def broken_engine(measured: Measured) -> Finding | None:
     """The engine finds the tokens that it sampled less probable than a uniform guess would."""
     tokens = measured.tokens
@@ -248,6 +320,16 @@ def _share_of(k3: float, others: float) -> float:
     return k3 / (k3 + others) if k3 else 0.0
 
 
+@cause(
+    name="retokenised_samples",
+    title="samples whose text is not the one that the trainer scored, for example a text tokenised again",
+    looks_like="ids that differ; or less than 40 % of the samples differ 5 times as much as the others, by "
+    "more than 0.3 nats, with few between, and have most of k3",
+    needs=("samples",),
+    advice="Train on the ids that the engine returned: do not decode and encode again.",
+    is_fault=True,
+    takes_out=True,
+)
 def other_ids(measured: Measured) -> Finding | None:
     """The trainer scores other ids, or another text, than the engine sampled."""
     assert measured.samples is not None
@@ -259,6 +341,16 @@ def other_ids(measured: Measured) -> Finding | None:
     return _apart(measured, has_equal_ids=False, alternatives=("samples that were truncated or mixed up",))
 
 
+@cause(
+    name="other_context",
+    title="samples behind another prompt or context, or with log-probs of other samples: their ids are right",
+    looks_like="samples differ as where a text is tokenised again, and their ids are equal",
+    needs=("samples",),
+    advice="Compare what stands before these responses on both sides (prompt, template, images, tools), and "
+    "whether each has the log-probs of its own request.",
+    is_fault=True,
+    takes_out=True,
+)
 def other_context(measured: Measured) -> Finding | None:
     """Samples stand apart, and it is not their text."""
     return _apart(measured, has_equal_ids=True)

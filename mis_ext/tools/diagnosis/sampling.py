@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks.limits import MIN_TOKENS, SAMPLED_ERRORS
-from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.engines import TAIL_FACTOR
-from mis_ext.tools.diagnosis.measuring import Measured
+from mis_ext.tools.diagnosis.measuring import Measured, factor, may_be_zero
 from mis_ext.tools.diagnosis.signals import Signals
 from mis_ext.tools.diagnosis.size import (
     EXPLAINED,
@@ -22,12 +22,8 @@ from mis_ext.tools.diagnosis.size import (
     OLD_WEIGHTS,
     PENALTIES,
     WITHIN,
-    are_policies,
     base_words,
-    factor_of,
-    likely_base,
     loses_mass,
-    may_be_zero,
 )
 
 MIN_SLOPE = 0.01
@@ -63,7 +59,7 @@ SMALLEST_SHIFT = 1e-5
 CUTS = "top-p, top-k or min-p, or padding of the trainer's vocabulary, alone or beside it"
 LOGITS = "another change of the logits, such as a soft cap"
 NOISE = (
-    f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, or a "
+    f"a smaller one, beside {OLD_WEIGHTS}, {PENALTIES}, another prompt, chat template or context, low precision, a "
     "mixture of experts, or what begins at a position"
 )
 SHIFTS = torch.linspace(0.0, 12.0, 1201, dtype=torch.float64)
@@ -77,6 +73,18 @@ differs from position to position. Were it the same everywhere, fewer tokens wou
 for more noise than there is."""
 
 
+@cause(
+    name="temperature",
+    title="another temperature in one of the log-probs",
+    looks_like="the difference falls or rises with the log-prob, by a line that explains more than 6 % of its "
+    "variance, or 45 % where a cut is seen beside it; and `ratio - 1` says that one distribution is a power of "
+    "the other",
+    needs=("tokens",),
+    advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
+    "it sampled from.",
+    is_fault=True,
+    hides=("broken_trainer", "broken_engine", "vocabulary_padding", *TAILS),
+)
 def temperature(measured: Measured) -> Finding | None:
     """One distribution is a power of the other; what else differs adds noise to it, or takes a part of it away."""
     tokens = measured.tokens
@@ -121,7 +129,7 @@ def temperature(measured: Measured) -> Finding | None:
             *([] if is_alone else [PENALTIES]),
             *([] if is_fit or is_cut else [LOGITS]),
             *([CUTS] if is_cut and slope > 0.0 else []),
-            *([] if are_policies(tokens) else base_words(measured)),
+            *([] if measured.are_policies else base_words(measured)),
             *([NOISE] if may_have_more else []),
         ),
     )
@@ -134,6 +142,15 @@ _SAMPLED = {
 _OTHER = {"behavior": "the trainer's", "proximal": "the one that the engine's log-probs are of"}
 
 
+@cause(
+    name="log_base",
+    title="logarithms to base 2 or 10 on one side",
+    looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: that explains half of the variance "
+    "of the differences and makes the mean ratio 1, which it was not to either side; or it explains 90 %",
+    needs=("tokens",),
+    advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
+    is_fault=True,
+)
 def other_base(measured: Measured) -> Finding | None:
     """As they are, no side has sampled the tokens; with logarithms to a base on one side, the engine has.
 
@@ -142,16 +159,16 @@ def other_base(measured: Measured) -> Finding | None:
     base must explain how the tokens differ from each other, too.
     """
     tokens = measured.tokens
-    if tokens.line.num_tokens < MIN_TOKENS or are_policies(tokens):
+    if tokens.line.num_tokens < MIN_TOKENS or measured.are_policies:
         return None
-    explained, side, base = likely_base(tokens)
+    explained, side, base = measured.likely_base()
     has_sampled = may_be_zero(*tokens.excess_in_base[side, base])
     if explained <= (EXPLAINED if has_sampled else EXACT):
         return None
     is_sure = has_sampled and explained > EXACT
     return Finding(
         confidence="certain" if is_sure else "possible",
-        evidence=f"the engine's log-probs are {factor_of(side, base):.3g} times the trainer's, which explains "
+        evidence=f"the engine's log-probs are {factor(side, base):.3g} times the trainer's, which explains "
         f"{explained:.1%} of how the differences vary: the {side}'s are logarithms to the base {base:g}"
         + ("" if not has_sampled else ", and the mean ratio is 1 then"),
         k3_share=1.0,
@@ -160,6 +177,15 @@ def other_base(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="vocabulary_padding",
+    title="the trainer's vocabulary has padding, which takes a part of the probability",
+    looks_like="the mean ratio is below 1, larger differences are below 0, and none is above 0.05 nats",
+    needs=("signals",),
+    advice="Set the logits of the padding to minus infinity before the log-softmax.",
+    is_fault=True,
+    hides=("top_p_or_top_k", *TAILS),
+)
 def padding(measured: Measured) -> Finding | None:
     """All tokens lose a little of their probability."""
     assert measured.signals is not None
@@ -174,6 +200,16 @@ def padding(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="top_p_or_top_k",
+    title="top-p, top-k or min-p in the sampling, not in the trainer's log-probs",
+    looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by more "
+    "than 0.03 and 20 standard errors; or by 0.005 and 12, and no token loses 3 nats",
+    needs=("signals",),
+    advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens (mis_ext.rollout.define_log_probs).",
+    is_fault=True,
+    hides=TAILS,
+)
 def truncation(measured: Measured) -> Finding | None:
     """The engine samples from a part of what the trainer scores."""
     assert measured.signals is not None

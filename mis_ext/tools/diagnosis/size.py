@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
-from mis_ext.checks.limits import BASES, KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
-from mis_ext.checks.token_sums import Power, TokenSums
-from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.checks.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
+from mis_ext.checks.token_sums import Power
+from mis_ext.tools.diagnosis.cause import Finding, cause, percent
 from mis_ext.tools.diagnosis.measuring import Measured
 from mis_ext.tools.diagnosis.signals import FIRST_LATE, Place
 
@@ -41,6 +41,11 @@ OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0
 OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
 PENALTIES = "penalties or a logits processor of the engine"
 
+
+def _left(k3: str) -> str:
+    return f"other causes explain at most {percent(MAX_EXPLAINED)} of k3, and the rest is {k3} (SmolLM2-135M's sizes)"
+
+
 BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M "
     "(lab/real_stack/slime_gpu.md), 2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
@@ -51,6 +56,13 @@ QUANTISED = (
 )
 
 
+@cause(
+    name="equal",
+    title="no difference",
+    looks_like="every log-prob is the same number on both sides",
+    needs=("signals",),
+    advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart.",
+)
 def equal(measured: Measured) -> Finding | None:
     """Every log-prob is the same number on both sides."""
     if measured.tokens.num_valid == 0 or measured.tokens.num_different:
@@ -58,6 +70,13 @@ def equal(measured: Measured) -> Finding | None:
     return Finding(confidence="certain", evidence="every log-prob is the same number on both sides")
 
 
+@cause(
+    name="bf16_kernels",
+    title="other kernels or rounding, no larger than that of bfloat16",
+    looks_like=f"no other cause, and k3 is below {KERNEL_K3:g}",
+    needs=("signals",),
+    advice="No correction is needed for this alone. To find the first module that differs: mis-ext diff.",
+)
 def kernels(measured: Measured) -> Finding | None:
     """A difference of the size of kernels in bfloat16."""
     is_quiet = measured.k3_left < QUIET_K3
@@ -75,6 +94,16 @@ def kernels(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="bf16_or_low_precision",
+    title="kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side",
+    looks_like=_left(f"{KERNEL_K3:g} to {PRETRAINED_K3:g}"),
+    needs=("signals",),
+    advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
+    "both k3 was a 65th, and training learned in about half the steps (lab/evidence/normal.md). In "
+    "small models an fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
+    "difference there (docs/presets.md).",
+)
 def kernels_or_low_precision(measured: Measured) -> Finding | None:
     """A difference that kernels in bfloat16 give in a pretrained model, and low precision in a small one.
 
@@ -92,6 +121,15 @@ def kernels_or_low_precision(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="low_precision",
+    title="lower precision on one side (fp8 or int8 weights or cache)",
+    looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
+    needs=("signals",),
+    advice="Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
+    "correction, and 8 of 105 steps later with it (docs/presets.md). A k3 far above that of the same engine in "
+    "bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
+)
 def low_precision(measured: Measured) -> Finding | None:
     """A difference between those of bfloat16 and of other weights."""
     if not _has_left(measured) or not PRETRAINED_K3 <= measured.k3_left < QUANTISED_K3:
@@ -105,6 +143,13 @@ def low_precision(measured: Measured) -> Finding | None:
     )
 
 
+@cause(
+    name="large_mismatch",
+    title="a large mismatch, which low precision gave in some models only",
+    looks_like=_left(f"above {QUANTISED_K3:g}"),
+    needs=("signals",),
+    advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
+)
 def large(measured: Measured) -> Finding | None:
     """More than precision explains."""
     if not _has_left(measured) or measured.k3_left < QUANTISED_K3:
@@ -151,34 +196,14 @@ def more_words(measured: Measured) -> tuple[str, ...]:
     return (*unfit_words(measured), *more, *lines, *_place_words(measured))
 
 
-def may_be_zero(mean: float, error: float) -> bool:
-    """Whether a mean with this standard error is no evidence of another one than 0."""
-    return abs(mean) <= SAMPLED_ERRORS * error
-
-
 def loses_mass(power: Power) -> bool:
     """Whether the mean ratio is surely below 1: no temperature does that."""
     return -power.excess > max(MIN_DEFICIT, MIN_DEFICIT_ERRORS * power.excess_error)
 
 
-def factor_of(side: str, base: float) -> float:
-    """The engine's log-probs over the trainer's, if those of a side are to this base."""
-    return 1.0 / math.log(base) if side == "engine" else math.log(base)
-
-
-def are_policies(tokens: TokenSums) -> bool:
-    """Whether one side may have sampled: the mean ratio is 1 to it, and the other is a power of it, above 0."""
-    return any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in tokens.powers)
-
-
-def likely_base(tokens: TokenSums) -> tuple[float, str, float]:
-    """The share of how the differences vary that a base explains best, the side that has it, and the base."""
-    return max((tokens.line.through_zero(1.0 / factor_of(*key) - 1.0), *key) for key in BASES)
-
-
 def base_words(measured: Measured) -> tuple[str, ...]:
     """That logarithms to a base explain much of how the differences vary."""
-    explained, side, base = likely_base(measured.tokens)
+    explained, side, base = measured.likely_base()
     if measured.tokens.line.num_tokens < MIN_TOKENS or explained <= EXPLAINED:
         return ()
     return (f"logarithms to the base {base:g} on the {side}'s side beside it: they explain {explained:.0%}",)

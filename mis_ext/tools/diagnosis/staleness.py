@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
-from mis_ext.tools.diagnosis.cause import Finding
+from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured, Samples
 from mis_ext.tools.diagnosis.size import OTHER_PRECISION, more_words
 
@@ -27,6 +27,17 @@ MAX_EXPLAINED = 0.3
 """Where other causes explain more of k3, its size says nothing about weights."""
 
 
+@cause(
+    name="stale_weights",
+    title="stale weights: tokens that were sampled with weights of another step",
+    looks_like="k3 grows with the recorded versions, or over steps (steadily, or back to its floor), or the "
+    "mean difference exceeds 0.3 nats",
+    needs=("samples",),
+    advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
+    "trainer in fp16. Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained "
+    "model, 0.13 with 8, and 0.34 in a tiny one (lab/evidence/README.md).",
+    hides=("decode_dependence", "stale_prefix_cache", "late_positions", *TAILS),
+)
 def stale(measured: Measured) -> Finding | None:
     """Weights of other steps. What versions say is not guessed from steps and sizes."""
     assert measured.samples is not None
