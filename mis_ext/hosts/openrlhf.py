@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, kept_keys, read_keys
+from mis_ext.keys.flat import Keys, interned_keys, read_keys
 
 
 class MisLoss:
@@ -44,7 +44,7 @@ class MisLoss:
         with torch.no_grad():
             _, *metrics = self.host(*streams, **sizes)
         is_of_tokens = self.host.token_level_loss
-        keys = kept_keys(self.keys, calculate_per_token_loss=is_of_tokens)
+        keys = interned_keys(self.keys, calculate_per_token_loss=is_of_tokens)
         if rollout_log_probs is None:
             whole = current_run(keys, whole_loss=True).config.whole_loss
             if whole is not None and (whole.has_correction or whole.settings.needs_behavior):

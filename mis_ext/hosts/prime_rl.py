@@ -6,7 +6,7 @@ from typing import Any
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, kept_keys
+from mis_ext.keys.flat import Keys, interned_keys
 
 
 def loss(inputs: Any, *, keys: Keys) -> Any:
@@ -24,7 +24,7 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     # In prime-rl a weight multiplies the loss of a token, as a fractional mask does here.
     mask = inputs.loss_mask.float() if inputs.loss_weights is None else inputs.loss_mask * inputs.loss_weights
     found = policy_loss_from_log_probs(
-        kept_keys(keys, calculate_per_token_loss=True, use_rollout_logprobs=True),
+        interned_keys(keys, calculate_per_token_loss=True, use_rollout_logprobs=True),
         current_logprobs=inputs.trainer_logprobs,
         behavior_logprobs=inputs.inference_logprobs,
         reference_logprobs=inputs.ref_logprobs,

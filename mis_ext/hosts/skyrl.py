@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mis_ext.hosts.own_trainer import scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, kept_keys, read_keys
+from mis_ext.keys.flat import Keys, interned_keys, read_keys
 
 
 def register(keys: Keys) -> None:
@@ -34,7 +34,7 @@ def register(keys: Keys) -> None:
             raise ValueError("loss_mask is missing: mis_ext needs it to find the tokens of the response")
         # SkyRL's advantages are divided by the size of the batch: the sum over tokens is what it asks for.
         found = policy_loss_from_log_probs(
-            kept_keys(given, calculate_per_token_loss=True),
+            interned_keys(given, calculate_per_token_loss=True),
             current_logprobs=log_probs,
             proximal_logprobs=old_log_probs,
             behavior_logprobs=rollout_logprobs,

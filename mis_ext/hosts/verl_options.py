@@ -212,9 +212,9 @@ def _gate(name: str, spec: str) -> dict[str, Any]:
 
 def _number(name: str, value: Any) -> float:
     try:
-        number = float(value)
+        number = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} must be a number above 0") from None
-    if isinstance(value, bool) or not number > 0.0:
+        number = 0.0
+    if not number > 0.0:
         raise ValueError(f"{name}={value!r} must be a number above 0")
     return number

@@ -275,11 +275,11 @@ def says_whole_loss(keys: Mapping[str, Any]) -> bool:
     return any(keys.get(key) is not None for key in LOSS_KEYS)
 
 
-def kept_keys(keys: Keys, **more: Any) -> dict[str, Any]:
+def interned_keys(keys: Keys, **more: Any) -> dict[str, Any]:
     """``keys`` and ``more``: for the same ones the same object, by which sessions know a run."""
-    return _kept(json.dumps(keys if isinstance(keys, str) else read_keys(keys)), json.dumps(more))
+    return _interned(json.dumps(keys if isinstance(keys, str) else read_keys(keys)), json.dumps(more))
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(keys: str, more: str) -> dict[str, Any]:
+def _interned(keys: str, more: str) -> dict[str, Any]:
     return {**read_keys(json.loads(keys)), **json.loads(more)}

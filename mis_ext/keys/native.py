@@ -71,7 +71,7 @@ def config_from_native_keys(mapping: Any, *, measure_only: bool, per_token_loss:
     )
 
 
-def native_keys_of(config: CorrectionConfig) -> dict[str, Any]:
+def native_keys(config: CorrectionConfig) -> dict[str, Any]:
     """The mapping under ``mis:`` that spells ``config``; what is at its default is left out.
 
     Raises:

@@ -15,7 +15,7 @@ import yaml
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import read_yaml
 from mis_ext.keys.flat import CORRECTION_KEYS, config_from_mapping, says_whole_loss
-from mis_ext.keys.native import NATIVE_KEY, errors_of, native_keys_of
+from mis_ext.keys.native import NATIVE_KEY, errors_of, native_keys
 from mis_ext.keys.preset_files import preset_path
 from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LossSettings
@@ -138,7 +138,7 @@ def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
         "--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp "
         f"--eps-clip {found.low:g} --eps-clip-high {found.high:g}{dual}"
     )
-    return flags, {"use_tis": True, NATIVE_KEY: native_keys_of(found.config)}
+    return flags, {"use_tis": True, NATIVE_KEY: native_keys(found.config)}
 
 
 def _whole_loss_flags(method: Method) -> str:

@@ -437,7 +437,7 @@ def test_own_flags_and_what_slime_sets_behind_the_file_are_read_by_somebody(tmp_
 FOREIGN = {
     "twice": b"lr: 1.0\nlr: 2.0\n",
     "twice below": b"reward: {a: 1, a: 2}\n",
-    "many numbers": f"table: {[0] * 100_001}\n".encode(),
+    "many numbers": f"table: {[0] * 101}\n".encode(),
     "UTF-16": "lr: 1.0\n".encode("utf-16"),
     "merged": b"base: &base {tis_upper_bound: 3.0}\n<<: *base\ntis_upper_bound: 2.0\n",
     "no YAML": b"lr: [",
@@ -445,7 +445,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
-def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys) -> None:
+def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("mis_ext.files._MAX_YAML_NODES", 100)
     path = tmp_path / "my.yaml"
     path.write_bytes(text)
     mis_ext.check_setup(with_file(str(path), {}))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import mis_ext
 from mis_ext.hosts import runs
 from mis_ext.hosts.slime_miles.policy_loss import MILES, SLIME
-from mis_ext.keys.native import NATIVE_KEY, native_keys_of
+from mis_ext.keys.native import NATIVE_KEY, native_keys
 from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
@@ -114,7 +114,7 @@ def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
         if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
             config = config.replace(scope="data_parallel")
         ranks = {"context_parallel_size": choose([1, 2, 4]), "data_parallel_size": choose([1, 2])}
-        keys = ranks | {NATIVE_KEY: native_keys_of(config), "rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
+        keys = ranks | {NATIVE_KEY: native_keys(config), "rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
         for switches in (HOOK, LOSS | {"use_tis": True}):
             start(switches | keys)
 

@@ -79,7 +79,7 @@ def test_a_call_that_measured_nothing_reads_nan_and_counts_every_response(backen
         assert (metrics[f"mis_{name}"][response] == 1.0).all()
 
 
-@backends
+@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=[needs_interpreter, pytest.mark.whole_run])])
 def test_context_parallel_ranks_fill_in_the_numbers_of_one_rank(backend, monkeypatch) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     samples, totals = samples_with(BROKEN), [length + 3 for length in LENGTHS]

@@ -15,7 +15,7 @@ import torch
 
 from mis_ext.hosts.nemo_rl import MisLoss
 from mis_ext.hosts.prime_rl import loss
-from mis_ext.keys.flat import kept_keys
+from mis_ext.keys.flat import interned_keys
 
 with lzma.open(Path(__file__).parents[1] / "data" / "peer_losses" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)
@@ -171,11 +171,11 @@ def test_what_nemo_rl_asks_of_its_loss_is_answered_by_its_loss() -> None:
 
 def test_the_same_keys_are_the_same_object_and_others_are_not(tmp_path) -> None:
     keys = {"mis_loss_method": {"name": "ppo", "low": 0.1}}
-    assert kept_keys(keys, use_rollout_logprobs=True) is kept_keys(
+    assert interned_keys(keys, use_rollout_logprobs=True) is interned_keys(
         json.loads(json.dumps(keys)), use_rollout_logprobs=True
     )
-    assert kept_keys(keys, use_rollout_logprobs=True) is not kept_keys(keys, use_rollout_logprobs=False)
+    assert interned_keys(keys, use_rollout_logprobs=True) is not interned_keys(keys, use_rollout_logprobs=False)
     file = tmp_path / "keys.yaml"
     file.write_text("mis_loss_method: {name: ppo, low: 0.1}\n")
-    assert kept_keys(str(file)) == kept_keys(file) == keys
-    assert kept_keys(str(file)) is kept_keys(str(file))
+    assert interned_keys(str(file)) == interned_keys(file) == keys
+    assert interned_keys(str(file)) is interned_keys(str(file))

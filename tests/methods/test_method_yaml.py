@@ -1,6 +1,7 @@
 """A method's file: the hook does with it what the row says, and refuses what it cannot do alone."""
 
 import dataclasses
+import json
 import math
 import random
 import re
@@ -17,7 +18,7 @@ import mis_ext
 from mis_ext.cli import main
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.keys.loss_keys import loss_settings
-from mis_ext.keys.native import NATIVE_KEY, native_keys_of
+from mis_ext.keys.native import NATIVE_KEY, native_keys
 from mis_ext.keys.presets import method_yaml
 from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
@@ -159,15 +160,15 @@ def test_any_configuration_goes_through_its_native_keys() -> None:
         config = draw_point(choose).config.replace(per_token_loss=False)
         if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
             config = config.replace(scope="data_parallel")
-        keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys_of(config)}))
+        keys = json.loads(json.dumps({"use_tis": True, NATIVE_KEY: native_keys(config)}))
         assert mis_ext.config_from_mapping(keys) == config
     gate = mis_ext.Gate(low=0.5, high=2.0, target_accept=0.9, target_gain=0.2)
     others = {"metrics": ("mis_k3_kl",), "metric_max": math.inf, "warn_only": {"shifted_log_probs"}}
     config = mis_ext.CorrectionConfig(gates=(gate,), max_reject_fraction=0.3, **others)
-    keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys_of(config)}))
+    keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys(config)}))
     assert mis_ext.config_from_mapping(keys) == config
     with pytest.raises(ValueError, match="metrics_only"):
-        native_keys_of(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
+        native_keys(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
 
 
 each_parameter = pytest.mark.parametrize(

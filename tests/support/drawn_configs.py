@@ -31,13 +31,18 @@ OUTSIDE = 0.15
 
 
 @functools.cache
-def band(statistic: str, reduce: str) -> tuple[float, float]:
-    """Bounds that some of the samples are outside of, as the judge computes them, and no exact number lies on."""
+def _responses():
     samples = random_samples([1, 2, 3, 5, 9] * 40, seed=1, outliers=0.0)
     # Bounds of a probability are at most 1.
     samples = dataclasses.replace(samples, rollout=[rollout.clamp(max=-1 / 64) for rollout in samples.rollout])
+    return read(samples, Rules.from_keys({}))
+
+
+@functools.cache
+def band(statistic: str, reduce: str) -> tuple[float, float]:
+    """Bounds that some of the samples are outside of, as the judge computes them, and no exact number lies on."""
     found = []
-    for response in read(samples, Rules.from_keys({})):
+    for response in _responses():
         values = zip(response.statistic(LEVELS[reduce], statistic), response.valid, strict=True)
         found += [value for value, is_valid in values if is_valid]
     found.sort()

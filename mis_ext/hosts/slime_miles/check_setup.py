@@ -37,9 +37,9 @@ class _Entrance(NamedTuple):
     function: Any
     loss_type: str
 
-    @property
-    def argument(self) -> str:
-        return self.flag.removeprefix("--").replace("-", "_")
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 _HOOK = _Entrance(
@@ -57,7 +57,7 @@ _SET_LATER = (
 )
 """Flags behind the one of that file in slime's parser, and what it sets later."""
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
-_OF_HOSTS = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
+_OF_HOSTS = (_argument(_HOOK.flag), _argument(_LOSS.flag), *_SWITCHES)
 _LAUNCHES = (
     f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
     f"{_LOSS.flag} {_LOSS.name}. slime ignores a misspelt flag without a message: compare yours letter by letter"
@@ -102,22 +102,16 @@ def check_setup(args: Any) -> None:
     """
     entrance = None if _only_dithers(args) else _entrance_of(args)
     config = current_run(args, whole_loss=entrance is _LOSS).config
-    if entrance is None:
-        _refuse_wrong_paths(args)
-        if read_argument(args, "rank") in (None, 0):
-            alone = "mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"
-            print("\n".join([alone, *_warnings(args), *_unread_keys(args)]), flush=True)
-        return
-    _refuse_missing_preparation(args, config)
+    said = ["mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"]
+    if entrance is not None:
+        _refuse_missing_preparation(args, config)
+        said = [summary(config)]
     _refuse_wrong_paths(args)
-    said = [
-        *_warnings(args),
-        *_unscored_rollout(args, config),
-        *_unread_keys(args),
-        *_rehearse(args, entrance, config),
-    ]
+    said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
+    if entrance is not None:
+        said += _rehearse(args, entrance, config)
     if read_argument(args, "rank") in (None, 0):
-        print("\n".join([summary(config), *said]), flush=True)
+        print("\n".join(said), flush=True)
 
 
 def summary(config: RunConfig) -> str:
@@ -136,7 +130,7 @@ def summary(config: RunConfig) -> str:
     return " | ".join([*parts, f"{len(correction.metric_names)} metrics train/mis_*"])
 
 
-def _warnings(args: Any) -> list[str]:
+def _fp16_gradients(args: Any) -> list[str]:
     """What the host itself would do wrong with gradients in fp16.
 
     With a loss scale that adapts Megatron-LM switches ``check_for_nan_in_loss_and_grad`` off. slime 624b824 and Miles
@@ -191,20 +185,19 @@ def _unread_keys(args: Any) -> list[str]:
     unread = [key for key in keys if key not in known and not key.startswith("sglang_")]
     if not unread:
         return said
-    listed = ", ".join(f"{key!a}{_advice(key, flags)}" for key in unread)
+
+    def advice(key: str) -> str:
+        if ours := method_advice(key) or STRAY_KEYS.get(key):
+            return f" (if it is meant for mis_ext: {ours})"
+        meant = near_miss(key, keys=flags)
+        return f" (did you mean {meant!r}?)" if meant else ""
+
+    listed = ", ".join(f"{key!a}{advice(key)}" for key in unread)
     return [
         *said,
         f"mis_ext: warning: keys{f' of {name}' * bool(name)} that neither mis_ext nor the host has, without effect "
         f"unless a function of yours reads them: {listed}",
     ]
-
-
-def _advice(key: str, flags: list[str]) -> str:
-    advice = method_advice(key) or STRAY_KEYS.get(key)
-    if advice:
-        return f" (if it is meant for mis_ext: {advice})"
-    meant = near_miss(key, keys=flags)
-    return f" (did you mean {meant!r}?)" if meant else ""
 
 
 def _entrance_of(args: Any) -> _Entrance:
@@ -219,25 +212,21 @@ def _entrance_of(args: Any) -> _Entrance:
         raise _not_called(args, f"--loss-type {loss_type} calls no function of mis_ext")
     if entrance is _HOOK and not any(read_argument(args, switch) for switch in _SWITCHES):
         raise _not_called(args, "neither use_tis nor get_mismatch_metrics is set")
-    path = read_argument(args, entrance.argument)
+    path = read_argument(args, _argument(entrance.flag))
     if path is None:
         instead = ", so the host's own TIS would run" if entrance is _HOOK and read_argument(args, "use_tis") else ""
         raise _not_called(args, f"{entrance.flag} is not set{instead}")
-    if not _leads_to(path, entrance):
+    try:
+        leads_to_it = _found_at(path) is entrance.function
+    except (ImportError, AttributeError) as error:
+        raise type(error)(f"{entrance.flag} {path}: {error}; {_LAUNCHES}") from error
+    if not leads_to_it:
         raise _not_called(
             args,
             f"{entrance.flag} {path} is not {entrance.name} (your own function that calls it passes with "
             "functools.wraps)",
         )
     return entrance
-
-
-def _leads_to(path: str, entrance: _Entrance) -> bool:
-    """Whether a dotted path is of this function, or of a wrapper that says so."""
-    try:
-        return _found_at(path) is entrance.function
-    except (ImportError, AttributeError) as error:
-        raise type(error)(f"{entrance.flag} {path}: {error}; {_LAUNCHES}") from error
 
 
 def _found_at(path: str) -> Any:
@@ -266,7 +255,11 @@ def _refuse_wrong_paths(args: Any) -> None:
         path, flag = read_argument(args, argument), "--" + argument.replace("_", "-")
         if not argument.endswith("_path") or not isinstance(path, str) or not path:
             continue
-        if flag not in _CALLED_HERE and not (path.startswith("mis_ext.") and _takes_function(argument)):
+        # The hosts' other paths are of files and folders.
+        takes_function = argument.startswith("custom_") or argument.endswith(
+            ("_function_path", "_hook_path", "_postprocess_path", "_filter_path")
+        )
+        if flag not in _CALLED_HERE and not (path.startswith("mis_ext.") and takes_function):
             continue
         try:
             found = _found_at(path)
@@ -291,7 +284,7 @@ def _refuse_wrong_paths(args: Any) -> None:
 
 def _only_dithers(args: Any) -> bool:
     """Whether dithering is all that is asked of us: it needs neither a correction nor a loss."""
-    path = read_argument(args, STEP_FLAG.removeprefix("--").replace("-", "_"))
+    path = read_argument(args, _argument(STEP_FLAG))
     if not path or _idle_keys(args) or _misspelt(args) or any(read_argument(args, name) for name in _OF_HOSTS):
         return False
     try:
@@ -305,17 +298,9 @@ def _idle_keys(args: Any) -> list[str]:
 
 
 def _misspelt(args: Any) -> str:
-    meant = {
-        name: near_miss(name, keys=_OF_HOSTS) for name in all_arguments(args) if name not in (*_OF_HOSTS, *FLAT_KEYS)
-    }
+    names = (name for name in all_arguments(args) if name not in (*_OF_HOSTS, *FLAT_KEYS))
+    meant = {name: near_miss(name, keys=_OF_HOSTS) for name in names}
     return "".join(f"; {name!a}: did you mean {key!r}?" for name, key in meant.items() if key is not None)
-
-
-def _takes_function(argument: str) -> bool:
-    """Whether a flag's name says so: the hosts' other paths are of files and folders."""
-    return argument.startswith("custom_") or argument.endswith(
-        ("_function_path", "_hook_path", "_postprocess_path", "_filter_path")
-    )
 
 
 def _not_called(args: Any, why: str) -> ValueError:
@@ -357,20 +342,18 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
         raise ValueError(
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         )
-    if config.whole_loss is not None and not config.whole_loss.has_correction:
-        return
-    if path is not None and not is_miles():
-        return
     needs = _needs_of_rollout(config)
-    if needs and is_miles():
-        raise ValueError(
-            f"{', '.join(needs)}: Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: "
-            "data_parallel or micro_batch"
+    is_corrected = config.whole_loss is None or config.whole_loss.has_correction
+    if not needs or not is_corrected or (path is not None and not is_miles()):
+        return
+    raise ValueError(
+        f"{', '.join(needs)}: "
+        + (
+            "Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: data_parallel or micro_batch"
+            if is_miles()
+            else "needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
         )
-    if needs:
-        raise ValueError(
-            f"{', '.join(needs)}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
-        )
+    )
 
 
 def _rehearse(args: Any, entrance: _Entrance, config: RunConfig) -> list[str]:
@@ -382,7 +365,7 @@ def _rehearse(args: Any, entrance: _Entrance, config: RunConfig) -> list[str]:
         ValueError: The first step would raise it; or a TypeError or ArithmeticError.
     """
     untried = []
-    path, loss = read_argument(args, entrance.argument), config.whole_loss
+    path, loss = read_argument(args, _argument(entrance.flag)), config.whole_loss
     module, _, name = path.rpartition(".")
     if getattr(import_module(module), name) is not entrance.function:
         untried.append(f"{entrance.flag} {path}, only {entrance.name} in it")
