@@ -9,7 +9,6 @@ estimator).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,11 +37,9 @@ class SimulatedKVCache:
             handle.remove()
 
     def __enter__(self) -> SimulatedKVCache:
-        """Itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Take it out."""
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 

@@ -63,9 +63,22 @@ def attention(
         cu_seqlens_k = cu_seqlens_q
     if max_seqlen_k is None:
         max_seqlen_k = max_seqlen_q
-    _check(query, key, value, cu_seqlens_q, cu_seqlens_k, mask)
+    _check_shapes(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean, got {mask.dtype}")
     if key_slots is not None:
-        _check_slots(key_slots, (len(cu_seqlens_k) - 1, max_seqlen_k), mask, (query, key, value))
+        shape = [len(cu_seqlens_k) - 1, max_seqlen_k]
+        if [*key_slots.shape] != shape or key_slots.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"key_slots must be [sequences, max_seqlen_k] = {shape} of int32 or int64, got {[*key_slots.shape]} of "
+                f"{key_slots.dtype}"
+            )
+        if mask is not None:
+            raise NotImplementedError("batch-invariant attention with key_slots takes no mask: gather the keys first")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            raise NotImplementedError(
+                "batch-invariant attention with key_slots has no derivative: gather the keys first"
+            )
     if any(unpack_dual(x).tangent is not None for x in (query, key, value)):  # type: ignore[no-untyped-call]
         raise NotImplementedError("batch-invariant attention has no derivative in forward mode")
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_gradtrackingtensor, (query, key, value))):
@@ -170,9 +183,7 @@ _attention_backward.register_autograd(_refuse_second)
 _attention_forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, mask: Tensor | None
-) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     shapes = {"query": [*query.shape], "key": [*key.shape], "value": [*value.shape]}
     if any(len(shape) != 3 for shape in shapes.values()):
         raise ValueError(f"attention takes [tokens, heads, dim], got {shapes}")
@@ -190,22 +201,6 @@ def _check(
         raise ValueError(
             f"cu_seqlens_q {[*cu_seqlens_q.shape]} and cu_seqlens_k {[*cu_seqlens_k.shape]} must be [sequences + 1]"
         )
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be boolean, got {mask.dtype}")
-
-
-def _check_slots(
-    key_slots: Tensor, shape: tuple[int, int], mask: Tensor | None, tensors: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    if (*key_slots.shape,) != shape or key_slots.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"key_slots must be [sequences, max_seqlen_k] = {[*shape]} of int32 or int64, got {[*key_slots.shape]} of "
-            f"{key_slots.dtype}"
-        )
-    if mask is not None:
-        raise NotImplementedError("batch-invariant attention with key_slots takes no mask: gather the keys first")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError("batch-invariant attention with key_slots has no derivative: gather the keys first")
 
 
 def scaled_dot_product_attention(

@@ -251,16 +251,8 @@ def _make_tiles(runs: Runs, *, is_causal: bool, skipped_R: Tensor | None = None)
     last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(run_N) else run_N
     num_keys_N = num_k_R[run_N]
     num_blocks_N = ((last_N.clamp(min=0) if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
-    tiles = _Tiles(
-        run_N=run_N,
-        row_NQ=row_NQ,
-        query_NQ=query_NQ,
-        is_query_NQ=is_query_NQ,
-        position_NQ=position_NQ,
-        first_key_N=runs.key_start_R.long()[run_N],
-        num_keys_N=num_keys_N,
-        num_blocks_N=num_blocks_N,
-    )
+    first_key_N = runs.key_start_R.long()[run_N]
+    tiles = _Tiles(run_N, row_NQ, query_NQ, is_query_NQ, position_NQ, first_key_N, num_keys_N, num_blocks_N)
     order_N = num_blocks_N.argsort(descending=True, stable=True)
     return _Tiles._make(part[order_N] for part in tiles)
 

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from types import MethodType
 from typing import Any
@@ -97,7 +97,9 @@ def is_batch_invariant() -> bool:
 def _push_missing() -> _Overrides:
     """In a backward pass torch takes away one of the two, and its threads begin with what their caller had."""
     overrides = _Overrides()
-    overrides.enter_context(_refuse_calls())
+    if _TRANSFORMER_ENGINE in sys.modules:
+        # Torch asks before the call of every module, which takes a microsecond.
+        overrides.enter_context(register_module_forward_pre_hook(_refuse_in_mode))
     if not FunctionOverrides.is_on():
         overrides.enter_context(FunctionOverrides())
     if not OperatorOverrides.is_on():
@@ -139,8 +141,10 @@ def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
         ValueError: A module is wrapped already.
         NotImplementedError: A module is one of Transformer Engine.
     """
-    for module in modules:
-        _refuse_among(module)
+    for path, module in (named for model in modules for named in model.named_modules()):
+        kind: Any = type(module)
+        if _is_transformer_engine(kind):
+            raise NotImplementedError(_refusal(kind, path))
     wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
     for module in wrapped:
         if hasattr(module.forward, "__batch_invariant__"):
@@ -174,26 +178,6 @@ def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) 
 
 
 # Kernels of Transformer Engine are reached past torch's operators, so the mode refuses its modules by name.
-def _refuse_among(model: nn.Module) -> None:
-    """Refuse a model that has a module of Transformer Engine, with the module's path.
-
-    Raises:
-        NotImplementedError: The first such module, or the model is one.
-    """
-    for path, module in model.named_modules():
-        kind: Any = type(module)
-        if _is_transformer_engine(kind):
-            raise NotImplementedError(_refusal(kind, path))
-
-
-def _refuse_calls() -> AbstractContextManager[Any]:
-    """A block in which this process refuses such modules when they are called in the mode.
-
-    Torch asks before the call of every module, which takes a microsecond: only where Transformer Engine is imported.
-    """
-    return register_module_forward_pre_hook(_refuse_in_mode) if _TRANSFORMER_ENGINE in sys.modules else nullcontext()
-
-
 def _refuse_in_mode(module: nn.Module, args: tuple[Any, ...]) -> None:
     # The hook is the process's, the mode is its thread's.
     kind: Any = type(module)

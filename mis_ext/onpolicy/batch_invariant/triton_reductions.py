@@ -165,8 +165,6 @@ _softmax = Launcher(softmax_kernel)
 _WIDE_BYTES, _WIDE_BLOCK = 1 << 16, 16_384
 # Blocks of one width for rows of any length, so that a tail of minus infinities changes no bit.
 _log_softmax = BoundKernel(log_softmax_kernel, BLOCK=BLOCK)
-_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK)
-_log_softmax_backward = BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK)
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -183,25 +181,18 @@ def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     return _over_rows(_launch_softmax, dim, torch.float32 if half_to_float else x.dtype, x)
 
 
-def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """The gradient of :func:`log_softmax` by its input, from its output; in ``input_dtype``, contiguous."""
-    return _any_softmax_backward(_log_softmax_backward, grad, output, dim, input_dtype)
-
-
-def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """The gradient of :func:`softmax` by its input, likewise."""
-    return _any_softmax_backward(_softmax_backward, grad, output, dim, input_dtype)
-
-
-def _any_softmax_backward(
-    kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
-) -> Tensor:
+def _differentiate(kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """The gradient of a softmax by its input, from its output; in ``input_dtype``, contiguous."""
     check_tensors({"grad": grad, "output": output})
     if grad.shape != output.shape:
         raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
     if grad.dim() == 0:
         return torch.zeros_like(grad, dtype=input_dtype)
     return _over_rows(partial(_launch, kernel), dim, input_dtype, grad, output)
+
+
+softmax_backward = partial(_differentiate, BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK))
+log_softmax_backward = partial(_differentiate, BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK))
 
 
 def _over_rows(launch: Callable[..., None], dim: int, dtype: torch.dtype, *tensors: Tensor) -> Tensor:

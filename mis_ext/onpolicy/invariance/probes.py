@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -90,30 +90,21 @@ class InvarianceReport:
         }
 
     def __str__(self) -> str:
-        table = [("probe", "outcome", "rows", "differ", "first", "max abs", "max ulp", "judged by")]
-        table += [
-            (
-                probe.name,
-                probe.outcome,
-                _or_dash(probe.num_rows or None),
-                _or_dash(probe.num_different if probe.num_rows else None),
-                _or_dash(probe.first_different),
-                "-" if probe.max_abs_diff is None else f"{probe.max_abs_diff:.3g}",
-                _or_dash(probe.max_ulp),
-                probe.note or probe.judged_by or "",
-            )
-            for probe in self.probes
+        table: list[tuple[str, ...]] = [
+            ("probe", "outcome", "rows", "differ", "first", "max abs", "max ulp", "judged by")
         ]
+        for probe in self.probes:
+            num_different = probe.num_different if probe.num_rows else None
+            max_abs_diff = None if probe.max_abs_diff is None else f"{probe.max_abs_diff:.3g}"
+            numbers = (probe.num_rows or None, num_different, probe.first_different, max_abs_diff, probe.max_ulp)
+            shown = ["-" if number is None else str(number) for number in numbers]
+            table.append((probe.name, probe.outcome, *shown, probe.note or probe.judged_by or ""))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, (*widths[:-1], 0))).rstrip() for row in table]
         count = {outcome: sum(probe.outcome == outcome for probe in self.probes) for outcome in ("equal", "not run")}
         ran = len(self.probes) - count["not run"]
         skipped = f", {count['not run']} not run" if count["not run"] else ""
         return "\n".join([f"{self.kind}: {count['equal']} of {ran} probes found equal bits{skipped}", *lines])
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 class Piece(NamedTuple):
@@ -141,7 +132,7 @@ class Probing:
         self._reference: Body | None = None
         self._repeatable = True
         for name, body in references.items():
-            outputs = _attempt(partial(self._run, body))
+            outputs = _attempt(self._run, body)
             if not isinstance(outputs, Exception):
                 self._reference, self._expected = body, outputs
                 break
@@ -192,7 +183,8 @@ class Probing:
             self._results.append(_failed(name, found))
             return
         outcome, judged_by = self._judge(found, body)
-        counts = {key: value for key, value in found._asdict().items() if key != "scale"}
+        counts = found._asdict()
+        del counts["scale"]
         self._results.append(Probe(name=name, outcome=outcome, judged_by=judged_by, **counts))
 
     def _judge(self, found: _Difference, body: Body) -> tuple[Outcome, Judge | None]:
@@ -203,21 +195,16 @@ class Probing:
         if not math.isfinite(found.max_abs_diff):
             return "batch-dependent", "non-finite"
         eps = _coarsest_eps(self._rows.dtype, self._expected.dtype)
-        exact = self._difference_in_float64(body, eps)
-        if exact is None:
+        exact: _Difference | Exception | None = None
+        if eps > _EPS_64 and not isinstance(expected := self._expected_64, Exception):
+            exact = _attempt(lambda: _difference(self._in_float64(body), expected))
+        if exact is None or isinstance(exact, Exception):
             is_rounding = found.max_abs_diff <= math.sqrt(eps) * found.scale
             return ("rounding" if is_rounding else "batch-dependent"), "magnitude"
         # Signed zeros differ in bits and by 0.
         limit = found.max_abs_diff * math.sqrt(_EPS_64 / eps)
-        is_rounding = found.max_abs_diff == 0.0 or exact <= limit
+        is_rounding = found.max_abs_diff == 0.0 or exact.max_abs_diff <= limit
         return ("rounding" if is_rounding else "batch-dependent"), "float64"
-
-    def _difference_in_float64(self, body: Body, eps: float) -> float | None:
-        expected = self._expected_64
-        if eps <= _EPS_64 or isinstance(expected, Exception):
-            return None
-        found = _attempt(lambda: _difference(self._in_float64(body), expected))
-        return None if isinstance(found, Exception) else found.max_abs_diff
 
     @cached_property
     def _expected_64(self) -> Tensor | Exception:
@@ -314,9 +301,9 @@ def _coarsest_eps(*dtypes: torch.dtype) -> float:
     return max((torch.finfo(dtype).eps for dtype in floats), default=2.0**-23)
 
 
-def _attempt(run: Callable[[], _T]) -> _T | Exception:
+def _attempt(run: Callable[..., _T], *arguments: Any) -> _T | Exception:
     try:
-        return run()
+        return run(*arguments)
     except Exception as error:
         return error
 
@@ -352,23 +339,18 @@ class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         for argument in aliased:
             value = given.get(argument.name)
-            if isinstance(value, Tensor) and _is_narrow(value.dtype):
+            if isinstance(value, Tensor) and value.dtype != _wide(value.dtype):
                 raise TypeError(f"{func} writes into a tensor of {value.dtype}")
         # Outputs too: a factory without a dtype makes the default one.
         return tree_map(_widen, func(*tree_map(_widen, args), **tree_map(_widen, kwargs)))
 
 
 def _widen(value: Any) -> Any:
-    if isinstance(value, Tensor) and _is_narrow(value.dtype):
+    if isinstance(value, Tensor):
         return value.to(_wide(value.dtype))
-    if isinstance(value, torch.dtype) and _is_narrow(value):
-        return _wide(value)
-    return value
-
-
-def _is_narrow(dtype: torch.dtype) -> bool:
-    return (dtype.is_floating_point or dtype.is_complex) and dtype != _wide(dtype)
+    return _wide(value) if isinstance(value, torch.dtype) else value
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
+    """float64 or complex128; integers stay."""
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype

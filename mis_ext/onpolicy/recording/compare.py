@@ -15,7 +15,6 @@ from torch import Tensor
 from mis_ext.files import read_yaml
 from mis_ext.onpolicy.recording.differences import (
     InputDifference,
-    InputState,
     Row,
     RowDifference,
     row_difference,
@@ -211,7 +210,8 @@ def compare(
             bases.append(pair.module_a.partition("#")[0])
     blamed = {base for base, module in zip(bases, modules, strict=True) if module.is_culprit}
     for index, base in enumerate(bases):
-        if any(_is_inside(other, base) for other in blamed):
+        # A culprit inside of it is to blame.
+        if any(inner != base and (not base or inner.startswith(f"{base}.")) for inner in blamed):
             modules[index] = replace(modules[index], culprit_row=None)
     return Comparison(
         modules=tuple(sorted(modules, key=lambda module: module.order)),
@@ -297,6 +297,9 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
     differing_N = found.differs_N.nonzero()[:, 0]
     state = inputs.up_to(found.sequence_N[differing_N], found.position_N[differing_N])
     culprit_N = differing_N[state.is_there_N & ~state.differs_N]
+    state = state if len(differing_N) else inputs.all_rows()
+    all_compared = bool(state.is_there_N[0]) and not inputs.unpaired and not inputs.uncompared
+    inputs_equal = False if state.differs_N[0] else True if all_compared else None
     return ModuleDifference(
         name=pair.name_a,
         other=pair.name_b,
@@ -309,9 +312,7 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
         max_ulp=found.max_ulp,
         num_nan=found.num_nan,
         first=_first(found, differing_N),
-        inputs_equal=_are_equal(
-            state if len(differing_N) else inputs.all_rows(), (*inputs.unpaired, *inputs.uncompared)
-        ),
+        inputs_equal=inputs_equal,
         compared_inputs=inputs.compared,
         unpaired_inputs=inputs.unpaired,
         uncompared_inputs=inputs.uncompared,
@@ -325,22 +326,12 @@ def _first(found: RowDifference, index_N: Tensor) -> Row | None:
     return Row(int(found.sequence_N[index_N[0]]), int(found.position_N[index_N[0]]))
 
 
-def _are_equal(state: InputState, rest: Sequence[str]) -> bool | None:
-    if state.differs_N[0]:
-        return False
-    return True if state.is_there_N[0] and not rest else None
-
-
 def _paired_labels(a: Mapping[str, PlacedRows], b: Mapping[str, PlacedRows]) -> list[tuple[str, str]]:
     """Labels in common, and the first with the first where neither is in common."""
     pairs = [(label, label) for label in a if label in b]
     if a and b and not {next(iter(a)), next(iter(b))} & {label for label, _ in pairs}:
         pairs.insert(0, (next(iter(a)), next(iter(b))))
     return pairs
-
-
-def _is_inside(inner: str, outer: str) -> bool:
-    return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
 def _both(a: str, b: str) -> str:

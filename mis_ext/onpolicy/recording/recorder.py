@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from mis_ext.onpolicy.recording.recordings import (
     REPEATED,
@@ -74,30 +73,21 @@ def record(
             the block too, because engines swallow it.
     """
     recorder = Recorder(model, modules, rows_of=rows_of, layout=layout, layouts=layouts or {}, repeated=repeated)
-    try:
-        recorder.attach()
+    with recorder._attached():
         yield recorder
-    finally:
-        recorder.detach()
     if recorder.error is not None:
         raise recorder.error
 
 
 class _Forward:
-    """One running call of the model: its tokens, and how often each module was called."""
+    """One running call of the model: its tokens, how often each module was called, and its calls that go on."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self._calls: Counter[str] = Counter()
+        self.num_calls: Counter[str] = Counter()
+        self.open_calls: dict[str, list[str]] = defaultdict(list)
         # Every layer gets the same mask. The tensor is kept, so that no other gets its id meanwhile.
         self._digests: dict[tuple[int, int], tuple[Tensor, str | None]] = {}
-        self._open: dict[str, list[str]] = {}
-
-    def begin_call(self, name: str) -> str:
-        call = f"{name}#{self._calls[name]}" if self._calls[name] else name
-        self._calls[name] += 1
-        self._open.setdefault(name, []).append(call)
-        return call
 
     def digest(self, tensor: Tensor) -> str | None:
         """Of a tensor that is not by token; computed once, until it is changed in place."""
@@ -105,9 +95,6 @@ class _Forward:
         if key not in self._digests or tensor.is_inference():
             self._digests[key] = tensor, digest(tensor)
         return self._digests[key][1]
-
-    def end_call(self, name: str) -> str:
-        return self._open[name].pop()
 
 
 class Recorder:
@@ -139,7 +126,6 @@ class Recorder:
         self._layout, self._layouts, self._repeated = layout, layouts, repeated
         self._builder, self._lock = RecordingBuilder(), threading.Lock()
         self._running, self._owner = threading.local(), threading.get_ident()
-        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def rows(self, rows: Rows) -> Iterator[None]:
@@ -162,21 +148,19 @@ class Recorder:
         with self._lock:
             return self._builder.build(repeated=repeated or self._repeated)
 
-    def attach(self) -> None:
-        """Put the hooks on; :func:`record` does it."""
-        self._handles.append(self._model.register_forward_pre_hook(self._noting(self._begin), with_kwargs=True))
-        for name, module in self._modules.items():
-            before = self._noting(partial(self._before, name, _positional_parameters(module)))
-            after = self._noting(partial(self._after, name))
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after))
-        # Also when the forward raises: what runs outside of a forward is not recorded.
-        self._handles.append(self._model.register_forward_hook(self._end, always_call=True))
-
-    def detach(self) -> None:
-        """Take the hooks off; :func:`record` does it."""
-        while self._handles:
-            self._handles.pop().remove()
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            begin = self._noting(self._begin)
+            stack.callback(self._model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            for name, module in self._modules.items():
+                before = self._noting(partial(self._before, name, _positional_parameters(module)))
+                after = self._noting(partial(self._after, name))
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after).remove)
+            # Also when the forward raises: what runs outside of a forward is not recorded.
+            stack.callback(self._model.register_forward_hook(self._end, always_call=True).remove)
+            yield
 
     def _begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.forward = None
@@ -196,7 +180,9 @@ class Recorder:
     ) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
-            call = forward.begin_call(name)
+            call = f"{name}#{forward.num_calls[name]}" if forward.num_calls[name] else name
+            forward.num_calls[name] += 1
+            forward.open_calls[name].append(call)
             labels = [*parameters[: len(args)], *map(str, range(len(parameters), len(args)))]
             given = {**dict(zip(labels, args, strict=True)), **kwargs}
             self._add("inputs", name, call, _tensors_in(given), forward)
@@ -207,7 +193,7 @@ class Recorder:
     def _after(self, name: str, _: Module, __: Any, output: Any) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
-            call, tensors = forward.end_call(name), [*_tensors_in(output, of_dataclasses=True)]
+            call, tensors = forward.open_calls[name].pop(), [*_tensors_in(output, of_dataclasses=True)]
             self._add("outputs", name, call, tensors, forward)
             # Functions and None hold nothing that could differ.
             if not tensors and output is not None and not callable(output):

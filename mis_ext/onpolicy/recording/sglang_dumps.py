@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,21 +137,7 @@ def _rows(step: int, position_T: Tensor, lengths: list[int], sequences: list[int
 
 
 def _add(builder: RecordingBuilder, dumps: list[_Dump], rows: Rows) -> None:
-    calls: dict[tuple[Kind, str, str], int] = defaultdict(int)
-    for dump, value, kind, module, label in _tensors(dumps):
-        count = calls[kind, module, label]
-        calls[kind, module, label] += 1
-        call = f"{module}#{count}" if count else module
-        placed = place_rows(value, rows, where=dump.path.name)
-        if placed is None:
-            builder.skip(kind, call, label, f"no token dimensions in {[*value.shape]}")
-            if kind == "inputs":
-                builder.note(call, label, digest(value))
-        else:
-            builder.add(kind, call, label, placed)
-
-
-def _tensors(dumps: list[_Dump]) -> Iterator[tuple[_Dump, Tensor, Kind, str, str]]:
+    calls: Counter[tuple[Kind, str, str]] = Counter()
     for dump in dumps:
         if dump.name.startswith(("grad__", "param__")) or dump.name == "req_pool_indices":
             continue
@@ -159,14 +145,25 @@ def _tensors(dumps: list[_Dump]) -> Iterator[tuple[_Dump, Tensor, Kind, str, str
         value, meta = content["value"], content["meta"]
         if not isinstance(value, Tensor) or meta.get("recompute_status") == "recompute":
             continue
-        if dump.name == "input_ids":
-            yield dump, value, "inputs", "", dump.name
+        kind, module, label = _place(dump.name, meta.get("layer_id"))
+        count = calls[kind, module, label]
+        calls[kind, module, label] += 1
+        call = f"{module}#{count}" if count else module
+        placed = place_rows(value, rows, where=dump.path.name)
+        if placed is not None:
+            builder.add(kind, call, label, placed)
             continue
-        match = _MODULE_TENSOR.fullmatch(dump.name.removeprefix(_PREFIX)) if dump.name.startswith(_PREFIX) else None
-        if match is None:
-            layer = meta.get("layer_id")
-            yield dump, value, "outputs", dump.name if layer is None else f"{dump.name}.{layer}", ""
-        else:
-            kind: Kind = "outputs" if match["argument"] is None else "inputs"
-            label = ".".join(part for part in (match["argument"], match["key"]) if part)
-            yield dump, value, kind, match["module"] or "", label
+        builder.skip(kind, call, label, f"no token dimensions in {[*value.shape]}")
+        if kind == "inputs":
+            builder.note(call, label, digest(value))
+
+
+def _place(name: str, layer: Any) -> tuple[Kind, str, str]:
+    """Whether a dump is an input or an output, of which module, and its label there."""
+    if name == "input_ids":
+        return "inputs", "", name
+    match = _MODULE_TENSOR.fullmatch(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if match is None:
+        return "outputs", name if layer is None else f"{name}.{layer}", ""
+    label = ".".join(part for part in (match["argument"], match["key"]) if part)
+    return "outputs" if match["argument"] is None else "inputs", match["module"] or "", label
