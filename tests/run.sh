@@ -16,7 +16,7 @@ python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 
 ruff check .
 ruff format --check .
-# Beside the tests: the first time it takes most of a minute, of one core.
+# Beside the tests: the first time it takes a quarter of a minute, of one core.
 types="$(mktemp)"
 mypy > "$types" 2>&1 &
 typing=$!
