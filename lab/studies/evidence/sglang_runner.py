@@ -189,20 +189,12 @@ class SGLangRunner:
             self._capture()
 
     def widen_cache(self) -> None:
-        """Make room for keys and values in the model's dtype, where those that are rounded lie: for ``wide_cache``."""
-        pool, dtype = self._runner.token_to_kv_pool, self._runner.dtype
-        self._narrow: dict[str, Any] = {name: getattr(pool, name) for name in ("dtype", "store_dtype")}
+        """Make room for keys and values in the model's dtype beside those that are rounded, for ``wide_cache``."""
+        pool, dtype, buffers = self._runner.token_to_kv_pool, self._runner.dtype, ("k_buffer", "v_buffer")
+        self._narrow: dict[str, Any] = {name: getattr(pool, name) for name in ("dtype", "store_dtype", *buffers)}
         self._wide: dict[str, Any] = {"dtype": dtype, "store_dtype": dtype}
-        for name in ("k_buffer", "v_buffer"):
-            held = getattr(pool, name)
-            self._wide[name] = [torch.zeros(layer.shape, dtype=dtype, device=layer.device) for layer in held]
-            self._narrow[name] = [
-                wide.flatten().view(layer.dtype)[: layer.numel()].view(layer.shape)
-                for wide, layer in zip(self._wide[name], held, strict=True)
-            ]
-        vars(pool).update(self._narrow)
-        if self._runner.decode_cuda_graph_runner is not None:
-            self._capture()
+        for name in buffers:
+            self._wide[name] = [torch.zeros_like(layer, dtype=dtype) for layer in self._narrow[name]]
 
     @contextmanager
     def wide_cache(self) -> Iterator[None]:
