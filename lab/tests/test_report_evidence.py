@@ -10,7 +10,7 @@ from trained_plants import sides_of
 from mis_ext.dumps import Dumps
 from mis_ext.report import Collector, Parts
 from mis_ext.tools.report.recommendation import preset_candidates
-from mis_ext.tools.report.whole_report import Report, report_of
+from mis_ext.tools.report.whole_report import Report, make_report
 
 pytest.importorskip("numpy")
 from evidence.archives import Archives
@@ -71,7 +71,7 @@ CAUSES = {
 
 
 def report_on(study: str, folder: Path) -> Report:
-    return report_of(Dumps(write_dumps(study, folder)), preset_candidates(["mis", "gated_mis"]))
+    return make_report(Dumps(write_dumps(study, folder)), preset_candidates(["mis", "gated_mis"]))
 
 
 @pytest.mark.whole_run
@@ -86,7 +86,7 @@ def test_the_cause_of_a_measured_mismatch_is_named(study, tmp_path) -> None:
 @pytest.mark.whole_run
 def test_a_coarse_cache_is_low_precision_also_where_a_trained_policy_is_open(tmp_path) -> None:
     *_, last = write_dumps("pretrained_stories_e5m2_cache", tmp_path)
-    report = report_of(Dumps([last]), preset_candidates(["mis"]))
+    report = make_report(Dumps([last]), preset_candidates(["mis"]))
     (found,) = report.diagnoses
     assert report.summary.overall.k3 > 0.06
     assert found.cause == "low_precision"

@@ -8,7 +8,7 @@ import pytest
 from mis_ext.cli import main
 from mis_ext.diagnosis import CAUSES
 from mis_ext.dumps import Dumps
-from mis_ext.tools.report.run import Run, Unexplained, run_of
+from mis_ext.tools.report.findings import Findings, Unexplained, read_findings
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "pretrained_dump" / "dump.pt.xz"
 USUAL = "likely: kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side"
@@ -22,8 +22,8 @@ def dump(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(dump) -> Run:
-    return run_of(Dumps([dump]))
+def run(dump) -> Findings:
+    return read_findings(Dumps([dump]))
 
 
 def test_the_first_line_is_the_usual_case(dump, tmp_path, capsys, monkeypatch) -> None:

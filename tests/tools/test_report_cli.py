@@ -20,7 +20,7 @@ from mis_ext.dumps import Dumps
 from mis_ext.tools.explain.traps import traps_of
 from mis_ext.tools.report.page import render_page
 from mis_ext.tools.report.recommendation import circumstances_of, file_candidate, preset_candidates
-from mis_ext.tools.report.whole_report import report_of
+from mis_ext.tools.report.whole_report import make_report
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -62,7 +62,7 @@ def write_lines(path: Path, rollouts: list[int | None]) -> Path:
 
 
 def test_each_line_of_json_may_say_its_rollout(tmp_path) -> None:
-    report = report_of(Dumps([write_lines(tmp_path / "run.jsonl", [0, 1, 2, 3, 4, 5])]), [])
+    report = make_report(Dumps([write_lines(tmp_path / "run.jsonl", [0, 1, 2, 3, 4, 5])]), [])
     assert {name: step.num_sequences for name, step in report.summary.steps.items()} == {str(n): 2 for n in range(6)}
     assert report.recommendation.ranking[0].outcome.groups == 6
     assert report.skipped == ()
@@ -71,10 +71,10 @@ def test_each_line_of_json_may_say_its_rollout(tmp_path) -> None:
 def test_several_files_without_a_rollout_are_said_to_be_one_step(tmp_path) -> None:
     # Of other lengths: the same bytes are read once.
     paths = [write_lines(tmp_path / f"{number}.jsonl", [None] * (number + 1)) for number in range(3)]
-    report = report_of(Dumps(paths), [])
+    report = make_report(Dumps(paths), [])
     assert [*report.summary.steps] == ["0"]
     assert report.skipped == (f"3 files, the first {paths[0]}: no rollout_id, so all their samples are step 0",)
-    assert report_of(Dumps(paths[:1]), []).skipped == ()
+    assert make_report(Dumps(paths[:1]), []).skipped == ()
 
 
 class Page(HTMLParser):
@@ -172,7 +172,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
 
 def test_kernels_alone_need_no_correction(tmp_path) -> None:
     dumps = write_dumps(tmp_path / "dumps", kernels=0.01, steps=1)
-    found = report_of(Dumps([dumps / "0.pt"]), preset_candidates(["mis"])).recommendation
+    found = make_report(Dumps([dumps / "0.pt"]), preset_candidates(["mis"])).recommendation
     assert (found.headline, found.name, found.yaml) == ("No correction is needed.", "none", "")
 
 
@@ -181,7 +181,7 @@ def test_what_has_to_be_repaired_first_leaves_nothing_to_paste(tmp_path) -> None
     behavior = [-9999.0] * 10 + proximal[10:]
     rows = [{"log_probs": proximal, "rollout_log_probs": behavior, "response_length": 100}] * 2
     (tmp_path / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = report_of(Dumps([tmp_path / "0.jsonl"]), preset_candidates(["mis"]))
+    report = make_report(Dumps([tmp_path / "0.jsonl"]), preset_candidates(["mis"]))
     assert report.recommendation.headline.startswith("Repair this first: placeholders")
     assert (report.recommendation.name, report.recommendation.yaml) == ("mis", "")
     assert "To paste:" not in render_page(report)
@@ -198,8 +198,8 @@ def host_dumps(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("host", ["slime", "slime_before", "miles", "miles_bshd"])
 def test_files_of_the_hosts_give_one_summary_however_many_ranks_wrote_them(host_dumps, host) -> None:
     paths = sorted((host_dumps / host / "train_data").iterdir())
-    report = report_of(Dumps(paths), preset_candidates(["mis"]))
-    expected = report_of(Dumps(sorted((host_dumps / "slime" / "train_data").iterdir())), preset_candidates(["mis"]))
+    report = make_report(Dumps(paths), preset_candidates(["mis"]))
+    expected = make_report(Dumps(sorted((host_dumps / "slime" / "train_data").iterdir())), preset_candidates(["mis"]))
     assert report.summary.overall.num_sequences == 4
     for name, value in vars(expected.summary.overall).items():
         assert vars(report.summary.overall)[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
@@ -251,7 +251,7 @@ def test_what_is_not_used_is_said(tmp_path) -> None:
     ]
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = report_of(Dumps([path]), [])
+    report = make_report(Dumps([path]), [])
     assert (report.summary.overall.num_tokens, report.summary.overall.num_without_ratio) == (3, 1)
     assert [group.name for group in report.summary.by_sign] == ["positive"]
     assert len(report.skipped) == 2
@@ -263,7 +263,7 @@ def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
     path = tmp_path / "mixed.pt"
     values = -torch.rand(2, 80, generator=torch.Generator().manual_seed(0)) - 0.1
     torch.save({"log_probs": [*values.double()], "rollout_log_probs": [*values.bfloat16()]}, path)
-    report = report_of(Dumps([path]), [])
+    report = make_report(Dumps([path]), [])
     assert [each.cause for each in report.diagnoses] == ["bf16_log_probs"]
     assert "behavior" in report.diagnoses[0].evidence
 
@@ -318,7 +318,7 @@ def test_a_configuration_of_ones_own_is_ranked_with_the_warnings_of_the_guards(t
     path.write_text("use_tis: true\ntis_level: sequence\ntis_upper_bound: 5.0\n")
     dumps = write_dumps(tmp_path / "dumps", kernels=0.3, steps=1)
     candidate = file_candidate(path)
-    report = report_of(Dumps([dumps / "0.pt"]), [candidate])
+    report = make_report(Dumps([dumps / "0.pt"]), [candidate])
     (ranked,) = (each for each in report.recommendation.ranking if each.name == str(path))
     assert any("expected effective sample size" in text for text in ranked.warnings)
     traps = traps_of(candidate.config, circumstances_of(ranked.outcome, report.summary))

@@ -13,13 +13,12 @@ from engines import engines
 
 from mis_ext.dumps import Dumps
 from mis_ext.jsonable import to_jsonable
-from mis_ext.tools.report.comparison import Comparison, compared
+from mis_ext.tools.report.findings import Findings, read_findings
 from mis_ext.tools.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
 from mis_ext.tools.report.page import cause_cells, render_page
 from mis_ext.tools.report.plots import comparison_pictures
 from mis_ext.tools.report.recommendation import preset_candidates
-from mis_ext.tools.report.run import Run, run_of
-from mis_ext.tools.report.whole_report import Report, report_of
+from mis_ext.tools.report.whole_report import Report, SideBySide, make_report, side_by_side
 
 RATIOS = ("k3", "abs_mean", "mean_length", "reverse_k3", "abs_p99", "abs_max", "total_variation")
 DIFFERENCES = ("k1", "reward", "ratio_mean", "ess_token", "ess_sequence", "k_hat", "zero_share")
@@ -44,8 +43,8 @@ def written(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def run_in(path: Path, rows: list[dict]) -> Run:
-    return run_of(Dumps([written(path, rows)]), sources=[str(path)])
+def run_in(path: Path, rows: list[dict]) -> Findings:
+    return read_findings(Dumps([written(path, rows)]), sources=[str(path)])
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +53,12 @@ def drawn() -> tuple[list[dict], list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, drawn) -> tuple[Run, Run]:
+def runs(tmp_path_factory, drawn) -> tuple[Findings, Findings]:
     folder = tmp_path_factory.mktemp("runs")
     return run_in(folder / "a.jsonl", drawn[0]), run_in(folder / "b.jsonl", drawn[1])
 
 
-def numbers(found: Comparison) -> dict:
+def numbers(found: SideBySide) -> dict:
     return {each.name: each for each in found.numbers}
 
 
@@ -81,7 +80,7 @@ def test_the_ratio_of_k3_and_its_interval_are_those_of_the_tokens(runs, drawn) -
     variance = error**2 + other**2
     degrees = variance**2 / (error**4 / (count - 1) + other**4 / (number - 1))
     factor = math.exp(t_quantile(degrees) * math.sqrt(variance))
-    found = numbers(compared(*runs))["k3"]
+    found = numbers(side_by_side(*runs))["k3"]
     # Log-probs are subtracted in float32.
     assert (found.first, found.second, found.change) == pytest.approx((first, second, first / second), rel=1e-4)
     assert (found.interval.low, found.interval.high) == pytest.approx(
@@ -93,7 +92,7 @@ def test_the_ratio_of_k3_and_its_interval_are_those_of_the_tokens(runs, drawn) -
 
 
 def test_every_number_is_that_of_each_run_and_their_ratio_or_difference(runs, drawn) -> None:
-    found = numbers(compared(*runs))
+    found = numbers(side_by_side(*runs))
     assert {*found} == {*RATIOS, *DIFFERENCES}
     for name, each in found.items():
         first, second = (getattr(run.summary.overall, name) for run in runs)
@@ -112,7 +111,7 @@ def test_every_number_is_that_of_each_run_and_their_ratio_or_difference(runs, dr
 
 def test_a_run_against_itself_differs_in_nothing(runs) -> None:
     run, _ = runs
-    found = compared(run, run)
+    found = side_by_side(run, run)
     for each in found.numbers:
         assert (each.verdict, each.change) == ("equal", 1.0 if each.name in RATIOS else 0.0)
         if each.name in WITH_ERROR:
@@ -124,9 +123,9 @@ def test_a_run_against_itself_differs_in_nothing(runs) -> None:
 
 def test_swapped_runs_give_the_reciprocal_ratio_and_the_opposite_difference(runs) -> None:
     first, second = runs
-    swapped = numbers(compared(second, first))
+    swapped = numbers(side_by_side(second, first))
     opposite = {"higher": "lower", "lower": "higher"}
-    for name, each in numbers(compared(first, second)).items():
+    for name, each in numbers(side_by_side(first, second)).items():
         other = swapped[name]
         assert other.verdict == opposite.get(each.verdict, each.verdict)
         bounds = (other.interval.high, other.interval.low)
@@ -140,7 +139,7 @@ def test_swapped_runs_give_the_reciprocal_ratio_and_the_opposite_difference(runs
 
 
 def test_two_draws_of_one_law_are_not_more_than_noise(tmp_path) -> None:
-    found = compared(
+    found = side_by_side(
         *(run_in(tmp_path / f"{seed}.jsonl", rows_of(seed, spread=0.2)) for seed in (2, 3)),
     )
     k3 = numbers(found)["k3"]
@@ -149,42 +148,44 @@ def test_two_draws_of_one_law_are_not_more_than_noise(tmp_path) -> None:
     assert "times that of B: not more than noise (95 % interval of the ratio: " in found.headline
     assert f"{k3.interval.low:.3g} to {k3.interval.high:.3g}" in found.headline
     shifted = run_in(tmp_path / "4.jsonl", rows_of(4, spread=0.4))
-    assert "times that of B: more than noise" in compared(found.other, shifted).headline
-    assert numbers(compared(found.other, shifted))["k3"].verdict == "lower"
+    assert "times that of B: more than noise" in side_by_side(found.other, shifted).headline
+    assert numbers(side_by_side(found.other, shifted))["k3"].verdict == "lower"
 
 
 def test_of_three_prompts_nothing_is_said(tmp_path, runs) -> None:
     few = run_in(tmp_path / "few.jsonl", rows_of(5, spread=0.2, prompts=3, steps=1))
-    found = compared(runs[1], few)
+    found = side_by_side(runs[1], few)
     assert {each.verdict for each in found.numbers if each.first != each.second} == {"unknown"}
     assert "Whether that is more than noise is not known: it takes 4 prompts of either run." in found.headline
 
 
 def test_without_a_mismatch_in_a_run_its_k3_is_compared_by_its_difference(tmp_path, runs) -> None:
     exact = run_in(tmp_path / "exact.jsonl", rows_of(6, spread=0.0))
-    found = numbers(compared(runs[0], exact))["k3"]
+    found = numbers(side_by_side(runs[0], exact))["k3"]
     assert (found.second, found.kind, found.change, found.verdict) == (0.0, "difference", found.first, "higher")
-    assert compared(runs[0], exact).headline.startswith(f"k3 of A is {found.first:.3g} per token, that of B 0: more")
-    assert compared(exact, exact).headline == "k3 of A is that of B: 0 per token."
+    assert side_by_side(runs[0], exact).headline.startswith(
+        f"k3 of A is {found.first:.3g} per token, that of B 0: more"
+    )
+    assert side_by_side(exact, exact).headline == "k3 of A is that of B: 0 per token."
     # One token of 2,400 samples' tokens may be chance.
     rows = rows_of(6, spread=0.0)
     rows[0]["log_probs"][0] -= 3.0
-    single = numbers(compared(run_in(tmp_path / "single.jsonl", rows), exact))["k3"]
+    single = numbers(side_by_side(run_in(tmp_path / "single.jsonl", rows), exact))["k3"]
     assert single.verdict == "noise"
     assert single.interval.low < 0.0 < single.first < single.interval.high
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, runs) -> None:
     later = run_in(tmp_path / "later.jsonl", rows_of(7, spread=0.1, first_step=1))
-    (note,) = compared(runs[0], later).notes
+    (note,) = side_by_side(runs[0], later).notes
     assert note.startswith("A has 1 step that B has not, B 1 step that A has not.")
     alone = [{**row, "group_id": None} for row in rows_of(8, spread=0.1)]
-    (note,) = compared(runs[0], run_in(tmp_path / "alone.jsonl", alone)).notes
+    (note,) = side_by_side(runs[0], run_in(tmp_path / "alone.jsonl", alone)).notes
     assert note.startswith("No two responses of B are known to share a prompt.")
     tiny = [
         {**row, "log_probs": row["log_probs"][:1], "rollout_log_probs": row["rollout_log_probs"][:1]} for row in alone
     ]
-    notes = compared(run_in(tmp_path / "tiny.jsonl", tiny[::40]), runs[1]).notes
+    notes = side_by_side(run_in(tmp_path / "tiny.jsonl", tiny[::40]), runs[1]).notes
     assert [note.split(".")[0] for note in notes] == [
         "No two responses of A are known to share a prompt",
         "A has too few tokens to name a cause",
@@ -199,8 +200,8 @@ def report(tmp_path_factory) -> Report:
         name: [written(folder / f"{name}{step}.jsonl", engine_rows(step, kernels)) for step in range(2)]
         for name, kernels in (("a", 0.12), ("b", 0.01))
     }
-    other = run_of(Dumps(paths["b"]), sources=map(str, paths["b"]))
-    return report_of(Dumps(paths["a"]), preset_candidates(["mis"]), sources=map(str, paths["a"]), against=other)
+    other = read_findings(Dumps(paths["b"]), sources=map(str, paths["b"]))
+    return make_report(Dumps(paths["a"]), preset_candidates(["mis"]), sources=map(str, paths["a"]), against=other)
 
 
 def engine_rows(step: int, kernels: float) -> list[dict]:
@@ -219,7 +220,7 @@ def test_causes_that_appeared_and_went_are_named(report) -> None:
     assert (appeared.first.confidence, appeared.first.k3_share) == ("possible", 1.0)
     assert cause_cells(appeared) == (report.diagnoses[0].title, "possible, up to 100.0% of k3", "-", "A alone")
     assert cause_cells(went)[1::2] == ("-", "B alone")
-    (same,) = compared(report, report).causes
+    (same,) = side_by_side(report, report).causes
     assert cause_cells(same)[1:] == ("possible, up to 100.0% of k3", "possible, up to 100.0% of k3", "both")
     assert went.second.confidence == report.against.other.diagnoses[0].confidence
 
@@ -275,8 +276,8 @@ class Axes:
         return [(float(segment[0][1]), float(segment[1][1])) for segment in bars.get_segments()]
 
 
-def picture_of(first: Run, second: Run) -> Axes:
-    against = compared(first, second)
+def picture_of(first: Findings, second: Findings) -> Axes:
+    against = side_by_side(first, second)
     report = Report(**vars(first), recommendation=None, indicators=(), against=against)
     (picture,) = comparison_pictures(report)
     return Axes(picture)

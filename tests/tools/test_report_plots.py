@@ -9,8 +9,8 @@ import torch
 
 from mis_ext.report import Collector, Part
 from mis_ext.tools.explain.law import GaussianLaw
+from mis_ext.tools.report.findings import Unexplained
 from mis_ext.tools.report.recommendation import Recommendation, no_correction, preset_candidates, recommend
-from mis_ext.tools.report.run import Unexplained
 from mis_ext.tools.report.summary import Summary
 from mis_ext.tools.report.tally import BANDS
 from mis_ext.tools.report.whole_report import Report

@@ -9,9 +9,9 @@ import pytest
 from test_report_oracle import CONFIG, collected, draw
 
 import mis_ext
+from mis_ext.tools.report.findings import Unexplained
 from mis_ext.tools.report.page import MEANING
 from mis_ext.tools.report.recommendation import Candidate, no_correction, recommend
-from mis_ext.tools.report.run import Unexplained
 from mis_ext.tools.report.summary import WorstToken
 from mis_ext.tools.report.whole_report import Report
 

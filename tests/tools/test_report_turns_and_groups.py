@@ -12,7 +12,7 @@ from mis_ext.dumps import Dumps
 from mis_ext.report import Collector, Origin, Part, WhatIf, summarize
 from mis_ext.tools.report.page import render_page
 from mis_ext.tools.report.recommendation import preset_candidates
-from mis_ext.tools.report.whole_report import report_of
+from mis_ext.tools.report.whole_report import make_report
 
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 1])
 
@@ -134,7 +134,7 @@ def test_groups_of_files_are_known_by_their_number_or_by_the_prompt(tmp_path, kn
         rows.append(row)
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = report_of(Dumps([path]), preset_candidates(["mis"]))
+    report = make_report(Dumps([path]), preset_candidates(["mis"]))
     found = report.recommendation.ranking[0].outcome
     if known_by == "nothing":
         assert math.isnan(found.groups)

@@ -17,9 +17,8 @@ from mis_ext.files import write_whole
 from mis_ext.tools.cli.command import Result, require, show, show_grid, show_table, watch
 
 if TYPE_CHECKING:
-    from mis_ext.tools.report.comparison import Comparison
     from mis_ext.tools.report.recommendation import Recommendation
-    from mis_ext.tools.report.whole_report import Report
+    from mis_ext.tools.report.whole_report import Report, SideBySide
 
 _SUFFIXES = (".pt", ".jsonl", ".parquet", ".safetensors")
 _OUT = Path("mismatch_report")
@@ -114,9 +113,9 @@ def _date_of(file: Path) -> str | None:
 
 def _report(parsed: argparse.Namespace) -> Report:
     from mis_ext.tools.dumps import Dumps
+    from mis_ext.tools.report.findings import read_findings
     from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates
-    from mis_ext.tools.report.run import run_of
-    from mis_ext.tools.report.whole_report import read_series, report_of
+    from mis_ext.tools.report.whole_report import make_report, read_series
 
     if parsed.worst < 0:
         raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")
@@ -129,8 +128,8 @@ def _report(parsed: argparse.Namespace) -> Report:
     with _pool() as pool:
         options: dict[str, Any] = {"num_worst": parsed.worst, "pool": pool}
         # Before the run itself, which takes longer: a file that cannot be read is found sooner.
-        against = run_of(other, sources=map(str, others), **options) if others else None
-        return report_of(dumps, candidates, sources=map(str, paths), logged=logged, against=against, **options)
+        against = read_findings(other, sources=map(str, others), **options) if others else None
+        return make_report(dumps, candidates, sources=map(str, paths), logged=logged, against=against, **options)
 
 
 @contextmanager
@@ -221,7 +220,7 @@ def _show_numbers(report: Report) -> None:
     show("  What each number means, and when to worry: report.html", "dim")
 
 
-def _show_comparison(report: Report, found: Comparison) -> None:
+def _show_comparison(report: Report, found: SideBySide) -> None:
     from mis_ext.tools.report.page import CAUSES, NUMBERS, cause_cells, number_cells
 
     show(found.headline, "bold")

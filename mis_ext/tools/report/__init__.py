@@ -5,8 +5,8 @@ sums of them, of which the typed :class:`Summary` is computed. It needs nothing 
 need ``mis_ext[report]``.
 """
 
+from mis_ext.tools.report.findings import Collector, summarize
 from mis_ext.tools.report.part import Origin, Part, Parts
-from mis_ext.tools.report.run import Collector, summarize
 from mis_ext.tools.report.summary import Mismatch, Summary
 from mis_ext.tools.report.what_if import Outcome, WhatIf
 

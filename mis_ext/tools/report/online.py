@@ -6,21 +6,20 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_objects
+from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
 from mis_ext.hosts.packing import PackedStreams, pack_rollout
 from mis_ext.tools.report.part import Origin, Part
-from mis_ext.tools.report.summary import OF_PROMPTS, mismatch_of
-from mis_ext.tools.report.tally import COLUMNS, Sequences, TokenTally
+from mis_ext.tools.report.summary import OF_PROMPTS, measure
+from mis_ext.tools.report.tally import SUMS_OF_TOKENS, Sequences, TokenTally
 
 PREFIX = "mismatch/"
 STEP = f"{PREFIX}rollout_id"
@@ -30,8 +29,6 @@ _LEFT_OUT = ("reward", *OF_PROMPTS)
 _HOOK = "--rollout-data-postprocess-path mis_ext.log_mismatch"
 _REMEDY = "take --get-mismatch-metrics, which runs it all the same, or leave this function out"
 _logger = logging.getLogger(__name__)
-SUMS = slice(COLUMNS.index("num_response"), COLUMNS.index("behavior") + 1)
-"""The columns of sequences that are sums over tokens; the others are known of no rollout."""
 
 
 def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
@@ -73,7 +70,7 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
     device = device_of(*rollout_data.get("loss_masks") or ())
     try:
         streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=_HOOK, remedy=_REMEDY)
-        share = Share.of(streams)
+        share = _share(streams)
     except Exception:
         _over_ranks(_Failure(global_rank()), groups)
         raise
@@ -81,19 +78,16 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
     if isinstance(found, _Failure):
         raise RuntimeError(f"{_HOOK} failed on rank {found.rank}; its own error says why")
     count = len(found.columns)
-    mismatch = mismatch_of(found.tally, Sequences(found.columns, [Origin()] * count, [""] * count))
+    mismatch = measure(found.tally, Sequences(found.columns, [Origin()] * count, [""] * count))
     return {f"{PREFIX}{name}": float(value) for name, value in vars(mismatch).items() if name not in _LEFT_OUT}
 
 
 def _over_ranks(share: Share | _Failure, groups: Groups) -> Share | _Failure:
     """The share of all ranks, or who failed; a rank that failed takes part in every collective."""
-    share = _gathered(share, groups.cp_group, of_same_sequences)
-    return _gathered(share, groups.dp_group, of_other_sequences)
-
-
-def _gathered(share: Share | _Failure, group: Group | None, join: Callable[[list[Share]], Share]) -> Share | _Failure:
-    shares = gather_objects(share, group)
-    return next((each for each in shares if isinstance(each, _Failure)), None) or join(shares)
+    for group, join in ((groups.cp_group, _of_same_sequences), (groups.dp_group, _of_other_sequences)):
+        shares = gather_objects(share, group)
+        share = next((each for each in shares if isinstance(each, _Failure)), None) or join(shares)
+    return share
 
 
 def _write(numbers: dict[str, float], rollout_id: int) -> None:
@@ -121,8 +115,7 @@ class _Failure(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
+class Share(NamedTuple):
     """Sums of some tokens of ``S`` sequences.
 
     Attributes:
@@ -133,30 +126,30 @@ class Share:
     tally: TokenTally
     columns: Tensor
 
-    @classmethod
-    def of(cls, streams: PackedStreams) -> Share:
-        """The sums of the tokens that this rank holds."""
-        layout = streams.layout
-        # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
-        local = PackedStreams(
-            streams.proximal_logprobs_T.cpu(),
-            streams.behavior_logprobs_T.cpu(),
-            (layout.local_part(streams.response_mask_R) != 0).cpu(),
-            PackedLayout.whole(layout.local_lengths),
-        )
-        no_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
-        part = Part(step="", streams=local, advantages_T=no_advantage_T, origins=[Origin()] * layout.num_sequences)
-        return cls(TokenTally.of(part), Sequences.of(part).columns)
+
+def _share(streams: PackedStreams) -> Share:
+    """The sums of the tokens that this rank holds."""
+    layout = streams.layout
+    # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
+    local = PackedStreams(
+        streams.proximal_logprobs_T.cpu(),
+        streams.behavior_logprobs_T.cpu(),
+        (layout.local_part(streams.response_mask_R) != 0).cpu(),
+        PackedLayout.whole(layout.local_lengths),
+    )
+    no_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
+    part = Part(step="", streams=local, advantages_T=no_advantage_T, origins=[Origin()] * layout.num_sequences)
+    return Share(TokenTally.of(part), Sequences.of(part).columns)
 
 
-def of_same_sequences(shares: Sequence[Share]) -> Share:
+def _of_same_sequences(shares: Sequence[Share]) -> Share:
     """The share of context-parallel ranks: each has some tokens of every sequence."""
     columns = shares[0].columns.clone()
-    columns[:, SUMS] = torch.stack([share.columns[:, SUMS] for share in shares]).sum(0)
+    columns[:, SUMS_OF_TOKENS] = torch.stack([share.columns[:, SUMS_OF_TOKENS] for share in shares]).sum(0)
     return Share(reduce(operator.add, (share.tally for share in shares)), columns)
 
 
-def of_other_sequences(shares: Sequence[Share]) -> Share:
+def _of_other_sequences(shares: Sequence[Share]) -> Share:
     """The share of data-parallel ranks: each has sequences of its own."""
     tally = reduce(operator.add, (share.tally for share in shares))
     return Share(tally, torch.cat([share.columns for share in shares]))

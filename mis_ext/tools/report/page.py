@@ -13,12 +13,11 @@ from markupsafe import Markup
 
 from mis_ext.checks.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
-from mis_ext.tools.report.comparison import Compared, ComparedCause, Found
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.plots import comparison_pictures, drawn, pictures
 from mis_ext.tools.report.recommendation import Ranked
 from mis_ext.tools.report.summary import WorstToken
-from mis_ext.tools.report.whole_report import Report
+from mis_ext.tools.report.whole_report import ComparedCause, ComparedNumber, Found, Report
 
 _SECTIONS = {
     "what-to-do": "What to do",
@@ -242,7 +241,7 @@ def _token_cells(token: WorstToken) -> tuple[object, ...]:
     return (token.step, token.sample, token.position, own_id, *numbers, around)
 
 
-def number_cells(found: Compared) -> tuple[str, ...]:
+def number_cells(found: ComparedNumber) -> tuple[str, ...]:
     """A row of the table of numbers, without the verdict: its name, A, B, how they differ, and the interval of that."""
     sign = "x " if found.kind == "ratio" else "+" if found.change > 0.0 else ""
     change = f"{sign}{digits(found.change)}"

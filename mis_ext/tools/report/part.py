@@ -40,16 +40,6 @@ class Origin(NamedTuple):
     """A label that all samples of one prompt share."""
 
 
-class AdvantageTotals(NamedTuple):
-    """Advantages ``[T]`` of trained tokens, 0 where there is none; tokens of either sign, and the sum of squares."""
-
-    advantage_T: Tensor
-    signs_T: dict[str, Tensor]
-    num_positive: float
-    num_negative: float
-    squared: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
     """``S`` whole responses of one step with ``T`` tokens.
@@ -98,9 +88,8 @@ class Part:
         if not len(origins) == len(advantages) == len(lengths):
             raise ValueError("origins and advantages must have one entry per sample")
         spread = [_spread(each, length) for each, length in zip(advantages, lengths, strict=True)]
-        streams = PackedStreams(
-            _cat(proximal), _cat(behavior), _cat([mask != 0 for mask in masks]), PackedLayout.whole(lengths)
-        )
+        columns = (_cat(proximal), _cat(behavior), _cat([mask != 0 for mask in masks]))
+        streams = PackedStreams(*columns, PackedLayout.whole(lengths))
         return cls(step=step, streams=streams, advantages_T=_cat(spread), origins=origins)
 
     @cached_property
@@ -144,26 +133,29 @@ class Part:
         return self.streams.layout.index.reduce([self.tokens.response_mask_T.float()], "sum")[0]
 
     @cached_property
+    def _has_advantage_T(self) -> Tensor:
+        return self.tokens.response_mask_T & ~self.advantages_T.isnan()
+
+    @cached_property
+    def advantage_T(self) -> Tensor:
+        """Advantages ``[T]`` of trained tokens, 0 where there is none."""
+        return torch.where(self._has_advantage_T, self.advantages_T, 0.0)
+
+    @cached_property
     def advantage_S(self) -> Tensor:
         """Mean over the trained tokens of each response whose advantage is known; NaN where none is."""
-        known_T = self.tokens.response_mask_T & ~self.advantages_T.isnan()
-        advantage_T = torch.where(known_T, self.advantages_T, 0.0)
-        sums: Tensor = self.streams.layout.index.reduce([advantage_T, known_T.float()], "sum").double()
+        columns = [self.advantage_T, self._has_advantage_T.float()]
+        sums: Tensor = self.streams.layout.index.reduce(columns, "sum").double()
         return sums[0] / sums[1]
 
     @cached_property
-    def advantage_totals(self) -> AdvantageTotals:
-        """What every configuration is compared with."""
-        known_T = self.tokens.response_mask_T & ~self.advantages_T.isnan()
-        advantage_T = torch.where(known_T, self.advantages_T, 0.0)
-        signs_T = {"positive": advantage_T > 0.0, "negative": advantage_T < 0.0}
-        return AdvantageTotals(
-            advantage_T=advantage_T,
-            signs_T=signs_T,
-            num_positive=float(signs_T["positive"].sum()),
-            num_negative=float(signs_T["negative"].sum()),
-            squared=float(advantage_T.square().sum(dtype=torch.float64)),
-        )
+    def advantage_sums(self) -> dict[str, float]:
+        """What every configuration is compared with: tokens of either sign, and the sum of squares."""
+        return {
+            "positive": float((self.advantage_T > 0.0).sum()),
+            "negative": float((self.advantage_T < 0.0).sum()),
+            "squared_advantage": float(self.advantage_T.square().sum(dtype=torch.float64)),
+        }
 
     @cached_property
     def group_S(self) -> Tensor:
@@ -206,14 +198,6 @@ def _spread(advantage: Tensor | None, length: int) -> Tensor:
     return values if len(values.shape) == 1 and len(values) == length else values.reshape(()).expand(length)
 
 
-class Unusable(NamedTuple):
-    """Samples that were read and could not be used."""
-
-    num_samples: int
-    reason: str
-    first: str
-
-
 class Parts:
     """The parts of a stream of samples; what could not be used is counted by its reason.
 
@@ -225,21 +209,19 @@ class Parts:
     def __init__(self, samples: Iterable[DumpedSample], *, max_tokens: int = MAX_TOKENS) -> None:
         self._samples = samples
         self._max_tokens = max_tokens
-        self._unusable: dict[str, tuple[int, str]] = {}
+        self._unusable: dict[str, list[str]] = {}
         self._unnumbered: dict[str, None] = {}
 
     @property
-    def unusable(self) -> list[Unusable]:
-        """Samples that the last iteration left out: how many, why, and the first of them."""
-        return [Unusable(count, reason, first) for reason, (count, first) in self._unusable.items()]
-
-    @property
-    def merged(self) -> list[str]:
-        """That several files say no rollout, so that their samples are one step."""
-        if len(self._unnumbered) < 2:
-            return []
-        first = next(iter(self._unnumbered))
-        return [f"{len(self._unnumbered)} files, the first {first}: no rollout_id, so all their samples are step 0"]
+    def skipped(self) -> list[str]:
+        """Samples that the last iteration left out; and that several files say no rollout, so are one step."""
+        said = [f"{len(names)} samples, the first {names[0]}: {reason}" for reason, names in self._unusable.items()]
+        if len(self._unnumbered) > 1:
+            said.append(
+                f"{len(self._unnumbered)} files, the first {next(iter(self._unnumbered))}: no rollout_id, so all their "
+                "samples are step 0"
+            )
+        return said
 
     def __iter__(self) -> Iterator[Part]:
         """Parts of one step each, in the order of the samples."""
@@ -249,8 +231,7 @@ class Parts:
         for sample in self._samples:
             reason = _obstacle(sample)
             if reason is not None:
-                count, first = self._unusable.get(reason, (0, sample.name))
-                self._unusable[reason] = (count + 1, first)
+                self._unusable.setdefault(reason, []).append(sample.name)
                 continue
             if sample.rollout_id is None:
                 self._unnumbered[sample.path] = None
@@ -269,10 +250,9 @@ def _obstacle(sample: DumpedSample) -> str | None:
         return sample.problem
     if proximal is None or behavior is None:
         return f"no log-probs of the {'trainer' if proximal is None else 'engine'}"
-    lengths = {len(proximal), len(behavior)}
-    if sample.response_mask is not None:
-        lengths.add(len(sample.response_mask))
-    return None if len(lengths) == 1 else "lists of other lengths: log-probs of both sides and mask must be one each"
+    if {len(each) for each in (proximal, behavior, sample.response_mask) if each is not None} != {len(proximal)}:
+        return "lists of other lengths: log-probs of both sides and mask must be one each"
+    return None
 
 
 def _step(sample: DumpedSample) -> str:
@@ -280,44 +260,38 @@ def _step(sample: DumpedSample) -> str:
 
 
 def _part(samples: list[DumpedSample]) -> Part:
-    lengths = [len(torch.as_tensor(each.proximal_log_probs)) for each in samples]
+    proximal = [torch.as_tensor(each.proximal_log_probs) for each in samples]
+    advantages = [
+        None if each.advantages is None or each.advantages.numel() not in (1, len(values)) else each.advantages
+        for each, values in zip(samples, proximal, strict=True)
+    ]
     return Part.of_lists(
-        proximal=[torch.as_tensor(each.proximal_log_probs) for each in samples],
+        proximal=proximal,
         behavior=[torch.as_tensor(each.behavior_log_probs) for each in samples],
         masks=[
-            torch.ones(length) if each.response_mask is None else torch.as_tensor(each.response_mask)
-            for each, length in zip(samples, lengths, strict=True)
+            torch.ones(len(values)) if each.response_mask is None else torch.as_tensor(each.response_mask)
+            for each, values in zip(samples, proximal, strict=True)
         ],
-        advantages=[
-            None if each.advantages is None or each.advantages.numel() not in (1, length) else each.advantages
-            for each, length in zip(samples, lengths, strict=True)
-        ],
-        origins=[
-            Origin(
-                name=each.name,
-                sample_index=each.sample_index,
-                reward=math.nan if each.reward is None else each.reward,
-                versions_behind=versions_behind(each.proximal_weight_version, each.behavior_weight_versions),
-                token_ids=each.response_ids,
-                has_other_ids=_has_other_ids(each),
-                group=_group(each),
-            )
-            for each in samples
-        ],
+        advantages=advantages,
+        origins=[*map(_origin, samples)],
         step=_step(samples[0]),
     )
 
 
-def _group(sample: DumpedSample) -> Hashable:
-    if sample.group_index is not None:
-        return str(sample.group_index)
-    if sample.token_ids is None or sample.response_ids is None:
-        return None
-    prompt = sample.token_ids[: len(sample.token_ids) - len(sample.response_ids)]
-    return fingerprint(prompt) if len(prompt) else None
-
-
-def _has_other_ids(sample: DumpedSample) -> bool | None:
-    if sample.response_ids is None or sample.sampled_ids is None:
-        return None
-    return not torch.equal(torch.as_tensor(sample.response_ids), torch.as_tensor(sample.sampled_ids))
+def _origin(sample: DumpedSample) -> Origin:
+    ids, sampled, group = sample.response_ids, sample.sampled_ids, sample.group_index
+    if group is not None:
+        group = str(group)
+    elif sample.token_ids is not None and ids is not None:
+        prompt = sample.token_ids[: len(sample.token_ids) - len(ids)]
+        group = fingerprint(prompt) if len(prompt) else None
+    is_known = ids is not None and sampled is not None
+    return Origin(
+        name=sample.name,
+        sample_index=sample.sample_index,
+        reward=math.nan if sample.reward is None else sample.reward,
+        versions_behind=versions_behind(sample.proximal_weight_version, sample.behavior_weight_versions),
+        token_ids=ids,
+        has_other_ids=not torch.equal(torch.as_tensor(ids), torch.as_tensor(sampled)) if is_known else None,
+        group=group,
+    )

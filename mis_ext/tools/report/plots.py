@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mis_ext.tools.explain.law import GaussianLaw
+from mis_ext.tools.report.findings import Findings
 from mis_ext.tools.report.noise import Estimate, interval_of
-from mis_ext.tools.report.run import Run
 from mis_ext.tools.report.summary import Group, Mismatch
 from mis_ext.tools.report.tally import BANDS, LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.tools.report.whole_report import Report
@@ -86,7 +86,7 @@ def comparison_pictures(report: Report) -> list[Picture]:
     """The picture of a comparison; none without another run."""
     if report.against is None:
         return []
-    runs: tuple[Run, Run] = (report, report.against.other)
+    runs: tuple[Findings, Findings] = (report, report.against.other)
     if all(len(run.summary.steps) >= FEWEST_STEPS for run in runs):
         text = "k3 of each step, of A and of B. Bars are 95 % intervals over the prompts of the step."
         return [Picture("against", "A and B over steps", text, partial(_steps_of_two, runs=runs))]
@@ -204,7 +204,7 @@ def _steps(axes: Any, report: Report) -> None:
     axes.legend(frameon=False)
 
 
-def _steps_of_two(axes: Any, runs: tuple[Run, Run]) -> None:
+def _steps_of_two(axes: Any, runs: tuple[Findings, Findings]) -> None:
     # Numbers in their order, then names in theirs.
     names = sorted(
         {step for run in runs for step in run.summary.steps},
@@ -232,7 +232,7 @@ def _bar(step: Mismatch) -> tuple[float, float, float]:
     return (step.k3, step.k3 - interval.low, interval.high - step.k3) if interval.is_known else (step.k3, 0.0, 0.0)
 
 
-def _positions_of_two(axes: Any, runs: tuple[Run, Run]) -> None:
+def _positions_of_two(axes: Any, runs: tuple[Findings, Findings]) -> None:
     for (name, color, marker, line), run in zip(_STYLES, runs, strict=True):
         rows = run.summary.by_position
         places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]

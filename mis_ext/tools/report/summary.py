@@ -17,7 +17,6 @@ from mis_ext.tools.report.part import Part
 from mis_ext.tools.report.tally import (
     NUM_OCTAVES,
     NUM_PROBABILITIES,
-    SUMS,
     Acceptance,
     Sequences,
     TokenTally,
@@ -33,8 +32,6 @@ NUM_CONTEXT = 12
 
 OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
 """Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
-
-_MAX_EXPONENT = 700.0
 
 
 @dataclass(frozen=True)
@@ -179,65 +176,65 @@ class Summary:
         return {name: float(value) for name, value in vars(self.overall).items()}
 
 
-def mismatch_of(tally: TokenTally, sequences: Sequences) -> Mismatch:
+def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
     """The numbers of some tokens and of their sequences."""
-    count = tally["count"]
-
-    def mean(name: str) -> float:
-        return tally[name] / count if count else math.nan
-
-    measured = sequences.where(sequences.measured)
-    product, geometric = measured["difference"], measured.log_ratio_mean
-    excess, squared = mean("ratio_excess"), mean("squared_ratio_excess")
-    total = {side: float(measured[side].sum()) for side in ("proximal", "behavior")}
-    sizes = tally.sizes.sum(0)
+    totals, sizes = tally.totals, tally.counts["sizes"].sum(0)
+    # Without a token all that is divided by their number is NaN.
+    count = totals["count"] or math.nan
+    excess, squared = totals["ratio_excess"] / count, totals["squared_ratio_excess"] / count
+    known, rewarded = sequences.with_tokens(), sequences.where(~sequences["reward"].isnan())
+    length, product, prompt_S = known["num_valid"], known["difference"], known.prompt_S
+    perplexity = {side: _exp(-float(known[side].sum()) / count) for side in ("proximal", "behavior")}
     lowest, highest = float(tally.extremes[0]), -float(tally.extremes[1])
-    rewarded = sequences.where(~sequences["reward"].isnan())
-    length = measured["num_valid"]
-    known_reward = rewarded["reward"]
+    if not totals["count"]:
+        lowest = highest = math.nan
     return Mismatch(
         num_sequences=len(sequences),
-        num_tokens=int(count),
-        num_masked=int(tally["num_masked"]),
-        num_without_ratio=int(tally["num_response"] - count),
-        mean_length=float(length.mean()) if len(measured) else math.nan,
-        k1=-mean("difference"),
-        k3=mean("k3"),
-        reverse_k1=mean("reverse_k1"),
-        reverse_k3=mean("reverse_k3"),
-        abs_mean=mean("gap"),
-        abs_p50=quantile(sizes, 0.5, num_zeros=tally["zeros"]),
-        abs_p99=quantile(sizes, 0.99, num_zeros=tally["zeros"]),
-        abs_p999=quantile(sizes, 0.999, num_zeros=tally["zeros"]),
-        abs_max=max(-lowest, highest) if count else math.nan,
-        total_variation=mean("variation"),
+        num_tokens=int(totals["count"]),
+        num_masked=int(totals["num_masked"]),
+        num_without_ratio=int(totals["num_response"] - totals["count"]),
+        mean_length=float(length.mean()) if len(known) else math.nan,
+        k1=-(totals["difference"] / count),
+        k3=totals["k3"] / count,
+        reverse_k1=totals["reverse_k1"] / count,
+        reverse_k3=totals["reverse_k3"] / count,
+        abs_mean=totals["gap"] / count,
+        abs_p50=quantile(sizes, 0.5, num_zeros=totals["zeros"]),
+        abs_p99=quantile(sizes, 0.99, num_zeros=totals["zeros"]),
+        abs_p999=quantile(sizes, 0.999, num_zeros=totals["zeros"]),
+        abs_max=max(-lowest, highest),
+        total_variation=totals["variation"] / count,
         chi_square=squared,
         ratio_mean=1.0 + excess,
-        ratio_mean_error=math.sqrt(max(squared - excess**2, 0.0) / count) if count else math.nan,
-        log_ratio_min=lowest if count else math.nan,
-        log_ratio_max=highest if count else math.nan,
-        above_2_share=mean("above_2"),
-        below_half_share=mean("below_half"),
+        ratio_mean_error=math.sqrt(max(squared - excess**2, 0.0) / count),
+        log_ratio_min=lowest,
+        log_ratio_max=highest,
+        above_2_share=totals["above_2"] / count,
+        below_half_share=totals["below_half"] / count,
         # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.
-        ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared) if count else math.nan,
+        ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared),
         ess_sequence=effective_share(product),
-        ess_geometric=effective_share(geometric),
+        ess_geometric=effective_share(known.log_ratio_mean),
         k_hat=k_hat(product),
-        perplexity_proximal=_exp(-total["proximal"] / count) if count else math.nan,
-        perplexity_behavior=_exp(-total["behavior"] / count) if count else math.nan,
-        perplexity_ratio=_exp(-mean("difference")),
-        zero_share=mean("zeros"),
-        reward=float(known_reward.mean()) if len(rewarded) else math.nan,
-        num_prompts=len({*measured.prompt_S.tolist()}),
-        k1_error=standard_error(product, length, measured.prompt_S),
-        k3_error=standard_error(measured["k3"], length, measured.prompt_S),
-        abs_mean_error=standard_error(measured["gap"], length, measured.prompt_S),
-        mean_length_error=standard_error(length, torch.ones_like(length), measured.prompt_S),
-        reward_error=standard_error(known_reward, torch.ones_like(known_reward), rewarded.prompt_S),
+        perplexity_proximal=perplexity["proximal"],
+        perplexity_behavior=perplexity["behavior"],
+        perplexity_ratio=_exp(-(totals["difference"] / count)),
+        zero_share=totals["zeros"] / count,
+        reward=float(rewarded["reward"].mean()) if len(rewarded) else math.nan,
+        num_prompts=len({*prompt_S.tolist()}),
+        k1_error=standard_error(product, length, prompt_S),
+        k3_error=standard_error(known["k3"], length, prompt_S),
+        abs_mean_error=standard_error(known["gap"], length, prompt_S),
+        mean_length_error=standard_error(length, torch.ones_like(length), prompt_S),
+        reward_error=standard_error(rewarded["reward"], torch.ones_like(rewarded["reward"]), rewarded.prompt_S),
     )
 
 
-def summary_of(
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
+
+
+def build_summary(
     steps: Mapping[str, tuple[TokenTally, Sequences]], *, worst_tokens: Sequence[WorstToken], max_worst: int
 ) -> Summary:
     """The summary of steps, each with its tally and its sequences.
@@ -249,59 +246,52 @@ def summary_of(
         raise ValueError("no sample: nothing to report")
     whole = reduce(operator.add, (tally for tally, _ in steps.values()))
     sequences = Sequences.joined([each for _, each in steps.values()])
-    overall = mismatch_of(whole, sequences)
-    deciles = [(index / NUM_PROBABILITIES, (index + 1) / NUM_PROBABILITIES) for index in range(NUM_PROBABILITIES)]
+    overall, counts = measure(whole, sequences), whole.counts
+    deciles = [(number / NUM_PROBABILITIES, (number + 1) / NUM_PROBABILITIES) for number in range(NUM_PROBABILITIES)]
     octaves = [octave_range(index) for index in range(NUM_OCTAVES)]
     # Turns are counted from 1.
-    by_turn = groups(whole.turns, [_named_range(first + 1, last + 1) for first, last in octaves])
+    by_turn = _groups(counts["turns"], [_range(first + 1, last + 1) for first, last in octaves])
     return Summary(
         overall=overall,
-        steps={step: mismatch_of(*found) for step, found in steps.items()},
-        by_probability=groups(whole.deciles, [(f"{low:.1f} to {high:.1f}", low, high) for low, high in deciles]),
-        by_position=groups(whole.positions, [_named_range(first, last) for first, last in octaves]),
+        steps={step: measure(*found) for step, found in steps.items()},
+        by_probability=_groups(counts["deciles"], [(f"{low:.1f} to {high:.1f}", low, high) for low, high in deciles]),
+        by_position=_groups(counts["positions"], [_range(*each) for each in octaves]),
         by_turn=by_turn if len(by_turn) > 1 else [],
-        by_sign=groups(whole.signs, [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
+        by_sign=_groups(counts["signs"], [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
         by_version=_by_version(sequences),
         by_length=acceptance_by_length(sequences, overall.k3),
         worst_tokens=[*worst_tokens],
-        worst_samples=worst_samples(sequences, max_worst),
-        sizes=whole.sizes,
-        density=whole.density,
+        worst_samples=_worst_samples(sequences, max_worst),
+        sizes=counts["sizes"],
+        density=counts["density"],
     )
 
 
-def groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Group]:
-    """Numbers of each group that has a token, in the order of ``names``."""
-    totals = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
+def _range(first: int, last: int) -> tuple[str, float, float]:
+    return (f"{first}" if first == last else f"{first} to {last}", float(first), float(last))
+
+
+def _groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Group]:
+    """Numbers of each group that has a token, in the order of ``names``: of the first four of its ``SUMS``."""
+    whole = float(sums.sum(0)[3])
     found = []
     for (name, low, high), values in zip(names, sums.tolist(), strict=True):
-        row = dict(zip(SUMS, values, strict=True))
-        count = row["count"]
+        count, difference, gap, k3 = values[:4]
         if count:
-            share = row["k3"] / totals["k3"] if totals["k3"] else math.nan
-            gap, difference, k3 = (row[each] / count for each in ("gap", "difference", "k3"))
-            found.append(Group(name, low, high, int(count), gap, difference, k3, share))
+            share = k3 / whole if whole else math.nan
+            found.append(Group(name, low, high, int(count), gap / count, difference / count, k3 / count, share))
     return found
 
 
 def _by_version(sequences: Sequences) -> list[Group]:
-    known = sequences.where(~sequences["versions_behind"].isnan() & sequences.measured)
-    lags = sorted(set(known["versions_behind"].tolist()))
-    rows = []
+    known = sequences.with_tokens()
+    known = known.where(~known["versions_behind"].isnan())
+    lags, sums = sorted({*known["versions_behind"].tolist()}), []
     for lag in lags:
         chosen = known.where(known["versions_behind"] == lag)
-        of_sums = {"count": "num_valid", "difference": "difference", "gap": "gap", "k3": "k3"}
-        rows.append([float(chosen[of_sums[name]].sum()) if name in of_sums else 0.0 for name in SUMS])
-    sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, len(SUMS))
-    return groups(sums, [(f"{lag:g} behind", lag, lag) for lag in lags])
-
-
-def _named_range(first: int, last: int) -> tuple[str, float, float]:
-    return (f"{first}" if first == last else f"{first} to {last}", float(first), float(last))
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, _MAX_EXPONENT)) if not math.isnan(value) else math.nan
+        sums.append([float(chosen[name].sum()) for name in ("num_valid", "difference", "gap", "k3")])
+    names = [(f"{lag:g} behind", lag, lag) for lag in lags]
+    return _groups(torch.tensor(sums, dtype=torch.float64).reshape(-1, 4), names)
 
 
 def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
@@ -330,7 +320,7 @@ def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
     return found
 
 
-def worst_samples(sequences: Sequences, limit: int) -> list[WorstSample]:
+def _worst_samples(sequences: Sequences, limit: int) -> list[WorstSample]:
     """The samples with the largest mean ``|d|``."""
     mean = sequences["gap"] / sequences["num_valid"].clamp_min(1.0)
     largest = torch.topk(mean, min(limit, len(mean)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -81,17 +82,6 @@ def summed(index: Tensor, num_bins: int, weights: Tensor | None = None) -> Tenso
 SUMS = ("count", "difference", "gap", "k3", "ratio_excess", "squared_ratio_excess")
 """Sums over a group of tokens: of 1, ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
 
-TOTALS = (
-    *SUMS,
-    "reverse_k1",
-    "reverse_k3",
-    "variation",
-    "zeros",
-    "above_2",
-    "below_half",
-    "num_response",
-    "num_masked",
-)
 _LOG_2 = 0.6931471805599453
 
 
@@ -100,50 +90,40 @@ class TokenTally:
     """Everything about tokens that the summary needs.
 
     Attributes:
-        totals: ``[len(TOTALS)]``.
+        totals: Sums over all valid tokens by name: ``SUMS``, and what only the whole has.
+        counts: ``sizes`` ``[2, NUM_SIZES]``: tokens by ``|d|``, for ``d`` below and above 0. ``density``
+            ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: by behavior and by proximal log-prob. And ``[groups, len(SUMS)]`` of
+            ``deciles`` of the behavior probability, of octaves of ``positions`` in the response and of ``turns`` (runs
+            of trained tokens), and by ``signs`` of the advantage: negative, zero, positive.
         extremes: The smallest and the negated largest ``d``.
-        sizes: ``[2, NUM_SIZES]``: tokens by ``|d|``, for ``d`` below and above 0.
-        density: ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: behavior by proximal log-prob.
-        deciles: ``[NUM_PROBABILITIES, len(SUMS)]`` by behavior probability.
-        positions: ``[NUM_OCTAVES, len(SUMS)]`` by position in the response.
-        turns: ``[NUM_OCTAVES, len(SUMS)]`` by turn, a run of trained tokens.
-        signs: ``[3, len(SUMS)]`` of tokens with negative, zero and positive advantage.
     """
 
-    totals: Tensor
+    totals: dict[str, float]
+    counts: dict[str, Tensor]
     extremes: Tensor
-    sizes: Tensor
-    density: Tensor
-    deciles: Tensor
-    positions: Tensor
-    turns: Tensor
-    signs: Tensor
 
     @classmethod
     def of(cls, part: Part) -> TokenTally:
         """Counts and sums of the tokens of a part."""
-        tokens = part.tokens
-        difference, proximal, behavior = map(part.of_valid, tokens[:3])
+        mask_T = part.tokens.response_mask_T
+        difference, proximal, behavior = map(part.of_valid, part.tokens[:3])
         rows = token_rows(difference)
-        gap, ratio_excess = rows["gap"], rows["ratio_excess"]
-        bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        is_zero = difference == 0.0
-        reverse_k1 = (ratio_excess + 1.0) * bounded
+        ratio_excess = rows["ratio_excess"]
         # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
         # max(1 - w, 0) is the distance in total variation.
+        reverse_k1 = (ratio_excess + 1.0) * difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        is_zero = difference == 0.0
         sums = rows | {
             "reverse_k1": reverse_k1,
             "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
             "variation": -ratio_excess.clamp_max(0.0),
+            "zeros": is_zero,
+            "above_2": difference > _LOG_2,
+            "below_half": difference < -_LOG_2,
+            "num_response": mask_T,
+            "num_masked": ~mask_T,
         }
-        totals = {name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()} | {
-            "zeros": float(is_zero.sum()),
-            "above_2": float((difference > _LOG_2).sum()),
-            "below_half": float((difference < -_LOG_2).sum()),
-            "num_response": float(tokens.response_mask_T.sum()),
-            "num_masked": float((~tokens.response_mask_T).sum()),
-        }
-        signed = size_bin(gap) + NUM_SIZES * (difference > 0.0)
+        signed = size_bin(rows["gap"]) + NUM_SIZES * (difference > 0.0)
         never = difference.new_full((1,), torch.inf)
         # On the axes of the density.
         column, row = (
@@ -151,24 +131,22 @@ class TokenTally:
             for side in (behavior, proximal)
         )
         return cls(
-            totals=torch.tensor([totals[name] for name in TOTALS], dtype=torch.float64),
+            totals={name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()},
+            counts={
+                "sizes": summed(signed[~is_zero], 2 * NUM_SIZES).view(2, -1),
+                "density": summed(column * NUM_LOG_PROBS + row, NUM_LOG_PROBS**2).view(NUM_LOG_PROBS, -1),
+                **_by_group(part, behavior, rows),
+            },
             extremes=torch.stack([torch.cat([each, never]).amin() for each in (difference, -difference)]).double(),
-            sizes=summed(signed[~is_zero], 2 * NUM_SIZES).view(2, -1),
-            density=summed(column * NUM_LOG_PROBS + row, NUM_LOG_PROBS**2).view(NUM_LOG_PROBS, -1),
-            **_by_group(part, behavior, rows),
         )
 
     def __add__(self, other: TokenTally) -> TokenTally:
         """Counts and sums of the tokens of both."""
-        sums = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in ("totals", "sizes", "density", "deciles", "positions", "turns", "signs")
-        }
-        return TokenTally(extremes=torch.minimum(self.extremes, other.extremes), **sums)
-
-    def __getitem__(self, name: str) -> float:
-        """A total by its name."""
-        return float(self.totals[TOTALS.index(name)])
+        return TokenTally(
+            {name: total + other.totals[name] for name, total in self.totals.items()},
+            {name: count + other.counts[name] for name, count in self.counts.items()},
+            torch.minimum(self.extremes, other.extremes),
+        )
 
 
 def token_rows(difference: Tensor) -> dict[str, Tensor]:
@@ -206,19 +184,11 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
     }
 
 
-COLUMNS = (
-    "num_response",
-    "num_valid",
-    "difference",
-    "gap",
-    "k3",
-    "proximal",
-    "behavior",
-    "reward",
-    "advantage",
-    "versions_behind",
-)
+_OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3", "proximal", "behavior")
+COLUMNS = (*_OF_TOKENS, "reward", "advantage", "versions_behind")
 """Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
+SUMS_OF_TOKENS = slice(len(_OF_TOKENS))
+"""The columns that are sums over tokens."""
 
 BANDS = {
     "product in [1/2, 2]": Gate(reduce="sum", low=0.5, high=2.0),
@@ -241,18 +211,9 @@ class Sequences:
         index, tokens = part.streams.layout.index, part.tokens
         rows = token_rows(tokens.log_ratio_T)
         # In the precision and order of the correction, so that its gates decide on the same sums.
-        reduced = index.reduce(
-            [
-                tokens.response_mask_T.float(),
-                tokens.valid_mask_T.float(),
-                rows["difference"],
-                rows["gap"],
-                rows["k3"],
-                tokens.proximal_T,
-                tokens.behavior_T,
-            ],
-            "sum",
-        ).double()
+        masks = (tokens.response_mask_T.float(), tokens.valid_mask_T.float())
+        rows_T = (rows["difference"], rows["gap"], rows["k3"], tokens.proximal_T, tokens.behavior_T)
+        reduced = index.reduce([*masks, *rows_T], "sum").double()
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
         columns = torch.stack([*reduced, reward, part.advantage_S, behind], dim=1)
@@ -263,9 +224,8 @@ class Sequences:
     @classmethod
     def joined(cls, parts: Sequence[Sequences]) -> Sequences:
         """The sequences of all parts, in their order."""
-        columns = [part.columns for part in parts] or [torch.empty(0, len(COLUMNS), dtype=torch.float64)]
         return cls(
-            torch.cat(columns),
+            torch.cat([torch.empty(0, len(COLUMNS), dtype=torch.float64), *(part.columns for part in parts)]),
             [origin for part in parts for origin in part.origins],
             [step for part in parts for step in part.steps],
         )
@@ -279,15 +239,13 @@ class Sequences:
 
     def where(self, keep_S: Tensor) -> Sequences:
         """The sequences for which ``keep_S`` is true."""
-        chosen = keep_S.nonzero().flatten().tolist()
-        return Sequences(
-            self.columns[keep_S], [self.origins[each] for each in chosen], [self.steps[each] for each in chosen]
-        )
+        keep = keep_S.tolist()
+        origins, steps = [*itertools.compress(self.origins, keep)], [*itertools.compress(self.steps, keep)]
+        return Sequences(self.columns[keep_S], origins, steps)
 
-    @property
-    def measured(self) -> Tensor:
-        """``[S]`` bool: sequences with a valid token."""
-        return self["num_valid"] > 0
+    def with_tokens(self) -> Sequences:
+        """The sequences with a valid token."""
+        return self.where(self["num_valid"] > 0)
 
     @cached_property
     def prompt_S(self) -> Tensor:
@@ -326,7 +284,7 @@ def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
         sequences: All.
         k3: Per token, of all: then a difference from the prediction is the length's.
     """
-    measured = sequences.where(sequences.measured)
+    measured = sequences.with_tokens()
     length = measured["num_valid"]
     index = octave(length - 1)
     counts, lengths, divergences = (summed(index, NUM_OCTAVES, values) for values in (None, length, measured["k3"]))

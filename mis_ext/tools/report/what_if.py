@@ -80,37 +80,6 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class PromptGroups:
-    """Samples by prompt; tensors of a part are shared by all configurations that are tried on it."""
-
-    _numbers: list[Tensor] = field(default_factory=list)
-    _values: list[Tensor] = field(default_factory=list)
-    _kept: list[Tensor] = field(default_factory=list)
-
-    def add(self, part: Part, kept_S: Tensor) -> None:
-        """Take in the samples of one more part: their groups, advantages or rewards, and whether they are kept."""
-        self._numbers.append(part.group_S)
-        self._values.append(part.advantage_S if part.has_advantages else part.reward_S)
-        self._kept.append(kept_S)
-
-    def num_effective(self, *, only_kept: bool = False) -> float:
-        """Groups whose samples, or whose kept samples, do not all have one advantage; NaN where that is not known."""
-        if not self._numbers:
-            return math.nan
-        numbers, values, kept = (torch.cat(each) for each in (self._numbers, self._values, self._kept))
-        is_known = (numbers >= 0) & ~values.isnan()
-        if not bool(is_known.any()):
-            return math.nan
-        chosen = is_known & kept if only_kept else is_known
-        _, index = torch.unique(numbers[chosen], return_inverse=True)
-        lowest, highest = (
-            values.new_full((len(index),), math.nan).scatter_reduce(0, index, values[chosen], how, include_self=False)
-            for how in ("amin", "amax")
-        )
-        return float((highest - lowest > MIN_SPREAD).sum())
-
-
-@dataclass(eq=False)
 class WhatIf:
     """One configuration on a stream of parts; normalisation is over each step as a whole.
 
@@ -127,7 +96,8 @@ class WhatIf:
     _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
     _extremes: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
     _steps: dict[str, Counter[str]] = field(default_factory=dict)
-    _groups: PromptGroups = field(default_factory=PromptGroups)
+    # Of each part: groups, advantages or rewards, and what is kept; the first two are shared by all configurations.
+    _samples: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, part: Part) -> Correction:
         """Count one more part; returns what was computed, with weights before normalisation.
@@ -192,23 +162,20 @@ class WhatIf:
         )
 
     def _add_advantages(self, part: Part, factor_T: Tensor) -> None:
-        known, live_T = part.advantage_totals, factor_T != 0.0
-        left = {sign: _sum(known.signs_T[sign] & live_T) for sign in ("positive", "negative")}
+        is_removed_T = factor_T == 0.0
+        self._sums.update(part.advantage_sums)
         self._sums.update(
             {
-                "positive": known.num_positive,
-                "negative": known.num_negative,
-                "removed_positive": known.num_positive - left["positive"],
-                "removed_negative": known.num_negative - left["negative"],
-                "squared_advantage": known.squared,
-                "squared_weighted_advantage": _sum((known.advantage_T * factor_T).square()),
+                "removed_positive": _sum((part.advantage_T > 0.0) & is_removed_T),
+                "removed_negative": _sum((part.advantage_T < 0.0) & is_removed_T),
+                "squared_weighted_advantage": _sum((part.advantage_T * factor_T).square()),
             }
         )
 
     def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
         num_response_S, reward_S = part.num_response_S, part.reward_S
         (num_kept_S,) = part.streams.layout.index.reduce([kept_T.float()], "sum")
-        self._groups.add(part, num_kept_S > 0)
+        self._samples.append((part.group_S, part.advantage_S if part.has_advantages else reward_S, num_kept_S > 0))
         for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
             rewards = reward_S[chosen_S]
             self._sums.update(
@@ -241,12 +208,9 @@ class WhatIf:
         """What the configuration did to all parts until now."""
         sums, per = self._sums, self._per
         weighted, squared = self._normalised()
-        has_advantages = sums["squared_advantage"] > 0
-        variance = (
-            per("squared_weighted_advantage", "squared_advantage")
-            if has_advantages and not self.config.is_scaled
-            else _divided(squared, sums["response"])
-        )
+        variance = _divided(squared, sums["response"])
+        if sums["squared_advantage"] > 0 and not self.config.is_scaled:
+            variance = per("squared_weighted_advantage", "squared_advantage")
         low, high = self._extremes
         return Outcome(
             kept_tokens=per("kept", "response"),
@@ -269,8 +233,8 @@ class WhatIf:
             removed_negative=per("removed_negative", "negative"),
             dropped=self._side("dropped"),
             kept=self._side("kept"),
-            groups=self._groups.num_effective(),
-            groups_left=self._groups.num_effective(only_kept=True),
+            groups=self._num_groups(),
+            groups_left=self._num_groups(only_kept=True),
         )
 
     def _per(self, name: str, over: str) -> float:
@@ -289,6 +253,22 @@ class WhatIf:
             weighted += step["factor"] * scale
             squared += step["squared"] * scale**2
         return weighted, squared
+
+    def _num_groups(self, *, only_kept: bool = False) -> float:
+        """Groups whose samples, or whose kept samples, do not all have one advantage; NaN where that is not known."""
+        if not self._samples:
+            return math.nan
+        numbers, values, kept = map(torch.cat, zip(*self._samples, strict=True))
+        is_known = (numbers >= 0) & ~values.isnan()
+        if not bool(is_known.any()):
+            return math.nan
+        chosen = is_known & kept if only_kept else is_known
+        _, index = torch.unique(numbers[chosen], return_inverse=True)
+        lowest, highest = (
+            values.new_full((len(index),), math.nan).scatter_reduce(0, index, values[chosen], how, include_self=False)
+            for how in ("amin", "amax")
+        )
+        return float((highest - lowest > MIN_SPREAD).sum())
 
     def _side(self, name: str) -> dict[str, float]:
         return {

@@ -1,4 +1,4 @@
-"""What is found in the files of one run."""
+"""What is found in the files of one run: sums of its parts, the summary, likely causes, and what they leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mis_ext.tools.diagnosis.measuring import Measured, Measuring
 from mis_ext.tools.diagnosis.table import search
 from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.part import Part, Parts
-from mis_ext.tools.report.summary import Summary, WorstToken, summary_of, worst_tokens
+from mis_ext.tools.report.summary import Summary, WorstToken, build_summary, worst_tokens
 from mis_ext.tools.report.tally import Sequences, TokenTally
 from mis_ext.tools.report.what_if import Outcome, WhatIf
 
@@ -104,18 +104,14 @@ class Collector:
         """
         self._finish()
         steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
-        return summary_of(steps, worst_tokens=self._worst, max_worst=self._num_worst)
+        return build_summary(steps, worst_tokens=self._worst, max_worst=self._num_worst)
 
-    def diagnoses(self, summary: Summary | None = None) -> list[Diagnosis]:
-        """Likely causes; ``summary`` is that of this collector, if it was computed already.
-
-        Raises:
-            ValueError: There was no part.
-        """
-        return self.search(summary)[0]
+    def diagnoses(self) -> list[Diagnosis]:
+        """Likely causes."""
+        return self.search()[0]
 
     def search(self, summary: Summary | None = None) -> tuple[list[Diagnosis], Measured]:
-        """:meth:`diagnoses`, and what they leave to explain.
+        """Likely causes, and what they leave to explain; ``summary`` is that of this collector, if it is known already.
 
         Raises:
             ValueError: There was no part.
@@ -168,16 +164,13 @@ class Unexplained:
             return "No token is left to explain."
         if self.k3 == 0.0 and self.k3_share:
             return "There is nothing to explain."
-        is_small = 0.0 < self.k3 < PRETRAINED_K3
-        small = (
-            f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)" if is_small else ""
-        )
-        at_least = "at least " if self.is_at_least else ""
-        return f"Left unexplained: {at_least}{percent(self.k3_share)} of k3, {self.k3:.2g} per token{small}."
+        small = f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)"
+        at_least, size = "at least " if self.is_at_least else "", small if 0.0 < self.k3 < PRETRAINED_K3 else ""
+        return f"Left unexplained: {at_least}{percent(self.k3_share)} of k3, {self.k3:.2g} per token{size}."
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Findings:
     """What is found in files; ``skipped`` says what of the input is not in it as it was written, and why."""
 
     sources: tuple[str, ...]
@@ -199,14 +192,14 @@ class Run:
         return {name: to_jsonable(getattr(self, name)) for name in names}
 
 
-def run_of(
+def read_findings(
     dumps: Dumps,
     collector: Collector | None = None,
     *,
     sources: Iterable[str] = (),
     num_worst: int = NUM_WORST,
     pool: Executor | None = None,
-) -> Run:
+) -> Findings:
     """What is found in dumps.
 
     Args:
@@ -214,7 +207,7 @@ def run_of(
         collector: Takes in their parts; a new one by default.
         sources: What to call the files.
         num_worst: How many tokens and samples are listed, by a new collector.
-        pool: Where it counts, see :class:`~mis_ext.tools.report.run.Collector`.
+        pool: Where it counts, see :class:`~mis_ext.tools.report.findings.Collector`.
 
     Raises:
         OSError: A file cannot be opened.
@@ -226,10 +219,8 @@ def run_of(
         collector.add(part)
     summary = collector.summary()
     diagnoses, left = collector.search(summary)
-    skipped = [str(each) for each in dumps.skipped]
-    skipped += [f"{each.num_samples} samples, the first {each.first}: {each.reason}" for each in parts.unusable]
-    skipped += parts.merged
-    return Run(
+    skipped = [*map(str, dumps.skipped), *parts.skipped]
+    return Findings(
         tuple(sources),
         summary,
         tuple(diagnoses),
