@@ -9,14 +9,14 @@ from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mis_ext.tools.explain.effect import Effect, effect_of, effect_of_method
-    from mis_ext.tools.explain.explanation import Explanation, explain_config
     from mis_ext.tools.explain.law import GaussianLaw
     from mis_ext.tools.explain.traps import Circumstances, Trap, traps_of
+    from mis_ext.tools.explain.words import Explanation, explain_config
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "explanation": ("Explanation", "explain_config"),
+            "words": ("Explanation", "explain_config"),
             "effect": ("Effect", "effect_of", "effect_of_method"),
             "law": ("GaussianLaw",),
             "traps": ("Circumstances", "Trap", "traps_of"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
     gates = described_gates(config)
     kept = _Passed.of(law, [gate for gate in gates.values() if gate.action == "reject"])
     live = _Passed.of(law, [*gates.values()])
-    first, second = (_factor_moment(law, weight, live, power) for power in (1, 2))
-    weight_mean = _factor_moment(law, weight, _Passed.of(law, []), 1)
-    live_share = live.of_tokens(law)
+    first, second = (live.moment(weight, power) for power in (1, 2))
+    weight_mean = _Passed.of(law, []).moment(weight, 1)
+    live_share = live.share
     # As in the correction: the mean over kept weights, and the survivors over all.
     means = {"valid": weight_mean, "kept": _ratio_or_one(first, live_share), None: 1.0}
     factor = _ratio_or_one(1.0, live_share) if config.denominator == "kept" else 1.0
@@ -87,9 +87,9 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
         ess_sequence=law.ess("sequence"),
         ess_geometric=law.ess("geometric"),
         accepted={name: law.acceptance(gate) for name, gate in gates.items()},
-        kept_tokens=kept.of_tokens(law),
+        kept_tokens=kept.share,
         live_tokens=live_share,
-        kept_sequences=kept.of_responses(law),
+        kept_sequences=kept.share_responses,
         above_high=log_ratio.between(high, math.inf) if high < math.inf else 0.0,
         below_low=log_ratio.between(-math.inf, low) if low > -math.inf else 0.0,
         weight_mean=weight_mean,
@@ -115,6 +115,7 @@ def gate_label(name: str, gate: Gate) -> str:
 class _Passed:
     """What passes some gates: log-ratios of a token, log-ratios of a response, and a share, NaN if one is unknown."""
 
+    law: GaussianLaw
     token: list[Interval]
     product: list[Interval]
     others: float
@@ -132,64 +133,45 @@ class _Passed:
                 token = intersected(token, passing(gate))
             else:
                 others *= accepted
-        return cls(token, product, others)
+        return cls(law, token, product, others)
 
-    def of_tokens(self, law: GaussianLaw) -> float:
-        """Share of all tokens that is left, in [0, 1]."""
-        return _share(law.token.between, self.token) * _share(law.product.between, self.product) * self.others
+    @property
+    def share_token(self) -> float:
+        return sum(self.law.token.between(*each) for each in self.token)
 
-    def of_responses(self, law: GaussianLaw) -> float:
-        """Share of the responses of which a token is left, in [0, 1]."""
-        lost = min(max(1.0 - _share(law.token.between, self.token), 0.0), 1.0)
-        return float(1.0 - lost**law.length) * _share(law.product.between, self.product) * self.others
+    @property
+    def share_product(self) -> float:
+        return sum(self.law.product.between(*each) for each in self.product)
 
+    @property
+    def share(self) -> float:
+        """Of all tokens, what is left, in [0, 1]."""
+        return self.share_token * self.share_product * self.others
 
-def _factor_moment(law: GaussianLaw, weight: Weight | None, passed: _Passed, power: int) -> float:
-    """``E[weight^power; passed]`` by the law: the moment of a token's weight, over tokens that pass."""
-    if weight is None:
-        return passed.of_tokens(law)
-    if weight.only_outside is not None:
-        return math.nan
-    of_token, of_product = (
-        _share(normal.between, intervals)
-        for normal, intervals in ((law.token, passed.token), (law.product, passed.product))
-    )
-    log_ratio = law.of_level(weight.level)
-    if weight.level == "token":
-        intervals, rest = passed.token, of_product
-    else:
-        scale = law.length if weight.level == "geometric" else 1.0
-        intervals, rest = [(first / scale, last / scale) for first, last in passed.product], of_token
-    kinks = (weight.log_low, weight.log_high)
-    moment = sum(log_ratio.moment(weight.bounded, power, each, kinks=kinks) for each in intervals)
-    return moment * rest * passed.others
+    @property
+    def share_responses(self) -> float:
+        """Of all responses, those of which a token is left, in [0, 1]."""
+        lost = min(max(1.0 - self.share_token, 0.0), 1.0)
+        return float(1.0 - lost**self.law.length) * self.share_product * self.others
 
-
-def _share(between: Callable[[float, float], float], intervals: list[Interval]) -> float:
-    return sum(between(*each) for each in intervals)
+    def moment(self, weight: Weight | None, power: int) -> float:
+        """``E[weight^power; passed]``: the moment of a token's weight, over tokens that pass."""
+        if weight is None:
+            return self.share
+        if weight.only_outside is not None:
+            return math.nan
+        if weight.level == "token":
+            intervals, rest = self.token, self.share_product
+        else:
+            scale = self.law.length if weight.level == "geometric" else 1.0
+            intervals, rest = [(first / scale, last / scale) for first, last in self.product], self.share_token
+        log_ratio, kinks = self.law.of_level(weight.level), (weight.log_low, weight.log_high)
+        moment = sum(log_ratio.moment(weight.bounded, power, each, kinks=kinks) for each in intervals)
+        return moment * rest * self.others
 
 
 def _ratio_or_one(numerator: float, denominator: float) -> float:
     return numerator / denominator if numerator > 0.0 and denominator > 0.0 else 1.0
-
-
-class Drawn(NamedTuple):
-    """Responses of one length that follow the law: log-probs and advantages, ``[T]`` each, one sign per response."""
-
-    proximal_T: Tensor
-    behavior_T: Tensor
-    advantages_T: Tensor
-    layout: PackedLayout
-
-
-class DrawnEffect(NamedTuple):
-    """What became of drawn responses; shares and means over all response tokens."""
-
-    kept_tokens: float
-    live_tokens: float
-    kept_sequences: float
-    learning_rate: float
-    ess: float
 
 
 def effect_of_method(config: CorrectionConfig, method: Method, *, k3: float, length: float) -> Effect:
@@ -202,8 +184,8 @@ def effect_of_method(config: CorrectionConfig, method: Method, *, k3: float, len
     found = effect_of(config, k3=k3, length=length)
     if config.weight is None:
         found = dataclasses.replace(found, above_high=math.nan, below_low=math.nan, weight_mean=math.nan)
-    measured = _expected(config, without_terms(method), k3, length)
-    return dataclasses.replace(found, **measured._asdict())
+    measured: dict[str, Any] = _expected(config, without_terms(method), k3, length)
+    return dataclasses.replace(found, **measured)
 
 
 def method_notes(method: Method) -> Iterator[str]:
@@ -215,7 +197,7 @@ def method_notes(method: Method) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _expected(config: CorrectionConfig, method: Method, k3: float, length: float) -> DrawnEffect:
+def _expected(config: CorrectionConfig, method: Method, k3: float, length: float) -> dict[str, float]:
     whole = max(1, round(length))
     has_token_weight = config.weight is None or config.weight.level == "token"
     is_of_tokens = method.is_of_tokens and has_token_weight and all(gate.is_of_tokens for gate in config.all_gates)
@@ -223,19 +205,18 @@ def _expected(config: CorrectionConfig, method: Method, k3: float, length: float
     drawn_length = min(whole, NUM_TOKENS // NUM_RESPONSES) if is_of_tokens else whole
     num_responses = min(NUM_TOKENS // drawn_length, NUM_RESPONSES)
     if num_responses < MIN_RESPONSES or not _is_of_the_law(config, method):
-        return DrawnEffect(*[math.nan] * len(DrawnEffect._fields))
+        return dict.fromkeys(_MEASURED, math.nan)
+    law = GaussianLaw(k3, drawn_length)
     halves = [
-        measured(config, method, draw(GaussianLaw(k3, drawn_length), num_responses, behavior=behavior, half=half))
+        _measured(config, method, *draw(law, num_responses, behavior=behavior, half=half))
         for half, behavior in enumerate(BEHAVIOR)
     ]
-    found = DrawnEffect(
-        *(
-            0.5 * (one + other) if math.isclose(one, other, rel_tol=AGREEMENT) else math.nan
-            for one, other in zip(*halves, strict=True)
-        )
-    )
+    found = {
+        name: 0.5 * (one + other) if math.isclose(one, other, rel_tol=AGREEMENT) else math.nan
+        for name, one, other in zip(_MEASURED, *halves, strict=True)
+    }
     if drawn_length < whole:
-        found = found._replace(kept_sequences=1.0 - (1.0 - found.kept_tokens) ** length)
+        found["kept_sequences"] = 1.0 - (1.0 - found["kept_tokens"]) ** length
     return found
 
 
@@ -247,8 +228,10 @@ def _is_of_the_law(config: CorrectionConfig, method: Method) -> bool:
     return not has_segments and all(gate.row.follows_from_ratio for gate in gates)
 
 
-def draw(law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float], half: int) -> Drawn:
-    """Responses under the law, whose sums of log-ratios are spread evenly over their distribution.
+def draw(
+    law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float], half: int
+) -> tuple[dict[str, Any], Tensor]:
+    """Log-probs and layout of responses under the law, whose sums are spread evenly, and their advantages ``[T]``.
 
     The mean of Gaussian tokens is independent of how they lie about it. So each response may get its mean from a
     stratum of its own: what depends on sums then has an error like 1 / num_responses, not like its root.
@@ -269,44 +252,42 @@ def draw(law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float],
     lowest, highest = behavior
     behavior_T = lowest + (highest - lowest) * torch.rand(len(difference_T), generator=generator)
     sign_S = 1.0 - 2.0 * ((torch.arange(num_responses) + half) % 2)
-    advantages_T = sign_S.repeat_interleave(length)
-    return Drawn(behavior_T + difference_T, behavior_T, advantages_T, PackedLayout.whole([length] * num_responses))
+    streams = {
+        "proximal_logprobs_T": behavior_T + difference_T,
+        "behavior_logprobs_T": behavior_T,
+        "layout": PackedLayout.whole([length] * num_responses),
+    }
+    return streams, sign_S.repeat_interleave(length)
 
 
-def measured(config: CorrectionConfig, method: Method, drawn: Drawn) -> DrawnEffect:
-    """What a correction and a method do to drawn responses, which are one call."""
-    mask_T = torch.ones_like(drawn.proximal_T)
+_MEASURED = ("kept_tokens", "live_tokens", "kept_sequences", "learning_rate", "ess")
+
+
+def _measured(
+    config: CorrectionConfig, method: Method, streams: dict[str, Any], advantages_T: Tensor
+) -> tuple[float, ...]:
+    """``_MEASURED`` of a correction and a method on drawn responses, which are one call."""
+    mask_T = torch.ones_like(advantages_T)
     weights_T = keep_mask_T = None
     if not config.metrics_only:
         correction = compute_correction(
-            proximal_logprobs_T=drawn.proximal_T,
-            behavior_logprobs_T=drawn.behavior_T,
+            **streams,
             response_mask_R=mask_T,
-            layout=drawn.layout,
             config=config.replace(metrics=(), scope="data_parallel"),
             band_scales_N=torch.ones(len(config.adapted_gates)),
         )
         weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
     found = first_update(
         method,
-        proximal_logprobs_T=drawn.proximal_T,
-        behavior_logprobs_T=drawn.behavior_T,
-        advantages_T=drawn.advantages_T,
+        **streams,
+        advantages_T=advantages_T,
         response_mask_T=mask_T,
-        layout=drawn.layout,
         weights_T=weights_T,
         keep_mask_T=keep_mask_T,
     )
-    factor_T, num_responses = found.factor_T.double(), len(drawn.layout.response_lengths)
+    factor_T = found.factor_T.double()
     first, second = float(factor_T.mean()), float(factor_T.square().mean())
-    return DrawnEffect(
-        kept_tokens=_share_of(found.kept_T),
-        live_tokens=_share_of(found.live_T),
-        kept_sequences=_share_of(found.kept_T.view(num_responses, -1).any(1)),
-        learning_rate=first,
-        ess=first**2 / second if second else math.nan,
-    )
-
-
-def _share_of(mask: Tensor) -> float:
-    return float(mask.count_nonzero()) / mask.numel()
+    kept_S = found.kept_T.view(len(streams["layout"].response_lengths), -1).any(1)
+    shares = (float(mask.count_nonzero()) / mask.numel() for mask in (found.kept_T, found.live_T, kept_S))
+    # Kish's effective share of the factor on the loss.
+    return (*shares, first, first**2 / second if second else math.nan)

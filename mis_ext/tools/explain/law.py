@@ -43,22 +43,15 @@ class Normal:
     mean: float
     variance: float
 
-    def log_between(self, low: float, high: float) -> float:
-        """Log of the probability of ``[low, high]``, exact in both tails."""
-        if low > high:
-            return -math.inf
-        if self.variance == 0.0:
-            return 0.0 if low <= self.mean <= high else -math.inf
-        begin, end = ((edge - self.mean) / math.sqrt(self.variance) for edge in (low, high))
-        # Near 1 too a logarithm keeps the digits of what is missing.
-        small, large = (_log_below(edge) for edge in (begin, end))
-        if small == -math.inf or large == -math.inf:
-            return large
-        return large + (math.log(-math.expm1(small - large)) if small < large else -math.inf)
-
     def between(self, low: float, high: float) -> float:
-        """The probability that the variable lies in ``[low, high]``, in [0, 1]."""
-        return math.exp(self.log_between(low, high))
+        """The probability that the variable lies in ``[low, high]``, in [0, 1], exact in both tails."""
+        if low > high or self.variance == 0.0:
+            return float(low <= self.mean <= high)
+        small, large = (_log_below((edge - self.mean) / math.sqrt(self.variance)) for edge in (low, high))
+        if small == -math.inf or large == -math.inf:
+            return math.exp(large)
+        # Near 1 too a logarithm keeps the digits of what is missing.
+        return math.exp(large + math.log(-math.expm1(small - large))) if small < large else 0.0
 
     def moment(self, weight: Weigh, power: int, within: Interval = EVERYTHING, *, kinks: Iterable[float] = ()) -> float:
         """``E[weight(x) ** power; x in within]`` of a weight of log-ratios that stays the same beyond 20 nats.
@@ -71,10 +64,10 @@ class Normal:
         """
         first, last = within
         if self.variance == 0.0:
-            return _weigh(weight, [self.mean], power)[0] if first <= self.mean <= last else 0.0
+            return _weight_at(self.mean, weight, power) if first <= self.mean <= last else 0.0
         ends = (-MAX_LOG_RATIO, MAX_LOG_RATIO)
         flat = zip(ends, ((first, min(last, ends[0])), (max(first, ends[1]), last)), strict=True)
-        total = sum(_weigh(weight, [end], power)[0] * self.between(*part) for end, part in flat if part[0] < part[1])
+        total = sum(_weight_at(end, weight, power) * self.between(*part) for end, part in flat if part[0] < part[1])
         # All that counts lies about the mean, or where growing weights move it.
         margin = _NODE_RANGE * math.sqrt(self.variance)
         low = max(first, ends[0], self.mean - margin)
@@ -93,9 +86,8 @@ class Normal:
         return float((share * density * weight(nodes).pow(power)).sum() * (high - low) / (3.0 * (_NUM_NODES - 1)))
 
 
-def _weigh(weight: Weigh, log_ratios: list[float], power: int) -> list[float]:
-    weights: list[float] = weight(torch.tensor(log_ratios, dtype=torch.float64)).pow(power).tolist()
-    return weights
+def _weight_at(log_ratio: float, weight: Weigh, power: int) -> float:
+    return float(weight(torch.tensor([log_ratio], dtype=torch.float64)).pow(power))
 
 
 def _log_below(value: float) -> float:
@@ -146,22 +138,18 @@ class GaussianLaw:
             return float(low <= on_policy <= high)
         if gate.reduce == "token" or (self.length == 1.0 and gate.reduce in ("sum", "mean")):
             return sum(self.token.between(*part) for part in passing(gate))
-        if gate.reduce == "min":
-            return self._all_above(gate.statistic, low) - self._all_above(gate.statistic, high)
-        if gate.reduce == "max":
-            return self._all_below(gate.statistic, high) - self._all_below(gate.statistic, low)
+        if gate.reduce in ("min", "max"):
+            # All tokens are at most at a bound, or all are above it.
+            low, high = (self.token.between(*_AT_MOST[gate.statistic](each)) for each in (low, high))
+            if gate.reduce == "min":
+                low, high = max(1.0 - high, 0.0), max(1.0 - low, 0.0)
+            return float(high**self.length - low**self.length)
         if gate.statistic == "k1":
             low, high = -high, -low
         if gate.statistic in ("ratio", "k1"):
             return (self.product if gate.reduce == "sum" else self.geometric).between(low, high)
         scale = self.length if gate.reduce == "mean" else 1.0
         return self._sum_below(gate.statistic, high * scale) - self._sum_below(gate.statistic, low * scale)
-
-    def _all_below(self, statistic: str, value: float) -> float:
-        return float(self.token.between(*_AT_MOST[statistic](value)) ** self.length)
-
-    def _all_above(self, statistic: str, value: float) -> float:
-        return float(max(1.0 - self.token.between(*_AT_MOST[statistic](value)), 0.0) ** self.length)
 
     def _sum_below(self, statistic: str, value: float) -> float:
         on_policy = _on_policy(statistic)
