@@ -6,6 +6,7 @@
     python lab/studies/evidence.py run staleness --seeds 5 6 7 8    # more seeds: compact and report take them too
     python lab/studies/evidence.py compact                          # a file per study of what ran
     python lab/studies/evidence.py report                           # tables and plots of everything that ran
+    python lab/studies/evidence.py baseline                         # does rejection bias the baseline of a group?
 
 Results lie in ``lab/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
 a group lies in ``unfinished`` there; ``list`` says how far it got, and a pretrained study's page shows it. Several
@@ -77,7 +78,13 @@ def main() -> None:
             command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
         if name == "report":
             command.add_argument("--output", type=Path, default=FOLDER)
+    commands.add_parser("baseline", help="rejected answers in and out of their group's baseline, exactly")
     options = parser.parse_args()
+    if options.command == "baseline":
+        from evidence import group_baseline
+
+        group_baseline.report(FOLDER)
+        return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
         parser.error(f"no study {', '.join(unknown)}: choose from {', '.join(STUDIES)}")
@@ -92,7 +99,7 @@ def main() -> None:
         studies = [STUDIES[name].with_seeds(options.seeds) for name in names]
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
-        from evidence import enumerable, front, overview, precision, signs, verdicts
+        from evidence import enumerable, front, group_baseline, overview, precision, signs, verdicts
         from evidence.floor import Floor
         from evidence.pretrained import collapse
         from evidence.pretrained import report as pretrained
@@ -112,6 +119,7 @@ def main() -> None:
             overview.report(results, FOLDER / "README.md", floor)
             signs.report(results, options.output)
             enumerable.report(FEW, options.output)
+            group_baseline.report(options.output)
         return
     for study in studies:
         if options.command == "list":
