@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from mis_ext.checks.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
 from mis_ext.checks.token_sums import Power
-from mis_ext.tools.diagnosis.cause import Finding, cause, percent
+from mis_ext.tools.diagnosis.cause import Confidence, Finding, cause, percent
 from mis_ext.tools.diagnosis.measuring import Measured
 from mis_ext.tools.diagnosis.signals import FIRST_LATE, Place
 
@@ -79,19 +77,13 @@ def equal(measured: Measured) -> Finding | None:
 )
 def kernels(measured: Measured) -> Finding | None:
     """A difference of the size of kernels in bfloat16."""
-    is_quiet = measured.k3_left < QUIET_K3
-    if not _has_left(measured) or measured.k3_left >= KERNEL_K3 or (is_quiet and measured.has_main):
+    is_quiet, old = measured.k3_left < QUIET_K3, stale_words(measured)
+    if not _is_left(measured, 0.0, KERNEL_K3) or (is_quiet and measured.has_main):
         return None
-    old, more = stale_words(measured), more_words(measured)
-    return Finding(
-        confidence="likely",
-        evidence=f"k3 {measured.k3_left:.2g} is no more than dense models have: {BF16}",
-        k3_share=1.0 - measured.explained,
-        is_up_to=True,
-        alternatives=(*old, SMALL_PRECISION)
-        if is_quiet
-        else _behind(old, SMALL_PRECISION, "a mixture of experts", more=more),
-    )
+    others = (*old, SMALL_PRECISION)
+    if not is_quiet:
+        others = _behind(old, SMALL_PRECISION, "a mixture of experts", more=more_words(measured))
+    return _rest(measured, f"no more than dense models have: {BF16}", others, confidence="likely")
 
 
 @cause(
@@ -109,16 +101,11 @@ def kernels_or_low_precision(measured: Measured) -> Finding | None:
 
     Tails do not tell them apart: low precision adds some, but which model it is decides more.
     """
-    if not _has_left(measured) or not KERNEL_K3 <= measured.k3_left < PRETRAINED_K3:
+    if not _is_left(measured, KERNEL_K3, PRETRAINED_K3):
         return None
+    evidence = f"within what both give: {BF16}; {QUANTISED}"
     # What is left behind a cause with evidence of its own does not come first.
-    return Finding(
-        confidence="possible" if measured.explained else "likely",
-        evidence=f"k3 {measured.k3_left:.2g} is within what both give: {BF16}; {QUANTISED}",
-        k3_share=1.0 - measured.explained,
-        is_up_to=True,
-        alternatives=_others(measured),
-    )
+    return _rest(measured, evidence, _others(measured), confidence="possible" if measured.explained else "likely")
 
 
 @cause(
@@ -132,15 +119,9 @@ def kernels_or_low_precision(measured: Measured) -> Finding | None:
 )
 def low_precision(measured: Measured) -> Finding | None:
     """A difference between those of bfloat16 and of other weights."""
-    if not _has_left(measured) or not PRETRAINED_K3 <= measured.k3_left < QUANTISED_K3:
+    if not _is_left(measured, PRETRAINED_K3, QUANTISED_K3):
         return None
-    return Finding(
-        confidence="possible",
-        evidence=f"k3 {measured.k3_left:.2g} is above kernels: {BF16}; {QUANTISED}",
-        k3_share=1.0 - measured.explained,
-        is_up_to=True,
-        alternatives=(*_others(measured), OTHER_KERNELS),
-    )
+    return _rest(measured, f"above kernels: {BF16}; {QUANTISED}", (*_others(measured), OTHER_KERNELS))
 
 
 @cause(
@@ -152,30 +133,34 @@ def low_precision(measured: Measured) -> Finding | None:
 )
 def large(measured: Measured) -> Finding | None:
     """More than precision explains."""
-    if not _has_left(measured) or measured.k3_left < QUANTISED_K3:
+    if not _is_left(measured, QUANTISED_K3, math.inf):
         return None
+    others = (
+        *(OLD_WEIGHTS, OTHER_PRECISION, "another prompt, chat template or context", PENALTIES),
+        *("a mixture of experts in low precision", "low precision beside one of these", *more_words(measured)),
+    )
+    evidence = f"above what low precision gave in SmolLM2-135M, {QUANTISED_K3:g}"
+    return _rest(measured, f"{evidence}; weights a step old gave 8e-2 in a small model", others)
+
+
+def _is_left(measured: Measured, low: float, high: float) -> bool:
+    """Whether what no cause explains is known, and of this size."""
+    tokens = measured.tokens
+    is_known = bool(tokens.num_different) and tokens.num_rest >= MIN_TOKENS and measured.explained <= MAX_EXPLAINED
+    return is_known and low <= measured.k3_left < high
+
+
+def _rest(
+    measured: Measured, evidence: str, alternatives: tuple[str, ...], confidence: Confidence = "possible"
+) -> Finding:
+    """All that no cause explains."""
     return Finding(
-        confidence="possible",
-        evidence=f"k3 {measured.k3_left:.2g} is above what low precision gave in SmolLM2-135M, {QUANTISED_K3:g}; "
-        "weights a step old gave 8e-2 in a small model",
+        confidence=confidence,
+        evidence=f"k3 {measured.k3_left:.2g} is {evidence}",
         k3_share=1.0 - measured.explained,
         is_up_to=True,
-        alternatives=(
-            OLD_WEIGHTS,
-            OTHER_PRECISION,
-            "another prompt, chat template or context",
-            PENALTIES,
-            "a mixture of experts in low precision",
-            "low precision beside one of these",
-            *more_words(measured),
-        ),
+        alternatives=alternatives,
     )
-
-
-def _has_left(measured: Measured) -> bool:
-    tokens = measured.tokens
-    is_left = measured.explained <= MAX_EXPLAINED
-    return bool(tokens.num_different) and tokens.num_rest >= MIN_TOKENS and is_left and not math.isnan(measured.k3)
 
 
 def _others(measured: Measured) -> tuple[str, ...]:
@@ -244,23 +229,20 @@ def unfit_words(measured: Measured) -> tuple[str, ...]:
 
 
 def stale_words(measured: Measured) -> tuple[str, ...]:
-    """That weights are old: every token is of another version, so that no fresh one tells what they do, or by signs."""
-    if measured.samples is None or not len(measured.samples.measured):
+    """That weights are old: every token is of another version, so that no fresh one tells what they do, or by signs.
+
+    The standard error is over samples, whose tokens belong together.
+    """
+    samples = None if measured.samples is None else measured.samples.measured
+    if samples is None or not len(samples):
         return ()
-    samples = measured.samples.measured
     behind = samples["versions_behind"]
     if not bool((behind.isnan() | (behind == 0.0)).any()):
         count = int(samples["num_tokens"].sum())
         return (f"stale weights: all {count} tokens were sampled with weights of another version",)
-    if bool((behind == 0.0).all()):
-        return ()
-    return _raised_words(samples["num_open"], samples["num_raised"])
-
-
-def _raised_words(num_open_S: Tensor, num_raised_S: Tensor) -> tuple[str, ...]:
-    """That most open tokens became more probable; the standard error is over samples, whose tokens belong together."""
+    num_open_S, num_raised_S = samples["num_open"], samples["num_raised"]
     total = float(num_open_S.sum())
-    if total < MIN_OPEN:
+    if bool((behind == 0.0).all()) or total < MIN_OPEN:
         return ()
     share = float(num_raised_S.sum()) / total
     error = float((num_raised_S - share * num_open_S).square().sum().sqrt()) / total

@@ -7,7 +7,7 @@ Numbers from runs of examples/train_grpo.py with ``--update-weights-interval 4``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -100,9 +100,8 @@ def _fresh_words(k3: float, *, is_few: bool) -> tuple[str, ...]:
     return (*usual, "lower precision on one side" if k3 < QUANTISED_K3 else OTHER_PRECISION)
 
 
-def _share_above(floor: float, groups: Iterable[_Group]) -> float:
+def _share_above(floor: float, groups: Sequence[_Group | _Step]) -> float:
     """Share of k3 that groups have above a floor."""
-    groups = [*groups]
     total = sum(group.k3 * group.num_tokens for group in groups)
     above = sum(max(group.k3 - floor, 0.0) * group.num_tokens for group in groups)
     return above / total if total else math.nan
@@ -146,9 +145,9 @@ def _by_step(samples: Samples, typical: Mapping[str, float]) -> Finding | None:
         evidence = _jumps(steps, usual)
     if not evidence:
         return None
-    total = sum(step.k3 * step.num_tokens for step in steps)
-    above = sum(max(step.k3 - usual, 0.0) * step.num_tokens for step in steps)
-    return Finding(confidence="possible", evidence=evidence, k3_share=above / total, alternatives=alternatives)
+    return Finding(
+        confidence="possible", evidence=evidence, k3_share=_share_above(usual, steps), alternatives=alternatives
+    )
 
 
 def _returns(steps: list[_Step], floor: _Step) -> str:
