@@ -59,24 +59,6 @@ PAIRS = tuple(
 
 JUDGED = (*((plant,) for plant in PLANTS), *PAIRS)
 
-_LATE = "positions from 92 on"
-LIMITS: dict[str, tuple[tuple[str, str], ...]] = {
-    "what begins at a position falls together with what ends there, or a temperature moves the tokens more": (
-        ("begun with old weights", _LATE),
-        (_LATE, "temperature 0.7"),
-    ),
-    "a line explains too little where other tokens are much farther apart": (
-        ("another prompt", "temperature 1.2"),
-        ("adapter on one side", "temperature 1.05"),
-        *((other, "base 2") for other in ("another prompt", "another chat template", "top-k 8")),
-        ("3 samples of others", "base 2"),
-    ),
-    "a cut and a temperature below 1 move the same tokens against each other": (
-        *(("temperature 0.7", cut) for cut in ("top-p 0.9", "min-p 0.05")),
-    ),
-}
-"""Which pairs are told wrong, by the reason."""
-
 
 class Verdict(NamedTuple):
     """What is named where causes are planted.
@@ -213,17 +195,6 @@ def pairs_table() -> Table:
         line = "".join(signs.get(frozenset((plant, other)), ".") for other in PLANTS)
         rows.append((str(number), plant, f"`{line}`"))
     return Table(("", "planted", f"beside `{numbers}`"), tuple(rows))
-
-
-def limits_table() -> Table:
-    """What is wrong, by its reason."""
-    verdicts = recorded()
-    rows = (
-        (" + ".join(pair), ", ".join(f"`{cause}`" for cause in verdicts[pair].named), verdicts[pair].verdict, reason)
-        for reason, pairs in LIMITS.items()
-        for pair in pairs
-    )
-    return Table(("planted", "named", "what is wrong", "why"), tuple(rows))
 
 
 def never_table() -> Table:

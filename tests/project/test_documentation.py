@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS), str(ROOT / "tests")]
 
 from public_names import public_names  # noqa: E402
-from trained_pairs import limits_table, never_table, pairs_table, plants_table  # noqa: E402
+from trained_pairs import never_table, pairs_table, plants_table  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 WORDS_OF_THE_README = 1000
@@ -86,7 +86,6 @@ TABLES = {
     "causes": (DOCS / "report_causes.md", causes_table),
     "plants": (DOCS / "report_causes.md", plants_table),
     "pairs": (DOCS / "report_causes.md", pairs_table),
-    "pairs told wrong": (DOCS / "report_causes.md", limits_table),
     "pairs left out": (DOCS / "report_causes.md", never_table),
     "presets": (DOCS / "presets.md", presets_table),
     "traps": (DOCS / "presets.md", traps_table),
