@@ -246,7 +246,7 @@ def test_evidence_of_causes_is_summed_over_the_tokens_that_have_it() -> None:
     shifts[0, 0, 200] -= 1.0
     assert upper > replace(signals, shifts=shifts).typical_shift()
     # A behavior log-prob of 0 says nothing about the engines.
-    sums = signals.tokens.line._asdict()
-    assert (sums["num_tokens"], sums["difference"]) == pytest.approx((2, 0.1))
-    assert (sums["behavior"], sums["proximal"]) == pytest.approx((-0.8, -0.7))
-    assert (sums["behavior_difference"], sums["proximal_difference"]) == pytest.approx((-0.13, 0.28))
+    line = signals.tokens.line
+    assert (line.num_tokens, line.d) == pytest.approx((2, 0.1))
+    assert (line.b, line.p) == pytest.approx((-0.8, -0.7))
+    assert (line.bd, line.pd) == pytest.approx((-0.13, 0.28))
