@@ -59,26 +59,16 @@ class PackedLayout:
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
-        """The layout of a rank that holds whole responses, one after the other.
-
-        Args:
-            response_lengths: Tokens of each response, masked ones too.
-            device: Where index tensors go.
-        """
+        """The layout of a rank that holds whole responses one after the other; their lengths count masked tokens."""
         return _whole_layout(tuple(response_lengths), torch.device(device))
 
     @classmethod
     def without_tokens(
         cls, response_lengths: Sequence[int], *, is_whole: bool, device: torch.device | str = "cpu"
     ) -> PackedLayout:
-        """The layout of a rank that has no token of any response.
-
-        Args:
-            response_lengths: Tokens per whole response, as on the other ranks.
-            is_whole: Whether no other rank holds parts of the same responses: then they are left out.
-            device: Where index tensors live.
-        """
+        """The layout of a rank that has no token of any response: the lengths are those on the other ranks."""
         if is_whole:
+            # No other rank holds parts of the same responses.
             return cls.whole((), device=device)
         lengths = tuple(response_lengths)
         nothing = (0,) * len(lengths)

@@ -38,8 +38,6 @@ Population = Literal["valid_tokens", "response_tokens", "sequences", "responses"
 """What a metric is a mean over. ``sequences``: those with a valid token. ``responses``: those with a response token.
 ``group``: one number of all data-parallel ranks."""
 
-Stage = Literal["token", "sequence", "group"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
@@ -89,9 +87,8 @@ class MetricRow:
     Attributes:
         name: Without prefix.
         over: What it is a mean over.
-        stage: Of what the formula is: a token, a sequence, or the whole group. Over tokens, the formula of a sequence
-            is the sum over its tokens.
-        formula: What it needs, and how it follows.
+        formula: Of a valid token; over sequences or responses of a sequence; over response tokens the sum over those of
+            a sequence; of the whole group.
         text: What it measures, for the documentation.
         is_core: Whether it is on the short list to watch.
         alias_of: Another row with the same values, which are not computed twice.
@@ -101,7 +98,6 @@ class MetricRow:
 
     name: str
     over: Population
-    stage: Stage
     formula: Formula
     text: str
     is_core: bool = False
@@ -117,7 +113,7 @@ class MetricRow:
     @property
     def total_formula(self) -> Formula:
         """What one sequence adds to the total of the mean."""
-        return Formula.named(Column("sum", self.token_name)) if self.stage == "token" else self.formula
+        return Formula.named(Column("sum", self.token_name)) if self.over == "valid_tokens" else self.formula
 
     @property
     def amount_name(self) -> str:
@@ -243,14 +239,13 @@ def row(
     function: Callable[..., Tensor] | Formula,
     text: str,
     *,
-    stage: Stage,
     core: bool = False,
     mask: str | None = None,
     scaled: bool = False,
 ) -> MetricRow:
-    """A row from a function whose parameters name what it needs."""
+    """A row from a formula, or from a function whose parameters name what it needs."""
     formula = function if isinstance(function, Formula) else Formula.of(function)
-    return MetricRow(name, over, stage, formula, text, is_core=core, mask=mask, is_scaled=scaled)
+    return MetricRow(name, over, formula, text, is_core=core, mask=mask, is_scaled=scaled)
 
 
 def effective_share(total: Tensor, squared_total: Tensor, count: Tensor) -> Tensor:
@@ -259,19 +254,17 @@ def effective_share(total: Tensor, squared_total: Tensor, count: Tensor) -> Tens
     return (total / count * (total / squared_total)).clamp_max(1.0)
 
 
+def _sums(*names: str) -> tuple[Total, ...]:
+    return tuple(Total("sum", name) for name in names)
+
+
 GROUP_FORMULAS: dict[str, Formula] = {
-    "one_if_any": Formula(lambda count: where(count > 0.0, 1.0, math.nan), (Total("sum", NUM_VALID),)),
+    "one_if_any": Formula(lambda count: where(count > 0.0, 1.0, math.nan), _sums(NUM_VALID)),
     "effective_token_share": Formula(
-        effective_share,
-        (
-            Total("sum", Column("sum", "ratio")),
-            Total("sum", Column("sum", "squared_ratio")),
-            Total("sum", NUM_VALID),
-        ),
+        effective_share, _sums(Column("sum", "ratio"), Column("sum", "squared_ratio"), NUM_VALID)
     ),
     "effective_sequence_share": Formula(
-        effective_share,
-        (Total("sum", "sequence_ratio"), Total("sum", "squared_sequence_ratio"), Total("sum", "is_measured")),
+        effective_share, _sums("sequence_ratio", "squared_sequence_ratio", "is_measured")
     ),
 }
 """Numbers of the group that several of its metrics need."""
@@ -289,191 +282,198 @@ def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
         1965. Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO),
         arXiv:2602.17616; of tokens: ours.
     """
-    return tuple(_mismatch_rows(metric_max))
 
-
-def _mismatch_rows(metric_max: float) -> Iterator[MetricRow]:
-    def sequence(name: str, function: Callable[..., Tensor] | Formula, text: str) -> MetricRow:
-        return row(name, "sequences", function, text, stage="sequence")
-
-    def token(name: str, function: Callable[..., Tensor] | Formula, text: str, *, core: bool = False) -> MetricRow:
-        return row(name, "valid_tokens", function, text, stage="token", core=core)
-
-    def group(name: str, formula: Formula, text: str, *, core: bool = False) -> MetricRow:
-        return row(name, "group", formula, text, stage="group", core=core)
-
-    def extreme(total: Total, function: Callable[[Tensor], Tensor]) -> Formula:
+    def extreme(operation: Literal["min", "max"], of: str, function: Callable[[Tensor], Tensor]) -> Formula:
         # Of no valid token at all it is infinite, and the metric NaN.
-        return Formula(lambda value, one_if_any: function(value) * one_if_any, (total, "one_if_any"))
+        return Formula(lambda value, one_if_any: function(value) * one_if_any, (Total(operation, of), "one_if_any"))
 
     def chi2_seq(sum_log_ratio: Tensor) -> Tensor:
         excess = bounded_expm1(sum_log_ratio)
         return (excess * (excess + 2.0)).clamp_max(metric_max)
 
-    yield sequence("training_log_ppl", lambda proximal_mean: -proximal_mean, "minus the mean proximal log-prob")
-    yield sequence("training_ppl", lambda proximal_mean: bounded_exp(-proximal_mean), "its `exp`")
-    yield sequence("rollout_log_ppl", lambda behavior_mean: -behavior_mean, "minus the mean behavior log-prob")
-    yield sequence("rollout_ppl", lambda behavior_mean: bounded_exp(-behavior_mean), "its `exp`")
-    yield token(
-        "kl", lambda log_ratio: (-log_ratio).clamp(-MAX_NATS, MAX_NATS), "`-d`: the KL of `k3_kl`, noisier, any sign"
+    raised = Formula(
+        lambda raised, all_open: where(all_open > 0.0, raised / all_open.clamp_min(1.0), math.nan),
+        _sums(Column("sum", "is_raised"), Column("sum", "is_open")),
     )
-    yield token(
-        "k3_kl",
-        lambda k3: k3.clamp_max(metric_max),
-        "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative",
-        core=True,
-    )
-    yield sequence("log_ppl_diff", lambda log_ratio_mean: -log_ratio_mean, "`-mean d`")
-    yield sequence("log_ppl_abs_diff", lambda log_ratio_mean: log_ratio_mean.abs(), "`abs mean d`")
-    yield sequence("ppl_ratio", lambda log_ratio_mean: bounded_exp(-log_ratio_mean), "`exp(-mean d)`")
-    # Minus the largest mean is the smallest of minus the mean.
-    yield group(
-        "log_ppl_diff_min",
-        extreme(Total("max", "log_ratio_mean"), lambda x: -x),
-        "smallest `-mean d` of a sequence",
-    )
-    yield group(
-        "log_ppl_diff_max",
-        extreme(Total("min", "log_ratio_mean"), lambda x: -x),
-        "largest `-mean d` of a sequence",
-    )
-    yield sequence(
-        "chi2_token",
-        Formula(mean, (Column("sum", "squared_ratio_excess"), NUM_VALID)).then(lambda x: x.clamp_max(metric_max)),
-        "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`",
-    )
-    yield sequence(
-        "chi2_seq",
-        Formula(chi2_seq, (Column("sum", "log_ratio"),)),
-        "`exp(2 sum d) - 1`, at most `mis_metric_max`",
-    )
-    yield token("logprob_abs_diff", lambda abs_log_ratio: abs_log_ratio.clamp_max(MAX_NATS), "`abs d`", core=True)
-    yield token("tv", lambda ratio_excess: -ratio_excess.clamp_max(0.0), "`1 - min(1, exp d)`: total variation")
-    yield token("ratio_above_2_fraction", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2")
-    yield token("ratio_below_half_fraction", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2")
-    yield group(
-        "raised_fraction",
-        Formula(
-            lambda raised, all_open: where(all_open > 0.0, raised / all_open.clamp_min(1.0), math.nan),
-            (Total("sum", Column("sum", "is_raised")), Total("sum", Column("sum", "is_open"))),
-        ),
-        f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs",
-    )
-    # What mis_ess_ratio_token and mis_ess_ratio_seq are is effective_share above.
-    yield group(
-        "ess_ratio_token",
-        Formula.named("effective_token_share"),
-        "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
-        core=True,
-    )
-    yield group(
-        "ess_ratio_seq",
-        Formula.named("effective_sequence_share"),
-        "the same of the products of ratios of sequences",
-        core=True,
-    )
-    yield group(
-        "lr_multiplier_token",
-        Formula.of(lambda effective_token_share: effective_token_share.sqrt()),
-        "root of `ess_ratio_token`: what to multiply the learning rate by",
-    )
-    yield group(
-        "lr_multiplier_seq",
-        Formula.of(lambda effective_sequence_share: effective_sequence_share.sqrt()),
-        "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
-    )
-    yield group(
-        "ratio_max", extreme(Total("max", Column("max", "log_ratio")), bounded_exp), "largest `exp d`", core=True
-    )
-    yield group("ratio_min", extreme(Total("min", Column("min", "log_ratio")), bounded_exp), "smallest `exp d`")
+    chi2_token = Formula(mean, (Column("sum", "squared_ratio_excess"), NUM_VALID))
     without_ratio = row(
         "nonfinite_token_fraction",
         "response_tokens",
         lambda num_response, num_valid: num_response - num_valid,
         "response tokens without a finite ratio",
-        stage="sequence",
         core=True,
     )
-    yield without_ratio
-    yield row(
-        "unmeasured_seq_fraction",
-        "responses",
-        lambda num_valid: where(num_valid > 0.0, 0.0, 1.0),
-        "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences",
-        stage="sequence",
+    # With d = log pi_prox - log mu of a token; over sequences d is summed or averaged over the tokens of each.
+    return (
+        row("training_log_ppl", "sequences", lambda proximal_mean: -proximal_mean, "minus the mean proximal log-prob"),
+        row("training_ppl", "sequences", lambda proximal_mean: bounded_exp(-proximal_mean), "its `exp`"),
+        row("rollout_log_ppl", "sequences", lambda behavior_mean: -behavior_mean, "minus the mean behavior log-prob"),
+        row("rollout_ppl", "sequences", lambda behavior_mean: bounded_exp(-behavior_mean), "its `exp`"),
+        row(
+            "kl",
+            "valid_tokens",
+            lambda log_ratio: (-log_ratio).clamp(-MAX_NATS, MAX_NATS),
+            "`-d`: the KL of `k3_kl`, noisier, any sign",
+        ),
+        row(
+            "k3_kl",
+            "valid_tokens",
+            lambda k3: k3.clamp_max(metric_max),
+            "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative",
+            core=True,
+        ),
+        row("log_ppl_diff", "sequences", lambda log_ratio_mean: -log_ratio_mean, "`-mean d`"),
+        row("log_ppl_abs_diff", "sequences", lambda log_ratio_mean: log_ratio_mean.abs(), "`abs mean d`"),
+        row("ppl_ratio", "sequences", lambda log_ratio_mean: bounded_exp(-log_ratio_mean), "`exp(-mean d)`"),
+        # Minus the largest mean is the smallest of minus the means.
+        row(
+            "log_ppl_diff_min",
+            "group",
+            extreme("max", "log_ratio_mean", lambda x: -x),
+            "smallest `-mean d` of a sequence",
+        ),
+        row(
+            "log_ppl_diff_max",
+            "group",
+            extreme("min", "log_ratio_mean", lambda x: -x),
+            "largest `-mean d` of a sequence",
+        ),
+        row(
+            "chi2_token",
+            "sequences",
+            chi2_token.then(lambda x: x.clamp_max(metric_max)),
+            "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`",
+        ),
+        row(
+            "chi2_seq",
+            "sequences",
+            Formula(chi2_seq, (Column("sum", "log_ratio"),)),
+            "`exp(2 sum d) - 1`, at most `mis_metric_max`",
+        ),
+        row(
+            "logprob_abs_diff",
+            "valid_tokens",
+            lambda abs_log_ratio: abs_log_ratio.clamp_max(MAX_NATS),
+            "`abs d`",
+            core=True,
+        ),
+        row(
+            "tv",
+            "valid_tokens",
+            lambda ratio_excess: -ratio_excess.clamp_max(0.0),
+            "`1 - min(1, exp d)`: total variation",
+        ),
+        row("ratio_above_2_fraction", "valid_tokens", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2"),
+        row("ratio_below_half_fraction", "valid_tokens", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2"),
+        row(
+            "raised_fraction",
+            "group",
+            raised,
+            f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs",
+        ),
+        # The formula of mis_ess_ratio_token and mis_ess_ratio_seq is effective_share, above.
+        row(
+            "ess_ratio_token",
+            "group",
+            Formula.named("effective_token_share"),
+            "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
+            core=True,
+        ),
+        row(
+            "ess_ratio_seq",
+            "group",
+            Formula.named("effective_sequence_share"),
+            "the same of the products of ratios of sequences",
+            core=True,
+        ),
+        row(
+            "lr_multiplier_token",
+            "group",
+            lambda effective_token_share: effective_token_share.sqrt(),
+            "root of `ess_ratio_token`: what to multiply the learning rate by",
+        ),
+        row(
+            "lr_multiplier_seq",
+            "group",
+            lambda effective_sequence_share: effective_sequence_share.sqrt(),
+            "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
+        ),
+        row(
+            "ratio_max", "group", extreme("max", Column("max", "log_ratio"), bounded_exp), "largest `exp d`", core=True
+        ),
+        row("ratio_min", "group", extreme("min", Column("min", "log_ratio"), bounded_exp), "smallest `exp d`"),
+        without_ratio,
+        row(
+            "unmeasured_seq_fraction",
+            "responses",
+            lambda num_valid: where(num_valid > 0.0, 0.0, 1.0),
+            "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences",
+        ),
+        row(
+            "train_rollout_logprob_abs_diff_max",
+            "group",
+            extreme("max", Column("max", "abs_log_ratio"), _as_it_is),
+            "largest `abs d`",
+        ),
+        # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
+        row(
+            "train_rollout_logprob_abs_diff_nonzero",
+            "valid_tokens",
+            lambda log_ratio: log_ratio != 0.0,
+            "tokens whose two log-probs are different float32 numbers (+0 equals -0)",
+        ),
+        without_ratio.alias(
+            "train_rollout_logprob_abs_diff_invalid",
+            "`nonfinite_token_fraction` under the name that goes with these two",
+        ),
     )
-    yield group(
-        "train_rollout_logprob_abs_diff_max",
-        extreme(Total("max", Column("max", "abs_log_ratio")), lambda x: x),
-        "largest `abs d`",
-    )
-    # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
-    yield token(
-        "train_rollout_logprob_abs_diff_nonzero",
-        lambda log_ratio: log_ratio != 0.0,
-        "tokens whose two log-probs are different float32 numbers (+0 equals -0)",
-    )
-    yield without_ratio.alias(
-        "train_rollout_logprob_abs_diff_invalid", "`nonfinite_token_fraction` under the name that goes with these two"
-    )
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     """What bounding does to the weights, before normalisation."""
-    stage: Stage = "token" if weight.level == "token" else "sequence"
-    over: Population = "valid_tokens" if weight.level == "token" else "sequences"
-    log_ratio = weight.log_ratio
-
-    def at_level(name: str, formula: Formula, text: str) -> MetricRow:
-        return row(name, over, formula, text, stage=stage)
+    is_of_tokens, log_ratio = weight.level == "token", weight.log_ratio
+    over: Population = "valid_tokens" if is_of_tokens else "sequences"
 
     def share_of(compare: Callable[[Tensor], Tensor]) -> Formula:
         return log_ratio.then(lambda x: where(compare(x), 1.0, 0.0))
 
     low, high = weight.log_low, weight.log_high
-    before = Formula.named("ratio") if weight.level == "token" else log_ratio.then(bounded_exp)
-    yield at_level("tis_weight_before_bound", before, "the ratio at `tis_level`")
+    before = Formula.named("ratio") if is_of_tokens else log_ratio.then(bounded_exp)
+    yield row("tis_weight_before_bound", over, before, "the ratio at `tis_level`")
     above = share_of(lambda x: x > high)
     if weight.bound.has_low:
         below = share_of(lambda x: x < low)
-        yield at_level(f"tis_{weight.mode}_fraction_low", below, "weights below the lower bound")
-        yield at_level(f"tis_{weight.mode}_fraction_high", above, "weights above the upper bound")
+        yield row(f"tis_{weight.mode}_fraction_low", over, below, "weights below the lower bound")
+        yield row(f"tis_{weight.mode}_fraction_high", over, above, "weights above the upper bound")
     elif weight.bound.has_high:
         below = share_of(lambda x: x < -high)
-        yield at_level(f"tis_{weight.mode}_fraction", above, "weights above the upper bound")
-        yield at_level(f"tis_{weight.mode}_fraction_low", below, "weights below 1 / the upper bound")
-    after = at_level("tis_weight_after_bound", Formula.named(f"{stage}_weight"), "the bounded weight")
+        yield row(f"tis_{weight.mode}_fraction", over, above, "weights above the upper bound")
+        yield row(f"tis_{weight.mode}_fraction_low", over, below, "weights below 1 / the upper bound")
+    bounded = Formula.named("token_weight" if is_of_tokens else "sequence_weight")
+    after = row("tis_weight_after_bound", over, bounded, "the bounded weight")
     yield after
     yield after.alias("is_ratio_mean_after_tis_rs", "the same, under the reference's name")
-    yield row(
-        "tis_weight_std",
-        "group",
-        Formula(
-            lambda scatter, count: (scatter / count).sqrt(),
-            (Total("scatter", "weight_excess"), Total("sum", "num_weights")),
-        ),
-        "standard deviation of the bounded weights",
-        stage="group",
+    deviation = Formula(
+        lambda scatter, count: (scatter / count).sqrt(), (Total("scatter", "weight_excess"), *_sums("num_weights"))
     )
-    yield row(
-        "tis_weight_ess",
-        "group",
-        Formula(effective_share, tuple(Total("sum", name) for name in ("weight", "squared_weight", "num_weights"))),
-        "`(sum w)^2 / (n sum w^2)` of the bounded weights",
-        stage="group",
-    )
+    yield row("tis_weight_std", "group", deviation, "standard deviation of the bounded weights")
+    share = Formula(effective_share, _sums("weight", "squared_weight", "num_weights"))
+    yield row("tis_weight_ess", "group", share, "`(sum w)^2 / (n sum w^2)` of the bounded weights")
 
 
 def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
     """What a gate finds outside its bounds, whatever other gates do."""
     over: Population = "valid_tokens" if gate.is_of_tokens else "sequences"
-    stage: Stage = "token" if gate.is_of_tokens else "sequence"
+    # The statistic and its bounds as they are written.
+    shown = bounded_exp if gate.row.is_log else _as_it_is
 
     def share_of(found: Formula) -> Formula:
         return found.then(lambda flag: where(flag, 1.0, 0.0))
 
-    # The statistic and its bounds as they are written.
-    shown = bounded_exp if gate.row.is_log else _as_it_is
     if gate.is_veto:
         yield row(
             f"{name}_token_fraction",
@@ -483,63 +483,46 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
                 (Column("sum", f"vetoes_of_{name}"), NUM_VALID, NUM_RESPONSE),
             ),
             "tokens that alone veto their sequence, those without a finite ratio among them",
-            stage="sequence",
         )
         rejected = share_of(gate.passes.then(lambda passes: ~passes))
-        yield row(f"{name}_seq_fraction", "responses", rejected, "sequences with such a token", stage="sequence")
+        yield row(f"{name}_seq_fraction", "responses", rejected, "sequences with such a token")
     else:
         below, above = gate.found(lambda x, low, _high: x < low), gate.found(lambda x, _low, high: x > high)
-        yield row(f"{name}_fraction_low", over, share_of(below), "below the band", stage=stage)
-        yield row(f"{name}_fraction_high", over, share_of(above), "above the band", stage=stage)
+        yield row(f"{name}_fraction_low", over, share_of(below), "below the band")
+        yield row(f"{name}_fraction_high", over, share_of(above), "above the band")
     value = gate.value.then(shown) if gate.row.is_log else gate.value
-    yield row(f"{name}_value", over, value, "the statistic itself", stage=stage, mask=gate.over)
+    yield row(f"{name}_value", over, value, "the statistic itself", mask=gate.over)
     if gate.target_accept is not None:
         for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
             if math.isfinite(edge):
                 bound = Formula(lambda scale, edge=edge: shown(scale * edge), (gate.scale_name,))
-                yield row(f"{name}_bound_{side}", "group", bound, f"the {side} bound of today", stage="group")
-
-
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
+                yield row(f"{name}_bound_{side}", "group", bound, f"the {side} bound of today")
 
 
 def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:
     """What the weights are in the end, and what the gates left."""
     if is_normalized:
-        text = "the mean weight divided by"
-        yield row("batch_norm_factor", "group", Formula.named("mean_weight"), text, stage="group")
+        yield row("batch_norm_factor", "group", Formula.named("mean_weight"), "the mean weight divided by")
     if weight is not None:
-        for name, core, formula, text in _final_weights(weight):
-            yield row(f"is_ratio_{name}_final", "sequences", formula, text, stage="sequence", core=core, scaled=True)
-    yield row(
-        "kept_token_fraction",
-        "response_tokens",
-        Formula.named("num_kept"),
-        "what the gates left in the mask",
-        stage="sequence",
-        core=True,
-    )
+        # Means and extremes over a sequence, before they are scaled.
+        average = smallest = largest = Formula.named("sequence_weight")
+        if weight.level == "token":
+            average = Formula(mean, (Column("sum", "token_weight"), NUM_VALID))
+            # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
+            smallest, largest = (Formula(weight.bounded, (Column(side, "log_ratio"),)) for side in ("min", "max"))
+        text = "bounded and scaled weights, whatever the gates do: their mean over a sequence"
+        yield row("is_ratio_mean_final", "sequences", average, text, core=True, scaled=True)
+        yield row("is_ratio_min_final", "sequences", smallest, "their smallest", scaled=True)
+        yield row("is_ratio_max_final", "sequences", largest, "their largest", scaled=True)
+    kept = Formula.named("num_kept")
+    yield row("kept_token_fraction", "response_tokens", kept, "what the gates left in the mask", core=True)
     yield row(
         "kept_seq_fraction",
         "responses",
-        lambda num_kept: where(num_kept > 0.0, 1.0, 0.0),
+        kept.then(lambda count: where(count > 0.0, 1.0, 0.0)),
         "sequences of which something is left in the mask",
-        stage="sequence",
         core=True,
     )
     if has_kept_denominator:
-        text = "the factor of `mis_denominator: kept`"
-        yield row("denominator_factor", "group", Formula.named("denominator_factor"), text, stage="group")
-
-
-def _final_weights(weight: Weight) -> Iterator[tuple[str, bool, Formula, str]]:
-    """Mean and extremes of the weights of a sequence, before they are scaled; whether each is a core metric."""
-    average = smallest = largest = Formula.named("sequence_weight")
-    if weight.level == "token":
-        average = Formula(mean, (Column("sum", "token_weight"), NUM_VALID))
-        # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
-        smallest, largest = (Formula(weight.bounded, (Column(side, "log_ratio"),)) for side in ("min", "max"))
-    yield "mean", True, average, "bounded and scaled weights, whatever the gates do: their mean over a sequence"
-    yield "min", False, smallest, "their smallest"
-    yield "max", False, largest, "their largest"
+        factor = Formula.named("denominator_factor")
+        yield row("denominator_factor", "group", factor, "the factor of `mis_denominator: kept`")

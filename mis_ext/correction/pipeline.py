@@ -16,7 +16,6 @@ from mis_ext.correction.log_ratio import Streams
 from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
 from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
-from mis_ext.correction.segments import segment_values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +73,7 @@ class Correction:
 
     @property
     def measured(self) -> dict[str, Tensor]:
-        """``[S]`` bool per selected metric: the sequences that it counts; over G those with a response token."""
+        """``[S]`` bool per selected metric: those it counts; for one of the group those with a response token."""
         plan, values = self.plan, self._sequences.values
         counts = [*plan.table.counts, *["num_response"] * len(plan.group)]
         is_measured = {name: values[name] > 0 for name in {*counts}}
@@ -82,7 +81,7 @@ class Correction:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Selected metrics by public name: of this data-parallel rank, but those over G of all of them."""
+        """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
         plan, values = self.plan, self._sequences.values
         over_group = total_values(plan, self._over_group_A)
         scales = scale_values(plan, totals=self.totals, over_group=over_group, rollout_scale=self._rollout_scale)
@@ -213,14 +212,17 @@ def run_passes(
     """The passes of a call, and the collectives between them; arguments as of :func:`compute_correction`."""
     plan, layout = backend.plan, backend.layout
     if plan.segments:
+        # Most runs have no gate on turns.
+        from mis_ext.correction.segments import segment_values
+
         backend.take_segments(segment_values(backend, cp_group=cp_group))
     statistics_FS = backend.token_statistics()
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)
     # A rank alone gathers nothing.
     gathered_WFS = statistics_FS.unsqueeze(0) if cp_group is None else gather_rows(statistics_FS, cp_group)
-    # From the same gathered statistics every context-parallel rank decides the same of a sequence. Which single tokens
-    # are kept knows only the rank that has them: it sends a bit for each, so that all have one keep mask.
+    # How context-parallel ranks agree on the keep mask: of sequences all decide the same from the same gathered
+    # statistics; which single tokens are kept knows only the rank that has them, and sends a bit for each.
     others_reject = not layout.is_whole and plan.config.rejects_single_tokens
     keep_bits = merge_bits(backend.keep_bits(), cp_group) if others_reject else None
     sequences = backend.sequences(gathered_WFS)

@@ -267,7 +267,7 @@ def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> d
         elif gate.is_veto:
             formulas[f"vetoes_of_{name}"] = gate.vetoes
     return formulas | {
-        row.token_name: row.formula for row in metrics if row.stage == "token" and not row.formula.is_name
+        row.token_name: row.formula for row in metrics if row.over == "valid_tokens" and not row.formula.is_name
     }
 
 

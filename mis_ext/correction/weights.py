@@ -24,6 +24,8 @@ HookLevel = Literal["token", "sequence", "geometric"]
 Level = HookLevel | Literal["prefix", "segment"]
 
 DEFAULT_UPPER_BOUND = 2.0
+"""The cap of a weight where no upper bound is given, as where the only key is `use_tis: true`."""
+
 REDUCTIONS: dict[str, Reduce] = {
     "token": "token",
     "sequence": "sum",

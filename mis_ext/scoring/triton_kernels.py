@@ -242,6 +242,7 @@ def gradient_kernel(
             log_share = (value - highest) * scale - log_total
             share = tl.exp2(log_share * LOG2_E)
             found = tl.zeros([BLOCK], tl.float32)
+            # The gradient of the logits: g (1[v = t] - p_v) - h p_v (log p_v + H)
             if OF_LOG_PROB:
                 among = share
                 if HAS_KEPT:

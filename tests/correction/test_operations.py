@@ -114,7 +114,6 @@ def test_a_bound_and_a_metric_with_such_an_operation_are_refused_by_name(monkeyp
             "sequences",
             lambda sum_log_ratio: sum_log_ratio.erf(),
             "of a user",
-            stage="sequence",
             core=True,
         )
     ]

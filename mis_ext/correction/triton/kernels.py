@@ -323,11 +323,13 @@ def output_kernel(
     if IS_CORRECTED:
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
         of_segment = segments + token.to(tl.int64) * SEGMENTS
+        # Generated from Weight.formula and the gates, see _token_outputs in generate.py.
         weight, weighted, kept = token_outputs(
             log_ratio, proximal_T, behavior_T, valid, response, of_segment, band_scales
         )
         # Spread before they are compared: the interpreter cannot spread a bool.
         in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0
+        # The weight of a token is its own times that of its sequence, which decisions_kernel has stored, and the scale.
         # Chosen, not multiplied by a mask: a token without a weight gets exactly 0.
         scaled = weight * (tl.load(column + WEIGHT_ROW * num_sequences) * scale_factor)
         tl.store(weights + token, tl.where(weighted & in_weighted, scaled, 0.0).to(tl.float32), mask=is_token)

@@ -10,7 +10,7 @@ with symbols too, also where there is no GPU: :func:`check_operations`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -30,6 +30,37 @@ def literal(number: float) -> str:
     return f"({float(number)!r})"
 
 
+def _binary(operator: str) -> Callable[[Symbol, Symbol | float], Symbol]:
+    def apply(left: Symbol, right: Symbol | float) -> Symbol:
+        text, kind = _operand(right, left.type)
+        return Symbol(f"({left.text} {operator} {text})", kind)
+
+    return apply
+
+
+def _reversed(operator: str) -> Callable[[Symbol, float], Symbol]:
+    return lambda right, left: Symbol(f"({literal(left)} {operator} {right.text})", right.type)
+
+
+def _comparison(operator: str) -> Callable[[Symbol, object], Symbol]:
+    def apply(left: Symbol, right: object) -> Symbol:
+        return Symbol(f"({left.text} {operator} {_operand(cast('Symbol | float', right), left.type)[0]})", "bool")
+
+    return apply
+
+
+def _logical(operator: str) -> Callable[[Symbol, Symbol], Symbol]:
+    return lambda left, right: Symbol(f"({left.text} {operator} {right.text})", "bool")
+
+
+def _wide(template: str) -> Callable[[Symbol], Symbol]:
+    return lambda x: Symbol(template.format(x.wide), "float64")
+
+
+def _of_two(function: str) -> Callable[[Symbol, Symbol], Symbol]:
+    return lambda x, y: Symbol(f"{function}({x.text}, {y.text})", _wider(x.type, y.type))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Symbol:
     """A Triton expression that takes the place of a tensor."""
@@ -42,91 +73,28 @@ class Symbol:
         """The expression as float64, a mask as 1 and 0."""
         return self.text if self.type == "float64" else f"({self.text}).to(tl.float64)"
 
-    def _binary(self, operator: str, other: Symbol | float, *, reverse: bool = False) -> Symbol:
-        right, kind = _operand(other, self.type)
-        left, right = (right, self.text) if reverse else (self.text, right)
-        return Symbol(f"({left} {operator} {right})", kind)
-
-    def __add__(self, other: Symbol | float) -> Symbol:
-        return self._binary("+", other)
-
-    def __radd__(self, other: float) -> Symbol:
-        return self._binary("+", other, reverse=True)
-
-    def __sub__(self, other: Symbol | float) -> Symbol:
-        return self._binary("-", other)
-
-    def __rsub__(self, other: float) -> Symbol:
-        return self._binary("-", other, reverse=True)
-
-    def __mul__(self, other: Symbol | float) -> Symbol:
-        return self._binary("*", other)
-
-    def __rmul__(self, other: float) -> Symbol:
-        return self._binary("*", other, reverse=True)
+    __add__, __sub__, __mul__ = _binary("+"), _binary("-"), _binary("*")
+    __radd__, __rsub__, __rmul__ = _reversed("+"), _reversed("-"), _reversed("*")
+    __lt__, __le__, __gt__, __ge__ = _comparison("<"), _comparison("<="), _comparison(">"), _comparison(">=")
+    __eq__, __ne__ = _comparison("=="), _comparison("!=")  # type: ignore[assignment]
+    __and__, __or__ = _logical("&"), _logical("|")
+    exp, expm1, log = _wide("tl.exp({})"), _wide("(tl.exp({}) - 1.0)"), _wide("tl.log({})")
+    sqrt, abs = _wide("tl.sqrt({})"), _wide("tl.abs({})")
 
     def __neg__(self) -> Symbol:
         return Symbol(f"(-{self.text})", self.type)
 
+    def __invert__(self) -> Symbol:
+        return Symbol(f"(~{self.text})", "bool")
+
     def __truediv__(self, other: Symbol | float) -> Symbol:
-        right = other.wide if isinstance(other, Symbol) else literal(other)
-        return Symbol(f"({self.wide} / {right})", "float64")
+        return Symbol(f"({self.wide} / {other.wide if isinstance(other, Symbol) else literal(other)})", "float64")
 
     def __rtruediv__(self, other: float) -> Symbol:
         return Symbol(f"({literal(other)} / {self.wide})", "float64")
 
-    def _compare(self, operator: str, other: Symbol | float) -> Symbol:
-        return Symbol(f"({self.text} {operator} {_operand(other, self.type)[0]})", "bool")
-
-    def __lt__(self, other: Symbol | float) -> Symbol:
-        return self._compare("<", other)
-
-    def __le__(self, other: Symbol | float) -> Symbol:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Symbol | float) -> Symbol:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Symbol | float) -> Symbol:
-        return self._compare(">=", other)
-
-    def __eq__(self, other: object) -> Symbol:  # type: ignore[override]
-        return self._compare("==", cast("Symbol | float", other))
-
-    def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
-        return self._compare("!=", cast("Symbol | float", other))
-
-    def __and__(self, other: Symbol) -> Symbol:
-        return Symbol(f"({self.text} & {other.text})", "bool")
-
-    def __or__(self, other: Symbol) -> Symbol:
-        return Symbol(f"({self.text} | {other.text})", "bool")
-
-    def __invert__(self) -> Symbol:
-        return Symbol(f"(~{self.text})", "bool")
-
     def __bool__(self) -> bool:
         raise TypeError("a formula cannot branch on a value: write where(condition, value, otherwise)")
-
-    def exp(self) -> Symbol:
-        """``e**x``."""
-        return Symbol(f"tl.exp({self.wide})", "float64")
-
-    def expm1(self) -> Symbol:
-        """``e**x - 1``."""
-        return Symbol(f"(tl.exp({self.wide}) - 1.0)", "float64")
-
-    def log(self) -> Symbol:
-        """The natural logarithm."""
-        return Symbol(f"tl.log({self.wide})", "float64")
-
-    def sqrt(self) -> Symbol:
-        """The square root."""
-        return Symbol(f"tl.sqrt({self.wide})", "float64")
-
-    def abs(self) -> Symbol:
-        """The absolute value."""
-        return Symbol(f"tl.abs({self.wide})", "float64")
 
     def square(self) -> Symbol:
         """The square."""
@@ -150,13 +118,7 @@ class Symbol:
         """The smaller of the value and ``high``."""
         return self.clamp(-math.inf, high)
 
-    def minimum(self, other: Symbol) -> Symbol:
-        """The smaller of two symbols, elementwise."""
-        return Symbol(f"tl.minimum({self.text}, {other.text})", _wider(self.type, other.type))
-
-    def maximum(self, other: Symbol) -> Symbol:
-        """The larger of two symbols, elementwise."""
-        return Symbol(f"tl.maximum({self.text}, {other.text})", _wider(self.type, other.type))
+    minimum, maximum = _of_two("tl.minimum"), _of_two("tl.maximum")
 
     def choose(self, value: Symbol | float, otherwise: Symbol | float) -> Symbol:
         """``value`` where this boolean symbol is true, else ``otherwise``."""
