@@ -1,4 +1,4 @@
-"""What a backend does between the collectives, and which one computes.
+"""Which backend computes: one call's passes, between which :mod:`mis_ext.correction.pipeline` communicates.
 
 Triton kernels on a GPU where Triton imports, PyTorch operations elsewhere. ``MIS_EXT_BACKEND=eager`` or ``triton``
 decides instead; a choice that cannot be had is an error.
@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import Streams, TokenRatios
-from mis_ext.correction.normalization import WeightScale
-from mis_ext.correction.plan import Plan
 from mis_ext.validation import check_choice
 
+if TYPE_CHECKING:
+    from mis_ext.correction.eager import EagerBackend, EagerSequences
+    from mis_ext.correction.triton.fused import FusedSequences, TritonBackend
 
-class Sequences(Protocol):
-    """What the pass over sequences found: numbers of each sequence, and totals of this call."""
-
-    @property
-    def totals_A(self) -> Tensor:
-        """Totals of this call, in the order of the plan; behind them the status of the ranks."""
-
-    @property
-    def values(self) -> NamedValues:
-        """Numbers of each sequence ``[S]``, by the names of the plan."""
+    Backend: TypeAlias = EagerBackend | TritonBackend
+    Sequences: TypeAlias = EagerSequences | FusedSequences
+else:
+    # Importing mis_ext must not import Triton.
+    Backend = Sequences = object
 
 
 class Outputs(NamedTuple):
@@ -46,64 +38,19 @@ class Outputs(NamedTuple):
     token_metrics: dict[str, Tensor]
 
 
-class Backend(Protocol):
-    """One call's passes, in this order; between them :mod:`mis_ext.correction.pipeline` communicates."""
-
-    streams: Streams
-    layout: PackedLayout
-    plan: Plan
-    band_scales_N: Tensor
-
-    @property
-    def tokens(self) -> TokenRatios:
-        """Log-ratios of the local tokens, computed once where the passes need them as tensors too."""
-
-    def take_segments(self, segments_FT: Tensor) -> None:
-        """The plan's ``segment_names`` of each local token; before any other pass, where there are some."""
-
-    def token_statistics(self) -> Tensor:
-        """``[F + 1, S]``, this rank's share of the plan's columns, and a row for the status: ``inf``, no failure."""
-
-    def keep_bits(self) -> Tensor:
-        """uint8, one bit per token of the whole responses: set where a local token passes the gates on tokens."""
-
-    def sequences(self, gathered_WFS: Tensor) -> Sequences:
-        """What follows for sequences from the shares of all context-parallel ranks."""
-
-    def merge_totals(self, gathered_WA: Tensor) -> Tensor:
-        """``[A]`` totals of all data-parallel ranks from those of each."""
-
-    def outputs(
-        self,
-        sequences: Sequences,
-        *,
-        over_group_A: Tensor,
-        rollout_scale: WeightScale | None,
-        keep_bits: Tensor | None,
-        token_metrics: bool,
-    ) -> Outputs:
-        """Weights, masks, and where asked for the metrics of each token's sequence."""
-
-    def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
-        """``[T]`` values times weights, 0 where the weight is 0, whatever the value; the gradient is the weight."""
-
-
 VARIABLE = "MIS_EXT_BACKEND"
 BACKENDS = ("eager", "triton")
 OLDEST_TRITON = (3, 4)
 
-MakeBackend = Callable[[Streams, PackedLayout, Plan, Tensor], Backend]
 
-
-def choose_backend(device: torch.device) -> MakeBackend:
+def choose_backend(device: torch.device) -> type[Backend]:
     """The backend that runs the passes for tensors on ``device``: eager or Triton.
 
     Raises:
         ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
     """
-    # Imported when needed: importing mis_ext must not import Triton.
     if wants_triton(device):
-        from mis_ext.correction.triton.backend import TritonBackend
+        from mis_ext.correction.triton.fused import TritonBackend
 
         return TritonBackend
     from mis_ext.correction.eager import EagerBackend

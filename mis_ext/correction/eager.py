@@ -23,9 +23,11 @@ _BITS = 8
 
 
 class EagerSequences(NamedTuple):
-    """:class:`~mis_ext.correction.backend.Sequences` as tensors.
+    """What the pass over sequences found.
 
-    ``metrics_NS``, ``counts_NS``: the plan's metrics of sequences, and how many tokens of each sequence they count.
+    ``values``: numbers of each sequence ``[S]``, by the names of the plan. ``totals_A``: totals of this call, in the
+    order of the plan; behind them the status of the ranks. ``metrics_NS``, ``counts_NS``: the plan's metrics of
+    sequences, and how many tokens of each sequence they count.
     """
 
     values: NamedValues
@@ -35,7 +37,15 @@ class EagerSequences(NamedTuple):
 
 
 class EagerBackend:
-    """See :class:`~mis_ext.correction.backend.Backend`."""
+    """One call's passes, in the order of the methods.
+
+    Attributes:
+        streams: What comes in.
+        layout: Where the tokens lie.
+        plan: What is computed.
+        band_scales_N: Scales of the bands that have a target.
+        tokens: Log-ratios of the local tokens.
+    """
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N
@@ -53,12 +63,12 @@ class EagerBackend:
         self._masks: dict[int, Tensor] = {}
 
     def take_segments(self, segments_FT: Tensor) -> None:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """The plan's ``segment_names`` of each local token; before any other pass, where there are some."""
         named = dict(zip(self.plan.segment_names, segments_FT.unbind(), strict=True))
         self._tokens = NamedValues(self._given | named, self.plan.token)
 
     def token_statistics(self) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """``[F + 1, S]``, this rank's share of the plan's columns, and a row for the status: ``inf``, no failure."""
         plan, reduce = self.plan, self.layout.index.reduce_masked
         sums, minima = plan.columns[: plan.num_sum_columns], plan.columns[plan.num_sum_columns :]
         sums_FS = reduce(map(self._row_and_mask, sums), "sum")
@@ -69,7 +79,7 @@ class EagerBackend:
         return torch.cat([sums_FS, minima_FS, status_FS])
 
     def keep_bits(self) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """uint8, one bit per token of the whole responses: set where a local token passes the gates on tokens."""
         position_T = self.layout.index.position_T
         assert position_T is not None
         flags_R = torch.zeros(self.layout.num_whole_tokens, dtype=torch.uint8, device=position_T.device)
@@ -78,7 +88,7 @@ class EagerBackend:
         return (padded.view(-1, _BITS) << _bit_numbers(padded.device)).sum(1, dtype=torch.uint8)
 
     def sequences(self, gathered_WFS: Tensor) -> EagerSequences:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """What follows for sequences from the shares of all context-parallel ranks."""
         plan, table, num_sums = self.plan, self.plan.table, self.plan.num_sum_columns
         *rows, failed_S = [*gathered_WFS[:, :num_sums].sum(0).unbind(), *gathered_WFS[:, num_sums:].amin(0).unbind()]
         given = dict(zip(plan.column_names, rows, strict=True)) | self._band_scales
@@ -107,7 +117,7 @@ class EagerBackend:
         return EagerSequences(values, torch.cat([sums_A, padded.amin(-1)]), metrics_NS, counts_NS)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """``[A]`` totals of all data-parallel ranks from those of each."""
         num_sums = self.plan.num_sum_totals
         sums_A = with_scatters(self.plan, gathered_WA[:, :num_sums].sum(0), of_rows_AN=gathered_WA.T)
         return torch.cat([sums_A, gathered_WA[:, num_sums:].amin(0)])
@@ -121,7 +131,7 @@ class EagerBackend:
         keep_bits: Tensor | None,
         token_metrics: bool,
     ) -> Outputs:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """Weights, masks, and where asked for the metrics of each token's sequence."""
         assert isinstance(sequences, EagerSequences)
         plan, index, values, tokens = self.plan, self.layout.index, sequences.values, self._tokens
         totals = total_values(plan, sequences.totals_A)
@@ -152,7 +162,7 @@ class EagerBackend:
         return Outputs(weights_T, loss_mask_R, metrics)
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """``[T]`` values times weights, 0 where the weight is 0, whatever the value; the gradient is the weight."""
         weighed_T = values_T * weights_T
         return zero_outside(weights_T.to(weighed_T.dtype), weighed_T)
 

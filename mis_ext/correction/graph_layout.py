@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,7 @@ class GraphLayout:
     length_and_start_2S: Tensor
     longest: int
     num_tokens: int
-
-    @property
-    def is_whole(self) -> bool:
-        """True."""
-        return True
+    is_whole: ClassVar[bool] = True
 
     @property
     def sequence_T(self) -> Tensor:

@@ -206,7 +206,10 @@ def plan_of(config: CorrectionConfig) -> Plan:
 
     place = {row.name: index for index, row in enumerate(metrics)}
     index = {total: index for index, total in enumerate(totals)}
-    segments = _segments(config)
+    on_segments = [gate for gate in config.all_gates if gate.is_of_segments]
+    segments = tuple(
+        dict.fromkeys(Segment(x.value.names[0], x.row.token, x.reduce == "segment_mean") for x in on_segments)
+    )
     return Plan(
         config=config,
         token=token,
@@ -247,12 +250,6 @@ def _typed(kind: type[_Reduction], names: Iterable[str]) -> list[_Reduction]:
 
 def _sums_first(reductions: Iterable[_Reduction]) -> tuple[_Reduction, ...]:
     return tuple(sorted(reductions, key=lambda reduction: reduction.operation in ("min", "max")))
-
-
-def _segments(config: CorrectionConfig) -> tuple[Segment, ...]:
-    gates = [gate for gate in config.all_gates if gate.is_of_segments]
-    found = (Segment(gate.value.needs[0], gate.row.token, gate.reduce == "segment_mean") for gate in gates)
-    return tuple(dict.fromkeys(found))
 
 
 def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> dict[str, Formula]:

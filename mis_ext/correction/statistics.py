@@ -84,10 +84,6 @@ class Statistic:
         return math.log(bound) if bound > 0.0 else -math.inf
 
 
-def _k2(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() * 0.5
-
-
 def _k3(ratio_excess: Tensor, log_ratio: Tensor) -> Tensor:
     # Bounded above with the ratio, so that a huge log-ratio reads as the largest value and not as a negative one.
     return (ratio_excess - log_ratio.clamp(-math.inf, MAX_LOG_RATIO)).clamp(0.0, math.inf)
@@ -120,7 +116,7 @@ TOKEN_FORMULAS: dict[str, Formula] = {
     "squared_ratio_excess": Formula.of(lambda ratio_excess: ratio_excess * (ratio_excess + 2.0)),
     "abs_log_ratio": Formula.of(lambda log_ratio: log_ratio.abs()),
     "k1": Formula.of(lambda log_ratio: -log_ratio),
-    "k2": Formula.of(_k2),
+    "k2": Formula.of(lambda squared_log_ratio: squared_log_ratio * 0.5),
     "k3": Formula.of(_k3),
     "squared_log_ratio": Formula.of(lambda log_ratio: log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()),
     "exp_abs_log_ratio": Formula.of(lambda abs_log_ratio: bounded_exp(abs_log_ratio)),

@@ -1,6 +1,6 @@
 """From logits to log-probs, entropy and their gradient: read :mod:`mis_ext.scoring.scores` first.
 
-The arithmetic is written twice: in :mod:`mis_ext.scoring.eager`, and fused in :mod:`mis_ext.scoring.triton_kernels`.
+The arithmetic is written twice: in :mod:`mis_ext.scoring.chunked`, and fused in :mod:`mis_ext.scoring.triton_kernels`.
 """
 
 from mis_ext.scoring.passes import KeptColumns

@@ -8,7 +8,6 @@ Triton kernels do it on a GPU where Triton imports, PyTorch operations elsewhere
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.backend import wants_triton
 from mis_ext.correction.collectives import Group, gather_rows
-from mis_ext.scoring.eager import EagerBackend
+from mis_ext.scoring.chunked import EagerBackend
 from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets
 from mis_ext.validation import check_choice, check_number
 
@@ -182,12 +181,9 @@ def choose_backend(logits: Tensor) -> Backend:
     Raises:
         ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
     """
-    return _triton_backend() if logits.dtype in FUSED_DTYPES and wants_triton(logits.device) else EagerBackend()
+    if logits.dtype in FUSED_DTYPES and wants_triton(logits.device):
+        # Imported when needed: importing mis_ext must not import Triton.
+        from mis_ext.scoring.triton_backend import TritonBackend
 
-
-@functools.cache
-def _triton_backend() -> Backend:
-    # Imported when needed: importing mis_ext must not import Triton.
-    from mis_ext.scoring.triton_backend import TritonBackend
-
-    return TritonBackend()
+        return TritonBackend()
+    return EagerBackend()

@@ -29,7 +29,7 @@ def choose_anew(monkeypatch):
 
 @needs_triton
 def test_triton_is_chosen_on_a_gpu_and_eager_on_a_cpu() -> None:
-    from mis_ext.correction.triton.backend import TritonBackend
+    from mis_ext.correction.triton.fused import TritonBackend
 
     assert choose_backend(CUDA) is TritonBackend
     assert choose_backend(CPU) is EagerBackend
@@ -37,7 +37,7 @@ def test_triton_is_chosen_on_a_gpu_and_eager_on_a_cpu() -> None:
 
 @needs_triton
 def test_the_variable_decides(monkeypatch) -> None:
-    from mis_ext.correction.triton.backend import TritonBackend
+    from mis_ext.correction.triton.fused import TritonBackend
 
     monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
     assert choose_backend(CUDA) is EagerBackend

@@ -31,7 +31,7 @@ from mis_ext.correction.plan import DECISIONS, plan_of
 MARGIN = 1e-5
 
 programs = pytest.importorskip("mis_ext.correction.triton.generate")
-kernels = pytest.importorskip("mis_ext.correction.triton.backend")
+kernels = pytest.importorskip("mis_ext.correction.triton.fused")
 TILE = kernels.TILE
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 

@@ -260,7 +260,9 @@ def test_each_equivalent_change_is_one_of_its_file() -> None:
 @pytest.mark.whole_run
 def test_the_near_tests_of_a_file_are_printed_to_be_run() -> None:
     command = [sys.executable, str(ROOT / "tests" / "near_tests.py")]
-    shown = subprocess.run([*command, "mis_ext/scoring/eager.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [*command, "mis_ext/scoring/chunked.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     files = shown.stdout.splitlines()
     assert "tests/scoring/test_scoring.py" in files[:5]
     assert all((ROOT / file).is_file() for file in files)

@@ -29,7 +29,7 @@ _weigh = BoundKernel(kernel(weigh_kernel), BLOCK=TILE)
 
 
 class FusedSequences:
-    """:class:`~mis_ext.correction.backend.Sequences` in two buffers."""
+    """:class:`~mis_ext.correction.eager.EagerSequences` in two buffers."""
 
     def __init__(
         self, plan: Plan, rows: tuple[str, ...], rows_FS: Tensor, totals_A: Tensor, band_scales_N: Tensor
@@ -39,7 +39,7 @@ class FusedSequences:
 
     @property
     def values(self) -> NamedValues:
-        """See :class:`~mis_ext.correction.backend.Sequences`."""
+        """See :class:`~mis_ext.correction.eager.EagerSequences`."""
         given = dict(zip(self.rows, self.rows_FS.unbind(), strict=True))
         # Compared when they are asked for, which costs a launch.
         masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "kept_sequence")}
@@ -52,7 +52,7 @@ def _nonzero(row_S: Tensor) -> Formula:
 
 
 class TritonBackend:
-    """See :class:`~mis_ext.correction.backend.Backend`."""
+    """See :class:`~mis_ext.correction.eager.EagerBackend`."""
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams = Streams._make([stream.contiguous() for stream in streams])
@@ -71,15 +71,15 @@ class TritonBackend:
 
     @property
     def tokens(self) -> TokenRatios:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         return self.streams.token_ratios(self.layout)
 
     def take_segments(self, segments_FT: Tensor) -> None:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         self._segments_TF = segments_FT.T.contiguous()
 
     def token_statistics(self) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         local, layout = self._tiles.local, self.layout
         num_columns, num_sequences = len(self.plan.columns), layout.num_sequences
         partials = self._empty(num_columns, local.num_tiles, dtype=torch.float64)
@@ -107,7 +107,7 @@ class TritonBackend:
         return statistics
 
     def keep_bits(self) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`; every sequence begins at a whole byte."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`; every sequence begins at a whole byte."""
         local, whole = self._tiles.local, self._tiles.whole
         assert whole is not None
         keep_bits = self._empty(self._tiles.num_keep_bytes, dtype=torch.uint8)
@@ -130,7 +130,7 @@ class TritonBackend:
         return keep_bits
 
     def sequences(self, gathered_WFS: Tensor) -> FusedSequences:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         num_sequences = self.layout.num_sequences
         num_blocks = max(1, -(-num_sequences // SEQUENCES_PER_BLOCK))
         rows = self._empty(len(self._programs.rows), num_sequences)
@@ -142,7 +142,7 @@ class TritonBackend:
         return FusedSequences(self.plan, self._programs.rows, rows, totals_A, self.band_scales_N)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         totals = self._empty(gathered_WA.shape[1])
         self._programs.merge_totals(1, gathered_WA, totals, gathered_WA.shape[0])
         return totals
@@ -156,7 +156,7 @@ class TritonBackend:
         keep_bits: Tensor | None,
         token_metrics: bool,
     ) -> Outputs:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         assert isinstance(sequences, FusedSequences)
         local, layout, plan = self._tiles.local, self.layout, self.plan
         num_tokens = layout.num_local_tokens
@@ -197,7 +197,7 @@ class TritonBackend:
         )
 
     def weigh(self, values_T: Tensor, weights_T: Tensor) -> Tensor:
-        """See :class:`~mis_ext.correction.backend.Backend`."""
+        """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         weighed: Tensor = _Weigh.apply(values_T, weights_T)  # type: ignore[no-untyped-call]
         return weighed
 
