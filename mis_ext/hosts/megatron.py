@@ -17,13 +17,13 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
-from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, current_run
-from mis_ext.hosts.whole_loss import loss_tokens, packed_loss
+from mis_ext.hosts.whole_loss import packed_loss, present, tokens_for
 from mis_ext.keys.run_config import RunConfig, WholeLoss
-from mis_ext.loss.policy import PolicyLoss, Reducer
+from mis_ext.loss.objective import LossTokens
+from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_tokens
 from mis_ext.scoring.places import response_places
 from mis_ext.validation import check_number
@@ -120,31 +120,27 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
                 return scores.log_prob_T.detach()
             return None if is_absent(batch.get(key)) else packed(key)
 
-        advantages_T = packed("advantages")
         mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-        given: dict[Policy, Tensor | None] = {
-            "current": scores.log_prob_T,
-            "behavior": optional("rollout_log_probs"),
-            "proximal": None if loss.skips_scoring else optional("log_probs"),
-            "reference": optional("ref_log_probs"),
-        }
-        state_values_T = optional("state_values")
-        reverse_kl_T = None if is_absent(batch.get("opd_reverse_kl")) else packed("opd_reverse_kl")
         divisor_S = _divisor(batch.get("rollout_mask_sums"), layout)
-        run.session.check_mask(mask_R)
-        tokens = loss_tokens(
-            settings,
-            given,
-            layout,
-            groups,
-            advantages_T=advantages_T,
+        given = LossTokens(
+            log_probs=present(
+                {
+                    "current": scores.log_prob_T,
+                    "behavior": optional("rollout_log_probs"),
+                    "proximal": None if loss.skips_scoring else optional("log_probs"),
+                    "reference": optional("ref_log_probs"),
+                }
+            ),
+            advantages_T=packed("advantages"),
             response_mask_R=mask_R,
+            divisor_S=num_tokens(mask_R, layout) if divisor_S is None else divisor_S,
+            layout=layout,
             entropy_T=scores.entropy_T,
-            state_values_T=state_values_T,
-            reverse_kl_T=reverse_kl_T,
-            divisor_S=divisor_S,
-            missing=_MISSING,
+            reverse_kl_T=None if is_absent(batch.get("opd_reverse_kl")) else packed("opd_reverse_kl"),
+            state_values_T=optional("state_values"),
         )
+        run.session.check_mask(mask_R)
+        tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             run.session.report_missing(is_rollout_missing=True)
     found = packed_loss(

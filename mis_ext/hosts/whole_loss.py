@@ -1,6 +1,6 @@
 """The whole loss of packed tokens, whoever packed them, and of log-probs for trainers that have no logits at hand.
 
-:func:`loss_tokens` says what a method needs of the tokens, :func:`packed_loss` corrects them and computes their loss.
+:func:`tokens_for` says what a loss needs of the tokens, :func:`packed_loss` corrects them and computes their loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.metrics import Mean
+from mis_ext.correction.metric_row import Mean
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups
@@ -114,35 +114,31 @@ def policy_loss_from_log_probs(
         def optional(name: str, values: Tensor | None) -> Tensor | None:
             return None if values is None else packed(name, values)
 
-        current_T = packed("current_logprobs", current_logprobs)
         if is_of_rows:
             advantages = advantages.unsqueeze(-1).expand_as(current_logprobs)
-        advantages_T = packed("advantages", advantages)
-        log_probs: dict[Policy, Tensor | None] = {
-            "current": current_T,
-            "behavior": optional("behavior_logprobs", behavior_logprobs),
-            "proximal": optional("proximal_logprobs", proximal_logprobs),
-            "reference": optional("reference_logprobs", reference_logprobs),
-        }
-        entropy_T, state_values_T = optional("entropy", entropy), optional("state_values", state_values)
         mask_R = response_mask.reshape(-1)
         if len(mask_R) != whole.num_whole_tokens:
             raise ValueError(f"response_mask has {len(mask_R)} tokens, the layout {whole.num_whole_tokens}")
+        given = LossTokens(
+            log_probs=present(
+                {
+                    "current": packed("current_logprobs", current_logprobs),
+                    "behavior": optional("behavior_logprobs", behavior_logprobs),
+                    "proximal": optional("proximal_logprobs", proximal_logprobs),
+                    "reference": optional("reference_logprobs", reference_logprobs),
+                }
+            ),
+            advantages_T=packed("advantages", advantages),
+            response_mask_R=mask_R,
+            divisor_S=num_tokens(mask_R, whole) if divisors is None else divisors,
+            layout=whole,
+            entropy_T=optional("entropy", entropy),
+            state_values_T=optional("state_values", state_values),
+        )
         run.session.check_mask(mask_R)
         if divisors is not None and divisors.shape != (whole.num_sequences,):
             raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
-        tokens = loss_tokens(
-            settings,
-            log_probs,
-            whole,
-            groups,
-            advantages_T=advantages_T,
-            response_mask_R=mask_R,
-            entropy_T=entropy_T,
-            state_values_T=state_values_T,
-            divisor_S=divisors,
-            missing=_MISSING,
-        )
+        tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")
     session = run.session if loss.has_correction else None
@@ -170,74 +166,52 @@ def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
     return PackedLayout.whole([current.shape[1]] * len(current), device=current.device)
 
 
-def loss_tokens(
-    settings: LossSettings,
-    log_probs: Mapping[Policy, Tensor | None],
-    layout: PackedLayout,
-    groups: Groups,
-    *,
-    advantages_T: Tensor,
-    response_mask_R: Tensor,
-    entropy_T: Tensor | None,
-    state_values_T: Tensor | None,
-    divisor_S: Tensor | None,
-    reverse_kl_T: Tensor | None = None,
-    missing: Mapping[str, str],
-) -> LossTokens:
-    """The tokens of a loss, of what a micro-batch holds, packed; None where there is nothing.
+def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, missing: Mapping[str, str]) -> LossTokens:
+    """What a loss needs of the tokens that are given. Without proximal log-probs the current ones take their place.
 
     Args:
         settings: What the loss is.
-        log_probs: ``[T]`` per policy, nats. Without proximal ones the current ones take their place, detached.
-        layout: Where the tokens lie.
-        groups: The ranks that share them.
-        advantages_T: ``[T]``.
-        response_mask_R: ``[R]``, of whole responses.
-        entropy_T: ``[T]``, nats.
-        state_values_T: ``[T]``, the mean advantage in the token's state.
-        divisor_S: ``[S]``, what each sequence's sum is divided by; by default its response tokens.
-        reverse_kl_T: ``[T]``, which is only reported.
+        given: Whatever the micro-batch holds, without groups.
+        groups: The ranks that share it.
         missing: Names of what can be missing, and what gives it, for messages.
 
     Raises:
         ValueError: The loss compares with a policy, or weighs a value, that is not given.
     """
-    if log_probs["behavior"] is None and settings.needs_behavior is not None:
+    log_probs, mask_R = {**given.log_probs}, given.response_mask_R
+    if "behavior" not in log_probs and settings.needs_behavior is not None:
         raise ValueError(f"{missing['behavior']}, with which {settings.needs_behavior} compares")
     needs_reference = settings.needs_reference or ("--use-kl-loss" if settings.kl is not None else None)
-    if log_probs["reference"] is None and needs_reference is not None:
+    if "reference" not in log_probs and needs_reference is not None:
         raise ValueError(f"{missing['reference']}, with which {needs_reference} compares")
-    if state_values_T is None and settings.needs_state_values:
+    if given.state_values_T is None and settings.needs_state_values:
         raise ValueError(
             f"{missing['state_values']}, by which {settings.chosen_by} weighs: the mean advantage in a state"
         )
-    if entropy_T is None and settings.entropy_coef != 0.0:
+    entropy_T = given.entropy_T
+    if settings.entropy_coef == 0.0:
+        entropy_T = None if entropy_T is None else entropy_T.detach()
+    elif entropy_T is None:
         raise ValueError(f"entropy is missing, which entropy_coef={settings.entropy_coef:g} weighs")
-    current_T, stored_T = log_probs["current"], log_probs["proximal"]
-    assert current_T is not None
-    policies: dict[Policy, Tensor | None] = {
-        "current": current_T,
-        "behavior": log_probs["behavior"],
-        "proximal": current_T.detach() if stored_T is None or settings.proximal == "current" else stored_T,
-        "reference": None if needs_reference is None else log_probs["reference"],
-    }
-    if settings.entropy_coef == 0.0 and entropy_T is not None:
-        entropy_T = entropy_T.detach()
-    divisor_S = num_tokens(response_mask_R, layout) if divisor_S is None else divisor_S
-    dtype = torch.promote_types(current_T.dtype, torch.float32)
-    return LossTokens(
-        log_probs={policy: values_T for policy, values_T in policies.items() if values_T is not None},
-        advantages_T=advantages_T,
+    if needs_reference is None:
+        log_probs.pop("reference", None)
+    if "proximal" not in log_probs or settings.proximal == "current":
+        log_probs["proximal"] = log_probs["current"].detach()
+    dtype = torch.promote_types(log_probs["current"].dtype, torch.float32)
+    return given._replace(
+        log_probs=log_probs,
         entropy_T=entropy_T,
-        response_mask_R=response_mask_R,
-        divisor_S=divisor_S.to(response_mask_R.device, dtype, non_blocking=True).clamp_min(1.0),
-        reverse_kl_T=reverse_kl_T,
-        layout=layout,
+        divisor_S=given.divisor_S.to(mask_R.device, dtype, non_blocking=True).clamp_min(1.0),
+        state_values_T=given.state_values_T if settings.needs_state_values else None,
         cp_group=groups.cp_group,
         cp_rank=groups.cp_rank,
         dp_group=groups.dp_group,
-        state_values_T=state_values_T if settings.needs_state_values else None,
     )
+
+
+def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:
+    """Those that there are."""
+    return {policy: values_T for policy, values_T in streams.items() if values_T is not None}
 
 
 def packed_loss(
