@@ -95,22 +95,19 @@ class PublishedMethod:
             ValueError: It has no such parameter, or a value is not legal.
             TypeError: A value has the wrong type.
         """
-        unbounded = {
-            name: math.inf
-            for name, value in parameters.items()
-            if name in self.defaults and _is_bound(self._hints[name]) and isinstance(value, Real) and value == math.inf
-        }
-        rest = {name: value for name, value in parameters.items() if name not in unbounded}
-        return self.make(**self.checked(self.name, rest), **unbounded)
+        return self.make(**self.checked(self.name, parameters, infinity=True))
 
-    def checked(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The ``given`` parameters as the method takes them, without those that are None; ``where`` is for messages."""
+    def checked(self, where: str, given: Mapping[str, Any], *, infinity: bool = False) -> dict[str, Any]:
+        """The ``given`` parameters as the method takes them, without those that are None.
+
+        ``where`` is for messages. With ``infinity`` an upper bound may be that.
+        """
         check_known(f"parameters of {where}", given, self.defaults)
         values, hints = self.defaults, self._hints
         for name, default in values.items():
             value = default if given.get(name) is None else given[name]
             if value is not None:
-                values[name] = _checked(f"{where}: {name}", value, hints[name], values)
+                values[name] = _checked(f"{where}: {name}", value, hints[name], values, infinity=infinity)
         for name, high in values.items():
             low = name.replace("high", "low")
             # Bounds of a ratio: both at 1 leave only tokens that agree exactly.
@@ -156,10 +153,6 @@ def _range(hint: Any) -> Range | None:
     return next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)), None)
 
 
-def _is_bound(hint: Any) -> bool:
-    return (legal := _range(hint)) is not None and legal.is_bound
-
-
 def _legal(hint: Any) -> str:
     """As text; empty where a hint does not say what is legal."""
     if get_origin(hint) is tuple:
@@ -168,7 +161,7 @@ def _legal(hint: Any) -> str:
     return " | ".join(_words(hint)) or str(_range(hint) or "")
 
 
-def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
+def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any], *, infinity: bool = False) -> Any:
     """The value as its parameter takes it; ``others`` are the parameters that stand before it."""
     if words := _words(hint):
         return check_choice(key, value, words)
@@ -180,6 +173,8 @@ def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any]) -> Any:
         return tuple(_checked(f"{key}[{i}]", each, kind, {"first": values[0]}) for i, (each, kind) in pairs)
     legal = _range(hint)
     assert legal is not None
+    if infinity and legal.is_bound and isinstance(value, Real) and value == math.inf:
+        return math.inf
     number = legal.checked(key, value, others)
     if hint.__origin__ is float:
         return number
