@@ -22,6 +22,8 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Half the distance between neighbours, relative: what one rounding may cost."""
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+# Of equal bits: the interpreter computes each dtype by the same code.
+each_dtype_of_a_gpu = pytest.mark.parametrize("dtype", DTYPES if HAS_GPU else DTYPES[:1], ids=lambda x: str(x)[6:])
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from triton_support import (
     UNIT,
     assert_same_bits,
     each_dtype,
+    each_dtype_of_a_gpu,
     random,
     rows_of_a_dot_do_not_meet,  # noqa: F401
 )
@@ -164,7 +165,7 @@ def test_the_gradients_of_attention_are_those_of_autograd_in_float64_on_every_ru
             assert_same_bits(first, second)
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_prefill_chunks_and_decode_give_a_position_the_same_bits(dtype) -> None:
     q, k, v = streams(LONGEST, LONGEST, dtype=dtype)
     output, lse = attention.attention_forward(q, k, v, Packing(**keywords([LONGEST], [LONGEST])))
@@ -187,7 +188,7 @@ def test_prefill_chunks_and_decode_give_a_position_the_same_bits(dtype) -> None:
         begin = end
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
     length = 500 if HAS_GPU else 34
     q, k, v = streams(length + 5, length + 5, dtype=dtype)
@@ -206,7 +207,7 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
         assert_same_bits(grad[middle], expected)
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 @pytest.mark.parametrize("where", [0, 1], ids=["key", "value"])
 def test_what_is_not_finite_reaches_no_tile_that_cannot_see_it(where, dtype) -> None:
     q, *kv = streams(129, 129, dtype=dtype)
@@ -271,7 +272,7 @@ def test_rows_may_lie_far_apart(length, stride) -> None:
     assert_same_bits(attention.attention_forward(q, *apart, settings)[0], output)
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> None:
     q, k, v = streams(34, 70, dtype=dtype)
     flagged = attention.attention_forward(q, k, v, Packing(**keywords([34], [70])))
@@ -282,7 +283,7 @@ def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> Non
             assert_same_bits(actual, expected)
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype) -> None:
     first, second, window = (300, 200, 150) if HAS_GPU else (19, 40, 30)
     total = first + second
@@ -309,7 +310,7 @@ def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype
         assert_same_bits(step, output[last : last + 1])
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_huge_scores_of_one_query_leave_the_others_alone(dtype) -> None:
     q, k, v = streams(70, 70, dtype=dtype)
     settings = keywords([70], [70])
@@ -319,7 +320,7 @@ def test_huge_scores_of_one_query_leave_the_others_alone(dtype) -> None:
     assert_same_bits(attention.attention_forward(q, k, v, Packing(**settings))[0][3::4], output[3::4])
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_strides_change_no_bit_of_attention(dtype) -> None:
     q, k, v = streams(20, 20, dtype=dtype)
     settings = keywords([20], [20])
@@ -374,7 +375,7 @@ def test_what_attention_cannot_take_is_named() -> None:
         message(ValueError, rf"mask must be \[1, 1, 6, 6\] or \[1, {HEADS}, 6, 6\], got", q, k, v, mask=wrong)
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), [([1, 1, 1], [1, 130, 64]), ([20, 3], [70, 3])])
 def test_keys_in_the_slots_of_a_paged_cache_give_the_bits_of_keys_in_a_row(lengths_q, lengths_k, dtype) -> None:
     q, k, v = streams(sum(lengths_q), sum(lengths_k), dtype=dtype)

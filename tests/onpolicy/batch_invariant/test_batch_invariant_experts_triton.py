@@ -11,13 +11,15 @@ from triton_support import (
     DEVICE,
     HAS_GPU,
     MARKS,
+    assert_same_bits,
     each_dtype,
+    each_dtype_of_a_gpu,
+    random,
     rows_of_a_dot_do_not_meet,  # noqa: F401
 )
 
 from mis_ext.onpolicy.batch_invariant import cpu
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
-from mis_ext.onpolicy.bits import same_bits
 
 pytest.importorskip("triton")
 products = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_products")
@@ -29,17 +31,8 @@ K, N = (520, 1000) if HAS_GPU else (34, 66)
 SIZES = [[0, 3, 129, 0, 1], [128], [0, 0]] + ([[700, 0, 1, 3000] * 16] if HAS_GPU else [])
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-
-
 def ends_of(sizes: list[int]) -> Tensor:
     return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=DEVICE)
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    same = same_bits(actual, expected)
-    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
 
 
 @each_dtype
@@ -56,7 +49,7 @@ def test_rows_of_a_group_have_the_bits_of_their_own_product(sizes, dtype) -> Non
     assert_same_bits(output[:rows], torch.cat(expected))
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_a_row_has_its_bits_in_a_group_of_any_size(dtype) -> None:
     a, b = random(131, K, dtype=dtype), random(2, K, N, dtype=dtype, seed=1)
     whole = products.grouped_rows(a, b, ends_of([2, 129]))

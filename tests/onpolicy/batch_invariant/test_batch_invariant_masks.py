@@ -162,8 +162,7 @@ def eager_attention(query, key, value, mask, sink):
     return shares[..., :-1] @ value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.bfloat16)])
 def test_eager_attention_with_a_sink_has_the_bits_of_the_keys_that_a_query_sees(seed, dtype):
     rng, length = random.Random(seed), 150
     query, key, value = (randn(1, 4, length, 16, dtype=dtype, seed=seed) for seed in range(3))
@@ -171,7 +170,7 @@ def test_eager_attention_with_a_sink_has_the_bits_of_the_keys_that_a_query_sees(
     mask = (position <= position[:, None]) & (position > position[:, None] - window)
     with batch_invariant_mode():
         whole = eager_attention(query, key, value, mask, sink)
-        for last in rng.sample(range(length), 12):
+        for last in rng.sample(range(length), 8):
             torch.set_num_threads(rng.randint(1, 3))
             seen = slice(max(0, last - window + 1), last + 1)
             for own in (seen, slice(0, last + 1), slice(rng.randint(0, seen.start), rng.randint(last + 1, length))):

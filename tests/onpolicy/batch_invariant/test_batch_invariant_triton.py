@@ -17,6 +17,7 @@ from triton_support import (
     UNIT,
     assert_same_bits,
     each_dtype,
+    each_dtype_of_a_gpu,
     random,
     rows_of_a_dot_do_not_meet,  # noqa: F401
 )
@@ -115,7 +116,7 @@ def test_the_tiles_of_few_rows_fit_into_shared_memory_and_k(dtype, num_columns, 
             assert min(rows, 65) <= tile.BLOCK_M
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_a_row_of_a_product_has_its_bits_in_every_batch(dtype) -> None:
     a, b = operands(dtype)
     M = a.shape[0]
@@ -128,7 +129,7 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(dtype) -> None:
     assert_same_bits(matmul.mm(a[order], b), whole[order])
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_broken_and_huge_rows_leave_the_rows_beside_them_alone(dtype) -> None:
     a, b = operands(dtype)
     whole = matmul.mm(a, b)
@@ -137,7 +138,7 @@ def test_broken_and_huge_rows_leave_the_rows_beside_them_alone(dtype) -> None:
     assert_same_bits(matmul.mm(broken, b)[::3], whole[::3])
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 def test_strides_and_alignment_change_no_bit_of_a_product(dtype) -> None:
     a, b = operands(dtype)
     a = a[:9]
@@ -253,7 +254,7 @@ def test_a_softmax_over_another_dimension_is_that_of_the_transposed(name) -> Non
     assert float(softmax(x[0, 0, 0], 0)) == {"log_softmax": 0.0, "softmax": 1.0}[name]
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 @each_softmax
 def test_a_row_of_a_softmax_has_its_bits_in_every_batch(name, dtype) -> None:
     x, softmax = random(3, WIDTH, dtype=dtype), getattr(reductions, name)
@@ -266,7 +267,7 @@ def test_a_row_of_a_softmax_has_its_bits_in_every_batch(name, dtype) -> None:
     assert_same_bits(softmax(shifted[:, 1:], 1), row)
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 @pytest.mark.parametrize("width", [48, 1_024, 2_112, 151_936] if HAS_GPU else [48])
 def test_no_alignment_and_no_stride_changes_a_bit_of_a_softmax_or_its_gradient(width, dtype) -> None:
     # Multiples of 16: all rows begin where a vector may.
@@ -373,7 +374,7 @@ def test_a_mean_and_a_sum_have_the_shapes_of_torch_and_the_values_of_float64(nam
     assert float(getattr(reductions, name)(x[0, 0, 0])) == float(x[0, 0, 0])
 
 
-@each_dtype
+@each_dtype_of_a_gpu
 @pytest.mark.parametrize("name", ["mean", "sum"])
 def test_a_row_of_a_mean_has_its_bits_in_every_batch(name, dtype) -> None:
     x, reduce = random(4, WIDTH, dtype=dtype), getattr(reductions, name)

@@ -82,7 +82,7 @@ def test_a_pretrained_model_agrees_in_chats_and_its_k3_says_so(device, tmp_path)
     with Experiment(Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL), workload, device) as experiment:
         exported = experiment._trainer.export_weights()
         assert all(torch.equal(exported[name], weight.float()) for name, weight in found.weights.items())
-        assert [(step.report.verdict, step.k3) for step in experiment.steps(1)] == [("EXACT", 0)] * 2
+        assert [(step.report.verdict, step.k3) for step in experiment.steps(0)] == [("EXACT", 0)]
     setting = Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL - {Piece.ENGINE_ATTENTION})
     with Experiment(setting, workload, device) as experiment:
         (step,) = experiment.steps(0)

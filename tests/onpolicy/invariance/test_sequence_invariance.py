@@ -262,7 +262,7 @@ def test_two_tokens_are_enough_and_one_is_an_error():
 def test_the_example_for_a_transformers_model_runs_and_finds_decoding_exact():
     from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, hidden_size=16, intermediate_size=24, **heads)).eval()
     example = inspect.cleandoc(check_sequence_invariance.__doc__).partition("::\n")[2].partition("\nArgs:")[0]
     reports = []

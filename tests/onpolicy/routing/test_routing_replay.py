@@ -210,8 +210,10 @@ def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batc
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-@pytest.mark.parametrize("part", ["layers", "decoder"])
-@pytest.mark.parametrize("backward", [backward_reversed, lambda losses: sum(losses).backward()])
+@pytest.mark.parametrize(
+    ("part", "backward"),
+    [("layers", backward_reversed), ("layers", lambda losses: sum(losses).backward()), ("decoder", backward_reversed)],
+)
 def test_the_order_of_the_backward_passes_does_not_matter(model, kind, part, backward, monkeypatch) -> None:
     # The first and the last micro-batch are of the same tokens.
     batches = [(tokens(seed=seed % 2), padded_routing(seed=10 * seed)) for seed in range(3)]
