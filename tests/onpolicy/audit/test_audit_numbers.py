@@ -49,6 +49,11 @@ def test_the_first_divergence_has_the_lowest_sample_and_then_the_lowest_position
         rollout[sample][position] -= 1.0
     first = audit_logprobs(train, rollout).first_divergence
     assert (first.sample, first.position, first.token_id) == (1, 2, None)
+    # Positions count masked tokens too.
+    masks, ids = [torch.ones(5), torch.tensor([0, 1, 1, 1, 1]), torch.ones(5)], [torch.arange(5)] * 3
+    first = audit_logprobs(train, rollout, masks=masks, train_token_ids=ids).first_divergence
+    assert (first.sample, first.position, first.token_id) == (1, 2, 2)
+    assert (first.train, first.rollout) == (train[1][2].item(), rollout[1][2].item())
 
 
 @pytest.mark.parametrize("dtype", list(INTEGER))
