@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -26,11 +27,33 @@ PACKAGES = (*LAZY, *(f"mis_ext.{room}" for room in ("tools.diagnosis", "methods"
 each_lazy_package = pytest.mark.parametrize("name", LAZY)
 
 
-def test_no_public_name_pulls_in_a_framework() -> None:
-    # Nor does the check at start, whose call compiles nothing. torch itself imports numpy where it is installed.
+@cache
+def lines_of_one_process() -> list[list[str]]:
+    """What a process prints after each of three steps, as torch takes longer to import than all of them.
+
+    It calls the hook, whose guards look at these tokens and find nothing, so that the rules of the diagnosis and the
+    traps stay where they are; takes modules of a package that loads late; and then every public name, and the check at
+    start, whose call compiles nothing.
+    """
     code = f"""
-import argparse, sys, torch
+import argparse, sys, torch, yaml
 before = set(sys.modules)
+import mis_ext
+torch.manual_seed(0)
+log_probs = [-3 * torch.rand(90), -3 * torch.rand(40)]
+args = argparse.Namespace(**yaml.safe_load(open("yaml/mis.yaml")))
+for _ in range(2):
+    mis_ext.compute_mis_weights_with_cp(
+        args, pg_loss=torch.randn(130), train_log_probs=log_probs,
+        rollout_log_probs=[x + 0.01 * torch.randn_like(x) for x in log_probs],
+        loss_masks=[torch.ones(90), torch.ones(40)], total_lengths=[92, 42], response_lengths=[90, 40])
+ours = ("methods", "tools", "hosts.slime_miles.check_setup")
+others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{{name}}" for name in ours))
+print(*[name for name in others if name in sys.modules])
+
+import mis_ext.explain as explain
+print(explain.traps.__name__, explain.law.GaussianLaw.__name__)
+
 import mis_ext.cli, {", ".join(PACKAGES)}
 for package in map(sys.modules.get, {PACKAGES}):
     for name in package.__all__:
@@ -39,7 +62,20 @@ launch = dict(loss_type="custom_loss", custom_loss_function_path="mis_ext.policy
 mis_ext.check_setup(argparse.Namespace(**launch, mis_loss_compile=True, advantage_estimator="gspo"))
 print(*(set(sys.modules) - before))
 """
-    names = run(code).split()
+    return [line.split() for line in run(code, cwd=REPOSITORY).splitlines()]
+
+
+def test_the_hook_runs_without_any_framework_and_loads_no_method_and_no_advice() -> None:
+    assert lines_of_one_process()[0] == []
+
+
+def test_a_module_of_a_package_that_loads_late_is_found_as_its_attribute() -> None:
+    assert lines_of_one_process()[1] == ["mis_ext.tools.explain.traps", "GaussianLaw"]
+
+
+def test_no_public_name_pulls_in_a_framework() -> None:
+    # torch itself imports numpy where it is installed.
+    names = lines_of_one_process()[2]
     imported = {name.split(".")[0] for name in names}
     assert imported.isdisjoint(HEAVY)
     assert "torch._dynamo" not in names
@@ -172,36 +208,12 @@ def test_names_that_load_late_are_those_that_type_checkers_see(name) -> None:
         _ = package.rekord
 
 
-def test_a_module_of_a_package_that_loads_late_is_found_as_its_attribute() -> None:
-    code = "import mis_ext.explain as explain; print(explain.traps.__name__, explain.law.GaussianLaw.__name__)"
-    assert run(code).split() == ["mis_ext.tools.explain.traps", "GaussianLaw"]
-
-
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_module_takes_the_place_of_a_public_name(name) -> None:
     # A package gets each of its modules as an attribute, the moment that it is imported.
     public = set(importlib.import_module(name).__all__)
     modules = {module.name for module in pkgutil.iter_modules(importlib.import_module(name).__path__)}
     assert public.isdisjoint(modules)
-
-
-def test_the_hook_runs_without_any_framework_and_loads_no_method_and_no_advice() -> None:
-    # Guards look at these tokens, and find nothing: then the rules of the diagnosis and the traps stay where they are.
-    code = """
-import argparse, sys, torch, yaml, mis_ext
-torch.manual_seed(0)
-log_probs = [-3 * torch.rand(90), -3 * torch.rand(40)]
-args = argparse.Namespace(**yaml.safe_load(open("yaml/mis.yaml")))
-for _ in range(2):
-    mis_ext.compute_mis_weights_with_cp(
-        args, pg_loss=torch.randn(130), train_log_probs=log_probs,
-        rollout_log_probs=[x + 0.01 * torch.randn_like(x) for x in log_probs],
-        loss_masks=[torch.ones(90), torch.ones(40)], total_lengths=[92, 42], response_lengths=[90, 40])
-ours = ("methods", "tools", "hosts.slime_miles.check_setup")
-others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{name}" for name in ours))
-print(*[name for name in others if name in sys.modules])
-"""
-    assert run(code, cwd=REPOSITORY).split() == []
 
 
 @pytest.mark.slow
