@@ -101,7 +101,7 @@ def main() -> None:
         # matplotlib and scipy are slow to import, and no run needs them.
         from evidence import enumerable, front, group_baseline, overview, precision, signs, verdicts
         from evidence.floor import Floor
-        from evidence.pretrained import collapse
+        from evidence.pretrained import collapse_page
         from evidence.pretrained import report as pretrained
         from evidence.studies import FEW
 
@@ -111,7 +111,7 @@ def main() -> None:
         paged = [study for study in studies if study.name not in TOY_STUDIES | {LADDER: None}]
         pretrained.report(paged, results, options.output)
         if {study.name for study in studies} & {study.name for study in COLLAPSE_STUDIES}:
-            collapse.report(results, options.output)
+            collapse_page.report(results, options.output)
         if not options.studies:
             front.report(results, options.output)
             front.dashboards(results, FOLDER / "first_look.jsonl", options.output)

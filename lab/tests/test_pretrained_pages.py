@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 from evidence.engines import EngineSpec
 from evidence.outcomes import Condition, Difference
-from evidence.pretrained import collapse, report, studies
+from evidence.pretrained import collapse, collapse_page, report, studies
 from evidence.pretrained.group import PretrainedGroup, runs_of
+from evidence.results import Results
 from evidence.study import NONE, TOKEN_TIS, Study
 
 GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), learning_rate=1e-3)
@@ -226,7 +228,7 @@ def test_a_seed_that_a_study_has_not_is_a_run_for_each_method() -> None:
 
 
 def test_of_the_recorded_runs_those_with_a_coarse_cache_collapsed_with_and_without_a_correction() -> None:
-    runs = collapse.first_look()
+    runs = collapse_page.first_look()
     found = {
         run: collapse.collapsed_at([row["step"] for row in rows], [row["reward"] for row in rows])
         for run, rows in runs.items()
@@ -280,3 +282,20 @@ def test_a_run_is_over_once_rollouts_and_own_policy_have_both_collapsed() -> Non
     assert not collapse.has_collapsed(rows(0.4, 0.0))
     assert not collapse.has_collapsed(rows(0.0, 0.0, steps=51))
     assert not collapse.has_collapsed([{"step": 0, "reward": 0.4}])
+
+
+def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[1] / "evidence"
+    collapse_page.report(Results(folder / "results"), tmp_path)
+    assert (tmp_path / "collapse.md").read_text() == (folder / "collapse.md").read_text()
+    assert (tmp_path / "collapse.png").exists()
+
+
+def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:
+    limits = {name: limit for name, _, limit in collapse_page.WARNINGS}
+    quiet = [1.0] * 12
+    assert collapse_page._crossing([*quiet, *[4.0] * 5], limits["k3"]) == 15
+    assert collapse_page._crossing([*quiet, 9.0, *quiet], limits["k3"]) is None
+    assert collapse_page._crossing([*quiet, *[0.1] * 5], limits["ess_sequence"]) == 16
+    # From the median of the first steps: the first gradient is often the largest.
+    assert collapse_page._crossing([9.0, *quiet, *[4.0] * 5], limits["grad_norm"]) == 16
