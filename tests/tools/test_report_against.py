@@ -1,5 +1,6 @@
 """`mis-ext report A --against B`: what is written and shown, and files of B that cannot be read."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -10,29 +11,35 @@ from test_report_cli import Page
 from test_report_comparison import rows_of, written
 
 from mis_ext.cli import main
+from mis_ext.tools.report.noise import digits
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
+
+
+NEW, SHOWN = "n<\x1b\udcff>", r"n<\x1b\udcff>"
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory) -> Path:
     """A folder with both runs, what was written in out, and what was shown in a terminal of 80 columns.
 
-    The numbers are wide, so that the table has to be made narrower.
+    The numbers are wide, so that the table has to be made narrower. A terminal would obey the name of the first run.
     """
     folder = tmp_path_factory.mktemp("against")
-    for name, spread in (("new <run>", 0.2), ("old", 0.0001)):
+    for name, spread in ((NEW, 0.2), ("old", 0.0001)):
         (folder / name).mkdir()
         for step in range(2):
             rows = rows_of(step, spread=spread, steps=1, first_step=step)
+            # What gives no gradient is then not known.
+            rows = [{key: value for key, value in row.items() if key != "reward"} for row in rows]
             written(folder / name / f"{step}.jsonl", rows)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("COLUMNS", "80")
         patched.chdir(folder)
         with (folder / "terminal.txt").open("w") as shown, pytest.MonkeyPatch.context() as output:
             output.setattr("sys.stdout", shown)
-            assert main(["report", "new <run>", "--against", "old", "--preset", "mis", "--out", "out"]) == 0
+            assert main(["report", NEW, "--against", "old", "--preset", "mis", "--out", "out"]) == 0
     return folder
 
 
@@ -44,13 +51,27 @@ def test_the_page_has_both_runs_and_what_to_do_is_of_the_first(compared) -> None
     assert len(page.ids) == len({*page.ids})
     assert page.ids[:3] == ["what-to-do", "against", "why"]
     assert {found["href"][1:] for tag, found in page.tags if tag == "a"} == {*page.ids}
-    assert "<dt>A: new &lt;run&gt;/0.jsonl to new &lt;run&gt;/1.jsonl, 2 files</dt>" in text
+    assert "\x1b" not in text
+    name = html.escape(SHOWN)
+    assert f"<dt>A: {name}/0.jsonl to {name}/1.jsonl, 2 files</dt>" in text
     assert "<dt>B: old/0.jsonl to old/1.jsonl, 2 files</dt>" in text
     assert "<h3>Read of B</h3><ul><li>old/0.jsonl</li><li>old/1.jsonl</li></ul>" in text
     found = json.loads((compared / "out" / "summary.json").read_text())
     first, second = (each["summary"]["overall"]["k3"] for each in (found, found["against"]))
     assert f"k3 is {first:.2g} per token" in text
     assert 3.5e6 < first / second < 4.5e6
+    section = text.partition('<section id="against"><h2>Two runs side by side</h2>')[2].partition("</section>")[0]
+    (k3,) = [each for each in found["against"]["numbers"] if each["name"] == "k3"]
+    interval = " to ".join(digits(k3["interval"][end]) for end in ("low", "high"))
+    cells = (f"{first:.3g}", f"{second:.3g}", f"x {digits(k3['change'])}", interval, "yes, A is higher")
+    assert "<tr><td>k3</td>" + "".join(f"<td>{cell}</td>" for cell in cells) in section
+    assert found["against"]["headline"] in section
+    assert section.count("<img") == 1
+    for each in found["against"]["causes"]:
+        assert each["title"] in html.unescape(section)
+        assert ("A alone</td>" in section) or each["second"]
+        assert ("B alone</td>" in section) or each["first"]
+    assert "Groups left: not recorded" in text
     pictures = {path.stem for path in (compared / "out").glob("*.png")}
     assert "against" in pictures
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
@@ -62,9 +83,12 @@ def test_a_terminal_of_80_columns_shows_the_comparison_whole(compared) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert found["headline"] in " ".join(shown.split())
-    assert "  A: new <run>/0.jsonl to new <run>/1.jsonl, 2 files\n  B: old/0.jsonl to old/1.jsonl, 2 files\n" in shown
+    assert "\x1b" not in shown
+    assert f"  A: {SHOWN}/0.jsonl to {SHOWN}/1.jsonl, 2 files\n  B: old/0.jsonl to old/1.jsonl, 2 files\n" in shown
     for each in found["numbers"]:
-        cells = [each["name"], *(f"{each[side]:.3g}" for side in ("first", "second"))]
+        # Rewards are not known.
+        values = (each[side] for side in ("first", "second"))
+        cells = [each["name"], *("-" if value is None else f"{value:.3g}" for value in values)]
         assert re.search("│ " + " +│ ".join(map(re.escape, cells)) + " ", shown), cells
     k3 = found["numbers"][0]
     # The interval goes on in the next line.

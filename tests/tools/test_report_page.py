@@ -42,7 +42,8 @@ def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     dumps, other = (write_dumps(folder / name, kernels=kernels) for name, kernels in (("dumps", 0.12), ("other", 0.01)))
     # A folder that is asked for is written beside the document.
-    code, found = json_of("report", dumps, "--against", other, "--out", folder / "out")
+    tried = ["--preset=mis", "--preset=gated_mis", "--method=reinforce_sequence_snis"]
+    code, found = json_of("report", dumps, "--against", other, *tried, "--out", folder / "out")
     assert code == 0
     assert json.loads((folder / "out" / "summary.json").read_text()) == found
     return folder / "out" / "report.html"

@@ -22,7 +22,7 @@ AROUND = {"ids_before": (1, 2, 3, 4, 5), "ids_behind": (6, 7, 8, 9, 10)}
 TOKENS = [
     WorstToken("0", "a", None, 3, None, -1.0, -3.0, 2.0, (), ()),
     WorstToken("0", "b", None, 5, 77, -4.0, -3.0, -1.0, **AROUND),
-    WorstToken("1", "c", None, 5, 78, -4.5, -4.0, -0.5, **AROUND, text=("before", "own", "behind")),
+    WorstToken("1", "c", None, 5, 78, -4.5, -4.0, -0.5, **AROUND, text=("before", "<own> & more", "behind")),
 ]
 GROUP = {
     "": "name",
@@ -133,14 +133,15 @@ def test_worst_samples(report, tables) -> None:
     assert tables["Samples with the largest mean |d|"] == [shown(row, SAMPLE) for row in rows]
 
 
-def test_worst_tokens_have_their_ids_around_them_or_their_text(tables) -> None:
+def test_worst_tokens_have_their_ids_around_them_or_their_text(tables, page) -> None:
+    assert "<own>" not in page
     titles = ("step", "sample", "position", "token id", "trainer", "engine", "d", "in context")
     assert tables["Tokens with the largest |d|"] == [
         dict(zip(titles, cells, strict=True))
         for cells in (
             ("0", "a", "3", "-", "-1", "-3", "2", "-"),
             ("0", "b", "5", "77", "-4", "-3", "-1", "2 3 4 5 [[77]] 6 7 8 9"),
-            ("1", "c", "5", "78", "-4.5", "-4", "-0.5", "...before [[own]] behind..."),
+            ("1", "c", "5", "78", "-4.5", "-4", "-0.5", "...before [[<own> & more]] behind..."),
         )
     ]
 
