@@ -37,7 +37,7 @@ OPTIONAL = ("advantages", "rewards", "group_indices")
 """Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
 VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""
-
+_NAMES: dict[str, tuple[str, ...]] = {**KEYS, VERSION_OF_FILE: ()}
 
 _MAX_LINE = 1 << 28
 """Bytes; no sample has as many."""
@@ -79,7 +79,11 @@ def read_columns(path: Path, *, trust_pickle: bool) -> Columns:
 
 def rollout_of(said: Mapping[str, Any]) -> Any:
     """The rollout that a row, or a file, says; None where it says none."""
-    return next((said[name] for name in ROLLOUT_IDS if said.get(name) is not None), None)
+    return _first(said, ROLLOUT_IDS)
+
+
+def _first(said: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((said[name] for name in names if said.get(name) is not None), None)
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -91,11 +95,7 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     rows = list(rows)
     if not rows:
         raise ValueError("holds no sample")
-    names = {key: (key, *others) for key, others in KEYS.items()} | {VERSION_OF_FILE: (VERSION_OF_FILE,)}
-    return {
-        key: [next((row[name] for name in spelt if row.get(name) is not None), None) for row in rows]
-        for key, spelt in names.items()
-    }
+    return {key: [_first(row, (key, *others)) for row in rows] for key, others in _NAMES.items()}
 
 
 def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
@@ -229,7 +229,7 @@ def read_parquet(path: Path) -> Columns:
         ValueError: It is no Parquet file.
     """
     parquet: Any = _needed("pyarrow.parquet", "pyarrow")
-    names = {name: key for key, others in KEYS.items() for name in (*others, key)} | {VERSION_OF_FILE: VERSION_OF_FILE}
+    names = {name: key for key, others in _NAMES.items() for name in (*others, key)}
     with path.open("rb") as file:
         found = parquet.ParquetFile(file)
         given = found.schema_arrow.names
@@ -267,13 +267,10 @@ def read_safetensors(path: Path) -> Columns:
 
 
 def _entries(column: Any) -> list[Any]:
-    if not hasattr(column, "offsets"):
+    numbers = column.flatten().to_numpy(zero_copy_only=False) if hasattr(column, "offsets") else None
+    if numbers is None or numbers.dtype == object:
         values: list[Any] = column.to_pylist()
         return values
-    numbers = column.flatten().to_numpy(zero_copy_only=False)
-    if numbers.dtype == object:
-        entries: list[Any] = column.to_pylist()
-        return entries
     lengths = column.value_lengths().fill_null(0).to_pylist()
     pieces = torch.split(torch.from_numpy(numbers.copy()), lengths)
     return [piece if is_there else None for piece, is_there in zip(pieces, column.is_valid().to_pylist(), strict=True)]

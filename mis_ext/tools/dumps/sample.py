@@ -184,16 +184,12 @@ def _check_tensors(key: str, column: Any) -> None:
 
 
 def _problem_of_mask(mask: Any) -> str | None:
-    if mask is None:
-        return None
     try:
-        values = torch.as_tensor(mask).double()
+        values = torch.ones(()) if mask is None else torch.as_tensor(mask).double()
     except _OF_CONTENT as error:
         return f"loss_mask is not comparable: {error}"
     # NaN is in no range.
-    if bool(((values >= 0) & (values <= 1)).all()):
-        return None
-    return "loss_mask has values that are not in [0, 1]"
+    return None if bool(((values >= 0) & (values <= 1)).all()) else "loss_mask has values that are not in [0, 1]"
 
 
 def _integer(value: Any) -> int | None:

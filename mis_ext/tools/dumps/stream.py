@@ -93,16 +93,12 @@ class Dumps:
 
 def num_usable_tokens(sample: DumpedSample) -> int:
     """Tokens under no mask whose two log-probs are finite; 0 where the lists do not fit each other."""
-    proximal, behavior = sample.proximal_log_probs, sample.behavior_log_probs
+    proximal, behavior, mask = sample.proximal_log_probs, sample.behavior_log_probs, sample.response_mask
     if sample.problem is not None or proximal is None or behavior is None or proximal.shape != behavior.shape:
         return 0
-    usable = proximal.isfinite() & behavior.isfinite()
-    if sample.response_mask is not None:
-        active = torch.as_tensor(sample.response_mask) != 0
-        if active.shape != usable.shape:
-            return 0
-        usable &= active
-    return int(usable.sum())
+    is_usable = proximal.isfinite() & behavior.isfinite()
+    is_trained = torch.ones_like(is_usable) if mask is None else torch.as_tensor(mask) != 0
+    return int((is_usable & is_trained).sum()) if is_trained.shape == is_usable.shape else 0
 
 
 class _Files:
@@ -227,11 +223,13 @@ def _joined(parts: Mapping[int, DumpedSample]) -> DumpedSample:
     first = parts[min(parts)]
     if first.part is None:
         return first
+    advantages = {rank: part.advantages for rank, part in parts.items()}
+    are_of_tokens = all(values is not None and values.dim() for values in advantages.values())
     return replace(
         first,
         proximal_log_probs=_whole(first, {rank: part.proximal_log_probs for rank, part in parts.items()}),
         behavior_log_probs=_whole(first, {rank: part.behavior_log_probs for rank, part in parts.items()}),
-        advantages=_whole_advantages(first, parts),
+        advantages=_whole(first, advantages) if are_of_tokens else first.advantages,
         part=None,
         # Joining makes two tensors of one.
         problem=_ONE_MEMORY if any(part.is_one_memory for part in parts.values()) else first.problem,
@@ -258,12 +256,6 @@ def _whole(sample: DumpedSample, of_rank: Mapping[int, Tensor | None]) -> Tensor
         for piece, own in zip(pieces, torch.split(values, [len(piece) for piece in pieces]), strict=True):
             piece.copy_(own)
     return whole
-
-
-def _whole_advantages(first: DumpedSample, parts: Mapping[int, DumpedSample]) -> Tensor | None:
-    of_rank = {rank: part.advantages for rank, part in parts.items()}
-    is_of_tokens = all(values is not None and values.dim() for values in of_rank.values())
-    return _whole(first, of_rank) if is_of_tokens else first.advantages
 
 
 def _incomplete(parts: Mapping[int, DumpedSample]) -> DumpedSample:
