@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import sys
+from collections import Counter
 from types import ModuleType
 
 import pytest
@@ -34,6 +35,10 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    # Of a skipped test the third part says why.
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count} skipped: {' '.join(reason.removeprefix('Skipped: ').split())}")
     if terminalreporter.stats.get("failed") and (seed := getattr(config.option, "hypothesis_seed", None)):
         profile = f" --hypothesis-profile={name}" if (name := config.option.hypothesis_profile) else ""
         terminalreporter.line(f"The same examples: --hypothesis-seed={seed}{profile}")
