@@ -245,6 +245,8 @@ print(mis_ext.__file__, mis_ext.__version__, len(masks), "mis_k3_kl" in metrics,
     assert f"-{version}.tar.gz" in source.name
     assert (num_masks, is_measured) == ("2", "True")
     assert "mis" in presets
+    # Every preset names it as a file beside it.
+    assert (tmp_path / "mis_ext" / "_presets" / "mis.schema.json").is_file()
     modules, installed = (
         {path.relative_to(root) for path in (root / "mis_ext").rglob("*.py")} for root in (REPOSITORY, tmp_path)
     )

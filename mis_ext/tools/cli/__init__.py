@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from mis_ext import __version__
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input, 130 interrupted, 141 nobody reads on.
     """
+    # torch says so at its import. Nothing here needs NumPy but the pictures, whose package brings it.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     parser = argparse.ArgumentParser(
         prog="mis-ext", description="Measures and explains the mismatch between inference engine and trainer."
     )
