@@ -1,8 +1,12 @@
-"""`--json`: every command prints one document, with the numbers that it shows people, and needs nothing to show."""
+"""`--json`: every command prints one document, with the numbers that it shows people, and needs nothing to show.
+
+And what the command tells a shell."""
 
 import argparse
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +21,8 @@ from tiny_decoder import TinyDecoder, packed, planted, recording_of
 from mis_ext.cli import main
 from mis_ext.keys.preset_files import list_presets
 from mis_ext.methods import METHODS
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +155,28 @@ def command(request) -> Command:
     for module in found.modules:
         pytest.importorskip(module)
     return found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("mis-ext pres", ["presets"]),
+        ("mis-ext report --ag", ["--against"]),
+        ("mis-ext audit --provenance ", ["decode", "prefill", "unknown"]),
+    ],
+)
+def test_a_shell_gets_what_may_follow(line: str, words: list[str], tmp_path) -> None:
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "mis_ext"], env=os.environ | asked, cwd=ROOT, check=True)
+    assert answer.read_text().split() == words
 
 
 def without_folder(arguments: list[object]) -> list[object]:

@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch says so at its import. Nothing here needs NumPy but the pictures, whose package brings it.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     parser = argparse.ArgumentParser(
-        prog="mis-ext", description="Measures and explains the mismatch between inference engine and trainer."
+        prog="mis-ext",
+        description="Measures and explains the mismatch between inference engine and trainer.",
+        epilog='Completion in bash and zsh: pip install argcomplete; eval "$(register-python-argcomplete mis-ext)"',
     )
     parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
@@ -47,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "--json", action="store_true", help="print everything as one JSON document, and nothing else"
         )
+    if "_ARGCOMPLETE" in os.environ:
+        # A shell asks what may follow.
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     parsed = parser.parse_args(arguments)
     try:
         code = _run(parsed)
