@@ -33,7 +33,7 @@ def main() -> None:
 
 def start_ranks(argv: list[str]) -> None:
     """Refuse what cannot run, once; then start torchrun on this program."""
-    config = parse_command_line(argv).custom_config_path or Path("yaml/mis.yaml")
+    config = parse_command_line(argv).custom_config_path or Path(__file__).parents[1] / "yaml" / "mis.yaml"
     from launch_flags import launch_flags
 
     try:
