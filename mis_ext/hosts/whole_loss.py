@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.metric_row import Mean
+from mis_ext.correction.metrics import Mean
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups
