@@ -56,10 +56,8 @@ class MisLoss:
         )
         size = global_valid_toks if self.is_of_tokens else global_valid_seqs
         share = float(found.num_terms / size)
-        ours = {_name(name): value * share for name, value in scalars(found.metrics, prefix="").items()}
+        ours = {}
+        for name, value in scalars(found.metrics, prefix="").items():
+            # NeMo-RL adds up the shares over mini-batches, and divides by their number, but not what has these parts.
+            ours[name.replace("_max", "_highest").replace("_min", "_lowest")] = value * share
         return found.total / size, metrics | ours
-
-
-def _name(name: str) -> str:
-    """NeMo-RL adds up the shares over its mini-batches, and divides by their number, but not what has these parts."""
-    return name.replace("_max", "_highest").replace("_min", "_lowest")

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
-from mis_ext.loss.metrics import (
+from mis_ext.loss.host_metrics import (
     LAST,
     ORDER,
     correction_totals,
