@@ -182,6 +182,14 @@ def test_what_a_line_a_base_or_a_place_may_be_stands_among_the_alternatives() ->
     )
 
 
+def test_a_cut_beside_a_temperature_below_1_has_up_to_its_share() -> None:
+    """Both move the same tokens, so that its share is the most that it may have."""
+    (alone,), (cut, _) = by_report(planted(0, [plants.nucleus])), by_report(planted(0, [plants.colder, plants.nucleus]))
+    assert (alone.cause, alone.is_up_to) == (cut.cause, not cut.is_up_to) == ("top_p_or_top_k", False)
+    assert "a temperature below 1 beside it, which moves the same tokens" in cut.alternatives
+    assert "a temperature above 1 beside it" in alone.alternatives
+
+
 def alternatives(tokens: Tokens) -> list[str]:
     return [words for found in by_report(tokens) for words in found.alternatives]
 
