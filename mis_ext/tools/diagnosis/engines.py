@@ -122,7 +122,9 @@ def prefix(measured: Measured) -> Finding | None:
     all_turns = {"": first + later, " after the first": later}
     for has_more, (where, moments) in product((Place.stands_out_of, Place.has_more_k3_than), all_turns.items()):
         *before, ends, _ = (Place.of(each) for each in moments)
-        begins = next((each for each in _beginnings(moments) if has_more(each, ends)), None)
+        # The first 8 tokens of a turn, or the first 32.
+        beginnings = (Place.of(moments[0]), Place.of(moments[:2].sum(0)))
+        begins = next((each for each in beginnings if has_more(each, ends)), None)
         if begins is not None:
             excess = sum(each.excess_over(ends) for each in before if each.num_tokens)
             return Finding(
@@ -152,11 +154,6 @@ def prefix(measured: Measured) -> Finding | None:
         "scored with the ids that were sampled.",
         alternatives=("turns that were tokenised again",),
     )
-
-
-def _beginnings(moments: Tensor) -> tuple[Place, Place]:
-    """The first 8 tokens of a turn, and the first 32."""
-    return Place.of(moments[0]), Place.of(moments[:2].sum(0))
 
 
 @cause(

@@ -108,19 +108,17 @@ def shifted_by_many(measured: Measured) -> Finding | None:
     if not bool(lag_S.any()):
         return None
     num_lagged, k3_lagged = _lagged(measured.samples)
-    lags = {"late": lag_S[lag_S > 0.0], "early": -lag_S[lag_S < 0.0]}
-    found = [f"too {when} in {len(each)}, by {_listed(each)} tokens" for when, each in lags.items() if len(each)]
+    found = []
+    for when, lag_N in (("late", lag_S[lag_S > 0.0]), ("early", -lag_S[lag_S < 0.0])):
+        lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
+        listed = ", ".join(lags[:MAX_LISTED]) + (", ..." if len(lags) > MAX_LISTED else "")
+        found += [f"too {when} in {len(lag_N)}, by {listed} tokens"] if lags else []
     return Finding(
         confidence="certain",
         evidence=f"of {len(lag_S)} samples the engine's log-probs come {', and '.join(found)}: the probabilities of "
         f"these {num_lagged:.0f} tokens fit at least twice as well when they are shifted back",
         k3_share=_share_of(k3_lagged, measured.tokens.k3_positive + measured.tokens.k3_rest),
     )
-
-
-def _listed(lag_N: Tensor) -> str:
-    lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
-    return ", ".join(lags[:MAX_LISTED]) + (", ..." if len(lags) > MAX_LISTED else "")
 
 
 @cause(
