@@ -142,9 +142,9 @@ def wide_terminal(monkeypatch):
 @pytest.fixture
 def short_pauses(monkeypatch):
     """Between attempts to reach a server."""
-    from mis_ext.rollout.custom_generate import framework
+    from mis_ext.rollout.custom_generate import host
 
-    monkeypatch.setattr(framework, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
+    monkeypatch.setattr(host, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
 from mis_ext.keys.native import NATIVE_KEY
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
-from mis_ext.rollout.custom_generate.host_args import KEY as ON_POLICY_TOKENS
+from mis_ext.rollout.custom_generate.host import KEY as ON_POLICY_TOKENS
 from mis_ext.tools.explain.words import steps_of
 
 

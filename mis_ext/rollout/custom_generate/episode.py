@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from mis_ext.rollout.custom_generate.framework import ChatTokenizer, host_name, post_json
-from mis_ext.rollout.custom_generate.host_args import Settings
+from mis_ext.rollout.custom_generate.host import ChatTokenizer, Settings, host_name, post_json
 from mis_ext.rollout.generation import AbortedRequest, Generation, MalformedResponse
 from mis_ext.rollout.readers.servers import read_sglang_generate
 

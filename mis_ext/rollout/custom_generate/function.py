@@ -9,11 +9,13 @@ from typing import Any
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.custom_generate.episode import Ended, Episode, Turn, encode_prompt
-from mis_ext.rollout.custom_generate.framework import abort_flag, host_name, load_tokenizer
-from mis_ext.rollout.custom_generate.host_args import (
+from mis_ext.rollout.custom_generate.host import (
     KEY,
     Settings,
+    abort_flag,
     check_supported,
+    host_name,
+    load_tokenizer,
     template_options,
     warn_of_definition,
 )
@@ -44,7 +46,7 @@ async def generate(
         input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
             ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``
             the router's policy and SGLang's speculative decoding are read, the last seven where they exist, and what
-            :class:`~mis_ext.rollout.custom_generate.host_args.Settings` describes, under ``on_policy_tokens``. Miles
+            :class:`~mis_ext.rollout.custom_generate.host.Settings` describes, under ``on_policy_tokens``. Miles
             calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
             the other arguments, and the state of its rollout.
         sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.

@@ -19,9 +19,9 @@ from tiny_tokenizers import encode
 from tokens.sample import Sample, Status, host_args
 from transformers import AutoTokenizer
 
-from mis_ext.rollout.custom_generate import framework
+from mis_ext.rollout.custom_generate import host as own_host
 from mis_ext.rollout.custom_generate.function import generate
-from mis_ext.rollout.custom_generate.host_args import LogProbDefinitionWarning, _warn_once
+from mis_ext.rollout.custom_generate.host import LogProbDefinitionWarning, _warn_once
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -53,7 +53,7 @@ def test_a_hosts_sample_is_sent_with_the_hosts_own_client(tokenizer_folder, monk
 
     loaded = []
     # Whatever ran before.
-    framework.load_tokenizer.cache_clear()
+    own_host.load_tokenizer.cache_clear()
     client, loader = (types.ModuleType(f"{host}.utils.{name}") for name in ("http_utils", "processing_utils"))
     client.post, loader.load_tokenizer = post, load_tokenizer
     for module in (types.ModuleType(host), types.ModuleType(f"{host}.utils"), client, loader):
