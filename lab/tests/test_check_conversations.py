@@ -27,7 +27,7 @@ ACTION, EVENTS = builder.choose_action, server_sent_events._events
 
 
 def first_place(places, read):
-    return next((read(each) for each in places if each is not None), None)
+    return next((read(each) for each in places if each), None)
 
 
 def trained_in_each(calls):
