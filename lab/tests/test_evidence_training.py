@@ -142,6 +142,16 @@ def test_a_group_that_is_killed_leaves_what_it_had_and_a_shorter_attempt_leaves_
     assert not list((tmp_path / "unfinished").iterdir())
 
 
+def test_a_group_that_is_over_is_finished_before_its_last_step(tmp_path: Path) -> None:
+    training, rows, results = training_of(TINY), [], Results(tmp_path)
+    with results.saving(TINY, training, rows) as keep:
+        rows += training.step(keep)
+        keep.is_over = True
+    assert results.is_done(TINY)
+    assert results.num_steps(TINY) == 1
+    assert not list(tmp_path.glob("*.state.pt"))
+
+
 def test_only_the_scoring_with_the_mask_has_no_mismatch_and_the_right_log_probs() -> None:
     group = dataclasses.replace(TINY, methods=(NONE,), engine=EngineSpec(dtype="float32"), top_p=0.8)
     rows = {
