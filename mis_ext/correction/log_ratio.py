@@ -44,7 +44,7 @@ class Streams(NamedTuple):
         response_mask_T = layout.local_part(self.response_mask_R).bool()
         proximal_T = self.proximal_logprobs_T.detach().float()
         behavior_T = self.behavior_logprobs_T.detach().float()
-        # The log-probs are subtracted here and nowhere else: d_t = log pi_t - log mu_t
+        # d_t = log pi_t - log mu_t. The fused passes subtract where they load a token: triton/kernels.py.
         log_ratio_T = proximal_T - behavior_T
         # False where one of the two is NaN or infinite: their difference is finite at any log-prob a model can produce.
         valid_mask_T = response_mask_T & (log_ratio_T.abs() < torch.inf)

@@ -383,7 +383,7 @@ def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
             "ess_ratio_seq",
             "group",
             Formula.named("effective_sequence_share"),
-            "the same of the products of ratios of sequences",
+            "the same of `exp(sum d)` of sequences, the sum between -20 and 20",
             core=True,
         ),
         row(

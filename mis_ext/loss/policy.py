@@ -2,8 +2,8 @@
 
     loss = sum_t share_t (policy_t - entropy_coef entropy_t + kl_coef kl_t)
 
-``share_t`` is 1 by the divisor of the token's sample. Nothing here is differentiated by autograd: the parts of the loss
-say the slope of each token. No loop over samples, and no reading of values on the host.
+``share_t`` is 1 by the divisor of the token's sample. Nothing here is differentiated by autograd, but a reducer of
+yours: the parts of the loss say the slope of each token. No loop over samples, and no reading of values on the host.
 
 With ``D_i`` what the host divides sample ``i`` by (the response tokens of its rollout, which several samples and
 micro-batches can share), ``n_i`` its own response tokens and ``k_i`` those that are kept:
@@ -241,7 +241,11 @@ def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
 def _slopes(
     settings: LossSettings, found: Evaluation, share_T: Tensor, policy_share_T: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """``[T]`` each: the derivatives of the loss by log-prob and by entropy; None where entropy is no part of it."""
+    """``[T]`` each: ``g = dL/dlogp`` and ``h = dL/dH``, by entropy; None where entropy is no part of the loss.
+
+    From there to the logits, in the backward pass of ``scoring/scores.py``:
+    ``dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``.
+    """
     slope_T = policy_share_T * found.policy.slope_T
     if found.is_of_sequences:
         valid_T = found.batch.valid_T

@@ -106,7 +106,10 @@ def _reduce(reduction: str, values: Sequence[str], padding: str, *, first: int, 
 
 
 def _token_outputs(plan: Plan) -> str:
-    """Where the weight of output_kernel comes from: ``Weight.formula``, which the plan has as ``token_weight``."""
+    """Where the weight of output_kernel comes from: ``Weight.formula``, which the plan has as ``token_weight``.
+
+    A weight of sequences is 1 here: :func:`_decide` writes it, and the kernel multiplies by it.
+    """
     program = _token_program(plan)
     weight = program["token_weight"].wide if "token_weight" in plan.token else "tl.full(valid.shape, 1.0, tl.float64)"
     weighted, kept = program["weighted"].text, program["kept"].text

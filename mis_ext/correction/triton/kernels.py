@@ -107,6 +107,7 @@ def merged_minimum(gathered, mask, stride, NUM_RANKS: tl.constexpr):
     return lowest
 
 
+# Written for each plan by generate.py: here stand their names, for the kernels that call them.
 store_columns = token_outputs = token_kept = decide = load_scale = store_metrics = None
 
 
