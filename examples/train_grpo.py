@@ -40,9 +40,9 @@ def start_ranks(argv: list[str]) -> None:
         argv = [*launch_flags(config), *argv]
     except (OSError, TypeError, ValueError) as error:
         refuse(error)
-    num_ranks = os.environ.get("NPROC", "2")
-    args = parse_args(argv, world_size=int(num_ranks))
-    torchrun = ["--standalone", "--nproc-per-node", num_ranks, __file__, *argv]
+    num_ranks = int(os.environ.get("NPROC", "2"))
+    args = parse_args(argv, world_size=num_ranks)
+    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks), __file__, *argv]
     if os.environ.get("DRY_RUN"):
         print(shlex.join(["torchrun", *torchrun]))
         return

@@ -67,8 +67,25 @@ def _parser() -> Parser:
     return parser
 
 
+def _num_ranks(parser: argparse.ArgumentParser) -> int:
+    """What NPROC says: how many ranks to start."""
+    said = os.environ.get("NPROC", "2")
+    if not said.isdecimal() or int(said) < 1:
+        parser.error(f"NPROC={said}: expected a number of ranks, at least 1")
+    return int(said)
+
+
 def _parse_flags(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
+    counts = ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "context_parallel_size")
+    for name in counts:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else _num_ranks(parser)
+    if world_size % args.context_parallel_size:
+        parser.error(f"--context-parallel-size {args.context_parallel_size} does not divide {world_size} ranks (NPROC)")
+    if args.output_dir is not None and args.output_dir.exists() and not args.output_dir.is_dir():
+        parser.error(f"--output-dir {args.output_dir} is no folder")
     if args.resume and args.overwrite:
         parser.error("--resume goes on with the run in the output folder, --overwrite replaces it: choose one")
     for path in (args.custom_config_path, args.model):

@@ -42,6 +42,9 @@ def before_the_installation(tmp_path: Path) -> dict[str, str]:
         (["--output-dir", "EMPTY", "--resume"], ["EMPTY", "checkpoint"]),
         (["--custom-config-path", "yaml/miss.yaml"], ["yaml/miss.yaml"]),
         (["--model", "no/folder"], ["no/folder"]),
+        (["--context-parallel-size", "3"], ["--context-parallel-size 3", "2 ranks"]),
+        (["--num-rollout", "0"], ["--num-rollout 0"]),
+        (["--output-dir", "README.md"], ["README.md"]),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
@@ -58,6 +61,13 @@ def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
     (line,) = refused.stderr.splitlines()
     assert all(str(places.get(reason, reason)) in line for reason in reasons)
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", ["x", "0", "-1"])
+def test_a_wrong_number_of_ranks_is_refused(number: str) -> None:
+    refused = start([sys.executable, "examples/train_grpo.py", "--check"], NPROC=number)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert f"NPROC={number}" in refused.stderr
 
 
 @SCRIPTS

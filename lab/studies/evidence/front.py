@@ -61,9 +61,7 @@ def dashboards(results: Results, first_look: Path, output: Path) -> None:
         ):
             of_seed.setdefault(row["seed"], []).append(row)
     look = [json.loads(line) for line in first_look.read_text(encoding="utf-8").splitlines()]
-    runs["sick: e4m3 cache without scales, Qwen2.5"] = {
-        0: [r for r in look if (r["engine"], r["method"]) == ("e4m3", "none")]
-    }
+    runs["sick: e4m3 cache, Qwen2.5 at 1e-5"] = {0: [r for r in look if (r["engine"], r["method"]) == ("e4m3", "none")]}
     if missing := [title for title, seeds in runs.items() if not any(seeds.values())]:
         print(f"dashboards: nothing ran of {', '.join(missing)}")
         return

@@ -81,14 +81,14 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
     )
-    parser.set_defaults(run=run, shown_with=("rich", "matplotlib"))
+    parser.set_defaults(run=run, shown_with=("rich", "matplotlib", "jinja2"))
 
 
 def run(parsed: argparse.Namespace) -> Result:
     """Make the report of the files, and write it."""
     out = _OUT if parsed.out is None and not parsed.json else parsed.out
     if out is not None:
-        require("matplotlib")
+        require("matplotlib", "jinja2")
     report = _report(parsed)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
