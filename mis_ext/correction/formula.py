@@ -46,6 +46,10 @@ class Column(str):
         column.operation, column.token, column.over = operation, token, over
         return column
 
+    def __getnewargs__(self) -> tuple[str, str, str]:  # type: ignore[override]
+        """For copies."""
+        return self.operation, self.token, self.over
+
 
 NUM_VALID, NUM_RESPONSE = Column("sum", "valid", "valid"), Column("sum", "response", "response")
 """Formulas of a sequence may name these two as parameters ``num_valid`` and ``num_response``."""
@@ -74,6 +78,10 @@ class Total(str):
             # Those of others are merged by their counts and sums.
             total.sequence, total.parts = str(total), (total, cls("sum", f"num_{of}"), cls("sum", of))
         return total
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        """For copies."""
+        return self.operation, self.parts[-1].sequence
 
 
 @dataclass(frozen=True, slots=True)

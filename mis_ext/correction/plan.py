@@ -29,7 +29,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,6 +162,10 @@ class Plan:
     scale_factors: tuple[str, ...]
     needs_group_totals: bool
     band_scales: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is copied or pickled is the configuration, because functions are not."""
+        return plan_of, (self.config,)
 
 
 @functools.lru_cache(maxsize=32)

@@ -44,7 +44,6 @@ class Session:
         self.config = config = config_given(config)
         self.rollout_scale: WeightScale | None = None
         self.acceptance = AcceptanceLoop(config)
-        self._plan = plan_of(config)
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
@@ -65,7 +64,7 @@ class Session:
             backend = prepare(
                 Streams(*tensors),
                 layout,
-                self._plan,
+                plan_of(self.config),
                 cp_group=groups.cp_group,
                 rollout_scale=scale,
                 band_scales_N=self.acceptance.scales_on(mask_R.device) if self.acceptance.is_needed else None,
@@ -201,7 +200,7 @@ class Session:
             behavior_logprobs_T=streams.behavior_logprobs_T,
             response_mask_R=streams.response_mask_R,
             layout=streams.layout,
-            config=self._plan,
+            config=plan_of(self.config),
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             rollout_scale=self.rollout_scale,

@@ -1,7 +1,9 @@
 """One session per `args` object, of whatever kind: what is read of it, how long it lives, what it keeps to itself."""
 
 import argparse
+import copy
 import gc
+import pickle
 import types
 import warnings
 import weakref
@@ -14,6 +16,7 @@ from hook_batches import make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
+from mis_ext.correction.plan import plan_of
 from mis_ext.hosts import runs
 from mis_ext.hosts.runs import all_arguments, read_argument, session_for
 
@@ -245,3 +248,17 @@ def test_a_host_that_divides_by_what_is_left_runs_no_whole_loss_that_rejects() -
         runs.current_run(args, whole_loss=True)
     runs.current_run(argparse.Namespace(**keys, train_backend="megatron"), whole_loss=True)
     runs.current_run(argparse.Namespace(use_tis=True, train_backend="fsdp"), whole_loss=True)
+
+
+def test_a_session_and_what_it_gives_can_be_copied_and_a_new_configuration_is_used() -> None:
+    session = mis_ext.Session(
+        mis_ext.preset("gated_mis").replace(metrics=("mis_k3_kl", "mis_tis_weight_std", "mis_ratio_max"))
+    )
+    assert pickle.dumps(copy.deepcopy(session)) == pickle.dumps(session)
+    trainer, engine = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.5, -4.0]])
+    streams = {"proximal_logprobs": trainer, "behavior_logprobs": engine, "response_mask": torch.ones(1, 2)}
+    plan = plan_of(session.config)
+    assert pickle.loads(pickle.dumps(plan)) is plan
+    assert [copy.deepcopy(each) for each in (*plan.columns, *plan.totals)] == [*plan.columns, *plan.totals]
+    session.config = mis_ext.preset("mis").replace(weight=mis_ext.Weight(high=1.5))
+    assert mis_ext.correct_padded(session, **streams).weights.max() == 1.5
