@@ -264,7 +264,7 @@ class Recorded:
 
 
 def test_greedy_answers_of_the_trainer_are_those_that_transformers_generates(checkpoint: Pretrained) -> None:
-    args = parse_args(["--model", "m", "--no-bf16"])
+    args = parse_args(["--model", ".", "--no-bf16"])
     group = torch.distributed.group.WORLD
     ranks = Ranks(device=CPU, rank=0, dp_rank=0, dp_size=1, cp_rank=0, cp_size=1, control_group=group)
     task = QuestionTask("arithmetic", checkpoint.tokenizer, response_length=5)
@@ -409,11 +409,11 @@ def test_a_task_that_does_not_exist_is_refused(checkpoint: Pretrained) -> None:
     ("flags", "message"),
     [
         (["--task", "arithmetic"], "--task arithmetic needs --model"),
-        (["--model", "m", "--task", "counting"], "are for the random decoder"),
-        (["--model", "m", "--warmup-steps", "3"], "are for the random decoder"),
-        (["--model", "m", "--num-layers", "3"], "are for the random decoder"),
+        (["--model", ".", "--task", "counting"], "are for the random decoder"),
+        (["--model", ".", "--warmup-steps", "3"], "are for the random decoder"),
+        (["--model", ".", "--num-layers", "3"], "are for the random decoder"),
         (["--eval-interval", "3"], "--eval-interval needs --model"),
-        (["--model", "m", "--eval-interval", "0"], "expected at least 1"),
+        (["--model", ".", "--eval-interval", "0"], "expected at least 1"),
     ],
 )
 def test_flags_of_the_other_model_are_refused(capsys: Any, flags: list[str], message: str) -> None:
@@ -423,7 +423,7 @@ def test_flags_of_the_other_model_are_refused(capsys: Any, flags: list[str], mes
 
 
 def test_defaults_follow_from_the_model() -> None:
-    random, pretrained = parse_args([]), parse_args(["--model", "m"])
+    random, pretrained = parse_args([]), parse_args(["--model", "."])
     assert (random.task, random.warmup_steps, random.num_layers, random.lr) == ("counting", 30, 2, 1e-3)
     assert (pretrained.task, pretrained.warmup_steps, pretrained.lr) == ("arithmetic", 0, 1e-5)
     assert (random.bf16, pretrained.bf16) == (False, torch.cuda.is_available())

@@ -337,7 +337,7 @@ def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
     call(proximal, behavior, args=args)
     monkeypatch.setattr(RunningReadback, "add", lambda *_: pytest.fail("looked again"))
     call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
-    assert session_for(args)._guards._armed == set()
+    assert session_for(args)._guards.armed == set()
 
 
 def test_a_few_zeros_that_are_a_doubt_disarm_nothing_before_enough_was_seen() -> None:
@@ -354,7 +354,7 @@ def test_one_token_answers_arm_the_check_for_shifts_for_good() -> None:
     args = argparse.Namespace(use_tis=True)
     for _ in range(3):
         call([torch.tensor([-0.5 - i / 1000]) for i in range(40)], [torch.tensor([-0.5])] * 40, args=args)
-    assert session_for(args)._guards._armed == {"shifted_log_probs"}
+    assert session_for(args)._guards.armed == {"shifted_log_probs"}
 
 
 def test_a_single_sequence_is_doubted_once_there_is_one() -> None:

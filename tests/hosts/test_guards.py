@@ -3,6 +3,7 @@
 import argparse
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -161,6 +162,20 @@ def test_metrics_only_warns_about_mistakes_and_goes_on() -> None:
 def test_a_large_mean_difference_warns() -> None:
     with pytest.warns(MismatchWarning, match=r"nats per token on average, more than 0\.3"):
         call(make_batch(noise=1.0))
+
+
+@pytest.mark.parametrize(("gap", "warns"), [(0.29, False), (0.31, True)])
+def test_the_mean_difference_from_which_on_it_warns(gap: float, warns: bool) -> None:
+    batch = make_batch(noise=0.3)
+    # Below 0 on both sides.
+    trainer, engine = ([each - 3.0 for each in batch[name]] for name in ("train_log_probs", "rollout_log_probs"))
+    batch["train_log_probs"] = trainer
+    factor = gap / torch.cat([a - b for a, b in zip(trainer, engine, strict=True)]).abs().mean()
+    batch["rollout_log_probs"] = [a - factor * (a - b) for a, b in zip(trainer, engine, strict=True)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        call(batch)
+    assert any("nats per token on average" in str(each.message) for each in said) is warns
 
 
 def test_sequence_ratios_of_long_responses_warn_with_numbers() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mis_ext
 from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS
-from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEYS, native_keys_of
+from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEYS, native_keys
 from mis_ext.keys.presets import method_yaml
 from mis_ext.keys.schema import json_schema, schema_text
 from mis_ext.keys.strays import PREFIXES
@@ -88,7 +88,7 @@ def test_a_preset_validates_in_both_forms(path: Path) -> None:
     assert validates(yaml.safe_load(path.read_text()))
     config = mis_ext.preset(path.stem)
     if not config.metrics_only:
-        assert validates({"mis": native_keys_of(config)})
+        assert validates({"mis": native_keys(config)})
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -8,7 +8,7 @@ from scoring_cases import Answer, Case, answered, assert_near, drawn, judged
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_ext.scoring import KeptColumns, eager, score_tokens
+from mis_ext.scoring import KeptColumns, chunked, score_tokens
 from mis_ext.scoring.passes import unpacked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -249,7 +249,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_on_a_cpu_the_memory_on_top_does_not_grow_with_the_logits(monkeypatch) -> None:
-    monkeypatch.setitem(eager.CHUNK, "cpu", 2000)
+    monkeypatch.setitem(chunked.CHUNK, "cpu", 2000)
     monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
     case = Case(
         torch.randn(100, 100), torch.arange(100), {"row_T": torch.arange(100)}, torch.ones(100), torch.ones(100)
