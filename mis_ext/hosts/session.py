@@ -35,19 +35,28 @@ class Session:
     """Corrects the micro-batches of one run, with one configuration (or a mapping of its keys).
 
     Attributes:
-        config: The configuration.
         rollout_scale: The scale of the current rollout, for ``scope: rollout``. The caller sets it, once per rollout.
         acceptance: The bounds that adapt to a target; :meth:`adapt` moves them once per rollout.
     """
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
-        self.config = config = config_given(config)
+        config = config_given(config)
+        self._plan = plan_of(config)
         self.rollout_scale: WeightScale | None = None
         self.acceptance = AcceptanceLoop(config)
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
         self._masks = MaskMonitor()
+
+    @property
+    def config(self) -> CorrectionConfig:
+        """The configuration."""
+        return self._plan.config
+
+    @config.setter
+    def config(self, config: CorrectionConfig) -> None:
+        self._plan = plan_of(config)
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -64,7 +73,7 @@ class Session:
             backend = prepare(
                 Streams(*tensors),
                 layout,
-                plan_of(self.config),
+                self._plan,
                 cp_group=groups.cp_group,
                 rollout_scale=scale,
                 band_scales_N=self.acceptance.scales_on(mask_R.device) if self.acceptance.is_needed else None,
@@ -200,7 +209,7 @@ class Session:
             behavior_logprobs_T=streams.behavior_logprobs_T,
             response_mask_R=streams.response_mask_R,
             layout=streams.layout,
-            config=plan_of(self.config),
+            config=self._plan,
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             rollout_scale=self.rollout_scale,

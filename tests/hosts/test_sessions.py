@@ -254,9 +254,12 @@ def test_a_session_and_what_it_gives_can_be_copied_and_a_new_configuration_is_us
     session = mis_ext.Session(
         mis_ext.preset("gated_mis").replace(metrics=("mis_k3_kl", "mis_tis_weight_std", "mis_ratio_max"))
     )
-    assert pickle.dumps(copy.deepcopy(session)) == pickle.dumps(session)
     trainer, engine = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.5, -4.0]])
     streams = {"proximal_logprobs": trainer, "behavior_logprobs": engine, "response_mask": torch.ones(1, 2)}
+    expected = mis_ext.correct_padded(session, **streams)
+    for same in (copy.deepcopy(session), pickle.loads(pickle.dumps(session))):
+        assert same.config == session.config
+        assert torch.equal(mis_ext.correct_padded(same, **streams).weights, expected.weights)
     plan = plan_of(session.config)
     assert pickle.loads(pickle.dumps(plan)) is plan
     assert [copy.deepcopy(each) for each in (*plan.columns, *plan.totals)] == [*plan.columns, *plan.totals]
