@@ -114,7 +114,7 @@ def kernels_or_low_precision(measured: Measured) -> Finding | None:
     looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
     needs=("signals",),
     advice="Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
-    "correction, and 8 of 105 steps later with it (docs/presets.md). A k3 far above that of the same engine in "
+    "correction, and 8 of 107 steps later with it (docs/presets.md). A k3 far above that of the same engine in "
     "bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
 )
 def low_precision(measured: Measured) -> Finding | None:
