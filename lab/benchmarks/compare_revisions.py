@@ -182,7 +182,8 @@ def _folder(revision: str, scratch: Path) -> Path:
         return Path(revision).resolve()
     archive = subprocess.run(["git", "-C", str(THIS), "archive", revision], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(scratch, filter="data")
+        # The filter came with Python 3.11.4.
+        tar.extractall(scratch, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return scratch
 
 

@@ -19,7 +19,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 # Megatron-Core tells at import which optional kernels are missing.
-with warnings.catch_warnings(action="ignore"):
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     from grpo.distributed import Ranks
     from grpo.model import ModelShape
     from onpolicy.demonstration import LEARNING_RATE, SEED, Experiment, Setting, Workload

@@ -3,12 +3,12 @@
 import importlib.util
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from archived import unpacked
 from commands import json_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,10 +34,7 @@ HOSTS = ("slime", "slime_before", "miles", "miles_bshd")
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dumps")
-    with tarfile.open(DATA / "dumps.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked(DATA / "dumps.tar.xz", tmp_path_factory.mktemp("dumps"))
 
 
 def train_files(dumps: Path, host: str) -> list[Path]:

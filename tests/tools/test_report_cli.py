@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from io import StringIO
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from archived import unpacked
 from commands import json_of
 from engines import COUNT, engines
 
@@ -191,10 +191,7 @@ def test_what_has_to_be_repaired_first_leaves_nothing_to_paste(tmp_path) -> None
 
 @pytest.fixture(scope="module")
 def host_dumps(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("hosts")
-    with tarfile.open(HOST_DUMPS) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked(HOST_DUMPS, tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.mark.parametrize("host", ["slime", "slime_before", "miles", "miles_bshd"])

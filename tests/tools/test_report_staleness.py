@@ -1,11 +1,11 @@
 """Stale weights are named: on what the example dumped (`tests/data/example_dumps/record.py`), and where it is hard."""
 
 import math
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from archived import unpacked
 from engines import COUNT, engines
 
 from mis_ext.diagnosis import Diagnosis
@@ -19,10 +19,7 @@ VERSIONS = ("weight_versions", "train_weight_version")
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dumps")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked(ARCHIVE, tmp_path_factory.mktemp("dumps"))
 
 
 def files(dumps: Path, interval: int) -> list[Path]:

@@ -254,13 +254,25 @@ def _pieces(text: str, start: int, tags: frozenset[str]) -> Iterator[tuple[str, 
 
 
 def _json_value(text: str, start: int) -> tuple[str, int] | None:
+    if _nests_deep(text, start):
+        return None
     try:
         value, end = _DECODER.raw_decode(text, start)
         # Numbers that overflow are all one to JSON.
         return json.dumps(value, sort_keys=True, allow_nan=False), end
-    # Python refuses deep nesting and integers of thousands of digits: then the text counts as it stands.
+    # Python refuses integers of thousands of digits, and nesting on a deep stack: then the text counts as it stands.
     except (ValueError, RecursionError):
         return None
+
+
+def _nests_deep(text: str, start: int) -> bool:
+    # What Python refuses depends on its version and on the stack, which may differ between two readings of a text.
+    depth = 0
+    for bracket in _BRACKET.finditer(text, start):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth == 0 or depth > _MAX_NESTING:
+            break
+    return depth > _MAX_NESTING
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -270,6 +282,7 @@ def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+_BRACKET, _MAX_NESTING = re.compile(r"[][{}]"), 200
 _DECODER = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys)
 
 

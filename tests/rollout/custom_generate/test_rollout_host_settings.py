@@ -32,7 +32,8 @@ def test_evaluation_has_a_limit_of_its_own_and_no_warning_about_training(tokeniz
     num_known = len(encode(TOKENIZER, "The weather"))
     with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
         args = host_args(server.port, tokenizer_folder, rollout_max_context_len=20, **limits)
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             asyncio.run(generate(args, Sample(prompt="The weather"), {**LIMITS, "top_p": 0.7}, evaluation=True))
     assert server.requests[0]["sampling_params"]["max_new_tokens"] == room - num_known
 
@@ -123,9 +124,11 @@ def test_log_probs_that_are_not_those_of_the_behavior_policy_are_said_once(token
         match = r"top_p=0.9 keeps\) is missing" if params["top_p"] < 1 else "cannot be made comparable"
         with pytest.warns(LogProbDefinitionWarning, match=match):
             run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=params)
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=params)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         greedy = {**LIMITS, "temperature": 0.0, "top_p": 0.9}
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=greedy)
 
@@ -140,7 +143,8 @@ def test_log_probs_over_the_kept_tokens_are_those_of_the_behavior_policy_where_s
         return response
 
     _warn_once.cache_clear()
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         run([replayed], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
     with pytest.warns(LogProbDefinitionWarning, match="only slime's SGLang knows it"):
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
@@ -158,7 +162,8 @@ def test_speculative_decoding_is_said_once(tokenizer_folder, flags, match):
     flags = {"sglang_speculative_algorithm": "EAGLE", **flags}
     with pytest.warns(LogProbDefinitionWarning, match=match):
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), **flags)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), **flags)
 
 

@@ -32,7 +32,8 @@ from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import read_sglang_generate
 
 # Megatron-Core, which the other examples need, tells at import which optional kernels are missing.
-with warnings.catch_warnings(action="ignore"):
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     from tokens.server import call_server, sglang_server
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
