@@ -33,7 +33,7 @@ def assert_judged(point: Point, samples: Samples) -> None:
     assert_close(correction.weights_T, flat(expected.weights), what="weights")
     assert torch.equal(correction.loss_mask_R.double(), flat(expected.masks))
     assert_hook_metrics(correction.token_metrics, expected, samples)
-    assert_values({name: metric.value() for name, metric in correction.metrics.items()}, expected)
+    assert_values({name: metric.value() for name, metric in correction.metrics.items()}, expected, samples)
 
 
 @searching(60)
