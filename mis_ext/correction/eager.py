@@ -153,7 +153,8 @@ class EagerBackend:
         # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
         given_R = self.streams.response_mask_R.float()
         if self.layout.is_whole:
-            loss_mask_R = self._mask("kept") * mask_as_float(kept_S).index_select(-1, index.sequence_T) * given_R
+            kept_T = self._mask("kept") * mask_as_float(kept_S).index_select(-1, index.sequence_T)
+            loss_mask_R = zero_outside(kept_T, given_R)
         else:
             kept_R = self.streams.response_mask_R.bool() & index.to_whole(kept_S)
             if keep_bits is not None:

@@ -153,3 +153,18 @@ def test_a_ratio_of_a_sequence_counts_a_token_once_where_slime_weighs_it_as_the_
     exceptions = page.split("## Where it differs from the hosts\n")[1].split("\n## ")[0].split("\n- ")[1:]
     assert f"[{['six', 'seven', 'eight'][len(exceptions) - 6]} exceptions](#where-it-differs-from-the-hosts)" in page
     assert [item for item in exceptions if "GSPO and OPSM" in item and "fractional mask" in item]
+
+
+@backends
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_rejected_token_counts_0_whatever_its_mask_holds(value: float, backend: str, monkeypatch) -> None:
+    """The guards refuse such a mask in the first calls; without them 0 times NaN would leave the gate's decision."""
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    found = mis_ext.compute_correction(
+        proximal_logprobs_T=torch.tensor([-1.0, -1.0, -1.0]),
+        behavior_logprobs_T=torch.tensor([-1.0, -9.0, -1.0]),
+        response_mask_R=torch.tensor([1.0, value, 1.0]),
+        layout=mis_ext.PackedLayout.whole([3]),
+        config=mis_ext.CorrectionConfig(gates=(mis_ext.Gate(reduce="token", low=0.5, high=2.0),)),
+    )
+    assert found.loss_mask_R.tolist() == [1.0, 0.0, 1.0]
