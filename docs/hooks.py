@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -14,13 +15,14 @@ from public_names import public_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
+    "guide/start.md": "index.md",
     "../lab/README.md": "lab.md",
     "../lab/MODELS.md": "zoo.md",
     "../lab/RESULTS.md": "results.md",
     "../CHANGELOG.md": "changes.md",
     "../SECURITY.md": "security.md",
 }
-"""Pages of the repository that are pages of the site too."""
+"""Pages that have another name in the site, most of them from elsewhere in the repository."""
 FOLDERS = {
     "../lab/evidence/": "evidence/",
     "../lab/real_stack/": "real_stack/",
@@ -32,8 +34,22 @@ CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 LONG_NAME = re.compile(r"(?<=<code>)[\w.-]{14,}(?=</code>)")
 SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)</code>")
 API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
-IN_SOURCE = re.compile(r"\[`(\w+)`\]\(\.\./\.\./(mis_ext/[\w/]+)\.py\)")
+IN_SOURCE = re.compile(r"\[`(\w+)`\]\((?:\.\./)+(mis_ext/[\w/]+)\.py\)")
 """A public name that leads to its source in the repository: here it leads to its entry."""
+MOVED = dict(
+    line.split()
+    for line in (ROOT / "docs" / "moved.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+)
+"""Pages and places in them that had another address."""
+REDIRECT = """<!doctype html>
+<meta charset="utf-8"><title>This page has moved</title>
+<p>This page has moved: <a href="{new}">{new}</a></p>
+<script>
+const to = {places}, place = location.hash.slice(1);
+location.replace(place in to ? to[place] : to[""] + location.hash);
+</script>
+"""
 FURTHER = "Reference"
 """The part of the navigation that a page joins which `nav` does not name."""
 
@@ -42,7 +58,8 @@ def on_config(config: Any) -> Any:
     """Add to the navigation the pages that it does not name."""
     named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
     (part,) = [part[FURTHER] for part in config.nav if FURTHER in part]
-    part += [page.name for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in named]
+    pages = (page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs").rglob("*.md")))
+    part += [page for page in pages if page not in named and page not in PAGES]
     return config
 
 
@@ -77,6 +94,24 @@ def on_page_content(content: str, **_: Any) -> str:
     return SPHINX_ROLE.sub(_reference, content)
 
 
+def on_post_build(config: Any) -> None:
+    """Leave a page at each old address that leads to the new one; a place in the page may have gone elsewhere."""
+    for old in MOVED:
+        page = Path(config.site_dir) / _html(old)
+        if "#" not in old and not page.exists():
+            of_page = {each.partition("#")[2]: new for each, new in MOVED.items() if each.partition("#")[0] == old}
+            folder = posixpath.dirname(old) or "."
+            to = {place: posixpath.relpath(_html(new), folder) for place, new in of_page.items()}
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(REDIRECT.format(new=to[""], places=json.dumps(to)), encoding="utf-8")
+
+
+def _html(address: str) -> str:
+    """Of a page, or of a place in it."""
+    page, mark, place = address.partition("#")
+    return _in_site(page).replace(".md", ".html") + mark + place
+
+
 def _in_repository(name: str) -> str:
     """Where a page of the site is, relative to `docs/`."""
     for folder, shown in FOLDERS.items():
@@ -90,7 +125,8 @@ def _in_site(path: str) -> str:
     for folder, name in FOLDERS.items():
         if path.startswith(folder):
             return name + path.removeprefix(folder)
-    return PAGES.get(path, path.removeprefix("../docs/"))
+    path = path.removeprefix("../docs/")
+    return PAGES.get(path, path)
 
 
 def _mathml(found: re.Match[str]) -> str:

@@ -294,7 +294,7 @@ def environment() -> Iterator[str]:
 def anchors() -> Iterator[str]:
     """Pages, and places in them, that messages name."""
     for file in sorted((ROOT / "mis_ext").rglob("*.py")):
-        yield from re.findall(r"\bdocs/\w+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8"))
+        yield from re.findall(r"\bdocs/[\w/]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8"))
 
 
 class Kind(NamedTuple):
@@ -304,9 +304,17 @@ class Kind(NamedTuple):
     is_good: Callable[[str], bool] | None = None
 
 
+def moved() -> dict[str, str]:
+    """Where a page or a place in it went, from where it was."""
+    lines = (ROOT / "docs" / "moved.txt").read_text(encoding="utf-8").splitlines()
+    return dict((f"docs/{name}" for name in line.split()) for line in lines if not line.startswith("#"))
+
+
 def is_there(anchor: str) -> bool:
-    page, _, place = anchor.partition("#")
-    path = ROOT / page
+    """Today, or where it went."""
+    new = moved()
+    page, _, place = new.get(anchor, anchor).partition("#")
+    path = ROOT / new.get(page, page)
     return path.is_file() and (not place or place in {*_places(path.read_text(encoding="utf-8"))})
 
 

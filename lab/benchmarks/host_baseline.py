@@ -7,7 +7,7 @@ sample first put whole responses together, and all that is per token is cut to t
 
 It emits every metric of the reference example that the configuration implies; there is no choice of metrics, and keys
 of mis_ext alone (``mis_*``, ``tis_normalize_*``, ``rs_gates``, the upper and the probability veto) are not read. Its
-numbers therefore differ from the package's in what docs/differences.md lists: it
+numbers therefore differ from the package's in what docs/reference/differences.md lists: it
 divides by the mean over this rank's valid tokens, the package over kept tokens of all data-parallel ranks; with
 ``yaml/miles_compat.yaml`` both agree. ``tests/support/host_loop.py`` states the same behaviour in float64.
 """

@@ -101,7 +101,7 @@ def compute_mis_weights(
 
     Returns:
         Per sample the weights (float32, 0 where a token has none) and the mask (the given value on kept tokens, else
-        0); and every metric as a 0-dim tensor. docs/metrics.md says over what each metric is a mean.
+        0); and every metric as a 0-dim tensor. docs/reference/metrics.md says over what each metric is a mean.
     """
     config = config_given(config)
     check_samples("loss_masks", loss_masks)

@@ -171,7 +171,7 @@ def _warn_if_cut(trainer: Any) -> None:
         warnings.warn(
             f"{named}: vLLM's log-probs are of the distribution that it sampled from, TRL's of all tokens, so every "
             "weight carries the probability of what was kept. Sample with "
-            f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])} (docs/hosts_trl.md)",
+            f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])} (docs/guide/trl.md)",
             MismatchWarning,
             stacklevel=4,
         )

@@ -43,7 +43,7 @@ PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
 _OF_PEERS = {
     "use_mis": "use_tis: true, and use_rs: true for a gate",
     # verl
-    "rollout_correction": "the keys of mis_ext, see docs/configuration.md",
+    "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
     "rollout_is": "tis_level",
     "rollout_is_threshold": "tis_upper_bound",
     "rollout_is_batch_normalize": "tis_batch_normalize",

@@ -114,7 +114,7 @@ def test_the_loss_is_that_of_skyrl(name, registered) -> None:
         rest = batch["old_log_prob"], batch["advantages"], None, batch["response_mask"].float()
         (metrics,) = assert_loss(loss_fn, batch, wanted, *rest, batch["rollout_log_prob"])
         assert all(isinstance(value, float) for value in metrics.values())
-        # Under this name docs/metrics.md finds it on a dashboard.
+        # Under this name docs/reference/metrics.md finds it on a dashboard.
         assert "pg_clipfrac" in metrics
         # SkyRL would add these up over micro-batches.
         assert not any(key.endswith("loss") for key in metrics)

@@ -163,13 +163,13 @@ def test_a_sample_that_the_host_removed_is_0_in_every_metric_and_the_page_says_s
     )[2]
     assert exact["mis_kept_seq_fraction"] == 1.0
     pages = Path(__file__).parents[2]
-    page = (pages / "docs" / "metrics.md").read_text()
+    page = (pages / "docs" / "reference" / "metrics.md").read_text()
     assert "\n## Samples that the host removed\n" in page
-    watched = (pages / "docs" / "watch.md").read_text().splitlines()
+    watched = (pages / "docs" / "guide" / "watch.md").read_text().splitlines()
     rows = [line for line in watched if line.startswith(("| `mis_kept_token_fraction`", "| `mis_is_ratio_mean_final`"))]
-    assert ["(metrics.md#samples-that-the-host-removed)" in row for row in rows] == [True, True]
+    assert ["(../reference/metrics.md#samples-that-the-host-removed)" in row for row in rows] == [True, True]
     (honest,) = (line for line in (pages / "README.md").read_text().splitlines() if "NaN, never 0" in line)
-    assert "(docs/metrics.md#samples-that-the-host-removed)" in honest
+    assert "(docs/reference/metrics.md#samples-that-the-host-removed)" in honest
 
 
 # --- the whole loss

@@ -59,7 +59,7 @@ def loss_of(
         rollout_is_weights=batch["rollout_log_prob"],
     )
     loss.backward()
-    # Under these names docs/metrics.md finds them on a dashboard.
+    # Under these names docs/reference/metrics.md finds them on a dashboard.
     assert all(isinstance(metrics[f"actor/{name}"], float) for name in ("loss", "pg_loss"))
     return {"loss": loss.detach(), "gradient": current.grad}
 

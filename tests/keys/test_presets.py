@@ -83,7 +83,11 @@ def test_the_presets_that_the_readme_names_exist() -> None:
 
 
 def test_the_pages_explain_every_key_guard_and_preset() -> None:
-    explained = {"configuration": CORRECTION_KEYS, "errors": GUARD_NAMES, "presets": list_presets()}
+    explained = {
+        "reference/configuration": CORRECTION_KEYS,
+        "reference/errors": GUARD_NAMES,
+        "guide/presets": list_presets(),
+    }
     for page, names in explained.items():
         text = (REPOSITORY / "docs" / f"{page}.md").read_text()
         assert [name for name in names if f"`{name}`" not in text] == []

@@ -343,7 +343,7 @@ def test_unset_flags_have_the_hosts_defaults() -> None:
 # --- the page
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "policy_loss.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "policy_loss.md").read_text(encoding="utf-8")
 
 
 def test_the_page_explains_every_key_and_flag() -> None:

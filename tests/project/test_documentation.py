@@ -74,23 +74,23 @@ API = {
 
 def names_table(package: str) -> Table:
     """The public names of a package, with links to their sources; on the site these lead to the entries below."""
-    rows = [(f"[`{each.name}`](../../{each.path.as_posix()})", each.summary) for each in public_names(package)]
+    rows = [(f"[`{each.name}`](../../../{each.path.as_posix()})", each.summary) for each in public_names(package)]
     return Table(("name", "what it is"), tuple(rows))
 
 
 TABLES = {
-    "metrics": (DOCS / "metrics.md", metrics_table),
-    "statistics": (DOCS / "method.md", statistics_table),
-    "bounds": (DOCS / "method.md", bounds_table),
-    "methods": (DOCS / "methods.md", methods_table),
-    "causes": (DOCS / "report_causes.md", causes_table),
-    "plants": (DOCS / "report_causes.md", plants_table),
-    "pairs": (DOCS / "report_causes.md", pairs_table),
-    "pairs left out": (DOCS / "report_causes.md", never_table),
-    "presets": (DOCS / "presets.md", presets_table),
-    "traps": (DOCS / "presets.md", traps_table),
+    "metrics": (DOCS / "reference" / "metrics.md", metrics_table),
+    "statistics": (DOCS / "reference" / "method.md", statistics_table),
+    "bounds": (DOCS / "reference" / "method.md", bounds_table),
+    "methods": (DOCS / "reference" / "methods.md", methods_table),
+    "causes": (DOCS / "reference" / "report_causes.md", causes_table),
+    "plants": (DOCS / "reference" / "report_causes.md", plants_table),
+    "pairs": (DOCS / "reference" / "report_causes.md", pairs_table),
+    "pairs left out": (DOCS / "reference" / "report_causes.md", never_table),
+    "presets": (DOCS / "guide" / "presets.md", presets_table),
+    "traps": (DOCS / "guide" / "presets.md", traps_table),
     **{
-        f"names of {package}": (DOCS / "api" / f"{page}.md", partial(names_table, package))
+        f"names of {package}": (DOCS / "reference" / "api" / f"{page}.md", partial(names_table, package))
         for page, packages in API.items()
         for package in packages
     },
@@ -112,7 +112,7 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     )
 
 
-SIZES = ("docs/report.md", "docs/report_causes.md", "lab/evidence/normal.md")
+SIZES = ("docs/guide/report.md", "docs/reference/report_causes.md", "lab/evidence/normal.md")
 
 
 def test_the_page_for_watching_has_the_limits_of_k3_that_the_report_has() -> None:
@@ -120,7 +120,7 @@ def test_the_page_for_watching_has_the_limits_of_k3_that_the_report_has() -> Non
     assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (7e-2, 1e-1)
     assert "SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
     rows = re.findall(
-        r"^\| ([^|]*) \| [^|]* \| ([^|]*) \|", (DOCS / "watch.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| ([^|]*) \| [^|]* \| ([^|]*) \|", (DOCS / "guide" / "watch.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     limits = {what: limit for what, limit in rows if "SmolLM2" in what or what == "mixture of experts"}
     assert limits["bf16 on both sides, SmolLM2-135M"] == "0.01"
@@ -133,14 +133,13 @@ def test_pages_name_the_sizes_by_which_the_diagnosis_names_causes() -> None:
         (f"${factor} \\cdot " if factor != "1" else "$") + f"10^{{-{int(power)}}}$"
         for factor, power in (f"{limit:.0e}".split("e-") for limit in (KERNEL_K3, PRETRAINED_K3, QUANTISED_K3))
     )
-    report, causes, normal = (" ".join((ROOT / page).read_text().split()) for page in SIZES)
+    sizes, causes, normal = (" ".join((ROOT / page).read_text().split()) for page in SIZES)
     bands = (f"below {kernels}", f"{kernels} to {pretrained}", f"{pretrained} to {quantised}", f"above {quantised}")
-    assert [band for band in bands if f"| {band} |" not in report] == []
+    assert [band for band in bands if f"| {band} |" not in sizes] == []
     assert f"A k3 of {kernels} to {pretrained} has two readings." in causes
     assert f"calls a k3 of {kernels} to {pretrained} usual for a pretrained model in bf16." in normal
-    assert (
-        f"for a pretrained model, in bf16 up to {pretrained}. Above, a [report](../../docs/report.md) looks" in normal
-    )
+    report = "[report](../../docs/guide/report.md)"
+    assert f"for a pretrained model, in bf16 up to {pretrained}. Above, a {report} looks" in normal
     highest = {each.what: each.high for each in REFERENCES}
     assert (highest["dense models in bfloat16"], highest["fp8 weights or cache"]) == (PRETRAINED_K3, QUANTISED_K3)
 
@@ -196,11 +195,11 @@ def test_what_an_explanation_prints_stands_below_it(capsys) -> None:
 def test_the_page_of_explain_shows_what_is_printed(capsys, monkeypatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "110")
-    page = (DOCS / "explain.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "explain.md").read_text(encoding="utf-8")
     (arguments,) = re.findall(r"^mis-ext (explain gated_mis [^#]*)", page, flags=re.MULTILINE)
     assert mis_ext.cli.main(arguments.split()) == 0
     printed = capsys.readouterr().out
-    (block,) = [each.values[0] for each in blocks("text") if each.id.startswith("docs/explain.md")]
+    (block,) = [each.values[0] for each in blocks("text") if each.id.startswith("docs/reference/explain.md")]
     assert len(block.splitlines()) >= 5
     assert [line for line in block.splitlines() if line not in printed] == []
 
@@ -229,7 +228,7 @@ def test_the_readme_is_short() -> None:
 def test_the_page_of_errors_shows_the_message(wrong) -> None:
     with pytest.raises((ValueError, TypeError)) as raised:
         mis_ext.config_from_mapping(wrong)
-    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
     assert [message for message in shown if message in str(raised.value)]
 

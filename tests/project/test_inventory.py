@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from inventory import KINDS, ROOT, gone, is_there, recorded
+from inventory import KINDS, ROOT, gone, is_there, moved, recorded
 
 RECORDED = recorded()
 
@@ -53,3 +53,10 @@ def test_every_page_and_script_that_the_package_names_is_there() -> None:
     named = {each for file in (ROOT / "mis_ext").rglob("*.py") for each in name.findall(file.read_text("utf-8"))}
     assert [each for each in sorted(named) if not is_there(each)] == []
     assert len(named) > 10
+
+
+def test_an_old_address_of_a_page_or_a_place_leads_to_one_that_is_there() -> None:
+    assert [new for new in moved().values() if not is_there(new)] == []
+    assert [old for old in moved() if (ROOT / old.partition("#")[0]).exists()] == []
+    assert is_there("docs/watch.md#whose-limits-these-are")
+    assert not is_there("docs/watch.md#nowhere")

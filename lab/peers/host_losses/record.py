@@ -47,7 +47,7 @@ ROUNDED = 2**-8
 TOPOLOGIES = {False: ((1, 1), (2, 1)), True: ((1, 1), (2, 1), (1, 2))}
 """Context- and tensor-parallel ranks, by whether it is checked."""
 NO_CACHED_GRAPHS = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-"""With them torch 2.13 takes a graph of other clip bounds from the disk (docs/errors.md): ``gspo`` is wrong then."""
+"""With them torch 2.13 takes a graph of other clip bounds of the disk: ``gspo`` is wrong (docs/reference/errors.md)."""
 
 sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 

@@ -47,7 +47,7 @@ SHOWN = {
 }
 CURVES_OF_A_DASHBOARD = {"k3": "mis_k3_kl", "grad_norm": "gradient norm", "reward": "reward of rollouts"}
 LIMIT = {"k3": 0.07}
-"""Of SmolLM2 with an fp8 engine: docs/watch.md."""
+"""Of SmolLM2 with an fp8 engine: docs/guide/watch.md."""
 
 
 def dashboards(results: Results, first_look: Path, output: Path) -> None:

@@ -32,7 +32,7 @@ def compute_mis_weights_with_cp(
     ``mis_denominator: kept`` is right only with :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`.
 
     Args:
-        args: The host's arguments, with the keys of docs/configuration.md among them.
+        args: The host's arguments, with the keys of docs/reference/configuration.md among them.
         pg_loss: ``[T]``, this rank's response tokens of the micro-batch; may carry gradient.
         train_log_probs: Per sample, this rank's tokens: nats, scored by the trainer before the update (proximal).
         rollout_log_probs: The same, as the inference engine reported them (behavior).

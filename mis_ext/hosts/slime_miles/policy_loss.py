@@ -44,7 +44,7 @@ def policy_loss(
     """The loss of a micro-batch and its metrics.
 
     For ``--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss``. The hosts' own flags, the keys of
-    the correction and the keys ``mis_loss_*`` select the loss, see docs/policy_loss.md.
+    the correction and the keys ``mis_loss_*`` select the loss, see docs/reference/policy_loss.md.
 
     Args:
         args: The host's arguments, with the keys of mis_ext among them.

@@ -187,7 +187,7 @@ def _advice(func: Any) -> str:
         return (
             ": compute it outside of the mode; one of each channel by itself, as in Mamba, is "
             "(x.unfold(-1, width, 1) * weight).sum(-1) of padded rows; why "
-            "state-space models are refused: docs/true_on_policy.md#state-space"
+            "state-space models are refused: docs/guide/true_on_policy.md#state-space"
         )
     if "attention" in func.name() and not FunctionOverrides.is_on():
         return (

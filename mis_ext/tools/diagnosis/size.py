@@ -94,7 +94,7 @@ def kernels(measured: Measured) -> Finding | None:
     advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
     "both k3 was a 65th, and training learned in about half the steps (lab/evidence/normal.md). In "
     "small models an fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
-    "difference there (docs/presets.md).",
+    "difference there (docs/guide/presets.md).",
 )
 def kernels_or_low_precision(measured: Measured) -> Finding | None:
     """A difference that kernels in bfloat16 give in a pretrained model, and low precision in a small one.
@@ -114,7 +114,7 @@ def kernels_or_low_precision(measured: Measured) -> Finding | None:
     looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
     needs=("signals",),
     advice="Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
-    "correction, and 8 of 107 steps later with it (docs/presets.md). A k3 far above that of the same engine in "
+    "correction, and 8 of 107 steps later with it (docs/guide/presets.md). A k3 far above that of the same engine in "
     "bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
 )
 def low_precision(measured: Measured) -> Finding | None:

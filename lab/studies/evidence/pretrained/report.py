@@ -43,7 +43,7 @@ FEWEST_WORSE = 3
 LEARNED, LEARNED_ALL, STEPS_OF_A_MEAN = 0.9, 0.99, 5
 # On the way there, of the own policy.
 LEVELS = (0.25, 0.5, 0.7, 0.8)
-# From where on a ratio is unusual: docs/watch.md.
+# From where on a ratio is unusual: docs/guide/watch.md.
 UNUSUAL_RATIO = 100
 WARNINGS = ("k3", "abs_diff", "ess_sequence", "above_2", "below_half", "ratio_max", "grad_norm", "entropy", "length")
 
