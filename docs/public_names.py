@@ -25,11 +25,12 @@ class PublicName(NamedTuple):
 
 
 def public_names(package: str) -> list[PublicName]:
-    """As the ``TYPE_CHECKING`` branch of the package imports them."""
+    """As the ``TYPE_CHECKING`` branch of the package imports them, by a name of their own; or those in ``__all__``."""
     tree = _tree(package)
-    public = next(ast.literal_eval(node.value) for node in tree.body if _assigns(node, "__all__"))
-    module_of = {alias.name: node.module for node in _imports(tree) for alias in node.names}
-    found = {name: _origin(module, name) for name, module in module_of.items() if name in public}
+    public = next((ast.literal_eval(node.value) for node in tree.body if _assigns(node, "__all__")), ())
+    imports = [(node.module, alias) for node in _imports(tree) for alias in node.names]
+    module_of = {alias.name: module for module, alias in imports if alias.asname or alias.name in public}
+    found = {name: _origin(module, name) for name, module in module_of.items()}
     return [PublicName(name, module, _summary(_tree(module), name)) for name, module in found.items()]
 
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(
-    package: str, names_of: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose ``__name__`` is given.
 
-    Args:
-        package: Its ``__name__``.
-        names_of: For each module, without the name of the package, the names that the package takes from it.
+    Its names, and the module of each, are those that it imports under ``if TYPE_CHECKING:``, read from its source: what
+    type checkers see and what loads late is one list.
     """
-    module_of = {name: f"{package}.{module}" for module, names in names_of.items() for name in names}
     namespace = vars(sys.modules[package])
+    tree = ast.parse(namespace["__loader__"].get_source(package))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    module_of = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
-        if name in names_of:
+        if f"{package}.{name}" in module_of.values():
             return import_module(f"{package}.{name}")
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -32,4 +33,4 @@ def lazy_names(
     def list_names() -> list[str]:
         return sorted({*namespace, *module_of})
 
-    return get, list_names
+    return get, list_names, sorted(module_of)

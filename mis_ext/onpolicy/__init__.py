@@ -9,71 +9,31 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mis_ext.onpolicy.audit.audit_report import AuditReport, Evidence, Verdict
-    from mis_ext.onpolicy.audit.log_probs import audit_logprobs
-    from mis_ext.onpolicy.batch_invariant import (
-        attention,
-        batch_invariant_forward,
-        batch_invariant_mode,
-        is_batch_invariant,
-    )
-    from mis_ext.onpolicy.invariance.checks import check_batch_invariance, check_sequence_invariance
-    from mis_ext.onpolicy.invariance.probes import InvarianceReport
-    from mis_ext.onpolicy.kv_cache import SimulatedKVCache, simulate_kv_cache
-    from mis_ext.onpolicy.recording.compare import Comparison, NameMap, compare
-    from mis_ext.onpolicy.recording.recorder import record
-    from mis_ext.onpolicy.recording.recordings import Recording
-    from mis_ext.onpolicy.recording.rows import Rows
-    from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps
-    from mis_ext.onpolicy.routing.experts import RoutedExperts, record_hf_routing, routing_disagreement
-    from mis_ext.onpolicy.routing.replay import record_routing, replay_routing
-    from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
+    from mis_ext.onpolicy.audit.audit_report import AuditReport as AuditReport
+    from mis_ext.onpolicy.audit.audit_report import Evidence as Evidence
+    from mis_ext.onpolicy.audit.audit_report import Verdict as Verdict
+    from mis_ext.onpolicy.audit.log_probs import audit_logprobs as audit_logprobs
+    from mis_ext.onpolicy.batch_invariant import attention as attention
+    from mis_ext.onpolicy.batch_invariant import batch_invariant_forward as batch_invariant_forward
+    from mis_ext.onpolicy.batch_invariant import batch_invariant_mode as batch_invariant_mode
+    from mis_ext.onpolicy.batch_invariant import is_batch_invariant as is_batch_invariant
+    from mis_ext.onpolicy.invariance.checks import check_batch_invariance as check_batch_invariance
+    from mis_ext.onpolicy.invariance.checks import check_sequence_invariance as check_sequence_invariance
+    from mis_ext.onpolicy.invariance.probes import InvarianceReport as InvarianceReport
+    from mis_ext.onpolicy.kv_cache import SimulatedKVCache as SimulatedKVCache
+    from mis_ext.onpolicy.kv_cache import simulate_kv_cache as simulate_kv_cache
+    from mis_ext.onpolicy.recording.compare import Comparison as Comparison
+    from mis_ext.onpolicy.recording.compare import NameMap as NameMap
+    from mis_ext.onpolicy.recording.compare import compare as compare
+    from mis_ext.onpolicy.recording.recorder import record as record
+    from mis_ext.onpolicy.recording.recordings import Recording as Recording
+    from mis_ext.onpolicy.recording.rows import Rows as Rows
+    from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps as read_sglang_dumps
+    from mis_ext.onpolicy.routing.experts import RoutedExperts as RoutedExperts
+    from mis_ext.onpolicy.routing.experts import record_hf_routing as record_hf_routing
+    from mis_ext.onpolicy.routing.experts import routing_disagreement as routing_disagreement
+    from mis_ext.onpolicy.routing.replay import record_routing as record_routing
+    from mis_ext.onpolicy.routing.replay import replay_routing as replay_routing
+    from mis_ext.onpolicy.routing.routing_layout import RoutingLayout as RoutingLayout
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "audit.log_probs": ("audit_logprobs",),
-            "audit.audit_report": ("AuditReport", "Evidence", "Verdict"),
-            "batch_invariant": ("attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant"),
-            "invariance.checks": ("check_batch_invariance", "check_sequence_invariance"),
-            "invariance.probes": ("InvarianceReport",),
-            "kv_cache": ("SimulatedKVCache", "simulate_kv_cache"),
-            "recording.compare": ("Comparison", "NameMap", "compare"),
-            "recording.recorder": ("record",),
-            "recording.recordings": ("Recording",),
-            "recording.rows": ("Rows",),
-            "recording.sglang_dumps": ("read_sglang_dumps",),
-            "routing.experts": ("RoutedExperts", "record_hf_routing", "routing_disagreement"),
-            "routing.replay": ("record_routing", "replay_routing"),
-            "routing.routing_layout": ("RoutingLayout",),
-        },
-    )
-
-__all__ = [
-    "AuditReport",
-    "Comparison",
-    "Evidence",
-    "InvarianceReport",
-    "NameMap",
-    "Recording",
-    "RoutedExperts",
-    "RoutingLayout",
-    "Rows",
-    "SimulatedKVCache",
-    "Verdict",
-    "attention",
-    "audit_logprobs",
-    "batch_invariant_forward",
-    "batch_invariant_mode",
-    "check_batch_invariance",
-    "check_sequence_invariance",
-    "compare",
-    "is_batch_invariant",
-    "read_sglang_dumps",
-    "record",
-    "record_hf_routing",
-    "record_routing",
-    "replay_routing",
-    "routing_disagreement",
-    "simulate_kv_cache",
-]
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -10,119 +10,49 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mis_ext.rollout.comparable_log_probs import (
-        BehaviorLogProbs,
-        TrainerLogProbs,
-        behavior_log_probs,
-        trainer_log_probs,
-    )
-    from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
-    from mis_ext.rollout.conversations.builder import build_samples
-    from mis_ext.rollout.custom_generate.function import generate
-    from mis_ext.rollout.definition import (
-        Distribution,
-        LogProbDefinition,
-        SamplingParameters,
-        Speculation,
-        Truncation,
-        define_log_probs,
-        tell_logprobs_mode,
-    )
-    from mis_ext.rollout.generation import (
-        AbortedRequest,
-        BoundaryError,
-        Contradiction,
-        CountMismatch,
-        Generation,
-        LogProbError,
-        MalformedResponse,
-        NotASample,
-        RolloutError,
-        TrainingSample,
-        UnprovenTokenIds,
-    )
-    from mis_ext.rollout.post_processing import PostProcessing, PostProcessingKind, detect_post_processing
-    from mis_ext.rollout.readers.server_sent_events import join_stream
-    from mis_ext.rollout.readers.servers import (
-        read_openai_chat,
-        read_openai_completions,
-        read_sglang_chat,
-        read_sglang_completions,
-        read_sglang_generate,
-        read_vllm_chat,
-        read_vllm_completions,
-        read_vllm_generate,
-    )
-    from mis_ext.rollout.vocabulary import VocabularyReport, check_vocabulary, padded_vocab_size
+    from mis_ext.rollout.comparable_log_probs import BehaviorLogProbs as BehaviorLogProbs
+    from mis_ext.rollout.comparable_log_probs import TrainerLogProbs as TrainerLogProbs
+    from mis_ext.rollout.comparable_log_probs import behavior_log_probs as behavior_log_probs
+    from mis_ext.rollout.comparable_log_probs import trainer_log_probs as trainer_log_probs
+    from mis_ext.rollout.conversations.boundary import Boundary as Boundary
+    from mis_ext.rollout.conversations.boundary import BoundaryAction as BoundaryAction
+    from mis_ext.rollout.conversations.boundary import BoundaryKind as BoundaryKind
+    from mis_ext.rollout.conversations.boundary import Built as Built
+    from mis_ext.rollout.conversations.boundary import Policy as Policy
+    from mis_ext.rollout.conversations.builder import build_samples as build_samples
+    from mis_ext.rollout.custom_generate.function import generate as generate
+    from mis_ext.rollout.definition import Distribution as Distribution
+    from mis_ext.rollout.definition import LogProbDefinition as LogProbDefinition
+    from mis_ext.rollout.definition import SamplingParameters as SamplingParameters
+    from mis_ext.rollout.definition import Speculation as Speculation
+    from mis_ext.rollout.definition import Truncation as Truncation
+    from mis_ext.rollout.definition import define_log_probs as define_log_probs
+    from mis_ext.rollout.definition import tell_logprobs_mode as tell_logprobs_mode
+    from mis_ext.rollout.generation import AbortedRequest as AbortedRequest
+    from mis_ext.rollout.generation import BoundaryError as BoundaryError
+    from mis_ext.rollout.generation import Contradiction as Contradiction
+    from mis_ext.rollout.generation import CountMismatch as CountMismatch
+    from mis_ext.rollout.generation import Generation as Generation
+    from mis_ext.rollout.generation import LogProbError as LogProbError
+    from mis_ext.rollout.generation import MalformedResponse as MalformedResponse
+    from mis_ext.rollout.generation import NotASample as NotASample
+    from mis_ext.rollout.generation import RolloutError as RolloutError
+    from mis_ext.rollout.generation import TrainingSample as TrainingSample
+    from mis_ext.rollout.generation import UnprovenTokenIds as UnprovenTokenIds
+    from mis_ext.rollout.post_processing import PostProcessing as PostProcessing
+    from mis_ext.rollout.post_processing import PostProcessingKind as PostProcessingKind
+    from mis_ext.rollout.post_processing import detect_post_processing as detect_post_processing
+    from mis_ext.rollout.readers.server_sent_events import join_stream as join_stream
+    from mis_ext.rollout.readers.servers import read_openai_chat as read_openai_chat
+    from mis_ext.rollout.readers.servers import read_openai_completions as read_openai_completions
+    from mis_ext.rollout.readers.servers import read_sglang_chat as read_sglang_chat
+    from mis_ext.rollout.readers.servers import read_sglang_completions as read_sglang_completions
+    from mis_ext.rollout.readers.servers import read_sglang_generate as read_sglang_generate
+    from mis_ext.rollout.readers.servers import read_vllm_chat as read_vllm_chat
+    from mis_ext.rollout.readers.servers import read_vllm_completions as read_vllm_completions
+    from mis_ext.rollout.readers.servers import read_vllm_generate as read_vllm_generate
+    from mis_ext.rollout.vocabulary import VocabularyReport as VocabularyReport
+    from mis_ext.rollout.vocabulary import check_vocabulary as check_vocabulary
+    from mis_ext.rollout.vocabulary import padded_vocab_size as padded_vocab_size
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "conversations.boundary": ("Boundary", "BoundaryAction", "BoundaryKind", "Built", "Policy"),
-            "conversations.builder": ("build_samples",),
-            "custom_generate.function": ("generate",),
-            "comparable_log_probs": ("BehaviorLogProbs", "TrainerLogProbs", "behavior_log_probs", "trainer_log_probs"),
-            "definition": (
-                *("Distribution", "LogProbDefinition", "SamplingParameters", "Speculation", "Truncation"),
-                *("define_log_probs", "tell_logprobs_mode"),
-            ),
-            "generation": (
-                *("AbortedRequest", "BoundaryError", "Contradiction", "CountMismatch", "Generation", "LogProbError"),
-                *("MalformedResponse", "NotASample", "RolloutError", "TrainingSample", "UnprovenTokenIds"),
-            ),
-            "post_processing": ("PostProcessing", "PostProcessingKind", "detect_post_processing"),
-            "readers.server_sent_events": ("join_stream",),
-            "readers.servers": (
-                *("read_openai_chat", "read_openai_completions", "read_sglang_chat", "read_sglang_completions"),
-                *("read_sglang_generate", "read_vllm_chat", "read_vllm_completions", "read_vllm_generate"),
-            ),
-            "vocabulary": ("VocabularyReport", "check_vocabulary", "padded_vocab_size"),
-        },
-    )
-
-__all__ = [
-    "AbortedRequest",
-    "BehaviorLogProbs",
-    "Boundary",
-    "BoundaryAction",
-    "BoundaryError",
-    "BoundaryKind",
-    "Built",
-    "Contradiction",
-    "CountMismatch",
-    "Distribution",
-    "Generation",
-    "LogProbDefinition",
-    "LogProbError",
-    "MalformedResponse",
-    "NotASample",
-    "Policy",
-    "PostProcessing",
-    "PostProcessingKind",
-    "RolloutError",
-    "SamplingParameters",
-    "Speculation",
-    "TrainerLogProbs",
-    "TrainingSample",
-    "Truncation",
-    "UnprovenTokenIds",
-    "VocabularyReport",
-    "behavior_log_probs",
-    "build_samples",
-    "check_vocabulary",
-    "define_log_probs",
-    "detect_post_processing",
-    "generate",
-    "join_stream",
-    "padded_vocab_size",
-    "read_openai_chat",
-    "read_openai_completions",
-    "read_sglang_chat",
-    "read_sglang_completions",
-    "read_sglang_generate",
-    "read_vllm_chat",
-    "read_vllm_completions",
-    "read_vllm_generate",
-    "tell_logprobs_mode",
-    "trainer_log_probs",
-]
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

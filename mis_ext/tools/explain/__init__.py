@@ -8,29 +8,14 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mis_ext.tools.explain.effect import Effect, effect_of, effect_of_method
-    from mis_ext.tools.explain.law import GaussianLaw
-    from mis_ext.tools.explain.traps import Circumstances, Trap, traps_of
-    from mis_ext.tools.explain.words import Explanation, explain_config
+    from mis_ext.tools.explain.effect import Effect as Effect
+    from mis_ext.tools.explain.effect import effect_of as effect_of
+    from mis_ext.tools.explain.effect import effect_of_method as effect_of_method
+    from mis_ext.tools.explain.law import GaussianLaw as GaussianLaw
+    from mis_ext.tools.explain.traps import Circumstances as Circumstances
+    from mis_ext.tools.explain.traps import Trap as Trap
+    from mis_ext.tools.explain.traps import traps_of as traps_of
+    from mis_ext.tools.explain.words import Explanation as Explanation
+    from mis_ext.tools.explain.words import explain_config as explain_config
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "words": ("Explanation", "explain_config"),
-            "effect": ("Effect", "effect_of", "effect_of_method"),
-            "law": ("GaussianLaw",),
-            "traps": ("Circumstances", "Trap", "traps_of"),
-        },
-    )
-
-__all__ = [
-    "Circumstances",
-    "Effect",
-    "Explanation",
-    "GaussianLaw",
-    "Trap",
-    "effect_of",
-    "effect_of_method",
-    "explain_config",
-    "traps_of",
-]
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
