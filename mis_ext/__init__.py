@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from mis_ext.correction.layout import PackedLayout as PackedLayout
     from mis_ext.correction.metrics import GroupNumber as GroupNumber
     from mis_ext.correction.metrics import Mean as Mean
-    from mis_ext.correction.normalization import WeightScale as WeightScale
     from mis_ext.correction.pipeline import Correction as Correction
     from mis_ext.correction.pipeline import compute_correction as compute_correction
     from mis_ext.correction.statistics import STATISTICS as STATISTICS
     from mis_ext.correction.weights import BOUNDS as BOUNDS
     from mis_ext.correction.weights import Weight as Weight
+    from mis_ext.correction.weights import WeightScale as WeightScale
+    from mis_ext.files import list_presets as list_presets
     from mis_ext.hosts.groups import Groups as Groups
     from mis_ext.hosts.guards import MismatchWarning as MismatchWarning
     from mis_ext.hosts.master_weights import dither_master_weights as dither_master_weights
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from mis_ext.hosts.whole_loss import TotalLoss as TotalLoss
     from mis_ext.hosts.whole_loss import policy_loss_from_log_probs as policy_loss_from_log_probs
     from mis_ext.keys.flat import config_from_mapping as config_from_mapping
-    from mis_ext.keys.preset_files import list_presets as list_presets
     from mis_ext.keys.presets import load_config as load_config
     from mis_ext.keys.presets import preset as preset
     from mis_ext.scoring.passes import KeptColumns as KeptColumns

@@ -1,14 +1,23 @@
-"""Files as users have them: what can be read without harm, and what is written whole or not at all."""
+"""Files and texts as users have them: what can be read without harm, what is written whole or not at all, and shown.
+
+And the YAML files that ship, with what each says about itself in its first lines.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
+import re
 import stat
-from collections.abc import Collection
+import textwrap
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
+
+from mis_ext.validation import nearest
 
 _MAX_YAML_BYTES = 1 << 20
 _MAX_YAML_NODES = 100_000
@@ -128,3 +137,80 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def printable(text: str) -> str:
     """The text, where what a terminal would obey or could not write is escaped; lines stay."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
+_WIDTH = 80
+"""Columns of a terminal."""
+
+
+def hanging(label: str, text: str) -> str:
+    """A label and a text in lines of at most 80 columns, all of which begin behind the label."""
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def to_jsonable(value: Any) -> Any:
+    """Dataclasses and tensors as dicts and lists; NaN is None, a number beyond all bounds a string."""
+    if hasattr(value, "tolist"):
+        return to_jsonable(value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: to_jsonable(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_jsonable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_jsonable(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+_PRESETS = Path(__file__).parent / "_presets"
+
+
+class PresetRemarks(NamedTuple):
+    """What a preset does, when to take it, and whose method it is."""
+
+    what: str
+    when: str
+    source: str
+
+
+def list_presets() -> tuple[str, ...]:
+    """Names of the presets."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
+
+
+def preset_path(name: str) -> Path:
+    """The file of the preset called ``name``.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    names = list_presets()
+    if name not in names:
+        raise ValueError(f"no preset {name!r}: {nearest(name, names)}; mis-ext presets lists all")
+    return _PRESETS / f"{name}.yaml"
+
+
+def preset_text(name: str) -> str:
+    """The file of the preset called ``name``, as it is.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    return preset_path(name).read_text(encoding="utf-8")
+
+
+def preset_remarks(name: str) -> PresetRemarks:
+    """What the preset called ``name`` says about itself.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    return PresetRemarks(*re.findall(r"^# (?:What|When|Source): (.*)$", preset_text(name), flags=re.MULTILINE))

@@ -6,7 +6,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.correction.layout import owned_chunks
 
 from .transfer import moved
 

@@ -29,7 +29,7 @@ from torch.overrides import get_testing_overrides
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.batch_invariant.operators import kind_of
+from mis_ext.onpolicy.batch_invariant.overrides import kind_of
 from mis_ext.onpolicy.bits import as_real, same_bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 
 from mis_ext.correction.gates import Gate, label_gates
 from mis_ext.correction.metrics import PREFIX, MetricRow, gate_rows, mismatch_rows, outcome_rows, weight_rows
-from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope, WeightScale
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.weights import Denominator, NormalizeOver, Scope, Weight, WeightScale
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 
 DEFAULT_WEIGHT = Weight()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mis_ext.correction.graph_layout import GraphLayout, Padding, offset_in_sequence
 from mis_ext.correction.log_ratio import zero_outside
-from mis_ext.correction.zigzag import Partition, owned_chunks
 
 _MOST_PADDING = 8
 """Slots of padded sequences per token, up to which sums over sequences pad them."""
@@ -467,3 +466,40 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
     if device.type == "cuda":
         together = together.pin_memory()
     return torch.split(together.to(device, non_blocking=True), [*map(len, tensors)])
+
+
+# --- the positions of a sequence that a context-parallel rank holds
+
+Partition = Literal["zigzag", "contiguous"]
+
+
+class Chunks(NamedTuple):
+    """Into how many equal chunks every sequence is cut, and which of them a rank holds, in its order."""
+
+    num_chunks: int
+    owned: tuple[int, ...]
+
+    def padded(self, length: int) -> int:
+        """The smallest length that the chunks cover, at least ``length``."""
+        return self.num_chunks * -(-length // self.num_chunks)
+
+    def ranges(self, length: int) -> tuple[range, ...]:
+        """The rank's runs of positions in a sequence of ``length``; they may reach into its padding."""
+        chunk = -(-length // self.num_chunks)
+        return tuple(range(number * chunk, (number + 1) * chunk) for number in self.owned)
+
+
+def owned_chunks(*, cp_rank: int, cp_size: int, partition: Partition = "zigzag") -> Chunks:
+    """The chunks of a context-parallel rank; one rank holds the one chunk.
+
+    ``zigzag`` cuts ``2 * cp_size`` chunks and gives rank ``r`` the chunks ``r`` and ``2 * cp_size - 1 - r``, so that
+    causal attention costs all ranks the same. ``contiguous`` cuts ``cp_size`` chunks.
+
+    Args:
+        cp_rank: This rank within the context-parallel group.
+        cp_size: Ranks in the context-parallel group.
+        partition: How positions are dealt out.
+    """
+    if cp_size == 1 or partition == "contiguous":
+        return Chunks(cp_size, (cp_rank,))
+    return Chunks(2 * cp_size, (cp_rank, 2 * cp_size - 1 - cp_rank))

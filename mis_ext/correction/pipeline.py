@@ -14,8 +14,8 @@ from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams
 from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
-from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
+from mis_ext.correction.weights import WeightScale
 
 
 @dataclass(frozen=True, slots=True, eq=False)

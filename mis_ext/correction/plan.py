@@ -44,15 +44,15 @@ from mis_ext.correction.formula import (
     NamedValues,
     Total,
     bounded_exp,
+    check_operations,
     needed_names,
     where,
     where_positive,
 )
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metrics import GROUP_FORMULAS, PREFIX, Kind, MetricRow
-from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale, term_formulas
 from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
-from mis_ext.correction.triton.symbols import check_operations
+from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale, term_formulas
 
 DECISIONS = ("weighted_sequence", "kept_sequence", "sequence_weight", "num_kept")
 """Per sequence, equal on all context-parallel ranks: whether it carries a weight, and whether it stays in the mask; the

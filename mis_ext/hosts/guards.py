@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import FEW_SEQUENCES_ESS, MAX_MEAN_ABS_DIFF, MIN_TOKENS
-from mis_ext.checks.token_sums import TokenSums, added, are_suspicious, token_sums
+from mis_ext.checks.token_sums import (
+    FEW_SEQUENCES_ESS,
+    MAX_MEAN_ABS_DIFF,
+    MIN_TOKENS,
+    TokenSums,
+    added,
+    are_suspicious,
+    token_sums,
+)
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.log_ratio import TokenRatios

@@ -14,9 +14,9 @@ from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams, TokenRatios
-from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.correction.plan import plan_of
+from mis_ext.correction.weights import WeightScale
 from mis_ext.hosts.acceptance import AcceptanceLoop
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import (

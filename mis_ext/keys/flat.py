@@ -13,9 +13,17 @@ from typing import Any, get_args
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import HookReduce
-from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, REDUCTIONS, HookLevel, Weight
+from mis_ext.correction.weights import (
+    BOUNDS,
+    DEFAULT_UPPER_BOUND,
+    REDUCTIONS,
+    Denominator,
+    HookLevel,
+    NormalizeOver,
+    Scope,
+    Weight,
+)
 from mis_ext.files import read_yaml
 from mis_ext.keys.native import (
     NATIVE_KEY,

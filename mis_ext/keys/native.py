@@ -11,9 +11,8 @@ from typing import Any, TypeVar, get_args
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import Reduce
-from mis_ext.correction.weights import REDUCTIONS, HookLevel, Weight
+from mis_ext.correction.weights import REDUCTIONS, Denominator, HookLevel, NormalizeOver, Scope, Weight
 from mis_ext.validation import check_choice, check_known, check_list, check_mapping, check_number
 
 NATIVE_KEY = "mis"

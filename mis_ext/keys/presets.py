@@ -13,10 +13,9 @@ from typing import Any
 import yaml
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.files import read_yaml
+from mis_ext.files import preset_path, read_yaml
 from mis_ext.keys.flat import CORRECTION_KEYS, config_from_mapping, says_whole_loss
 from mis_ext.keys.native import NATIVE_KEY, errors_of, native_keys
-from mis_ext.keys.preset_files import preset_path
 from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method

@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig
 from mis_ext.correction.gates import Action
-from mis_ext.correction.normalization import Denominator, NormalizeOver, Scope
 from mis_ext.correction.statistics import STATISTICS, HookReduce
-from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, HookLevel
+from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, Denominator, HookLevel, NormalizeOver, Scope
 from mis_ext.keys.loss_keys import DEFAULT_SCORING
 from mis_ext.keys.native import LEVELS, NATIVE_KEY
 from mis_ext.keys.run_config import Scoring

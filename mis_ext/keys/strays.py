@@ -10,8 +10,8 @@ from difflib import SequenceMatcher
 from typing import Any, get_args
 
 from mis_ext.correction.weights import BOUNDS, HookLevel
+from mis_ext.files import list_presets
 from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE_KEYS
-from mis_ext.keys.preset_files import list_presets
 
 PREFIXES = ("tis_", "rs_", "mis_")
 _LETTERS_PER_MISTAKE = 6

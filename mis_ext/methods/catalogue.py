@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mis_ext.columns import hanging
 from mis_ext.correction.tables import Table
+from mis_ext.files import hanging
 from mis_ext.methods import decoupled, ppo, reinforce, trust_region
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import SYMBOLS, ChosenMethod, PublishedMethod

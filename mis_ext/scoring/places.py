@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout, runs, to_device
-from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 
 
 class Places(NamedTuple):

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plants import SINGLE, planted
 
-from mis_ext.checks.limits import SUSPICIOUS_LINE
-from mis_ext.checks.token_sums import TokenSums, are_suspicious, token_sums
+from mis_ext.checks.token_sums import SUSPICIOUS_LINE, TokenSums, are_suspicious, token_sums
 from mis_ext.diagnosis import CAUSES, Measured, diagnose
 from mis_ext.report import Part
 from mis_ext.tools.diagnosis.sampling import EXPLAINED, MIN_EXPLAINED

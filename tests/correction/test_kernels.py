@@ -45,7 +45,7 @@ def triton_backend(monkeypatch) -> None:
 
 @pytest.mark.parametrize("quotient", [lambda num_valid: 1.0 / num_valid, lambda num_valid: num_valid / 4.0])
 def test_a_quotient_of_a_number_is_one_symbol_in_either_order(quotient) -> None:
-    from mis_ext.correction.triton.symbols import Symbol
+    from mis_ext.correction.formula import Symbol
 
     symbol = quotient(Symbol("x", "float32"))
     assert symbol.type == "float64"

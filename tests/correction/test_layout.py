@@ -10,7 +10,7 @@ from searching import searching
 from zigzag import local_tokens, owner
 
 from mis_ext import PackedLayout
-from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.correction.layout import owned_chunks
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), min_size=1, max_size=5)
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext.correction.formula import Formula, where
+from mis_ext.correction.formula import METHODS, Formula, Symbol, check_operations, where
 from mis_ext.correction.metrics import row
 from mis_ext.correction.plan import plan_of
 from mis_ext.correction.statistics import STATISTICS, TOKEN_FORMULAS, HookReduce, Statistic
-from mis_ext.correction.triton.symbols import METHODS, Symbol, check_operations
 from mis_ext.correction.weights import BOUNDS, Bound, HookLevel
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")

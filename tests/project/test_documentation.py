@@ -16,10 +16,10 @@ import yaml
 
 import mis_ext
 import mis_ext.cli
-from mis_ext.checks.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
 from mis_ext.explain import explain_config
-from mis_ext.keys.preset_files import PresetRemarks, preset_remarks
+from mis_ext.files import PresetRemarks, preset_remarks
 from mis_ext.methods.catalogue import methods_table
 from mis_ext.tools.diagnosis.table import causes_table
 from mis_ext.tools.report.page import MEANING, REFERENCES

@@ -19,7 +19,7 @@ from rollout_logs import genuine, good, write
 from tiny_decoder import TinyDecoder, packed, planted, recording_of
 
 from mis_ext.cli import main
-from mis_ext.keys.preset_files import list_presets
+from mis_ext.files import list_presets
 from mis_ext.methods import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -15,11 +15,11 @@ from mis_ext.correction.backend import Outputs, Sequences
 from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams, TokenRatios
-from mis_ext.correction.normalization import WeightScale
 from mis_ext.correction.plan import Plan
 from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
 from mis_ext.correction.triton.kernels import TILE, weigh_kernel, whole_mask_kernel
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel
+from mis_ext.correction.weights import WeightScale
 
 _MAX_TOKENS = 2**31 - TILE
 _whole_mask_kernel = kernel(whole_mask_kernel)

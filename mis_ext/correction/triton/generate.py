@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import triton
 
-from mis_ext.correction.formula import Column
+from mis_ext.correction.formula import Column, Program, Symbol
 from mis_ext.correction.metrics import GROUP_FORMULAS
-from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.plan import DECISIONS, SCALES, Plan
 from mis_ext.correction.triton import kernels
 from mis_ext.correction.triton.launch import BoundKernel, kernel
-from mis_ext.correction.triton.symbols import Program, Symbol
+from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale
 
 _TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, segments, band_scales"
 _TOKEN_SYMBOLS = {

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows
-from mis_ext.correction.normalization import WeightScale, ratio_or_one
 from mis_ext.correction.pipeline import Correction
+from mis_ext.correction.weights import WeightScale, ratio_or_one
 from mis_ext.hosts.groups import device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import check_samples, pack_rollout

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from mis_ext.jsonable import to_jsonable
+from mis_ext.files import to_jsonable
 from mis_ext.tools.diagnosis.cause import Diagnosis
 
 Provenance = Literal["decode", "prefill", "unknown"]

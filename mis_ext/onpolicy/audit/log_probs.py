@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_ext.checks.limits import MAX_CHANCE, MIN_CONSTANT_TOKENS
+from mis_ext.checks.token_sums import MAX_CHANCE, MIN_CONSTANT_TOKENS
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.onpolicy.audit.audit_report import (
     PROVENANCES,

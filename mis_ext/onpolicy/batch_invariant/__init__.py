@@ -1,7 +1,7 @@
 """Batch-invariant execution: the mode, the attention both engines can share, and the kernels under them.
 
-``mode`` puts ``overrides`` in the place of torch's operators: ``attention``, ``mixtures`` and ``cpu_rows`` compute,
-``operators`` says what passes and what is refused. ``devices`` chooses the arithmetic, of ``cpu`` or of the Triton
+``mode`` puts ``overrides`` in the place of torch's operators, which also says what passes and what is refused:
+``attention``, ``mixtures`` and ``cpu_rows`` compute. ``devices`` chooses the arithmetic, of ``cpu`` or of the Triton
 files; ``packed_sequences`` says how sequences lie, on both.
 """
 

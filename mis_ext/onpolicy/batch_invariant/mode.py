@@ -46,7 +46,7 @@ def batch_invariant_mode() -> Iterator[None]:
     tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum; ``log_softmax`` and
     reductions over the last dimension, or that leave one before it, take one order per row. On a CPU elementwise
     functions take whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error
-    elsewhere: ``operators.py`` has the lists. A product with a bias is rounded, then added to the bias and rounded
+    elsewhere: ``overrides.py`` has the lists. A product with a bias is rounded, then added to the bias and rounded
     again, so engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to
     the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
     Machines Lab, 2025.

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.correction.layout import owned_chunks
 from mis_ext.onpolicy.routing.experts import NOT_RECORDED, RoutedExperts
 from mis_ext.validation import check_choice, check_integer
 

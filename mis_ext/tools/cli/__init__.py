@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from mis_ext import __version__
-from mis_ext.files import printable
-from mis_ext.jsonable import to_jsonable
+from mis_ext.files import printable, to_jsonable
 from mis_ext.tools.cli import check_rollouts, configurations, equality, report
 from mis_ext.tools.cli.command import Result, require
 

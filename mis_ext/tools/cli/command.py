@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Result(NamedTuple):
     """What a command found.
 
-    ``content`` is all of it, as :func:`~mis_ext.jsonable.to_jsonable` takes it. ``show`` prints it for people. ``code``
+    ``content`` is all of it, as :func:`~mis_ext.files.to_jsonable` takes it. ``show`` prints it for people. ``code``
     is the exit code.
     """
 

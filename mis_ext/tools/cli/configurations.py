@@ -91,7 +91,7 @@ def run_explain(parsed: argparse.Namespace) -> Result:
 
 def _spelt(name: str) -> Spelt:
     """What a file spells, or what the preset or else the method of this name does."""
-    from mis_ext.keys.preset_files import list_presets, preset_path
+    from mis_ext.files import list_presets, preset_path
     from mis_ext.keys.presets import read_file, read_method
     from mis_ext.methods import METHODS
     from mis_ext.validation import nearest
@@ -170,7 +170,7 @@ def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run_presets(arguments: argparse.Namespace) -> Result:
     """The list, or one file."""
-    from mis_ext.keys.preset_files import list_presets, preset_remarks, preset_text
+    from mis_ext.files import list_presets, preset_remarks, preset_text
 
     if arguments.name is not None:
         file = preset_text(arguments.name)
@@ -182,7 +182,7 @@ def run_presets(arguments: argparse.Namespace) -> Result:
 
 
 def _show_presets(presets: list[dict[str, str]]) -> None:
-    from mis_ext.columns import hanging
+    from mis_ext.files import hanging
 
     for each in presets:
         print(each["name"])

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import MAX_CHANCE, MIN_TOKENS
+from mis_ext.checks.token_sums import MAX_CHANCE, MIN_TOKENS
 from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured
 from mis_ext.tools.diagnosis.signals import FIRST_LATE, PER_OCTAVE, PLACE_ERRORS, Place, Signals, first_position

@@ -13,8 +13,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import BASES, CERTAIN, MAX_MEAN_ABS_DIFF, MIN_TOKENS, SAMPLED_ERRORS, SHIFT_FACTOR
-from mis_ext.checks.token_sums import NOTHING, Sorted, TokenSums, sort_out
+from mis_ext.checks.token_sums import (
+    BASES,
+    CERTAIN,
+    MAX_MEAN_ABS_DIFF,
+    MIN_TOKENS,
+    NOTHING,
+    SAMPLED_ERRORS,
+    SHIFT_FACTOR,
+    Sorted,
+    TokenSums,
+    sort_out,
+)
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS

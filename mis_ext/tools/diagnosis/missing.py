@@ -8,15 +8,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import (
+from mis_ext.checks.token_sums import (
     IMPROBABLE,
     MAX_MEAN_ABS_DIFF,
     MIN_CONSTANT_TOKENS,
     MIN_TOKENS,
     PLACEHOLDER,
     SHIFT_FACTOR,
+    TokenSums,
+    vary,
 )
-from mis_ext.checks.token_sums import TokenSums, vary
 from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.tools.diagnosis.cause import Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured, Samples

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import MIN_TOKENS, SAMPLED_ERRORS
+from mis_ext.checks.token_sums import MIN_TOKENS, SAMPLED_ERRORS
 from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.engines import TAIL_FACTOR
 from mis_ext.tools.diagnosis.measuring import Measured, factor, may_be_zero

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import CERTAIN, MIN_TOKENS
-from mis_ext.checks.token_sums import Sorted, TokenSums, added, line_sums, sums_of_sorted
+from mis_ext.checks.token_sums import CERTAIN, MIN_TOKENS, Sorted, TokenSums, added, line_sums, sums_of_sorted
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.statistics import TOKEN_FORMULAS

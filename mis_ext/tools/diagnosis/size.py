@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mis_ext.checks.limits import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS
-from mis_ext.checks.token_sums import Power
+from mis_ext.checks.token_sums import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS, Power
 from mis_ext.tools.diagnosis.cause import Confidence, Finding, cause, percent
 from mis_ext.tools.diagnosis.measuring import Measured
 from mis_ext.tools.diagnosis.signals import FIRST_LATE, Place

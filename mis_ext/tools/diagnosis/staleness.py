@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.checks.limits import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.checks.token_sums import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured, Samples
 from mis_ext.tools.diagnosis.size import OTHER_PRECISION, more_words

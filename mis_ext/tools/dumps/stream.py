@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.zigzag import owned_chunks
+from mis_ext.correction.layout import owned_chunks
 from mis_ext.files import regular_file
 from mis_ext.tools.dumps.sample import DumpedSample, Skipped, read_file
 

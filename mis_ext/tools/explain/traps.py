@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mis_ext.checks.limits import FEW_SEQUENCES_ESS
+from mis_ext.checks.token_sums import FEW_SEQUENCES_ESS
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND

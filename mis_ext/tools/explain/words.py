@@ -12,7 +12,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import OF_SEGMENTS
 from mis_ext.correction.weights import REDUCTIONS, Weight
-from mis_ext.jsonable import to_jsonable
+from mis_ext.files import to_jsonable
 from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mis_ext.checks.limits import PRETRAINED_K3
+from mis_ext.checks.token_sums import PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.jsonable import to_jsonable
+from mis_ext.files import to_jsonable
 from mis_ext.methods.method import Method
 from mis_ext.tools.diagnosis.cause import Diagnosis, percent
 from mis_ext.tools.diagnosis.measuring import Measured, Measuring

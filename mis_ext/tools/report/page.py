@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mis_ext.checks.limits import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.plots import comparison_pictures, drawn, pictures

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mis_ext.checks.limits import FEW_SEQUENCES_ESS, PRETRAINED_K3
+from mis_ext.checks.token_sums import FEW_SEQUENCES_ESS, PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.preset_files import list_presets, preset_path
+from mis_ext.files import list_presets, preset_path
 from mis_ext.keys.presets import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
 from mis_ext.loss.objective import objective_of
 from mis_ext.methods.catalogue import find_method

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.normalization import SCALE_FORMULAS, WeightScale
 from mis_ext.correction.pipeline import Correction, compute_correction
 from mis_ext.correction.plan import Plan, plan_of
+from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import gate_label

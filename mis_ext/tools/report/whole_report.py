@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mis_ext.files import regular_file
-from mis_ext.jsonable import to_jsonable
+from mis_ext.files import regular_file, to_jsonable
 from mis_ext.tools.diagnosis.cause import Confidence
 from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.findings import NUM_WORST, Collector, Findings, read_findings

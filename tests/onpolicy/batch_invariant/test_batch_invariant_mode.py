@@ -14,7 +14,7 @@ from torch.backends import opt_einsum
 from torch.utils._pytree import tree_leaves
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, batch_invariant_mode, is_batch_invariant
-from mis_ext.onpolicy.batch_invariant.operators import kind_of
+from mis_ext.onpolicy.batch_invariant.overrides import kind_of
 
 
 def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels():

@@ -25,7 +25,7 @@ from tokens.sample import Sample, Status, host_args
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from mis_ext.rollout.custom_generate import episode
+from mis_ext.rollout.custom_generate import function
 from mis_ext.rollout.custom_generate.function import generate
 from mis_ext.rollout.generation import CountMismatch
 from mis_ext.rollout.readers.server_sent_events import join_stream
@@ -108,14 +108,14 @@ def server(model, tmp_path_factory):
 def responses(monkeypatch):
     """What the server answers, in the order in which it does."""
     came = []
-    send = episode.post_json
+    send = function.post_json
 
     async def record(url, request, **options):
         response = await send(url, request, **options)
         came.append((request["input_ids"], response))
         return response
 
-    monkeypatch.setattr(episode, "post_json", record)
+    monkeypatch.setattr(function, "post_json", record)
     return came
 
 

@@ -20,7 +20,7 @@ from evidence.outcomes import Condition, Difference, holm
 from evidence.pictures import save
 from evidence.results import Results
 from evidence.study import NONE, TOKEN_MASK, TOKEN_TIS, Study
-from mis_ext.checks.limits import QUANTISED_K3
+from mis_ext.checks.token_sums import QUANTISED_K3
 
 from .group import PretrainedGroup
 from .studies import AGAIN, BF16
