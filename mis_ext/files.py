@@ -24,12 +24,7 @@ _MAX_YAML_NODES = 100_000
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """The path, if a regular file is there: a pipe would block for ever, and some devices never end.
-
-    Raises:
-        OSError: Nothing is there, or it cannot be looked at.
-        ValueError: It is something else.
-    """
+    """The path, if a regular file is there: a pipe would block for ever, and some devices never end."""
     path = Path(path)
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -52,13 +47,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no YAML, has a key twice, is not a mapping of names to values, or is too large to be a
-            configuration.
-    """
+    """The mapping in a YAML or JSON file."""
     size = regular_file(path).stat().st_size
     if size > _MAX_YAML_BYTES:
         raise ValueError(f"{path}: has {size:,} bytes, a configuration at most {_MAX_YAML_BYTES:,}")
@@ -84,10 +73,6 @@ def names_in_yaml(text: bytes, *, once: Collection[str]) -> list[str]:
     Args:
         text: The content of the file.
         once: Names that may be there once, as every name below them.
-
-    Raises:
-        ValueError: One of them is there twice.
-        yaml.YAMLError: It is no YAML.
     """
     loader = _Loader(text)
     root = loader.get_single_node()
@@ -187,11 +172,7 @@ def list_presets() -> tuple[str, ...]:
 
 
 def preset_path(name: str) -> Path:
-    """The file of the preset called ``name``.
-
-    Raises:
-        ValueError: There is no such preset.
-    """
+    """The file of the preset called ``name``."""
     names = list_presets()
     if name not in names:
         raise ValueError(f"no preset {name!r}: {nearest(name, names)}; mis-ext presets lists all")
@@ -199,18 +180,10 @@ def preset_path(name: str) -> Path:
 
 
 def preset_text(name: str) -> str:
-    """The file of the preset called ``name``, as it is.
-
-    Raises:
-        ValueError: There is no such preset.
-    """
+    """The file of the preset called ``name``, as it is."""
     return preset_path(name).read_text(encoding="utf-8")
 
 
 def preset_remarks(name: str) -> PresetRemarks:
-    """What the preset called ``name`` says about itself.
-
-    Raises:
-        ValueError: There is no such preset.
-    """
+    """What the preset called ``name`` says about itself."""
     return PresetRemarks(*re.findall(r"^# (?:What|When|Source): (.*)$", preset_text(name), flags=re.MULTILINE))

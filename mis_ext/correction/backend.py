@@ -44,11 +44,7 @@ OLDEST_TRITON = (3, 4)
 
 
 def choose_backend(device: torch.device) -> type[Backend]:
-    """The backend that runs the passes for tensors on ``device``: eager or Triton.
-
-    Raises:
-        ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
-    """
+    """The backend that runs the passes for tensors on ``device``: eager or Triton."""
     if wants_triton(device):
         from mis_ext.correction.triton.fused import TritonBackend
 
@@ -59,11 +55,7 @@ def choose_backend(device: torch.device) -> type[Backend]:
 
 
 def wants_triton(device: torch.device) -> bool:
-    """Whether Triton kernels compute for tensors on ``device``.
-
-    Raises:
-        ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
-    """
+    """Whether Triton kernels compute for tensors on ``device``."""
     wanted = os.environ.get(VARIABLE)
     if wanted is not None:
         check_choice(VARIABLE, wanted, BACKENDS)

@@ -355,9 +355,6 @@ def check_operations(formulas: Mapping[str, Formula]) -> None:
 
     Args:
         formulas: By the name under which a user knows them.
-
-    Raises:
-        ValueError: A formula uses another operation; the message names it, and the operations that there are.
     """
     for name, formula in formulas.items():
         symbols = [Symbol(need, "float32") for need in formula.names]

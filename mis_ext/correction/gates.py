@@ -289,11 +289,7 @@ VETO_NAMES = {
 
 
 def label_gates(gates: Sequence[Gate]) -> dict[str, Gate]:
-    """The gates by the stem of their metrics: their own name, else one after their kind and place.
-
-    Raises:
-        ValueError: Two gates have one name, or ``after`` names no gate on tokens.
-    """
+    """The gates by the stem of their metrics: their own name, else one after their kind and place."""
     labels: dict[str, Gate] = {}
     bands = 0
     for gate in gates:

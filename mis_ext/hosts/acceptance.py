@@ -115,12 +115,7 @@ class AcceptanceLoop:
         return {"scales": scales, "num_rollouts": self._num_rollouts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; of gates with other bounds it is the factor that is kept.
-
-        Raises:
-            ValueError: The state is of other gates, or a number in it is not legal.
-            TypeError: It is no mapping of numbers.
-        """
+        """Go on from what :meth:`state_dict` gave; of gates with other bounds it is the factor that is kept."""
         check_known("entries of the state", state, ("scales", "num_rollouts"))
         scales = check_mapping("scales", state["scales"])
         names = {str(gate.name): name for name, gate in self._gates.items()}

@@ -158,11 +158,7 @@ class MaskMonitor:
         self._num_calls = 0
 
     def observe(self, mask: Tensor) -> None:
-        """Look at what was sent for if it has arrived, and send for the extremes of this mask if it is its turn.
-
-        Raises:
-            ValueError: A value is below 0 or not finite.
-        """
+        """Look at what was sent for if it has arrived, and send for the extremes of this mask if it is its turn."""
         if is_capturing(mask):
             return
         self._num_calls += 1
@@ -186,11 +182,7 @@ class StatusMonitor:
         self._next = 0
 
     def observe(self, status: Tensor) -> None:
-        """Raise if a rank has failed whose data a call of this session needed.
-
-        Raises:
-            RuntimeError: It names the rank, whose own error says why.
-        """
+        """Raise if a rank has failed whose data a call of this session needed."""
         if is_capturing(status):
             return
         if self._slots is None:
@@ -206,11 +198,7 @@ class StatusMonitor:
 
 
 def raise_if_failed(status: float) -> None:
-    """Raise an error if a status names a rank on which the correction failed.
-
-    Raises:
-        RuntimeError: It names the rank, whose own error says why.
-    """
+    """Raise an error if a status names a rank on which the correction failed."""
     rank = failed_rank(status)
     if rank is not None:
         raise RuntimeError(f"the correction failed on rank {rank}; the error of that rank says why")

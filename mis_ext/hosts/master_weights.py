@@ -210,9 +210,6 @@ def refuse_dithering(args: Any, path: str) -> None:
     Args:
         args: The host's arguments.
         path: How they spell this function.
-
-    Raises:
-        ValueError: The weights are not in bf16, or Megatron-Core keeps no master weights of its own.
     """
     if not read_argument(args, "bf16"):
         raise ValueError(f"{STEP_FLAG} {path} is for weights in bf16: give --bf16, or leave the hook out")

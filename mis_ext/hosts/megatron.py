@@ -220,11 +220,7 @@ def megatron_vocabulary() -> VocabularyPart:
 
 
 def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
-    """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host.
-
-    Raises:
-        ValueError: A key asks for the function of a host.
-    """
+    """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host."""
     refuse_host_scoring(config)
     part, temperature = megatron_vocabulary(), positive_temperature(config)
     return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)

@@ -37,13 +37,7 @@ class PackedStreams(NamedTuple):
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:
-    """``[sum of lengths]``: the samples one after the other, on ``device``; None is no samples.
-
-    Raises:
-        ValueError: A sample has more or fewer tokens than ``lengths`` says or other than one dimension, the samples are
-            on several devices, or there are more or fewer samples.
-        TypeError: A sample is no tensor, or there is no list of samples.
-    """
+    """``[sum of lengths]``: the samples one after the other, on ``device``; None is no samples."""
     samples = [] if samples is None else samples
     try:
         found = tuple(map(Tensor.numel, samples))
@@ -79,10 +73,6 @@ def pack_rollout(
         device: Where the tensors go.
         key: Who asks, for the message.
         remedy: What to do where the host has not scored the rollout, for the message.
-
-    Raises:
-        ValueError: Log-probs of either side are missing, or the lengths of a sample differ.
-        KeyError: Lengths or masks are missing.
     """
     sides = ("log_probs", "rollout_log_probs")
     missing = [name for name in sides if not rollout_data.get(name)]
@@ -111,11 +101,7 @@ def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
 
 
 def check_mask(mask: Tensor) -> None:
-    """Refuse a mask that says of a token neither that it is trained nor that it is not. Waits for the device.
-
-    Raises:
-        ValueError: A value is below 0 or not finite.
-    """
+    """Refuse a mask that says of a token neither that it is trained nor that it is not. Waits for the device."""
     extremes = mask_extremes(mask)
     if extremes is not None:
         refuse_extremes(extremes.tolist())
@@ -129,11 +115,7 @@ def mask_extremes(mask: Tensor) -> Tensor | None:
 
 
 def refuse_extremes(extremes: Sequence[float]) -> None:
-    """What :func:`check_mask` says of the numbers of :func:`mask_extremes`.
-
-    Raises:
-        ValueError: One of them is below 0 or not finite.
-    """
+    """What :func:`check_mask` says of the numbers of :func:`mask_extremes`."""
     low, high = extremes
     if not 0.0 <= low <= high < math.inf:
         raise ValueError(
@@ -143,12 +125,7 @@ def refuse_extremes(extremes: Sequence[float]) -> None:
 
 
 def check_samples(name: str, samples: Any) -> None:
-    """Refuse what is no list of 1-D tensors on one device.
-
-    Raises:
-        ValueError: A sample has another shape, or is on another device than the first one.
-        TypeError: A sample is no tensor, or there is no list of samples.
-    """
+    """Refuse what is no list of 1-D tensors on one device."""
     if not isinstance(samples, (Sequence, Tensor)):
         raise TypeError(f"{name} must be a list of 1-D tensors, got {type(samples).__name__}")
     for index, sample in enumerate(samples):

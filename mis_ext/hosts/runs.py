@@ -87,10 +87,6 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     Args:
         args: A namespace, a dataclass, a wrapper, or a mapping; the same object for all micro-batches of a run.
         whole_loss: Whether the whole loss asks, whose flags are then checked too.
-
-    Raises:
-        ValueError: A key is unknown, out of range, without effect, or contradicts another one.
-        TypeError: One has the wrong type.
     """
     entry = _entries.get(id(args))
     before = entry.run if entry is not None and entry.args() is args else None

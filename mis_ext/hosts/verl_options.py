@@ -65,11 +65,7 @@ class Converted(NamedTuple):
 
 
 def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options in the whole of a configuration of verl, or in a file that has nothing else.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """The options in the whole of a configuration of verl, or in a file that has nothing else."""
     for place in PLACES:
         found = _at(content, place)
         if isinstance(found, Mapping):
@@ -109,11 +105,7 @@ def _at(content: Mapping[str, Any], place: str) -> Any:
 
 
 def convert_verl(options: Mapping[str, Any]) -> Converted:
-    """The keys that give verl's weights and masks; a missing option has the default of verl's YAML.
-
-    Raises:
-        ValueError: An option is unknown, has no counterpart, or is out of range; it is named.
-    """
+    """The keys that give verl's weights and masks; a missing option has the default of verl's YAML."""
     given = {name: value for name, value in options.items() if name != "_target_"}
     given = _without_old(given)
     check_known("options of verl", given, KNOWN)

@@ -175,9 +175,6 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
         given: Whatever the micro-batch holds, without groups.
         groups: The ranks that share it.
         missing: Names of what can be missing, and what gives it, for messages.
-
-    Raises:
-        ValueError: The loss compares with a policy, or weighs a value, that is not given.
     """
     log_probs, mask_R = {**given.log_probs}, given.response_mask_R
     if "behavior" not in log_probs and settings.needs_behavior is not None:

@@ -250,12 +250,7 @@ def _scaling(keys: Mapping[str, Any], values: Mapping[str, Any], *, has_weight: 
 
 
 def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
-    """``config`` itself, or what a mapping spells in flat keys or under ``mis:``.
-
-    Raises:
-        ValueError: A key of the mapping is unknown, or its value is out of range.
-        TypeError: It is neither, or a value of the mapping has the wrong type.
-    """
+    """``config`` itself, or what a mapping spells in flat keys or under ``mis:``."""
     if isinstance(config, CorrectionConfig):
         return config
     if isinstance(config, Mapping):
@@ -265,13 +260,7 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
 
 
 def read_keys(keys: Keys) -> dict[str, Any]:
-    """The keys themselves, or those in the file.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It holds no mapping.
-        TypeError: They are no mapping.
-    """
+    """The keys themselves, or those in the file."""
     found: Any = read_yaml(keys) if isinstance(keys, (str, Path)) else keys
     if not isinstance(found, Mapping):
         raise TypeError(f"{keys}: expected a mapping of keys to values, got {type(found).__name__}")

@@ -19,7 +19,7 @@ _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 
 
 def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    """What only the whole loss reads of arguments; errors as of :func:`loss_settings` and :func:`scoring_choice`."""
+    """What only the whole loss reads of arguments."""
     settings, temperature = loss_settings(given), given.get("rollout_temperature")
     steps = steps_per_rollout(given)
     # From the second step on the current policy is no longer the one before the update.
@@ -43,12 +43,7 @@ def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
 
 
 def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
-    """The loss; every host flag that changes it is honoured here or refused by name. A key that is None is unset.
-
-    Raises:
-        ValueError: A flag or key is out of range, without effect, or contradicts another one.
-        TypeError: One has the wrong type, as ``1e-4`` has in YAML.
-    """
+    """The loss; every host flag that changes it is honoured here or refused by name. A key that is None is unset."""
     given = {key: keys[key] for key in (*LOSS_KEYS, *HOST_KEYS) if keys.get(key) is not None}
     for key, value in given.items():
         if isinstance(value, (list, dict)) and key != "mis_loss_method":
@@ -126,10 +121,6 @@ def scoring_choice(given: Mapping[str, Any], *, compares_with_stored: bool) -> S
     Args:
         given: Arguments by name; None is unset.
         compares_with_stored: Whether the loss compares with log-probs that the host has scored before.
-
-    Raises:
-        ValueError: A key is out of range, has no effect, or asks for what only the host's function can do.
-        TypeError: One has the wrong type.
     """
     said, inplace = given.get("mis_loss_scoring"), given.get("mis_loss_inplace")
     if said is not None:

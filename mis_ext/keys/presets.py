@@ -72,11 +72,6 @@ def read_file(path: str | Path) -> Spelt:
     """What a YAML file spells: a correction, and with a key of ours of the whole loss that loss.
 
     Beside ``mis_loss_method`` a correction acts where the file says ``use_tis: true``.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: A value is not legal, or contradicts another one.
-        TypeError: A value has the wrong type.
     """
     content = read_yaml(path)
     with errors_of(str(path)):

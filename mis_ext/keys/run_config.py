@@ -126,10 +126,6 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     Args:
         given: Every argument that is read, by name, and the names of all others.
         whole_loss: Whether the whole loss runs, whose flags then count too.
-
-    Raises:
-        ValueError: A key is unknown, out of range, without effect, or contradicts another one.
-        TypeError: One has the wrong type, as ``1e-4`` has in YAML.
     """
     correction = config_from_mapping(given)
     loss = None

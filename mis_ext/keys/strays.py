@@ -62,11 +62,7 @@ HOST_CLIPS = {"tis_clip": 2.0, "tis_clip_low": 0}
 
 
 def refuse_near_misses(names: Iterable[str], *, keys: Collection[str]) -> None:
-    """Refuse names, none of them ours as they stand, that differ from one of ``keys`` by a slip of the hand.
-
-    Raises:
-        ValueError: A name differs by case, dashes, spaces, letters of another alphabet, or by a letter or two.
-    """
+    """Refuse names, none of them ours as they stand, that differ from one of ``keys`` by a slip of the hand."""
     meant = {name: near_miss(name, keys=keys) for name in names}
     hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
     if hints:
@@ -125,11 +121,7 @@ def advice_on_strays(flat_keys: Collection[str]) -> dict[str, str]:
 
 
 def refuse_strays(given: Mapping[str, Any], *, advice: Mapping[str, str]) -> None:
-    """Refuse names that would do nothing, and can only be meant for us; null and false do what they say.
-
-    Raises:
-        ValueError: A name of ``advice`` is set.
-    """
+    """Refuse names that would do nothing, and can only be meant for us; null and false do what they say."""
     hints = "; ".join(
         f"{name!r} ({advice[name]})" for name, value in given.items() if name in advice and _is_ours(name, value)
     )
@@ -151,11 +143,7 @@ def method_advice(name: str) -> str | None:
 
 
 def refuse_host_clips(given: Mapping[str, Any]) -> None:
-    """Refuse bounds of the host's built-in correction, in whose place ours runs; their defaults are always there.
-
-    Raises:
-        ValueError: One of them was changed.
-    """
+    """Refuse bounds of the host's built-in correction, in whose place ours runs; their defaults are always there."""
     instead = {"tis_clip": "tis_upper_bound", "tis_clip_low": "tis_mode: clip with tis_lower_bound"}
     for key, default in HOST_CLIPS.items():
         if given.get(key, default) != default:

@@ -38,10 +38,6 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
     Args:
         key: What the user wrote before it, for messages.
         value: ``"icepop"``, or ``{"name": "icepop", "high": 2.0}``.
-
-    Raises:
-        ValueError: There is no such method, it has no such parameter, or a number is not legal.
-        TypeError: A value has the wrong type, as ``1e-4`` has in YAML.
     """
     given = {"name": value} if isinstance(value, str) else check_mapping(key, value)
     if not isinstance(given.get("name"), str):

@@ -35,11 +35,7 @@ class HookMethod(NamedTuple):
 
 
 def as_correction(method: Method) -> HookMethod:
-    """The method as a configuration of the hook.
-
-    Raises:
-        ValueError: The hook alone cannot do it; the message says why.
-    """
+    """The method as a configuration of the hook."""
     clip = method.surrogate
     if not isinstance(clip, Ratio) or (clip.pair, clip.level) != (STALENESS, "token"):
         what = f"{clip.level} ratio {' / '.join(clip.pair)}" if isinstance(clip, Ratio) else "no clipped ratio"

@@ -189,9 +189,6 @@ def published(
     """Make a :class:`PublishedMethod` of a function that builds a method; its docstring is the method's text.
 
     The ``family`` is by default the name of the module.
-
-    Raises:
-        TypeError: A parameter of the function does not say what is legal.
     """
 
     def decorate(make: Callable[..., Method]) -> PublishedMethod:

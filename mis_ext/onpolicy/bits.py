@@ -15,12 +15,7 @@ FLOAT_DTYPES = tuple(_INTEGER_OF)
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Elementwise, bool: the same bit pattern. A NaN equals itself, +0 and -0 differ.
-
-    Raises:
-        TypeError: The dtypes differ.
-        ValueError: The shapes differ.
-    """
+    """Elementwise, bool: the same bit pattern. A NaN equals itself, +0 and -0 differ."""
     _check_pair(a, b)
     if a.is_complex():
         return same_bits(as_real(a), as_real(b)).all(-1)
@@ -41,10 +36,6 @@ def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
 
     +0 and -0 are the same number here. The distance to a NaN is meaningless and not an error; float64 numbers further
     apart than an int64 can say are at the largest int64.
-
-    Raises:
-        TypeError: The dtypes differ, or are not floating point.
-        ValueError: The shapes differ.
     """
     _check_pair(a, b)
     if a.dtype not in _INTEGER_OF:

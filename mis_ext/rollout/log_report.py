@@ -71,9 +71,6 @@ def check_conversation(
         tokenizer: Tells the class of a boundary where ids differ, and the text of ids; None leaves both open.
         policy: What is trained under it is built; None builds nothing. The classes do not depend on it.
         reasoning: The markers before and behind a reasoning block.
-
-    Raises:
-        ValueError: The tokenizer is of unknown form.
     """
     read: list[tuple[LoggedCall, Generation]] = []
     refused: list[Finding] = []

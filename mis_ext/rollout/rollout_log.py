@@ -100,9 +100,6 @@ class LoggedCall:
 
         Args:
             tokenizer: Proves the ids of formats that have none; None refuses these.
-
-        Raises:
-            RolloutError: The response proves no sample; the subclass says why.
         """
         reader = READERS[self.format]
         options: dict[str, Any] = {key: getattr(self, key) for key in reader.keys}
@@ -114,11 +111,7 @@ class LoggedCall:
 
 
 def parse_line(content: bytes, *, file: str, line: int) -> LoggedCall:
-    """The call that a line holds; its request and response are not looked into, but to tell a format not given.
-
-    Raises:
-        LogLineError: It is no JSON object, or a key is unknown, missing or of another type.
-    """
+    """The call that a line holds; its request and response are not looked into, but to tell a format not given."""
     try:
         row = _decode(content)
         if not isinstance(row, dict):
@@ -209,9 +202,6 @@ class RolloutLog:
         size: Bytes of all files, those of compressed ones after decompression.
         places: The lines of each conversation, in the order of their first calls; none before :meth:`scan`.
         problems: The lines that hold no call; none before :meth:`scan`.
-
-    Raises:
-        OSError: A file cannot be opened.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

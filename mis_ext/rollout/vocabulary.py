@@ -36,9 +36,6 @@ class TokenBytes(dict[int, bytes]):
 
     Args:
         tokenizer: A Hugging Face tokenizer of byte-level BPE, or of BPE with byte fallback.
-
-    Raises:
-        ValueError: The tokenizer is of neither form.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

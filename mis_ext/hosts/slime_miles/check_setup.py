@@ -217,11 +217,7 @@ def _unread_keys(args: Any) -> list[str]:
 
 
 def _entrance_of(args: Any) -> _Entrance:
-    """The one function of ours that the host will call.
-
-    Raises:
-        ValueError: It will call none.
-    """
+    """The one function of ours that the host will call."""
     loss_type = read_argument(args, "loss_type") or _HOOK.loss_type
     entrance = next((each for each in (_HOOK, _LOSS) if each.loss_type == loss_type), None)
     if entrance is None:
@@ -260,13 +256,7 @@ def _taken() -> dict[str, list[Any]]:
 
 
 def _refuse_wrong_paths(args: Any) -> None:
-    """Refuse a function of ours that is misspelt or stands at a flag that is not its own, however it is spelled.
-
-    Raises:
-        ValueError: The flag is for another function, or the function would refuse.
-        ImportError: A path names no module.
-        AttributeError: A module has no such function.
-    """
+    """Refuse a function of ours that is misspelt or stands at a flag that is not its own, however it is spelled."""
     for argument in all_arguments(args):
         path, flag = read_argument(args, argument), "--" + argument.replace("_", "-")
         if not argument.endswith("_path") or not isinstance(path, str) or not path:

@@ -180,9 +180,6 @@ def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
     Args:
         batch: ``rollout_top_p_token_ids`` and ``rollout_top_p_token_offsets``, per sample a list or a tensor.
         layout: The local response tokens.
-
-    Raises:
-        ValueError: One of them is missing, or has not one list per sample.
     """
     ids, offsets = (_samples_under(key, batch, layout) for key in (IDS, OFFSETS))
     first_id = [0, *accumulate(map(len, ids))]

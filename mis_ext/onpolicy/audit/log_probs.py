@@ -130,11 +130,7 @@ def _examine_columns(provenance: Any, evidence: Any, columns: dict[str, Any]) ->
 
 
 def make_report(parts: list[Part], *, skipped: Sequence[object] = ()) -> AuditReport:
-    """The audit's report of what all ranks found, joined.
-
-    Raises:
-        ValueError: An unknown provenance.
-    """
+    """The audit's report of what all ranks found, joined."""
     for rank, part in enumerate(parts):
         check_choice("provenance" if len(parts) == 1 else f"provenance on rank {rank}", part.provenance, PROVENANCES)
     whole = join(parts)

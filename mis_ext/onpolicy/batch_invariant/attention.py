@@ -213,12 +213,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention`` on :func:`attention`.
-
-    Raises:
-        NotImplementedError: Dropout, or a mask that is not boolean.
-        ValueError: A mask together with ``is_causal``, or numbers of heads that do not fit.
-    """
+    """``torch.nn.functional.scaled_dot_product_attention`` on :func:`attention`."""
     if dropout_p > 0.0:
         raise NotImplementedError(f"batch-invariant attention has no dropout, got dropout_p={dropout_p}")
     if attn_mask is not None and type(attn_mask) is not Tensor:

@@ -28,11 +28,7 @@ _GELU = frozenset({aten.gelu.default, aten.gelu_backward.default})
 
 
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``func`` returns, or writes into its first argument or ``out``; a tensor in the layout that torch gives it.
-
-    Raises:
-        NotImplementedError: ``func`` writes, and has no form that does not.
-    """
+    """What ``func`` returns, or writes into its first argument or ``out``; in the layout that torch gives it."""
     if func._schema.is_mutable:
         return _write(func, *args, **kwargs)
     args = _without_mean(func, *args)
@@ -240,9 +236,6 @@ def softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
     The shares are added up as integers, in which no order matters: an attention sink comes after the keys, masked ones
     too, so nothing else gives it one place in the sum.
-
-    Raises:
-        NotImplementedError: More than ``MOST_COLUMNS`` columns.
     """
     if x.dim() == 0 or x.numel() == 0:
         return torch._softmax(x, dim, half_to_float)

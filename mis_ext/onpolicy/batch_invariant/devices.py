@@ -14,11 +14,7 @@ from mis_ext.onpolicy.batch_invariant import cpu
 
 
 def products_on(x: Tensor) -> Any:
-    """The module with products and sums of rows for the device of ``x``: ``cpu`` or ``triton_products``.
-
-    Raises:
-        RuntimeError: There is none.
-    """
+    """The module with products and sums of rows for the device of ``x``: ``cpu`` or ``triton_products``."""
     check_device_type(x.device.type)
     if x.device.type == "cpu":
         return cpu
@@ -40,11 +36,7 @@ def attention_on(x: Tensor) -> Any:
 # Every product asks.
 @cache
 def check_device_type(device_type: str) -> None:
-    """Refuse a type of device that has no batch-invariant kernels.
-
-    Raises:
-        RuntimeError: It has none, or Triton is missing or too old.
-    """
+    """Refuse a type of device that has no batch-invariant kernels."""
     if device_type == "cpu":
         return
     problem = triton_obstacle(device_type) if device_type == "cuda" else "only cpu and cuda have kernels"

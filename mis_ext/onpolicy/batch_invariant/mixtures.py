@@ -40,10 +40,6 @@ def grouped_mm(
             last group are zeros.
         bias: None.
         out_dtype: None, or the dtype of the factors.
-
-    Raises:
-        RuntimeError: Shapes, dtypes or offsets do not fit.
-        NotImplementedError: A bias, or another dtype of the result.
     """
     if bias is not None or out_dtype not in (None, a.dtype):
         raise NotImplementedError(f"{func} in the mode takes no bias and no out_dtype but {a.dtype}, got {out_dtype}")
@@ -116,11 +112,7 @@ def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -
 def scatter_reduce(
     func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """``scatter_reduce``, ``scatter`` with a reduction: sums, and extrema, which have no order.
-
-    Raises:
-        NotImplementedError: Another reduction, or a sum without what was there.
-    """
+    """``scatter_reduce``, ``scatter`` with a reduction: sums, and extrema, which have no order."""
     if reduce in ("amax", "amin"):
         return func(x, dim, index, source, reduce, include_self=include_self)  # type: ignore[no-any-return]
     if reduce in ("sum", "add") and include_self:

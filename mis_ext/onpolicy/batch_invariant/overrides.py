@@ -298,9 +298,6 @@ def refuse_masked_beginning(scores: Tensor) -> None:
 
     On CUDA the product of its shares and the values adds up blocks that start at that key: at padding on the left, at
     the sequence before in a pack, at a key that has left a window.
-
-    Raises:
-        NotImplementedError: There is such a row.
     """
     if scores.is_cuda and torch.cuda.is_current_stream_capturing():
         # Nothing may be read there.

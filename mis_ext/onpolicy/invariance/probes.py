@@ -225,12 +225,7 @@ class Probing:
 
 
 def call_rows(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
-    """``[n, ...]``: a copy of the outputs of ``fn`` for the ``n`` rows of ``batch``.
-
-    Raises:
-        TypeError: ``fn`` returns no tensor.
-        ValueError: ``fn`` does not return one row, with something in it, per row.
-    """
+    """``[n, ...]``: a copy of the outputs of ``fn`` for the ``n`` rows of ``batch``."""
     num_rows = len(batch)
     outputs = fn(batch)
     if not isinstance(outputs, Tensor):

@@ -53,9 +53,6 @@ def row_difference(a: PlacedRows, b: PlacedRows) -> RowDifference:
 
     Different dtypes are compared after a conversion to one that holds both exactly; for integers against floating
     point it is float64, which holds integers up to 2**53.
-
-    Raises:
-        ValueError: The rows differ in size.
     """
     if row_size(a) != row_size(b):
         raise ValueError(f"rows of {row_size(a)} and {row_size(b)} elements cannot be compared")

@@ -128,10 +128,6 @@ class RecordingBuilder:
 
         Args:
             repeated: Which of several different values of one row stays; equal bits are one value.
-
-        Raises:
-            ValueError: A row was recorded twice with other bits and ``repeated`` is ``"error"``, or a tensor changed
-                its dtype.
         """
         check_choice("repeated", repeated, REPEATED)
         skipped = dict(self._skipped)
@@ -156,11 +152,7 @@ class RecordingBuilder:
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote, on the CPU; tensors and plain values only.
-
-    Raises:
-        ValueError: The file holds anything else.
-    """
+    """What ``torch.save`` wrote, on the CPU; tensors and plain values only."""
     try:
         return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     except OSError:

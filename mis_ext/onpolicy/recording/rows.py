@@ -160,9 +160,6 @@ def place_rows(
         where: What an error calls the tensor.
         layout: Decides where the shape fits both orders.
         forced: The only order to try.
-
-    Raises:
-        ValueError: The shape fits both orders and nothing decides; or it fits an order, but not the forced one.
     """
     is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
     lies_as, every = _readings_of(tensor, rows, table_layout="bsh" if is_ids else layout)

@@ -183,11 +183,7 @@ def _count(sample: Any, **counts: int) -> None:
 
 
 def check_resumable(sample: Any) -> None:
-    """Refuse a sample whose response so far lacks log-probs, a mask entry or a token.
-
-    Raises:
-        ValueError: The message names the field and both lengths.
-    """
+    """Refuse a sample whose response so far lacks log-probs, a mask entry or a token."""
     length = sample.response_length
     # No mask means all ones; the tokens are those of the prompt too.
     loss_mask = [1] * length if sample.loss_mask is None else sample.loss_mask
@@ -396,9 +392,6 @@ def observation_text(
 
     Messages are rendered behind an assistant's turn that stands for the sampled one; a text is returned as it stands.
     The end of that turn is left out where the model sampled it itself, as ``end_id``.
-
-    Raises:
-        ValueError: The template does not render the turn that stands for the sampled one.
     """
     if isinstance(observation, str):
         return observation

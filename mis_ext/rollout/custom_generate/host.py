@@ -65,12 +65,7 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:
-        """The settings in a host's ``args``; the defaults where there are none.
-
-        Raises:
-            TypeError: A value has another type.
-            ValueError: A key is unknown or its value out of range.
-        """
+        """The settings in a host's ``args``; the defaults where there are none."""
         given = getattr(args, KEY, None) or {}
         if not isinstance(given, Mapping):
             raise TypeError(f"{KEY} must be a mapping of {', '.join(f.name for f in fields(cls))}, got {given!r}")
@@ -94,11 +89,7 @@ class Settings:
         return limit
 
     def load_environment(self) -> Environment | None:
-        """The environment's function, or None where there is no environment.
-
-        Raises:
-            TypeError: It is not an ``async def``.
-        """
+        """The environment's function, or None where there is no environment."""
         if self.environment is None:
             return None
         module, _, name = self.environment.rpartition(".")
@@ -109,11 +100,7 @@ class Settings:
 
 
 def check_supported(args: Any, sample: Any) -> None:
-    """Refuse what needs more than token ids, masks and log-probs.
-
-    Raises:
-        ValueError: A flag asks for it, or the sample has images, audio or video.
-    """
+    """Refuse what needs more than token ids, masks and log-probs."""
     lora = () if getattr(args, "lora_train_only", False) else _LORA_FLAGS
     for flag in (*_UNSUPPORTED_FLAGS, *lora):
         if getattr(args, flag, None):
@@ -131,9 +118,6 @@ def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, A
     """What the chat template takes besides messages: ``apply_chat_template_kwargs`` and the tools of the sample.
 
     Those of the sample come before those of its evaluation dataset, which slime has, and these before the host's.
-
-    Raises:
-        ValueError: The sample may be of several datasets, whose options differ.
     """
     tools = sample.metadata.get("tools")
     options = getattr(sample, "apply_chat_template_kwargs", None) or _host_options(args, sample, evaluation) or {}
@@ -175,10 +159,6 @@ def warn_of_definition(
 
     Also where it decodes speculatively. Greedy sampling is for evaluation, and no reason to warn. ``meta_infos`` are
     those of the responses that have tokens, as far as there are any.
-
-    Raises:
-        TypeError: A sampling parameter has another type.
-        ValueError: A sampling parameter is out of range.
     """
     parameters = SamplingParameters.from_request(sampling_params, server="sglang")
     speculation = None

@@ -103,11 +103,7 @@ def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str,
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer from a folder or a ``tokenizer.json``.
-
-    Raises:
-        OSError: It does not exist, or transformers is not installed.
-    """
+    """A tokenizer from a folder or a ``tokenizer.json``."""
     if not path.exists():
         raise OSError(f"--tokenizer {path} does not exist")
     require("transformers")

@@ -34,9 +34,6 @@ def require(*modules: str, to_show: bool = False) -> None:
     Args:
         *modules: Their names, which are those of their packages too.
         to_show: Whether the command can print JSON without those that draw.
-
-    Raises:
-        OSError: A module is not there; the message says how to get it.
     """
     missing = [module for module in modules if not _is_there(module)]
     if missing:

@@ -63,12 +63,7 @@ class Columns(NamedTuple):
 
 
 def read_columns(path: Path, *, trust_pickle: bool) -> Columns:
-    """The columns of a file, by the ending of its name.
-
-    Raises:
-        OSError: It cannot be opened, or what reads it is not installed.
-        ValueError: Its ending or its content is not known.
-    """
+    """The columns of a file, by the ending of its name."""
     if path.suffix == ".pt":
         return read_torch(path, trust_pickle=trust_pickle)
     readers = {".jsonl": read_json_lines, ".parquet": read_parquet, ".safetensors": read_safetensors}
@@ -87,11 +82,7 @@ def _first(said: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows, a sample each, as columns; None where a row lacks a key.
-
-    Raises:
-        ValueError: There is no row.
-    """
+    """Rows, a sample each, as columns; None where a row lacks a key."""
     rows = list(rows)
     if not rows:
         raise ValueError("holds no sample")
@@ -99,12 +90,7 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
-    """The columns of a host's ``.pt`` file, in the old format or the new one.
-
-    Raises:
-        OSError: The file cannot be opened.
-        ValueError: It cannot be read, or its content is not known.
-    """
+    """The columns of a host's ``.pt`` file, in the old format or the new one."""
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
@@ -196,12 +182,7 @@ def _harmless() -> list[Any]:
 
 
 def read_json_lines(path: Path) -> Columns:
-    """The columns of a file of JSON lines, one object a line: lists of equal length, by key, and each line's rollout.
-
-    Raises:
-        OSError: The file cannot be opened.
-        ValueError: A line is no object, or there is none.
-    """
+    """The columns of a file of JSON lines, an object each: lists of equal length, by key, and each line's rollout."""
     rows: list[dict[str, Any]] = []
     # As bytes, where only a line feed ends a line: JSON leaves other such characters as they are.
     with path.open("rb") as file:
@@ -222,12 +203,7 @@ def read_json_lines(path: Path) -> Columns:
 
 
 def read_parquet(path: Path) -> Columns:
-    """The columns of a Parquet file, by any of their names, and the rollout of each row, if it says one.
-
-    Raises:
-        OSError: It cannot be opened, or pyarrow is not installed.
-        ValueError: It is no Parquet file.
-    """
+    """The columns of a Parquet file, by any of their names, and the rollout of each row, if it says one."""
     parquet: Any = _needed("pyarrow.parquet", "pyarrow")
     names = {name: key for key, others in _NAMES.items() for name in (*others, key)}
     with path.open("rb") as file:
@@ -243,10 +219,6 @@ def read_safetensors(path: Path) -> Columns:
     """The columns of a file with the samples' tokens one after the other, and ``response_lengths`` ``[S]``.
 
     ``tokens`` are those of the responses. What is known of a sample is ``[S]``; the metadata may have ``rollout_id``.
-
-    Raises:
-        OSError: It cannot be opened, or safetensors is not installed.
-        ValueError: It is no such file, or the lengths do not fit.
     """
     module: Any = _needed("safetensors", "safetensors")
     path.open("rb").close()

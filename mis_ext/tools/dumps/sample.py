@@ -108,12 +108,7 @@ _NO_TRAINER = (
 
 
 def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
-    """The samples of a file; of a ``.pt`` file without any known key one that lacks everything.
-
-    Raises:
-        OSError: The file cannot be opened.
-        ValueError: Its content has no known format; the message names it.
-    """
+    """The samples of a file; of a ``.pt`` file without any known key one that lacks everything."""
     try:
         return _to_samples(read_columns(path, trust_pickle=trust_pickle), str(path))
     except _OF_CONTENT as error:

@@ -149,11 +149,7 @@ class Joiner:
         return [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
 
     def add_file(self, samples: list[DumpedSample]) -> Iterator[DumpedSample]:
-        """The samples that are whole with those of one more file.
-
-        Raises:
-            ValueError: Two files hold different log-probs for the same part of a response.
-        """
+        """The samples that are whole with those of one more file."""
         met: Counter[Any] = Counter()
         for sample in samples:
             key = self._identity(sample)

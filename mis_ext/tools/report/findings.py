@@ -208,10 +208,6 @@ def read_findings(
         sources: What to call the files.
         num_worst: How many tokens and samples are listed, by a new collector.
         pool: Where it counts, see :class:`~mis_ext.tools.report.findings.Collector`.
-
-    Raises:
-        OSError: A file cannot be opened.
-        ValueError: A file cannot be read, or there is no usable token.
     """
     collector = Collector(num_worst=num_worst, pool=pool) if collector is None else collector
     parts = Parts(dumps)

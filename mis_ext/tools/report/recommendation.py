@@ -69,22 +69,12 @@ def preset_candidates(names: Iterable[str] | None = None) -> list[Candidate]:
 
 
 def file_candidate(path: Path) -> Candidate:
-    """The candidate that a YAML file describes, with the warnings that reading it gave.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no configuration, or names a method that looks at what a dump does not hold.
-        TypeError: A value has the wrong type.
-    """
+    """The candidate that a YAML file describes, with the warnings that reading it gave."""
     return _candidate(str(path), read_file(path), path.read_text(encoding="utf-8"))
 
 
 def method_candidate(name: str) -> Candidate:
-    """The candidate that is a published method with its defaults, by the file that runs it.
-
-    Raises:
-        ValueError: There is no such method, or a dump does not hold what it looks at.
-    """
+    """The candidate that is a published method with its defaults, by the file that runs it."""
     row = find_method(name)
     return _candidate(f"method {name}", read_method(row), method_yaml(row))
 

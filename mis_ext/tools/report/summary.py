@@ -237,11 +237,7 @@ def _exp(value: float) -> float:
 def build_summary(
     steps: Mapping[str, tuple[TokenTally, Sequences]], *, worst_tokens: Sequence[WorstToken], max_worst: int
 ) -> Summary:
-    """The summary of steps, each with its tally and its sequences.
-
-    Raises:
-        ValueError: There is no step.
-    """
+    """The summary of steps, each with its tally and its sequences."""
     if not steps:
         raise ValueError("no sample: nothing to report")
     whole = reduce(operator.add, (tally for tally, _ in steps.values()))

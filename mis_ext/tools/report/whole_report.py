@@ -247,12 +247,7 @@ def indicators(k3: Mapping[str, float], others: Mapping[str, Mapping[str, float]
 
 
 def read_series(path: Path) -> dict[str, dict[str, float]]:
-    """Numbers by name and step, from JSON lines that a run logged: an object with a step per line.
-
-    Raises:
-        OSError: The file cannot be opened.
-        ValueError: A line is no object with a step.
-    """
+    """Numbers by name and step, from JSON lines that a run logged: an object with a step per line."""
     series: dict[str, dict[str, float]] = {}
     for number, line in enumerate(regular_file(path).read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
@@ -336,10 +331,6 @@ def make_report(
         pool: See :class:`~mis_ext.tools.report.findings.Collector`.
         logged: Numbers that the run logged, by name and step, to hold against k3.
         against: Another run, to stand beside this one.
-
-    Raises:
-        OSError: A file cannot be opened.
-        ValueError: A file cannot be read, or there is no usable token.
     """
     candidates = [no_correction(), *candidates]
     collector = Collector(
