@@ -12,6 +12,7 @@ import re
 import stat
 import textwrap
 from collections.abc import Collection, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,15 +142,19 @@ def hanging(label: str, text: str) -> str:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Dataclasses and tensors as dicts and lists; NaN is None, a number beyond all bounds a string."""
+    """Dataclasses, named tuples and tensors as dicts and lists; NaN is None, a number beyond all bounds a string."""
     if hasattr(value, "tolist"):
         return to_jsonable(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: to_jsonable(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return to_jsonable(value._asdict())
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_jsonable(each) for each in value]
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

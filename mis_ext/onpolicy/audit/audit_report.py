@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -162,17 +162,8 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ``passed`` included, as plain values that JSON can hold."""
-        plain = asdict(self)
-        return plain | {
-            "verdict": self.verdict.value,
-            "passed": self.passed,
-            "hint": self.hint,
-            "diagnoses": to_jsonable(self.diagnoses),
-            "first_divergence": None if self.first_divergence is None else self.first_divergence._asdict(),
-            "deciles": [row._asdict() for row in self.deciles],
-            "problems": [problem._asdict() for problem in self.problems],
-            "evidence": self.evidence._asdict(),
-        }
+        plain: dict[str, Any] = to_jsonable(self)
+        return plain | {"passed": self.passed, "hint": self.hint}
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of everything but the deciles, for display."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_ext import onpolicy
+from mis_ext.files import to_jsonable
 from mis_ext.tools.cli.command import Result, show, show_grid, show_table, watch
 
 if TYPE_CHECKING:
@@ -156,21 +156,14 @@ def run_diff(arguments: argparse.Namespace) -> Result:
         allow_dtype=arguments.allow_dtype,
         allow_shape=arguments.allow_shape,
     )
-    return Result(_content(comparison), lambda: _show_comparison(comparison), 0 if comparison.passed else 1)
-
-
-def _content(comparison: onpolicy.Comparison) -> dict[str, Any]:
-    found = asdict(comparison)
-    for module in found["modules"]:
-        for row in ("first", "culprit_row"):
-            module[row] = module[row] and module[row]._asdict()
     first = comparison.first_divergent
-    return {
+    content = {
         "verdict": comparison.verdict,
         "first_divergent": first and first.name,
         "culprits": [module.name for module in comparison.culprits],
-        **found,
+        **to_jsonable(comparison),
     }
+    return Result(content, lambda: _show_comparison(comparison), 0 if comparison.passed else 1)
 
 
 def _read(path: Path, requests: list[str] | None) -> onpolicy.Recording:

@@ -302,9 +302,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON: NaN is None."""
-        steps, traps = ([each._asdict() for each in rows] for rows in (self.steps, self.traps))
         content: dict[str, Any] = to_jsonable(self)
-        return {"format": FORMAT} | content | {"steps": steps, "traps": traps}
+        return {"format": FORMAT} | content
 
 
 def explain_config(
