@@ -37,15 +37,7 @@ class EagerSequences(NamedTuple):
 
 
 class EagerBackend:
-    """One call's passes, in the order of the methods.
-
-    Attributes:
-        streams: What comes in.
-        layout: Where the tokens lie.
-        plan: What is computed.
-        band_scales_N: Scales of the bands that have a target.
-        tokens: Log-ratios of the local tokens.
-    """
+    """One call's passes, in the order of the methods."""
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
         self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N

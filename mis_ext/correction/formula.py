@@ -351,11 +351,7 @@ METHODS = tuple(name for name, found in vars(Symbol).items() if callable(found) 
 
 
 def check_operations(formulas: Mapping[str, Formula]) -> None:
-    """Refuse formulas that the Triton backend could not write down.
-
-    Args:
-        formulas: By the name under which a user knows them.
-    """
+    """Refuse formulas that the Triton backend could not write down."""
     for name, formula in formulas.items():
         symbols = [Symbol(need, "float32") for need in formula.names]
         try:

@@ -31,13 +31,7 @@ class Padding(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GraphLayout:
-    """A layout of whole responses without tensors of their sizes: a graph of ``torch.compile`` makes those itself.
-
-    Attributes:
-        length_and_start_2S: Length and first token of each sequence.
-        longest: Tokens of the longest sequence.
-        num_tokens: Tokens of all sequences.
-    """
+    """A layout of whole responses without tensors of their sizes: a graph of ``torch.compile`` makes those itself."""
 
     length_and_start_2S: Tensor
     longest: int

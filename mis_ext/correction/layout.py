@@ -313,15 +313,7 @@ class TokenIndex:
         piece_whole_starts: Sequence[int] | None,
         device: torch.device,
     ) -> TokenIndex:
-        """Build what is as long as the tokens on ``device``, where the host would take milliseconds, and the rest here.
-
-        Args:
-            response_lengths: Tokens per whole response.
-            local_lengths: Tokens per response on this rank.
-            piece_lengths: Tokens per contiguous run of local tokens.
-            piece_whole_starts: Where each run begins in the whole responses; None where every token is local.
-            device: Where the results go.
-        """
+        """What is as long as the tokens is built on ``device``, as the host would take milliseconds; the rest here."""
         lengths = [response_lengths]
         if piece_whole_starts is not None:
             lengths += [local_lengths, piece_whole_starts, piece_lengths]
@@ -494,11 +486,6 @@ def owned_chunks(*, cp_rank: int, cp_size: int, partition: Partition = "zigzag")
 
     ``zigzag`` cuts ``2 * cp_size`` chunks and gives rank ``r`` the chunks ``r`` and ``2 * cp_size - 1 - r``, so that
     causal attention costs all ranks the same. ``contiguous`` cuts ``cp_size`` chunks.
-
-    Args:
-        cp_rank: This rank within the context-parallel group.
-        cp_size: Ranks in the context-parallel group.
-        partition: How positions are dealt out.
     """
     if cp_size == 1 or partition == "contiguous":
         return Chunks(cp_size, (cp_rank,))

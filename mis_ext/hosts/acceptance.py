@@ -44,9 +44,6 @@ class AcceptanceLoop:
     """The scales of a configuration's bands, 1 before the first rollout.
 
     Equal on all ranks, because each takes part in every step.
-
-    Attributes:
-        is_needed: Whether a gate has a target.
     """
 
     def __init__(self, config: CorrectionConfig) -> None:
@@ -73,13 +70,7 @@ class AcceptanceLoop:
         return found
 
     def needed_scales(self, correction: Correction, streams: PackedStreams, *, groups: Groups) -> Tensor:
-        """``[N]``: the smallest scale of each band at which its target passes now; NaN where nothing counts.
-
-        Args:
-            correction: Of this rank's samples, exact over context-parallel ranks.
-            streams: This rank's samples.
-            groups: Ranks that share the rollout; all of them take part.
-        """
+        """``[N]``: the smallest scale of each band at which its target passes now; NaN where nothing counts."""
         tokens = streams.tokens
         of_tokens = NamedValues(
             {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T},

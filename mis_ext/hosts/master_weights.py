@@ -205,12 +205,7 @@ def dither_weights(
 
 
 def refuse_dithering(args: Any, path: str) -> None:
-    """Refuse at the start what `dither_weights` would refuse before the first step.
-
-    Args:
-        args: The host's arguments.
-        path: How they spell this function.
-    """
+    """Refuse at the start what `dither_weights` would refuse before the first step."""
     if not read_argument(args, "bf16"):
         raise ValueError(f"{STEP_FLAG} {path} is for weights in bf16: give --bf16, or leave the hook out")
     for other in ("--use-precision-aware-optimizer", "--use-megatron-fsdp"):

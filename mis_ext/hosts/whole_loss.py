@@ -168,14 +168,7 @@ def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
 
 
 def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, missing: Mapping[str, str]) -> LossTokens:
-    """What a loss needs of the tokens that are given. Without proximal log-probs the current ones take their place.
-
-    Args:
-        settings: What the loss is.
-        given: Whatever the micro-batch holds, without groups.
-        groups: The ranks that share it.
-        missing: Names of what can be missing, and what gives it, for messages.
-    """
+    """What a loss needs of the tokens that are given. Without proximal log-probs the current ones take their place."""
     log_probs, mask_R = {**given.log_probs}, given.response_mask_R
     if "behavior" not in log_probs and settings.needs_behavior is not None:
         raise ValueError(f"{missing['behavior']}, with which {settings.needs_behavior} compares")
@@ -221,16 +214,7 @@ def packed_loss(
     make_reducer: Callable[[Correction | None], Reducer | None] | None = None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> PolicyLoss:
-    """Correct the tokens, and compute their loss.
-
-    Args:
-        settings: What the loss is.
-        tokens: The micro-batch.
-        session: Of the correction; None for no correction.
-        groups: The ranks that share it.
-        make_reducer: From the correction to a reducer of the user's own.
-        extra_metrics: See :func:`~mis_ext.loss.policy.compute_policy_loss`.
-    """
+    """Correct the tokens, and compute their loss."""
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R

@@ -121,12 +121,7 @@ class RunConfig:
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
-    """The configuration that arguments spell.
-
-    Args:
-        given: Every argument that is read, by name, and the names of all others.
-        whole_loss: Whether the whole loss runs, whose flags then count too.
-    """
+    """The configuration that arguments spell."""
     correction = config_from_mapping(given)
     loss = None
     if whole_loss:

@@ -132,10 +132,6 @@ def equivalent_correction(config: CorrectionConfig, method: Method) -> Correctio
     """The configuration of the hook that does the same at the first update, or None.
 
     There PPO's ratio is 1, so what is left of a method that the hook can do are its weight and its gates.
-
-    Args:
-        config: The correction that goes with the method.
-        method: The method.
     """
     if not config.metrics_only:
         return None

@@ -313,11 +313,7 @@ _R = TypeVar("_R")
 
 
 def graph_of(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, compiled for any sizes of its tensors; uncompiled where torch takes no further graph of it.
-
-    Args:
-        function: A Python function, which may be nested: what it closes over is part of its graph.
-    """
+    """The function, compiled for any sizes of its tensors; uncompiled where torch takes no further graph of it."""
     # torch counts the graphs of a code object, up to 8, and a nested function has one for all that it closes over.
     nested = cast("FunctionType", function)
     alone = FunctionType(

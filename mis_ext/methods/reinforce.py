@@ -239,9 +239,6 @@ class DriftControl(Term):
     logits, not 0. So whatever advantages have in common there, ``V(s)``, pushes the policy by ``V (mu - pi)``. The
     ratio times the score has no mean, hence ``E[(ratio - 1) V grad log pi] = -V (mu - pi)``: the push, taken back by
     the same tokens. The coefficient's own mean stays what it was, because ``E[ratio - 1] = 0``.
-
-    Args:
-        pair: The current policy, and the one that sampled.
     """
 
     pair: Pair = TOTAL

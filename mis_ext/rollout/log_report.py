@@ -158,12 +158,7 @@ def _version_findings(generations: Sequence[Generation], place: Mapping[str, Any
 
 
 class LogReport:
-    """The sums over conversations; one of each class is kept as an example.
-
-    Args:
-        files: Names of the files.
-        policy: What the conversations are checked under; None for no policy.
-    """
+    """The sums over conversations; one of each class is kept as an example."""
 
     def __init__(self, files: Sequence[str], *, policy: str | None = None) -> None:
         self._files, self._policy = [*files], policy

@@ -67,13 +67,7 @@ _DECODE = msgspec.json.Decoder().decode
 
 
 class LogLineError(ValueError):
-    """A line that holds no call.
-
-    Attributes:
-        file: The file.
-        line: Its line, from 1.
-        reason: What is wrong with it.
-    """
+    """A line that holds no call."""
 
     def __init__(self, file: str, line: int, reason: str) -> None:
         super().__init__(f"{file}, line {line}: {reason}")

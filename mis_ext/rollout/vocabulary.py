@@ -33,9 +33,6 @@ class TokenBytes(dict[int, bytes]):
 
     Joined bytes are the text, also where a character is spread over tokens. (``decode`` puts U+FFFD there, with byte
     fallback for every byte of a broken run, and may cut a leading space.)
-
-    Args:
-        tokenizer: A Hugging Face tokenizer of byte-level BPE, or of BPE with byte fallback.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

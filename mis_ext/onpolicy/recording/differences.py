@@ -135,18 +135,6 @@ class InputDifference:
 
     Inputs that are not by token are equal where their digests are. Where these differ nothing is said: a mask that is
     padded otherwise may mean the same.
-
-    Args:
-        a: The inputs in one recording, by label.
-        b: In the other.
-        others_a: The digests of a's inputs that are not by token, by label.
-        others_b: Likewise.
-        allow_dtype: Whether their dtypes may differ.
-
-    Attributes:
-        compared: Labels in a of the inputs that were compared.
-        unpaired: Labels of the inputs that only one side has by token.
-        uncompared: Labels of other inputs that were not compared.
     """
 
     def __init__(

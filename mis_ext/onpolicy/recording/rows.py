@@ -153,13 +153,6 @@ def place_rows(
     ``b`` of 1, as tables of positions have, holds for each sequence, if it is not in another layout than that of the
     forward. An integer tensor that has these two dimensions and no others is taken for token ids, which every engine
     has as ``[b, s]``.
-
-    Args:
-        tensor: Any tensor of the forward.
-        rows: The tokens of the forward.
-        where: What an error calls the tensor.
-        layout: Decides where the shape fits both orders.
-        forced: The only order to try.
     """
     is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
     lies_as, every = _readings_of(tensor, rows, table_layout="bsh" if is_ids else layout)

@@ -237,14 +237,7 @@ class Observation(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One request and what came of it.
-
-    Attributes:
-        generation: What was read from the response; of an aborted request, what was sampled until then.
-        text: The response's text.
-        meta_info: The response's.
-        observation: What the environment said before it.
-    """
+    """One request and what came of it; of an aborted one the generation is what was sampled until then."""
 
     generation: Generation
     text: str

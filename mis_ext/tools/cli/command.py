@@ -80,15 +80,7 @@ def show_table(
     numbers_right: bool = False,
     **options: Any,
 ) -> None:
-    """Print a table.
-
-    Args:
-        columns: Their titles.
-        rows: The cells of each.
-        styles: Of each row.
-        numbers_right: All columns but the first are aligned to the right.
-        options: Of rich's table.
-    """
+    """Print a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -54,10 +54,6 @@ class Samples:
     many tokens the engine's log-probs come too late (below 0: too early), if by more than one: then ``num_lagged`` and
     ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is of those of its tokens of
     which one side is certain (a log-prob of 0) and the other is not.
-
-    Attributes:
-        columns: As in ``COLUMNS``.
-        steps: The step of each.
     """
 
     columns: Tensor

@@ -183,12 +183,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(trained_T: Tensor, position_T: Tensor) -> Turns:
-    """Turns of whole responses, one after the other: a turn begins behind a masked token, or with the response.
-
-    Args:
-        trained_T: ``[T]`` bool.
-        position_T: Of each token in its response.
-    """
+    """Turns of whole responses, one after the other: a turn begins behind a masked token, or with the response."""
     begins_T = trained_T & (position_T == 0)
     begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
     index_T = torch.arange(len(begins_T), device=begins_T.device)

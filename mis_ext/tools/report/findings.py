@@ -200,15 +200,7 @@ def read_findings(
     num_worst: int = NUM_WORST,
     pool: Executor | None = None,
 ) -> Findings:
-    """What is found in dumps.
-
-    Args:
-        dumps: The files.
-        collector: Takes in their parts; a new one by default.
-        sources: What to call the files.
-        num_worst: How many tokens and samples are listed, by a new collector.
-        pool: Where it counts, see :class:`~mis_ext.tools.report.findings.Collector`.
-    """
+    """What is found in dumps."""
     collector = Collector(num_worst=num_worst, pool=pool) if collector is None else collector
     parts = Parts(dumps)
     for part in parts:

@@ -45,13 +45,7 @@ def size_edges() -> list[float]:
 
 
 def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
-    """The ``|d|`` that a share of tokens is not above.
-
-    Args:
-        counts: Of the bins of :func:`size_bin`.
-        share: In [0, 1].
-        num_zeros: Tokens with ``d`` 0, which have no bin.
-    """
+    """The ``|d|`` that a share of tokens is not above, from their bins; tokens with ``d`` 0 have none."""
     total = float(counts.sum()) + num_zeros
     if total == 0.0:
         return math.nan

@@ -225,12 +225,7 @@ class Indicator:
 
 
 def indicators(k3: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> list[Indicator]:
-    """The series that have a number in at least 8 of the steps, the strongest first.
-
-    Args:
-        k3: By step, in order.
-        others: Further series by name.
-    """
+    """The series that have a number in at least 8 of the steps, the strongest first."""
     found = []
     for name, series in others.items():
         both = [step for step in k3 if math.isfinite(k3[step]) and math.isfinite(series.get(step, math.nan))]
@@ -321,17 +316,7 @@ def make_report(
     logged: Mapping[str, Mapping[str, float]] | None = None,
     against: Findings | None = None,
 ) -> Report:
-    """The report of dumps.
-
-    Args:
-        dumps: The files.
-        candidates: What to try, besides no correction.
-        sources: What to call the files.
-        num_worst: How many tokens and samples are listed.
-        pool: See :class:`~mis_ext.tools.report.findings.Collector`.
-        logged: Numbers that the run logged, by name and step, to hold against k3.
-        against: Another run, to stand beside this one.
-    """
+    """The report of dumps."""
     candidates = [no_correction(), *candidates]
     collector = Collector(
         {each.name: each.config for each in candidates},
