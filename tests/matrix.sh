@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests that see a version of Python, torch, Megatron-Core or transformers, with other versions than the pinned
-# ones, and prints the table of docs/guide/frameworks.md.
+# ones, and prints the table of docs/reference/works_with.md.
 #
 #   tests/matrix.sh DIR [words of rows ...]    # such as: tests/matrix.sh ~/matrix 3.12 transformers==5.24.0
 #

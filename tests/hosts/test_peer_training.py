@@ -42,7 +42,7 @@ class ActorPPOTrainer:
 
 def test_the_lines_of_the_page_go_into_openrlhfs_file(tmp_path) -> None:
     (tmp_path / "mis.yaml").write_text("use_tis: true\n")
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "frameworks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "openrlhf.md").read_text(encoding="utf-8")
     host = namespace(token_level_loss=True)
     names = {"PolicyLoss": lambda **_: host}
     exec(peer_training.with_openrlhf_lines(PPO_ACTOR, page=page, keys=tmp_path / "mis.yaml"), names)

@@ -140,7 +140,7 @@ def test_the_steps_of_the_record_have_the_numbers_that_follow_from_their_totals(
 @pytest.mark.parametrize("dashboard", RECORD)
 def test_a_dashboard_gave_back_what_the_line_of_the_page_wrote(dashboard) -> None:
     """As the page says of NaN and infinity."""
-    page, record = (ROOT / "docs" / "guide" / "watch.md").read_text(encoding="utf-8"), RECORD[dashboard]
+    page, record = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8"), RECORD[dashboard]
     assert f"{dashboard} {record['version']} (" in page or f"{dashboard} {record['version']} and" in page
     ((line, nan, infinity),) = re.findall(rf"^\| {dashboard} \| `(.*)` \| (.*) \| (.*) \|$", page, re.MULTILINE)
     assert line == record["line"]

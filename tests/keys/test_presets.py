@@ -86,7 +86,7 @@ def test_the_pages_explain_every_key_guard_and_preset() -> None:
     explained = {
         "reference/configuration": CORRECTION_KEYS,
         "reference/errors": GUARD_NAMES,
-        "guide/presets": list_presets(),
+        "reference/presets": list_presets(),
     }
     for page, names in explained.items():
         text = (REPOSITORY / "docs" / f"{page}.md").read_text()

@@ -213,7 +213,7 @@ def test_the_table_of_versions_has_the_rows_and_files_that_its_script_runs() -> 
     for python, which, *pins in rows:
         version = dict(pin.split("==") for pin in pins)
         wanted.append([python, *(version[name] for name in ("torch", "megatron-core", "transformers")), which])
-    page = (ROOT / "docs" / "guide" / "frameworks.md").read_text(encoding="utf-8").partition("\n### Versions\n")[2]
+    page = (ROOT / "docs" / "reference" / "works_with.md").read_text(encoding="utf-8").partition("\n## Versions\n")[2]
     table = [line.strip("| ").split(" | ") for line in page.partition("\n## ")[0].splitlines() if line[:1] == "|"]
     assert [row[:-1] for row in table[2:]] == wanted
     assert not any("failed" in row[-1] for row in table)

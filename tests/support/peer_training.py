@@ -23,8 +23,8 @@ OPENRLHF_PLACES = (
 
 
 def with_openrlhf_lines(text: str, *, page: str, keys: Path) -> str:
-    """OpenRLHF's ``ppo_actor.py`` with the lines of the page of hosts in it."""
-    (block,) = re.findall(r"^## OpenRLHF\n[^#]*?```text\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    """OpenRLHF's ``ppo_actor.py`` with the lines of its page in it."""
+    (block,) = re.findall(r"^# OpenRLHF\n[^#]*?```text\n(.*?)```", page, re.DOTALL | re.MULTILINE)
     lines = re.sub(r"^\+", "", block, flags=re.MULTILINE).replace("/path/on/every/node/mis.yaml", str(keys))
     first, last = lines.split("\n\n")
     for below, added in zip(OPENRLHF_PLACES, (first + "\n", last), strict=True):

@@ -437,9 +437,9 @@ def _rows(rollout: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def with_lines(clone: Path, keys: Path) -> Any:
-    """OpenRLHF's trainer of the actor with the lines of docs/guide/frameworks.md in it."""
+    """OpenRLHF's trainer of the actor with the lines of docs/guide/openrlhf.md in it."""
     path = clone / "openrlhf" / "trainer" / "ray" / "ppo_actor.py"
-    page = (ROOT / "docs" / "guide" / "frameworks.md").read_text()
+    page = (ROOT / "docs" / "guide" / "openrlhf.md").read_text()
     text = peer_training.with_openrlhf_lines(path.read_text(), page=page, keys=keys)
     module = types.ModuleType("openrlhf.trainer.ray.ppo_actor_with_lines")
     exec(compile(text, str(path), "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""Records ``numbers.json`` anew: what wandb, TensorBoard and MLflow give back of what docs/guide/watch.md writes.
+"""Records ``numbers.json`` anew: what wandb, TensorBoard and MLflow give back of what docs/reference/metrics.md writes.
 
 None of them is part of the environment of the tests. In one with ``wandb``, ``tensorboard`` and ``mlflow``, from the
 repository's root:
@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "numbers.json"
-PAGE = HERE.parents[2] / "docs" / "guide" / "watch.md"
+PAGE = HERE.parents[2] / "docs" / "reference" / "metrics.md"
 NAMES = ("wandb", "TensorBoard", "MLflow")
 BLOCK = 32768
 
