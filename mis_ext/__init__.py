@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mis_ext.keys.flat import config_from_mapping as config_from_mapping
     from mis_ext.keys.presets import load_config as load_config
     from mis_ext.keys.presets import preset as preset
+    from mis_ext.scoring.hidden import score_hidden as score_hidden
     from mis_ext.scoring.passes import KeptColumns as KeptColumns
     from mis_ext.scoring.scores import score_tokens as score_tokens
     from mis_ext.tools.report.online import log_mismatch as log_mismatch

@@ -51,6 +51,24 @@ def sum_over_ranks(row: Tensor, group: Group | None) -> Tensor:
     return row if group is None else gather_rows(row, group).sum(0)
 
 
+def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
+    """The sum of large tensors of all ranks, in place: not gathered first, so not in rank order."""
+    if group is None or _is_wrapped(group):
+        return sum_over_ranks(states, group)
+    dist.all_reduce(states, group=group)
+    return states
+
+
+def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
+    """Of the sum of large tensors of all ranks, this rank's equal part of the rows."""
+    num_rows = len(states) // group_size(group)
+    if _is_wrapped(group):
+        return sum_over_ranks(states, group)[rank * num_rows : (rank + 1) * num_rows]
+    part = states.new_empty(num_rows, *states.shape[1:])
+    dist.reduce_scatter_tensor(part, states.contiguous(), group=group)
+    return part
+
+
 def min_over_ranks(row: Tensor, group: Group | None) -> Tensor:
     """The minimum of the rows of all ranks; NaN where one of them has it."""
     return row if group is None else gather_rows(row, group).amin(0)

@@ -1,9 +1,12 @@
 """From logits to log-probs, entropy and their gradient: read :mod:`mis_ext.scoring.scores` first.
 
+From hidden states, without logits: :mod:`mis_ext.scoring.hidden`.
+
 The arithmetic is written twice: in :mod:`mis_ext.scoring.chunked`, and fused in :mod:`mis_ext.scoring.triton_kernels`.
 """
 
+from mis_ext.scoring.hidden import score_hidden
 from mis_ext.scoring.passes import KeptColumns
 from mis_ext.scoring.scores import EntropyUse, Scores, score_tokens
 
-__all__ = ["EntropyUse", "KeptColumns", "Scores", "score_tokens"]
+__all__ = ["EntropyUse", "KeptColumns", "Scores", "score_hidden", "score_tokens"]

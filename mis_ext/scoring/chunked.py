@@ -34,19 +34,14 @@ class EagerBackend:
 
     def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
         """In float64, and rounded once."""
-        highest_T, shift_WT, share_WT = _shares(parts.highest_T, temperature)
-        total_T = (parts.total_T * share_WT).sum(0)
-        whole = among = Normalizer(highest_T, total_T.log())
-        if parts.kept_highest_T is not None and parts.kept_total_T is not None:
-            kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, temperature)
-            among = Normalizer(kept_highest_T, (parts.kept_total_T * kept_share_WT).sum(0).log())
-        log_prob_T = (parts.target_T.amax(0) - among.highest_T) / temperature - among.log_total_T
+        sums = merged(parts, temperature=temperature)
+        whole = among = Normalizer(sums.highest_T, sums.total_T.log())
+        if sums.kept_highest_T is not None and sums.kept_total_T is not None:
+            among = Normalizer(sums.kept_highest_T, sums.kept_total_T.log())
+        log_prob_T = (sums.target_T - among.highest_T) / temperature - among.log_total_T
         entropy_T = None
-        if parts.product_T is not None:
-            # A rank without a finite logit adds nothing: 0 times infinity is not asked for.
-            moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
-            product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
-            entropy_T = (whole.log_total_T - product_T / temperature / total_T).to(dtype)
+        if sums.product_T is not None:
+            entropy_T = (whole.log_total_T - sums.product_T / temperature / sums.total_T).to(dtype)
         return Finished(log_prob_T.to(dtype), entropy_T, whole.to(dtype), among.to(dtype))
 
     def gradient(
@@ -105,10 +100,26 @@ def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return highest_T, (below_TV * scale).exp(), below_TV
 
 
+def merged(parts: RowSums, *, temperature: float) -> RowSums:
+    """``[T]`` each: the sums over a row, from those ``[W, T]`` over ``W`` parts of its columns."""
+    highest_T, shift_WT, share_WT = _shares(parts.highest_T, temperature)
+    product_T = kept_highest_T = kept_total_T = None
+    if parts.product_T is not None:
+        # A part without a finite logit adds nothing: 0 times infinity is not asked for.
+        moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
+        product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
+    if parts.kept_highest_T is not None and parts.kept_total_T is not None:
+        kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, temperature)
+        kept_total_T = (parts.kept_total_T * kept_share_WT).sum(0)
+    total_T = (parts.total_T * share_WT).sum(0)
+    return RowSums(highest_T, total_T, parts.target_T.amax(0), product_T, kept_highest_T, kept_total_T)
+
+
 def _shares(highest_WT: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest logit of all ranks, how far below it each rank's own lies, and what that multiplies its sums by."""
+    """The highest logit of all parts, how far below it each part's own lies, and what that multiplies its sums by."""
     highest_T = highest_WT.amax(0)
-    shift_WT = highest_WT - highest_T
+    # Without a finite logit in any part there is nothing to measure from.
+    shift_WT = highest_WT - torch.where(highest_T == -torch.inf, 0.0, highest_T)
     return highest_T, shift_WT, (shift_WT / temperature).exp()
 
 

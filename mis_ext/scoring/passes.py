@@ -24,20 +24,37 @@ class KeptColumns(NamedTuple):
 
     def bits(self, *, first: int, num_columns: int) -> Tensor:
         """``[T, ceil(num_columns / 32)]``, int32: of the columns from id ``first`` on, a bit each, lowest first."""
-        num_words = -(-num_columns // BITS)
-        column_N = self.id_N.long() - first
-        is_here_N = (column_N >= 0) & (column_N < num_columns)
-        # An id that came twice counts once: as sums, its bits would carry over.
-        key_N, order_N = torch.sort(torch.where(is_here_N, self.token_N * max(num_columns, 1) + column_N, -1))
-        is_new_N = torch.ones_like(is_here_N)
+        tokens = slice(0, len(self.is_recorded_T))
+        return self.sorted().bits(first=first, num_columns=num_columns, tokens=tokens)
+
+    def sorted(self) -> SortedColumns:
+        """In order, so that an id that came twice is found: as sums, its bits would carry over."""
+        key_N, _ = torch.sort(self.token_N.long() << BITS | self.id_N.long())
+        is_new_N = torch.ones_like(key_N, dtype=torch.bool)
         is_new_N[1:] = key_N[1:] != key_N[:-1]
-        column_N, token_N = column_N[order_N], self.token_N[order_N]
-        bit_N = torch.where(is_new_N & (key_N >= 0), 1 << (column_N % BITS), 0).int()
-        word_N = torch.where(key_N >= 0, token_N * num_words + column_N // BITS, 0)
-        bits_TC = torch.zeros(len(self.is_recorded_T) * num_words, dtype=torch.int32, device=self.id_N.device)
-        if num_words > 0:
+        return SortedColumns(key_N & ((1 << BITS) - 1), key_N >> BITS, is_new_N, self.is_recorded_T)
+
+
+class SortedColumns(NamedTuple):
+    """Kept columns by token and id; ``is_new_N``: an id that the same token had before counts once."""
+
+    id_N: Tensor
+    token_N: Tensor
+    is_new_N: Tensor
+    is_recorded_T: Tensor
+
+    def bits(self, *, first: int, num_columns: int, tokens: slice) -> Tensor:
+        """``[T, ceil(num_columns / 32)]``, int32: of these tokens and the columns from id ``first`` on, a bit each."""
+        num_words, num_tokens = -(-num_columns // BITS), tokens.stop - tokens.start
+        column_N, token_N = self.id_N - first, self.token_N - tokens.start
+        is_here_N = self.is_new_N & (column_N >= 0) & (column_N < num_columns)
+        is_here_N = is_here_N & (token_N >= 0) & (token_N < num_tokens)
+        bit_N = torch.where(is_here_N, 1 << (column_N % BITS), 0).int()
+        word_N = torch.where(is_here_N, token_N * num_words + column_N // BITS, 0)
+        bits_TC = torch.zeros(num_tokens * num_words, dtype=torch.int32, device=self.id_N.device)
+        if num_tokens * num_words > 0:
             bits_TC.index_add_(0, word_N, bit_N)
-        return torch.where(self.is_recorded_T.unsqueeze(-1), bits_TC.view(len(self.is_recorded_T), num_words), -1)
+        return torch.where(self.is_recorded_T[tokens].unsqueeze(-1), bits_TC.view(num_tokens, num_words), -1)
 
 
 def unpacked(bits_TC: Tensor, num_columns: int) -> Tensor:
@@ -129,7 +146,7 @@ class Coefficients(NamedTuple):
     log_prob_T: Tensor | None
     of_entropy_T: Tensor | None
 
-    def of_tokens(self, token_T: Tensor) -> Coefficients:
+    def of_tokens(self, token_T: Tensor | slice) -> Coefficients:
         """Those of some tokens."""
 
         def chosen(x_T: Tensor | None) -> Tensor | None:
@@ -137,6 +154,14 @@ class Coefficients(NamedTuple):
 
         whole, among = (Normalizer(*(x_T[token_T] for x_T in each)) for each in self[:2])
         return Coefficients(whole, among, *map(chosen, self[2:]))
+
+    def is_wanted(self) -> Tensor:
+        """``[T]``, bool: a gradient that is not 0 comes in."""
+        wanted_T = torch.zeros_like(self.whole.highest_T, dtype=torch.bool)
+        for grad_T in (self.log_prob_T, self.of_entropy_T):
+            if grad_T is not None:
+                wanted_T = wanted_T | (grad_T != 0.0)
+        return wanted_T
 
 
 class Backend(Protocol):

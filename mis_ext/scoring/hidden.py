@@ -1,0 +1,457 @@
+"""Log-probs and entropy of tokens from hidden states and the weight of the head: the logits are never all there.
+
+:mod:`mis_ext.scoring.scores` says how three sums over a row of logits give log-prob, entropy and their gradient. A part
+of a row adds its own three sums, as the part of a tensor-parallel rank does. So here a tile of logits, some tokens by
+some columns, is made by one matrix product, read once, and its memory used for the next. The backward pass makes each
+tile again, turns it into its gradient, and multiplies that by the weight and by the hidden states: four products of the
+head in all, where a loss from logits has three.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mis_ext.correction.collectives import Group, gather_rows, group_size, scatter_sum, sum_of_states
+from mis_ext.scoring.chunked import merged
+from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, SortedColumns, Targets
+from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend
+from mis_ext.validation import check_choice, check_number
+
+TILE = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Logits at a time, in float32: 128 MiB on a GPU."""
+SLOPES = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Gradients of logits at a time, in the dtype of the weight: 256 MiB of bfloat16."""
+STATES = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Numbers of the gradient of hidden states that are added up at a time, in float32: 256 MiB."""
+LONGEST = 1 << 14
+"""Tokens, and columns, at a time. More would make no product faster."""
+
+
+def score_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    token_T: Tensor,
+    *,
+    row_T: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: EntropyUse = "gradient",
+    kept: KeptColumns | None = None,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    tp_group: Group | None = None,
+    tp_rank: int = 0,
+    sequence_parallel: bool = False,
+    gradient_accumulation_fusion: bool = False,
+) -> Scores:
+    """What ``score_tokens`` says of the logits ``hidden @ weight.T``, of which only a tile exists at a time.
+
+    Logits are float32, and so is what is added up over tiles, for operands of any dtype (float64 for float64); the
+    gradient of a logit is rounded to their dtype before it is multiplied. If the incoming gradients of a token are both
+    0, nothing of its hidden state reaches a gradient. Tensor-parallel ranks exchange a few numbers per token in the
+    forward pass, and in the backward pass the gradient of the hidden states of the tokens, each once.
+
+    Args:
+        hidden: ``[..., H]``, what the head is applied to.
+        weight: ``[V, H]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
+        token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
+        row_T: ``[T]``, which hidden state scores each token. They are numbered over all leading dimensions. One twice
+            has no gradient: then the backward pass fails. None: each, in order. Others are not read, and their gradient
+            is 0.
+        temperature: The logits are divided by it.
+        entropy: ``gradient``: it carries gradient. ``value``: it does not. ``none``: it is not computed.
+        kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
+            columns, the entropy over all columns.
+        vocab_size: Columns from this one on are padding, which is not computed. None: there is no padding.
+        bias: ``[V]``, of the head.
+        logit_scale: What the logits, with their bias, are multiplied by (Cohere, Granite).
+        soft_cap: Then the logits ``x`` become ``soft_cap tanh(x / soft_cap)`` (Gemma 2). None: they do not.
+        tp_group: The tensor-parallel ranks; None for one. Each has the same hidden states, whose gradient is summed.
+        tp_rank: This rank among them.
+        sequence_parallel: Each rank has its part of the hidden states, in rank order. They are gathered, in both
+            passes, and each rank gets the gradient of its part. ``row_T`` counts over all parts.
+        gradient_accumulation_fusion: The gradient of the weight is added to ``weight.main_grad``, as Megatron-Core's
+            flag of this name has it.
+
+    Raises:
+        ValueError: A setting is out of range, or shapes do not fit.
+        TypeError: Hidden states and weight are no floats of one dtype, or ``token_T`` and ``row_T`` no integers.
+        RuntimeError: Another tensor-parallel rank failed.
+
+    References:
+        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
+    """
+    check_choice("entropy", entropy, get_args(EntropyUse))
+    check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
+    check_number("logit_scale", logit_scale, low=0.0, high=math.inf, open_low=True, open_high=True)
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap, low=0.0, high=math.inf, open_low=True, open_high=True)
+    ranks = group_size(tp_group)
+    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+    _check(hidden_NH, weight, bias, token_T, row_T, num_rows=len(hidden_NH) * (ranks if sequence_parallel else 1))
+    _check_ranks(len(weight), vocab_size, tp_group=tp_group, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
+    if gradient_accumulation_fusion and weight.requires_grad and getattr(weight, "main_grad", None) is None:
+        raise ValueError("gradient_accumulation_fusion: weight has no main_grad to which its gradient could be added")
+    first = tp_rank * len(weight)
+    num_columns = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
+    targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
+    use = _Use(
+        # A scale without a cap is a temperature.
+        temperature=float(temperature) / (logit_scale if soft_cap is None else 1.0),
+        logit_scale=float(logit_scale),
+        soft_cap=soft_cap,
+        entropy=entropy,
+        tp_group=tp_group,
+        tp_rank=tp_rank,
+        sequence_parallel=sequence_parallel,
+        parameter=weight if gradient_accumulation_fusion and weight.requires_grad else None,
+        backend=choose_backend(hidden_NH),
+    )
+    columns = None if kept is None else kept.sorted()
+    log_prob_T, entropy_T = _Scored.apply(hidden_NH, weight, bias, targets, columns, use)  # type: ignore[no-untyped-call]
+    return Scores(log_prob_T, entropy_T)
+
+
+class _Use(NamedTuple):
+    temperature: float
+    logit_scale: float
+    soft_cap: float | None
+    entropy: EntropyUse
+    tp_group: Group | None
+    tp_rank: int
+    sequence_parallel: bool
+    parameter: Tensor | None
+    backend: Backend
+
+
+def _check(
+    hidden_NH: Tensor, weight: Tensor, bias: Tensor | None, token_T: Tensor, row_T: Tensor | None, *, num_rows: int
+) -> None:
+    if not hidden_NH.is_floating_point():
+        raise TypeError(f"hidden must be floats, got {hidden_NH.dtype}")
+    if weight.ndim != 2 or weight.shape[1] != hidden_NH.shape[1]:
+        raise ValueError(f"weight has shape {list(weight.shape)}, hidden states have {hidden_NH.shape[1]} numbers")
+    if bias is not None and bias.shape != (len(weight),):
+        raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}")
+    for name, values in (("weight", weight), ("bias", bias)):
+        if values is not None and values.dtype != hidden_NH.dtype:
+            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NH.dtype}; both must be the same")
+    for name, values in (("token_T", token_T), ("row_T", row_T)):
+        if values is not None and values.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
+    for name, values in (("weight", weight), ("bias", bias), ("token_T", token_T), ("row_T", row_T)):
+        if values is not None and values.device != hidden_NH.device:
+            raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NH.device}")
+    if row_T is None and token_T.shape != (num_rows,):
+        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_rows} hidden states")
+    if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
+        raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
+
+
+def _check_ranks(
+    num_rows: int, vocab_size: int | None, *, tp_group: Group | None, tp_rank: int, sequence_parallel: bool
+) -> None:
+    ranks = group_size(tp_group)
+    if not 0 <= tp_rank < ranks:
+        raise ValueError(f"tp_rank must be in [0, {ranks - 1}], as tp_group has {ranks} ranks, got {tp_rank}")
+    if sequence_parallel and tp_group is None:
+        raise ValueError("sequence_parallel: hidden states are gathered over tp_group, which is None")
+    if vocab_size is not None:
+        check_number("vocab_size", vocab_size, low=1, high=num_rows * ranks)
+
+
+class _Head(NamedTuple):
+    """What makes logits: ``cap(scale (h w + b))``, the scale part of the temperature where there is no cap."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    scale: float
+    cap: float | None
+
+    def logits(self, rows_NH: Tensor, columns: slice, out_NV: Tensor) -> None:
+        """Write a tile of them."""
+        _multiply(rows_NH, self.weight_VH[columns].t(), out_NV)
+        if self.bias_V is not None:
+            out_NV += self.bias_V[columns]
+        if self.cap is not None:
+            out_NV.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
+
+    def before_cap(self, slopes_NV: Tensor, logits_NV: Tensor) -> None:
+        """Turn the gradient of capped logits into that of ``h w + b``."""
+        if self.cap is not None:
+            logits_NV.div_(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
+            # A row without a gradient may hold anything.
+            slopes_NV.copy_(torch.where(slopes_NV == 0.0, 0.0, slopes_NV * logits_NV))
+
+
+class _Scored(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets: Targets,
+        kept: SortedColumns | None,
+        use: _Use,
+    ) -> tuple[Tensor, Tensor | None]:
+        whole_NH = gather_rows(hidden_NH, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NH
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            sums = _row_sums(_Head(weight_VH, bias_V, use.logit_scale, use.soft_cap), whole_NH, targets, kept, use)
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), use.tp_group).unbind(1))
+        sums_WT = RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]
+        found = use.backend.finish(sums_WT, temperature=use.temperature, dtype=dtype)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
+        )
+        ctx.use, ctx.columns, ctx.kept = use, (targets.first, targets.num_columns), kept
+        ctx.set_materialize_grads(False)
+        if use.entropy == "value":
+            ctx.mark_non_differentiable(found.entropy_T)
+        return found.log_prob_T, found.entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor | None, entropy_grad_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        nothing = (None, None, None)
+        if grad_T is None and entropy_grad_T is None:
+            return None, None, None, *nothing
+        use: _Use = ctx.use
+        hidden_NH, weight_VH, bias_V, token_T, row_T, *numbers, entropy_T = ctx.saved_tensors
+        slopes = Coefficients(
+            whole=Normalizer(*numbers[:2]),
+            among=Normalizer(*numbers[2:]),
+            entropy_T=entropy_T,
+            log_prob_T=grad_T,
+            of_entropy_T=entropy_grad_T,
+        )
+        whole_NH = gather_rows(hidden_NH, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NH
+        targets = Targets(token_T, row_T, *ctx.columns)
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        # As many as there are states, so that a state that scores two tokens is noticed.
+        token_N = None if row_T is None else targets.token_of_rows(len(whole_NH))
+        gradients = _Gradients(
+            hidden_TH=whole_NH.new_empty(len(token_T), whole_NH.shape[1]) if wants_hidden else None,
+            weight_VH=None if not wants_weight else _weight_gradient(weight_VH, targets.num_columns, use.parameter),
+            bias_V=torch.zeros_like(bias_V, dtype=_accumulated(weight_VH)) if wants_bias else None,
+            adds_to_weight=use.parameter is not None,
+        )
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            head = _Head(weight_VH, bias_V, use.logit_scale, use.soft_cap)
+            _add_gradients(head, whole_NH, targets, ctx.kept, slopes, use, gradients)
+        hidden_grad = gradients.hidden_TH
+        if hidden_grad is not None:
+            hidden_grad = _of_all_ranks(hidden_grad, row_T, token_N, len(whole_NH), use)
+        weight_grad = gradients.weight_VH if use.parameter is None else _dummy(use.parameter, weight_VH)
+        bias_grad = None if gradients.bias_V is None else gradients.bias_V.to(weight_VH.dtype)
+        return hidden_grad, weight_grad, bias_grad, *nothing
+
+
+class _Gradients(NamedTuple):
+    """Where gradients are added up; None for one that nobody wants."""
+
+    hidden_TH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+    adds_to_weight: bool
+
+
+def _row_sums(head: _Head, hidden_NH: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
+    """``[T]`` each, over this rank's columns."""
+    tiles = _tiles(targets, hidden_NH)
+    buffer = hidden_NH.new_empty(tiles.rows * tiles.columns, dtype=_accumulated(hidden_NH))
+    chunks: list[RowSums] = []
+    for part in _parts(len(targets.token_T), tiles.rows):
+        rows_NH = hidden_NH[part] if targets.row_T is None else hidden_NH.index_select(0, targets.row_T[part])
+        sums: list[RowSums] = []
+        for columns in _parts(targets.num_columns, tiles.columns):
+            logits_NV = _view(buffer, len(rows_NH), _length(columns))
+            head.logits(rows_NH, columns, logits_NV)
+            of_tile, bits_TC = _tile(targets, kept, part, columns)
+            sums.append(
+                use.backend.row_sums(
+                    logits_NV, of_tile, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
+                )
+            )
+        chunks.append(merged(_stacked(sums), temperature=use.temperature))
+    return RowSums(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)))  # type: ignore[arg-type]
+
+
+def _add_gradients(
+    head: _Head,
+    hidden_NH: Tensor,
+    targets: Targets,
+    kept: SortedColumns | None,
+    slopes: Coefficients,
+    use: _Use,
+    out: _Gradients,
+) -> None:
+    tiles = _tiles(targets, hidden_NH)
+    weight_VH, accumulated = head.weight_VH, _accumulated(hidden_NH)
+    logits = hidden_NH.new_empty(tiles.rows * tiles.columns, dtype=accumulated)
+    slope = hidden_NH.new_empty(tiles.tokens * tiles.columns)
+    for number, part in enumerate(_parts(len(targets.token_T), tiles.tokens)):
+        of_part = slopes.of_tokens(part)
+        rows_TH = hidden_NH[part] if targets.row_T is None else hidden_NH.index_select(0, targets.row_T[part])
+        # A product with a slope of 0 would let a NaN through.
+        rows_TH = torch.where(of_part.is_wanted().unsqueeze(-1), rows_TH, 0.0)
+        total_TH = None
+        if out.hidden_TH is not None:
+            total_TH = out.hidden_TH[part]
+            if targets.num_columns > tiles.columns and total_TH.dtype != accumulated:
+                total_TH = torch.empty_like(total_TH, dtype=accumulated)
+        for columns in _parts(targets.num_columns, tiles.columns):
+            slopes_TV = _view(slope, len(rows_TH), _length(columns))
+            for rows in _parts(len(rows_TH), tiles.rows):
+                logits_NV = _view(logits, _length(rows), _length(columns))
+                head.logits(rows_TH[rows], columns, logits_NV)
+                tokens = slice(part.start + rows.start, part.start + rows.stop)
+                of_tile, bits_TC = _tile(targets, kept, tokens, columns)
+                use.backend.gradient(
+                    logits_NV,
+                    of_tile,
+                    bits_TC,
+                    of_part.of_tokens(rows),
+                    scale=1.0 / use.temperature,
+                    out_NV=slopes_TV[rows],
+                )
+                head.before_cap(slopes_TV[rows], logits_NV)
+            if total_TH is not None:
+                _multiply(slopes_TV, weight_VH[columns], total_TH, adds=columns.start > 0)
+            if out.weight_VH is not None:
+                _multiply(slopes_TV.t(), rows_TH, out.weight_VH[columns], adds=number > 0 or out.adds_to_weight)
+            if out.bias_V is not None:
+                out.bias_V[columns] += slopes_TV.sum(0, dtype=accumulated)
+        if out.hidden_TH is not None and total_TH is not None:
+            out.hidden_TH[part] = total_TH
+
+
+def _of_all_ranks(grad_TH: Tensor, row_T: Tensor | None, token_N: Tensor | None, num_rows: int, use: _Use) -> Tensor:
+    """``[N, H]``: the gradient of this rank's hidden states, from what each rank's columns add to that of tokens."""
+    if not use.sequence_parallel:
+        grad_TH = sum_of_states(grad_TH, use.tp_group)
+    if row_T is not None:
+        grad_TH = grad_TH.new_zeros(num_rows, grad_TH.shape[1]).index_copy_(0, row_T.long(), grad_TH)
+    return scatter_sum(grad_TH, use.tp_group, rank=use.tp_rank) if use.sequence_parallel else grad_TH
+
+
+def _weight_gradient(weight_VH: Tensor, num_columns: int, parameter: Tensor | None) -> Tensor:
+    if parameter is None:
+        grad_VH = torch.empty_like(weight_VH, memory_format=torch.contiguous_format)
+        grad_VH[num_columns:] = 0.0
+        return grad_VH
+    main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return main_grad
+
+
+def _dummy(parameter: Tensor, weight_VH: Tensor) -> Tensor | None:
+    """What autograd gets in place of a gradient that is in ``main_grad`` already.
+
+    Megatron-Core's hooks run where a gradient arrives, and drop it where ``grad_added_to_main_grad`` says so. Of a
+    weight that is an embedding too, they add what arrives.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight_VH, requires_grad=False)
+
+
+# --- tiles
+
+
+class _Tiles(NamedTuple):
+    """How many tokens go through the backward pass together, and how many rows and columns a tile of logits has."""
+
+    tokens: int
+    rows: int
+    columns: int
+
+
+def _tiles(targets: Targets, hidden_NH: Tensor) -> _Tiles:
+    device = hidden_NH.device.type
+    limit = {name: sizes.get(device, sizes["cuda"]) for name, sizes in _LIMITS.items()}
+    tokens = _even(len(targets.token_T), min(limit["states"] // max(hidden_NH.shape[1], 1), LONGEST))
+    columns = _even(targets.num_columns, min(limit["slopes"] // tokens, LONGEST))
+    return _Tiles(tokens, _even(tokens, limit["tile"] // columns), columns)
+
+
+_LIMITS = {"tile": TILE, "slopes": SLOPES, "states": STATES}
+
+
+def _even(number: int, most: int) -> int:
+    """The size of equal parts, none above ``most``; a multiple of 128 where there are several and it can be."""
+    if number <= most:
+        return max(number, 1)
+    most = max(most, 1)
+    size = -(-number // -(-number // most))
+    return min(-(-size // 128) * 128, most)
+
+
+def _parts(number: int, size: int) -> Iterator[slice]:
+    """So many at a time; at least one part, of none."""
+    return (slice(begin, min(begin + size, number)) for begin in range(0, max(number, 1), size))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _view(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    return buffer[: rows * columns].view(rows, columns)
+
+
+def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: slice) -> tuple[Targets, Tensor | None]:
+    """The targets of a tile, which is to a backend what one rank's logits are, and the bits of the kept columns."""
+    first, num_columns = targets.first + columns.start, _length(columns)
+    bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns, tokens=tokens)
+    return Targets(targets.token_T[tokens], None, first, num_columns), bits_TC
+
+
+def _stacked(sums: list[RowSums]) -> RowSums:
+    return RowSums(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*sums, strict=True)))  # type: ignore[arg-type]
+
+
+# --- products
+
+
+def _accumulated(operand: Tensor) -> torch.dtype:
+    return torch.promote_types(operand.dtype, torch.float32)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
+    """Write ``a @ b``, or add it, with sums in float32 and one rounding to the dtype of ``out``."""
+    if a.dtype == out.dtype and (a.is_cuda or a.dtype not in _SHORT):
+        torch.addmm(out, a, b, beta=1.0 if adds else 0.0, out=out)
+    elif a.is_cuda and _has_long_products(a.device, a.dtype) and out.dtype == torch.float32:
+        if adds:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        product = a.to(_accumulated(a)) @ b.to(_accumulated(b))
+        out.add_(product) if adds else out.copy_(product)
+
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _has_long_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch multiplies short floats into float32, and adds to float32."""
+    a, out = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.mm(a, a, out_dtype=torch.float32, out=out)
+        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):
+        return False
+    return True

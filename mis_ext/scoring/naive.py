@@ -1,0 +1,62 @@
+"""Scores from hidden states in plain PyTorch, one token after the other: read it before :mod:`mis_ext.scoring.hidden`.
+
+The rest of this folder computes the same in tiles of many tokens, over ranks, with a backward pass of its own. A test
+holds both against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def naive_score_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Sequence[int],
+    *,
+    rows: Sequence[int] | None = None,
+    temperature: float = 1.0,
+    kept: Sequence[Sequence[int] | None] | None = None,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``[T]`` each, in nats, with gradient: log-probs of the tokens, and entropy.
+
+    Args:
+        hidden: ``[N, H]``, what the head is applied to.
+        weight: ``[V, H]``, of the head.
+        tokens: The id of each token.
+        rows: Which hidden state scores each token; None: each in order.
+        temperature: The logits are divided by it.
+        kept: Of each token the ids from which it was sampled, None where nothing was recorded. None: all ids.
+        vocab_size: Ids from this one on are padding.
+        bias: ``[V]``, of the head.
+        logit_scale: What the logits, with their bias, are multiplied by.
+        soft_cap: What no logit exceeds.
+    """
+    log_probs, entropies = [], []
+    for i, token in enumerate(tokens):
+        logits_V = weight[:vocab_size] @ hidden[i if rows is None else rows[i]]
+        if bias is not None:
+            logits_V = logits_V + bias[:vocab_size]
+        logits_V = logit_scale * logits_V
+        if soft_cap is not None:
+            logits_V = soft_cap * (logits_V / soft_cap).tanh()
+        logits_V = logits_V / temperature
+        # H = -sum_v p_v log p_v, over all ids
+        log_p_V = logits_V.log_softmax(-1)
+        entropies.append(-(log_p_V.exp() * log_p_V).sum())
+        ids = None if kept is None else kept[i]
+        if ids is not None:
+            # Top-p: the log-prob among the kept ids, of which the token itself is always one.
+            is_kept_V = torch.zeros_like(logits_V, dtype=torch.bool)
+            is_kept_V[[*ids, token]] = True
+            log_p_V = logits_V.masked_fill(~is_kept_V, -math.inf).log_softmax(-1)
+        log_probs.append(log_p_V[token])
+    return torch.stack(log_probs), torch.stack(entropies)
