@@ -166,10 +166,23 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
     assert targets == {*page.ids}
     assert all(found.get("alt") for tag, found in page.tags if tag == "img")
     assert all(found.get("tabindex") == "0" for _, found in page.tags if found.get("class") == "scroll")
-    assert not [tag for tag, _ in page.tags if tag in ("script", "iframe")]
+    # One script, which stands in the page, and no frame.
+    assert [(tag, found) for tag, found in page.tags if tag in ("script", "iframe")] == [("script", {})]
     pictures = sorted(path.stem for path in low_precision.glob("*.png"))
     assert pictures == ["acceptance", "density", "log_ratio", "position", "probability", "steps", "what_if"]
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
+
+
+def test_the_title_has_the_name_of_the_run_and_the_date_of_its_last_file(tmp_path) -> None:
+    run = tmp_path / "run7" / "dumps" / "train_data"
+    run.mkdir(parents=True)
+    for number in range(2):
+        path = write_lines(run / f"{number}.jsonl", [number])
+        os.utime(path, (0, 12 * 60 * 60 * (1 + 2 * number)))
+    for paths in ([run], sorted(run.iterdir())):
+        assert main(["report", *map(str, paths), "--out", str(tmp_path / "out"), "--preset", "mis"]) == 0
+        page = (tmp_path / "out" / "report.html").read_text()
+        assert "<title>Mismatch report: run7/dumps/train_data, 1970-01-02 " in page
 
 
 def test_kernels_alone_need_no_correction(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """The report's page in headless Chromium: by keyboard alone, and on a telephone."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,9 @@ FOCUSED = """(() => {
 WIDER_THAN_THE_PAGE = """[...document.querySelectorAll("body *")].filter(each =>
     each.getBoundingClientRect().right > document.documentElement.clientWidth + 1 && !each.closest(".scroll, pre"))
     .map(each => each.outerHTML.slice(0, 80))"""
+PHONE = 390
+HIDES_COLUMNS = """[...document.querySelectorAll(".scroll")].filter(each => each.scrollWidth > each.clientWidth)
+    .map(each => each.ariaLabel)"""
 SCROLLS_WITHOUT_FOCUS = """[...document.querySelectorAll("body *")].filter(each =>
     ["auto", "scroll"].includes(getComputedStyle(each).overflowX) && each.tabIndex !== 0)
     .map(each => each.outerHTML.slice(0, 80))"""
@@ -55,13 +59,53 @@ def browser():
         yield browser
 
 
-@pytest.mark.whole_run
-@pytest.mark.parametrize("width", [400, 1280])
-def test_the_page_is_never_wider_than_the_window(browser, page, width) -> None:
+@pytest.mark.parametrize("width", [PHONE, 1000, 1280])
+def test_neither_the_page_nor_a_table_is_wider_than_the_window(browser, page, width) -> None:
     browser.open(page, width=width)
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert browser.evaluate(WIDER_THAN_THE_PAGE) == []
     assert browser.evaluate(SCROLLS_WITHOUT_FOCUS) == []
+    assert browser.evaluate(HIDES_COLUMNS) == []
+
+
+def test_the_first_screen_of_a_telephone_ends_with_what_to_do(browser, page) -> None:
+    browser.open(page, width=PHONE, height=844)
+    bottom = "document.querySelector('#what-to-do pre').getBoundingClientRect().bottom"
+    assert browser.evaluate(f"{bottom} < innerHeight")
+    assert browser.evaluate("document.querySelector('#what-to-do').getBoundingClientRect().bottom > 0.7 * innerHeight")
+
+
+def test_a_click_on_a_title_sorts_the_table_and_another_turns_it_round(browser, page) -> None:
+    browser.open(page, width=1280)
+    column = "[...document.querySelectorAll('#what-if th')].find(each => each.textContent === 'tokens kept')"
+    kept = "[...document.querySelectorAll('#what-if tbody tr')].map(each => parseFloat(each.cells[1].textContent))"
+    before = browser.evaluate(kept)
+    assert len(before) == 4
+    for order, turned in (("descending", True), ("ascending", False)):
+        browser.evaluate(f"{column}.querySelector('button').click()")
+        assert browser.evaluate(f"{column}.ariaSort") == order
+        assert browser.evaluate(kept) == sorted(before, reverse=turned)
+    # What was not measured is last in either order, and a number of another size is no word.
+    compared = "document.querySelector('#against table')"
+    for sign in (-1, 1):
+        browser.evaluate(f"{compared}.tHead.rows[0].cells[1].querySelector('button').click()")
+        found = browser.evaluate(f"[...{compared}.tBodies[0].rows].map(each => each.cells[1].textContent)")
+        numbers = [float(each) for each in found if each != "-"]
+        assert found[len(numbers) :] == ["-"] * (len(found) - len(numbers))
+        assert numbers == sorted(numbers, reverse=sign < 0)
+    assert browser.complaints == []
+
+
+def test_in_the_dark_text_and_page_change_places(browser, page) -> None:
+    for scheme, text, paper in (("light", 0.1, 1.0), ("dark", 0.9, 0.07)):
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.open(page, width=1280)
+        for name, expected in (("color", text), ("backgroundColor", paper)):
+            parts = re.findall(r"\d+", browser.evaluate(f"getComputedStyle(document.body).{name}"))
+            assert sum(map(int, parts)) / (3 * 255) == pytest.approx(expected, abs=0.05)
+        is_turned = browser.evaluate("getComputedStyle(document.images[0]).filter.startsWith('invert')")
+        assert is_turned == (scheme == "dark")
+    browser.call("Emulation.setEmulatedMedia", features=[])
 
 
 def test_every_picture_is_shown_and_nothing_is_complained_of(browser, page) -> None:
@@ -72,7 +116,7 @@ def test_every_picture_is_shown_and_nothing_is_complained_of(browser, page) -> N
     assert browser.complaints == []
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [PHONE, 1280])
 def test_tab_reaches_everything_in_order_and_shows_where_it_is(browser, page, width) -> None:
     browser.open(page, width=width)
     count = browser.evaluate(NUMBER_THEM)
@@ -85,17 +129,6 @@ def test_tab_reaches_everything_in_order_and_shows_where_it_is(browser, page, wi
         assert found["width"] >= 2.0
         assert found["color"] == "rgb(213, 94, 0)"
         assert found["seen"], expected
-
-
-def test_the_first_link_skips_to_the_recommendation(browser, page) -> None:
-    browser.open(page, width=400)
-    browser.press_tab()
-    assert browser.evaluate("document.activeElement.textContent") == "Skip to the recommendation"
-    browser.call(
-        "Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
-    )
-    browser.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter", windowsVirtualKeyCode=13)
-    assert browser.evaluate("location.hash") == "#what-to-do"
 
 
 def test_the_picture_of_the_pages_is_the_first_screen(page, tmp_path) -> None:

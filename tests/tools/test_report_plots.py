@@ -216,16 +216,36 @@ def test_steps_shows_both_means_of_each_step(report) -> None:
     assert axes.get_yscale() == "log"
 
 
-def test_a_quantity_has_one_colour_in_all_pictures(report) -> None:
+QUANTITIES = {
+    "trainer lower": "|log ratio|",
+    "mean |log ratio|": "|log ratio|",
+    "k3": "k3",
+    "share of k3": "k3",
+    "product in [1/2, 2]": "share kept",
+    "tokens kept": "share kept",
+    "effective sample size": "effective sample size",
+    "effective learning rate": "effective learning rate",
+}
+SECONDS = ("trainer higher", "geometric mean within 1 %")
+
+
+def test_a_quantity_has_one_colour_in_all_pictures_and_shares_it_with_no_other(report) -> None:
     colours: dict[str, set] = {}
-    for name in ("probability", "position", "steps"):
+    seconds = set()
+    for name in ("log_ratio", "probability", "position", "acceptance", "what_if", "steps"):
         for axes in axes_of(report[0], name):
-            for line in axes.get_lines():
-                colours.setdefault(line.get_label(), set()).add(line.get_color())
-            for bar in axes.patches:
-                colours.setdefault("k3", set()).add(to_hex(bar.get_edgecolor()).upper())
-    assert {label: len(colour) for label, colour in colours.items()} == {"k3": 1, "mean |log ratio|": 1}
-    assert colours["k3"] != colours["mean |log ratio|"]
+            handles, labels = axes.get_legend_handles_labels()
+            for handle, label in zip(handles, labels, strict=True):
+                # Of bars the first.
+                shown = handle if hasattr(handle, "get_color") else getattr(handle, "patches", [handle])[0]
+                colour = to_hex(shown.get_color() if hasattr(shown, "get_color") else shown.get_edgecolor())
+                if label in SECONDS:
+                    seconds.add(colour)
+                else:
+                    colours.setdefault(QUANTITIES[label], set()).add(colour)
+    assert {*colours} == {*QUANTITIES.values()}
+    assert all(len(each) == 1 for each in colours.values())
+    assert len(set.union(*colours.values()) | seconds) == len(colours) + len(SECONDS)
 
 
 @pytest.mark.parametrize(

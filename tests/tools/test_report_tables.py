@@ -25,7 +25,7 @@ TOKENS = [
     WorstToken("1", "c", None, 5, 78, -4.5, -4.0, -0.5, **AROUND, text=("before", "<own> & more", "behind")),
 ]
 GROUP = {
-    "": "name",
+    "group": "name",
     "tokens": "num_tokens",
     "mean |d|": "mean_abs_difference",
     "mean d": "mean_log_ratio",

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
@@ -92,23 +92,27 @@ def run(parsed: argparse.Namespace) -> Result:
     report = _report(parsed)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
-    replaced = None if out is None else _date_of(out / "report.html")
+    replaced = "" if out is None else _date_of(out / "report.html")
     if out is not None:
-        _write(report, out)
+        _write(report, out, run=f"{_name_of(parsed.paths)}, {_date_of(*map(Path, report.sources))}")
 
     def show_all() -> None:
         _show_report(report, out or _OUT)
-        if replaced is not None:
+        if replaced:
             print(f"  in the place of the report of {replaced}")
 
     return Result(report.to_dict(), show_all)
 
 
-def _date_of(file: Path) -> str | None:
-    """When a file was written; None where there is none."""
-    if not file.exists():
-        return None
-    return datetime.fromtimestamp(file.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+def _name_of(paths: Sequence[Path]) -> str:
+    """Of a run: the end of what its files have in common, ``run7/dumps/train_data``."""
+    return "/".join(Path(os.path.commonpath([os.path.abspath(path) for path in paths])).parts[-3:])
+
+
+def _date_of(*files: Path) -> str:
+    """When the last of them was written; empty where there is none."""
+    written = [file.stat().st_mtime for file in files if file.exists()]
+    return datetime.fromtimestamp(max(written)).strftime("%Y-%m-%d %H:%M") if written else ""
 
 
 def _report(parsed: argparse.Namespace) -> Report:
@@ -169,12 +173,12 @@ def _with_text(report: Report, path: Path) -> Report:
     return dataclasses.replace(report, summary=dataclasses.replace(report.summary, worst_tokens=tokens))
 
 
-def _write(report: Report, folder: Path) -> None:
+def _write(report: Report, folder: Path, *, run: str) -> None:
     from mis_ext.tools.report.page import render_page
     from mis_ext.tools.report.plots import write_pictures
 
     # Before anything is written: what cannot be shown leaves nothing behind.
-    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report)
+    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report, run=run)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", f"{summary}\n")
     write_whole(folder / "report.html", page)

@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing else, no network and no script: ``page.html`` with its numbers."""
+"""The report as one page of HTML that needs nothing else: ``page.html`` with its numbers. Its script only sorts."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _SAMPLE = {
     "reward": "reward",
 }
 _GROUP = {
-    "": "name",
+    "group": "name",
     "tokens": "num_tokens",
     "mean |d|": "mean_abs_difference",
     "mean d": "mean_log_ratio",
@@ -145,8 +145,8 @@ _SHARES = ("k3_share", "kept_tokens", "live_tokens", "kept_sequences", "removed_
 """Titles of columns, and the numbers below them; shares are in percent."""
 
 
-def render_page(report: Report) -> str:
-    """The report as one HTML page that needs no other file."""
+def render_page(report: Report, *, run: str = "") -> str:
+    """The report as one HTML page that needs no other file; ``run`` is its name and date."""
     summary, ranking, against = report.summary, report.recommendation.ranking, report.against
     rows = {
         "compared": against and [(*number_cells(each), _VERDICTS[each.verdict]) for each in against.numbers],
@@ -188,6 +188,7 @@ def render_page(report: Report) -> str:
     }
     return environment.get_template("page.html").render(
         report=report,
+        title=f"Mismatch report: {run}" if run else "Mismatch report",
         rows=rows,
         has_groups=not any(math.isnan(ranked.outcome.groups) for ranked in ranking),
         pictures={"report": pictures(report), "against": comparison_pictures(report)},

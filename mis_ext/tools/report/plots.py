@@ -19,16 +19,16 @@ from mis_ext.tools.report.summary import Group, Mismatch
 from mis_ext.tools.report.tally import BANDS, LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
 from mis_ext.tools.report.whole_report import Report
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#595959"
-K3, LOG_RATIO = BLUE, ORANGE
-"""The same in all pictures; of a comparison A and B have these colours, and it shows k3 only."""
+K3, LOG_RATIO, KEPT, ESS, LEARNING_RATE = "#0072B2", "#D55E00", "#009E73", "#A03C82", "#806000"
+"""A quantity has its colour in all pictures. Where one is shown twice, the second is lighter."""
+LIGHTER_K3, LIGHTER_RATIO, LIGHTER_KEPT, GREY = "#56A8D8", "#F0A070", "#66C2A5", "#595959"
 SIZE = 5.2, 3.4
 FEWEST_STEPS = 2
 """Of a picture over steps."""
 _COARSE = PER_DECADE // 10
 _BEYOND, _NUM_POINTS = 3.0, 60
 """How far the law is drawn beyond the lengths of the data, and with how many points."""
-_STYLES = (("A", BLUE, "o", "-"), ("B", ORANGE, "s", "--"))
+_STYLES = (("A", K3, "o", "-"), ("B", LIGHTER_K3, "s", "--"))
 _APART = 0.08
 """Half of the distance of the two markers of a step, in steps: bars that lie on each other cannot be read."""
 
@@ -105,7 +105,7 @@ def write_pictures(report: Report, folder: Path) -> list[Path]:
 
 def _histogram(axes: Any, report: Report) -> None:
     edges = size_edges()[::_COARSE]
-    for side, name, color, style in ((0, "trainer lower", BLUE, "-"), (1, "trainer higher", ORANGE, "--")):
+    for side, name, color, style in ((0, "trainer lower", LOG_RATIO, "-"), (1, "trainer higher", LIGHTER_RATIO, "--")):
         counts = report.summary.sizes[side].view(-1, _COARSE).sum(1).tolist()
         axes.stairs([count or math.nan for count in counts], edges, label=name, color=color, linestyle=style, lw=1.6)
     used = report.summary.sizes.sum(0).view(-1, _COARSE).sum(1).nonzero().flatten().tolist()
@@ -139,7 +139,7 @@ def _probability(axes: Any, report: Report) -> None:
     rows = report.summary.by_probability
     places = [row.low + 0.05 for row in rows]
     axes.bar(
-        places, [row.k3_share for row in rows], width=0.085, color="#9ecae1", label="share of k3", hatch="//", ec=K3
+        places, [row.k3_share for row in rows], width=0.085, color=LIGHTER_K3, label="share of k3", hatch="//", ec=K3
     )
     axes.set(xlabel="probability of the engine", ylabel="share of k3", ylim=(0, None))
     other = axes.twinx()
@@ -167,7 +167,7 @@ def _acceptance(axes: Any, report: Report) -> None:
     lengths = [row.mean_length for row in rows]
     shortest, longest = (min(lengths) / _BEYOND, max(lengths) * _BEYOND) if lengths else (1.0, 1.0)
     drawn_at = [max(1.0, shortest * (longest / shortest) ** (step / _NUM_POINTS)) for step in range(_NUM_POINTS + 1)]
-    for (name, band), color, marker in zip(BANDS.items(), (BLUE, ORANGE), ("o", "s"), strict=True):
+    for (name, band), color, marker in zip(BANDS.items(), (KEPT, LIGHTER_KEPT), ("o", "s"), strict=True):
         law = [GaussianLaw(report.summary.overall.k3, length).acceptance(band) for length in drawn_at]
         axes.plot(lengths, [row.accepted[name] for row in rows], color=color, marker=marker, label=name)
         axes.plot(drawn_at, law, color=color, linestyle="--", lw=1)
@@ -179,9 +179,9 @@ def _what_if(axes: Any, report: Report) -> None:
     rows = report.recommendation.ranking[::-1]
     places = range(len(rows))
     for name, key, color, marker, shift in (
-        ("tokens kept", "kept_tokens", BLUE, "o", 0.2),
-        ("effective sample size", "ess", ORANGE, "s", 0.0),
-        ("effective learning rate", "learning_rate", GREEN, "^", -0.2),
+        ("tokens kept", "kept_tokens", KEPT, "o", 0.2),
+        ("effective sample size", "ess", ESS, "s", 0.0),
+        ("effective learning rate", "learning_rate", LEARNING_RATE, "^", -0.2),
     ):
         values = [getattr(row.outcome, key) for row in rows]
         axes.plot(values, [place + shift for place in places], marker, color=color, label=name, ms=5)
