@@ -91,6 +91,30 @@ def test_a_coarse_cache_is_an_exact_one_for_an_evaluation(policy: PreTrainedMode
     assert again == coarse
 
 
+def test_answers_that_have_ended_leave_the_batch_and_the_others_go_on_as_they_were(
+    policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SGLangSampler(
+        EngineSpec(kind="sglang", dtype="float32"), policy.config, batch=32, length=60, device=torch.device("cpu")
+    )
+    sizes: list[int] = []
+    own_forward = engine._runner._forward
+    monkeypatch.setattr(engine._runner, "_forward", lambda batch: sizes.append(len(batch.reqs)) or own_forward(batch))
+    settings = {"num_tokens": 48, "temperature": 0.8, "end_token": END, "seed": 1}
+    try:
+        engine.load(policy.state_dict())
+        answers = engine.sample(PROMPTS, **settings)
+        assert answers == engine.sample(PROMPTS, **settings)
+    finally:
+        engine.close()
+    once = sizes[: len(sizes) // 2]
+    # A look every eight forwards. Who stays has not ended by then.
+    still = [sum(len(ids) > start for ids in answers.ids) for start in range(8, len(once), 8)]
+    assert once == [32] * 8 + [count for count in still for _ in range(8)][: len(once) - 8]
+    assert len({*once}) > 2
+    assert largest_difference(policy, answers) < 1e-4
+
+
 @pytest.fixture
 def mixture(tmp_path: Path) -> Pretrained:
     """Of a width that SGLang's CPU leaves as it is."""

@@ -255,8 +255,8 @@ class SGLangRunner:
             num_tokens: Length L of the responses.
             temperature: Divides the logits, above 0.
             top_p: Share of the mass to sample from, above 0 and at most 1.
-            end_token: Once every row has it, sampling stops, and L is less. A row goes on behind its own, with tokens
-                that mean nothing.
+            end_token: Once every row has it, sampling stops, and L is less. What a row has behind its own means
+                nothing: a dense model soon leaves it out of the batch.
 
         Raises:
             ValueError: The batch has another size, is too long, or the temperature or top-p is out of range.
@@ -282,7 +282,13 @@ class SGLangRunner:
         log_probs: list[Tensor] = []
         kept: list[Tensor] = []
         log_mass: list[Tensor] = []
-        has_ended = torch.zeros(batch_size, dtype=torch.bool, device=self._device)
+        rows: list[Tensor] = []
+        # Those that are still sampled, which of them have ended, and their last tokens.
+        row_R = torch.arange(batch_size, device=self._device)
+        has_ended_R = torch.zeros(batch_size, dtype=torch.bool, device=self._device)
+        token_R = row_R
+        # Sets of tokens and experts are kept of all rows.
+        drops = end_token is not None and top_p == 1 and not self._num_routers
         self._chosen.clear()
         try:
             batch = self._prefill_batch(prompts, params)
@@ -290,29 +296,37 @@ class SGLangRunner:
                 _set_random_state(self._device, self._random_state)
                 for step in range(num_tokens):
                     if step > 0:
-                        batch.input_ids = ids[-1]
+                        batch.input_ids = token_R
                         batch.prepare_for_decode()
                     logits, forward_batch = self._forward(batch)
                     # Sampling puts probabilities in the place of logits.
                     if top_p < 1:
                         scaled = logits.next_token_logits[:, : self._vocab_size].float() / temperature
-                    ids.append(self._runner.sample(logits, forward_batch).long())
+                    token_R = self._runner.sample(logits, forward_batch).long()
                     if top_p < 1:
                         # At the edge the engine rounds its sum otherwise; what it sampled is in its set.
-                        kept.append(kept_tokens(scaled, top_p).scatter_(1, ids[-1][:, None], True))
+                        kept.append(kept_tokens(scaled, top_p).scatter_(1, token_R[:, None], True))
                         log_mass.append(scaled.log_softmax(-1).masked_fill(~kept[-1], -torch.inf).logsumexp(-1))
+                    ids.append(token_R)
                     log_probs.append(logits.next_token_logprobs.float())
-                    if end_token is not None:
-                        has_ended |= ids[-1] == end_token
+                    rows.append(row_R)
+                    if end_token is None:
+                        continue
+                    has_ended_R = has_ended_R | (token_R == end_token)
+                    if step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1:
                         # The host waits for the device now and then only.
-                        if step % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1 and has_ended.all():
+                        open_R = (~has_ended_R).nonzero().flatten()
+                        if not len(open_R):
                             break
+                        if drops and len(open_R) < len(row_R):
+                            _keep_rows(batch, open_R.tolist())
+                            row_R, has_ended_R, token_R = row_R[open_R], has_ended_R[open_R], token_R[open_R]
                 self._random_state = _random_state(self._device)
         finally:
             self._clear_pools()
         return Generated(
-            torch.stack(ids, dim=1),
-            torch.stack(log_probs, dim=1),
+            _whole(ids, rows, batch_size),
+            _whole(log_probs, rows, batch_size),
             self._experts([*map(len, prompts)], len(ids)),
             torch.stack(kept, dim=1) if kept else None,
             torch.stack(log_mass, dim=1) if kept else None,
@@ -445,6 +459,20 @@ class SGLangRunner:
     def _clear_pools(self) -> None:
         self._runner.req_to_token_pool.clear()
         self._runner.token_to_kv_pool_allocator.clear()
+
+
+def _keep_rows(batch: Any, indices: list[int]) -> None:
+    """Go on with some requests of a batch; its graphs are those of the next larger size."""
+    batch.filter_batch(keep_indices=indices)
+    # Requests ask for no log-probs, the sampler is asked.
+    batch.top_logprobs_nums, batch.token_ids_logprobs = [0] * len(indices), [None] * len(indices)
+
+
+def _whole(parts: list[Tensor], rows: list[Tensor], batch_size: int) -> Tensor:
+    """Of what each forward gave for its rows, ``[B, L]``: zeros where a row was left out."""
+    place_N = torch.cat([row_R + step * batch_size for step, row_R in enumerate(rows)])
+    whole = parts[0].new_zeros(len(parts) * batch_size)
+    return whole.index_copy_(0, place_N, torch.cat(parts)).view(len(parts), batch_size).T.contiguous()
 
 
 def _prepare_cpu() -> None:

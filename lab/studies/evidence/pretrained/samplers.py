@@ -101,7 +101,13 @@ class SGLangSampler:
             device=device,
             batch_size=batch,
             max_length=length,
-            settings={"dtype": spec.dtype, "kv_cache_dtype": spec.cache, **spec.settings},
+            settings={
+                "dtype": spec.dtype,
+                "kv_cache_dtype": spec.cache,
+                # Rows that have ended leave the batch.
+                "cuda_graph_bs_decode": sorted({-(-batch // share) for share in (1, 2, 4, 8)}),
+                **spec.settings,
+            },
             quantizer=self._quantizer,
             cache_scale=spec.cache_scale,
         )
