@@ -32,7 +32,7 @@ import torch
 from evidence.engines import Engines
 from evidence.ensemble import Training
 from evidence.group import Group
-from evidence.pretrained.collapse import COLLAPSE_STUDIES, LADDER, has_collapsed
+from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, is_over
 from evidence.pretrained.group import PretrainedGroup
 from evidence.pretrained.studies import PRETRAINED_STUDIES
 from evidence.results import Results
@@ -108,7 +108,7 @@ def main() -> None:
         toys = [study for study in studies if study.name in TOY_STUDIES]
         floor = Floor.of_results((study.with_more(results.names()) for study in TOY_STUDIES.values()), results)
         verdicts.report(toys, results, options.output, floor)
-        paged = [study for study in studies if study.name not in TOY_STUDIES | {LADDER: None}]
+        paged = [study for study in studies if study.name not in {*TOY_STUDIES, LADDER, CORRECTION}]
         pretrained.report(paged, results, options.output)
         if {study.name for study in studies} & {study.name for study in COLLAPSE_STUDIES}:
             collapse_page.report(results, options.output)
@@ -260,7 +260,7 @@ def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
                     keep.write_now_and_then()
                     reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
                     progress.update(bar, completed=training.num_steps_done, reward=reward)
-                    keep.is_over = getattr(group, "stops_collapsed", False) and has_collapsed(rows)
+                    keep.is_over = isinstance(group, PretrainedGroup) and is_over(group, rows)
                 else:
                     training.warm_up()
                 # Not before a step, of the warm-up or of a rollout: every slice gets further.

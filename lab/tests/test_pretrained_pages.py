@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evidence.archives import Archives
 from evidence.engines import EngineSpec
 from evidence.outcomes import Condition, Difference
-from evidence.pretrained import collapse, collapse_page, report, studies
+from evidence.pretrained import collapse, collapse_correction, collapse_page, collapse_runs, report, studies
 from evidence.pretrained.group import PretrainedGroup, runs_of
-from evidence.results import Results
+from evidence.results import Results, settings
 from evidence.study import NONE, TOKEN_TIS, Study
 
 GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), learning_rate=1e-3)
@@ -284,6 +285,97 @@ def test_a_run_is_over_once_rollouts_and_own_policy_have_both_collapsed() -> Non
     assert not collapse.has_collapsed([{"step": 0, "reward": 0.4}])
 
 
+@pytest.mark.parametrize(
+    ("falls_at", "steps", "expected"),
+    [
+        # A run that stands ends at the last step at which a fall counts.
+        (None, 40, False),
+        (None, 41, True),
+        # Means of ten are below half from step 36 on, evaluations from step 40 on: seen for 20 steps after that.
+        (31, 41, False),
+        (31, 60, False),
+        (31, 61, True),
+        # It has collapsed long before.
+        (11, 40, False),
+        (11, 41, True),
+        # Rollouts fall too late to count, and no evaluation says so by then.
+        (38, 41, True),
+    ],
+)
+def test_a_run_goes_on_as_long_as_a_fall_that_counts_may_be_one(falls_at, steps, expected) -> None:
+    group = dataclasses.replace(GROUP, num_steps=61, stops_collapsed=True, last_fall=40)
+    rows = [{"step": step, "reward": 0.0 if falls_at and step >= falls_at else 0.4} for step in range(steps)]
+    for row in rows[::10]:
+        row["own_reward"] = 0.4 if falls_at == 38 else row["reward"]
+    assert collapse.is_over(group, rows) == expected
+
+
+def correction_rows(seed: int, *, falls_at: int | None, own: float = 0.6, steps: int = 81) -> list[dict[str, float]]:
+    """From 0.4 up to ``own``, and to nothing at a step; k3 had doubled twice seven steps before."""
+    rows = []
+    for step in range(steps):
+        fell = falls_at is not None and step >= falls_at
+        reward = 0.0 if fell else 0.4 + (own - 0.4) * step / 80
+        k3 = 0.04 if falls_at is not None and step >= falls_at - 7 else 0.01
+        row = {"step": step, "seed": seed, "reward": reward, "k3": k3, "ess_sequence": 0.5, "grad_norm": 1.0}
+        row |= {"entropy": 0.3, "length": 300.0, "raised": 0.5, "seconds": 7.0}
+        rows.append(row | ({"own_reward": reward + 0.001 * seed} if step % 10 == 0 else {}))
+    return rows
+
+
+def write_correction(folder: Path, runs: dict[str, list[dict[str, float]]]) -> None:
+    folder.mkdir()
+    (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
+    for group in study.groups:
+        if (rows := runs.get(group.name.removeprefix(f"{study.name}_"))) is not None:
+            head = {"device": "a GPU", "sglang": "1", "torch": "2", "revision": "r", "settings": settings(group)}
+            Archives(folder).write(group.name, head, rows, {})
+
+
+def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) -> None:
+    runs = {}
+    for seed in range(1, 7):
+        runs[f"int4-seed{seed}-none"] = correction_rows(seed, falls_at=31, steps=66)
+        runs[f"int4-seed{seed}-token_tis_2"] = correction_rows(seed, falls_at=None)
+        runs[f"bf16-seed{seed}-none"] = correction_rows(seed, falls_at=None, own=0.8)
+    # Stopped before it says anything, and a run that no number warned of.
+    runs["bf16-seed6-none"] = runs["bf16-seed6-none"][:60]
+    write_correction(tmp_path / "results", runs)
+    (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
+    page = "\n".join(collapse_correction.section(study, Results(tmp_path / "results"), tmp_path))
+    assert (tmp_path / "collapse_correction.png").exists()
+    # C(11, 5) and C(12, 6) ways to put the runs into two arms; both of two contrasts take the larger p at least.
+    assert "| int4 against bf16 | 6 of 6 against 0 of 5 | 0.004 |" in page
+    assert "| int4 against int4, token_tis 2 | 6 of 6 against 0 of 6 | 0.004 |" in page
+    assert "| int4 | 6 | 6 of 6 | 6 of 6 | 0.12: 0.12, 0.12, 0.12" in page
+    # The mean of ten steps is below half at step 36, that of five k3 above 0.03 at step 27.
+    assert (
+        "| k3 above 3 times its start | 6 of 6 | 9: 9, 9, 9, 9, 9, 9 | int4, token_tis 2: 0 of 6; bf16: 0 of 5 |"
+        in page
+    )
+    assert "| sequence ESS below 0.2 | 0 of 6 |  | int4, token_tis 2: 0 of 6; bf16: 0 of 5 |" in page
+    assert "| bf16, 6 | 60 of 101, stopped |" in page
+    assert "| bf16, 5 | 81 |" in page
+
+
+def test_a_correction_that_saves_nobody_gives_no_small_p() -> None:
+    arms = {
+        arm: [correction_rows(seed, falls_at=31, steps=66) for seed in (1, 2, 3)]
+        for arm in ("int4", "int4, token_tis 2")
+    }
+    ((worse, better, fell, p_values),) = collapse_correction.contrasts(arms)
+    assert (worse, better, fell) == ("int4", "int4, token_tis 2", [3, 3])
+    assert p_values[0] == 1.0
+
+
+def test_a_number_that_crosses_after_the_fall_did_not_warn_of_it() -> None:
+    late = correction_rows(1, falls_at=31, steps=66)
+    for row in late:
+        row["k3"] = 0.04 if row["step"] > 40 else 0.01
+    found = collapse_correction.leads({"int4": [late]}, *collapse_runs.WARNINGS[0][::2])
+    assert found == ([None], {})
+
+
 def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None:
     folder = Path(__file__).parents[1] / "evidence"
     collapse_page.report(Results(folder / "results"), tmp_path)
@@ -292,10 +384,10 @@ def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None
 
 
 def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:
-    limits = {name: limit for name, _, limit in collapse_page.WARNINGS}
+    limits = {name: limit for name, _, limit in collapse_runs.WARNINGS}
     quiet = [1.0] * 12
-    assert collapse_page._crossing([*quiet, *[4.0] * 5], limits["k3"]) == 15
-    assert collapse_page._crossing([*quiet, 9.0, *quiet], limits["k3"]) is None
-    assert collapse_page._crossing([*quiet, *[0.1] * 5], limits["ess_sequence"]) == 16
+    assert collapse_runs.first_crossing([*quiet, *[4.0] * 5], limits["k3"]) == 15
+    assert collapse_runs.first_crossing([*quiet, 9.0, *quiet], limits["k3"]) is None
+    assert collapse_runs.first_crossing([*quiet, *[0.1] * 5], limits["ess_sequence"]) == 16
     # From the median of the first steps: the first gradient is often the largest.
-    assert collapse_page._crossing([9.0, *quiet, *[4.0] * 5], limits["grad_norm"]) == 16
+    assert collapse_runs.first_crossing([9.0, *quiet, *[4.0] * 5], limits["grad_norm"]) == 16

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from evidence.group import Method
-from evidence.study import NONE, Study
+from evidence.study import NONE, TOKEN_TIS, Study
 
 from .group import PretrainedGroup, runs_of
 from .studies import BF16, token_tis
 
 # Steps of a mean, and for how many more steps it stays below half.
 WINDOW, STAYS = 10, 20
-LADDER = "collapse_ladder"
+LADDER, CORRECTION = "collapse_ladder", "collapse_correction"
 
 _QWEN = PretrainedGroup(
     name="collapse",
@@ -116,6 +116,41 @@ def _rung(setting: str, *methods: Method) -> PretrainedGroup:
     return replace(_QWEN, name=f"{LADDER}_{setting}", methods=methods or (NONE,), seeds=(1, 2), **changes)
 
 
+# Whether a correction saves it, fixed before any of its runs. Weights of int4: of the engines of the ladder that keep
+# their reward at first, the one of which a run fell.
+#
+# Another learning rate than the ladder's, 5e-6: at 2e-6 one of two runs fell, at step 110 (a sum of rates of 2.2e-4),
+# and 18 runs of 150 steps take four GPUs 45 minutes. At 5e-6 bf16 was seen for 53 steps, and learned; the sum of 80
+# steps is 4e-4. A fall counts where it begins by step 80. A run that stands there ends, one that has fallen is watched
+# for the 20 steps that the rule asks for: 101 steps at most.
+#
+# Primary: the trainer's own policy on held-out questions, whether it collapses. Two contrasts, int4 without a
+# correction against bf16, and against int4 with token TIS: Fisher's exact test, two-sided, Holm over the two.
+# Secondary: the mean of the last four evaluations of the own policy, Mann and Whitney's exact test, Holm over the same
+# two. Rollouts are judged apart. A run that was stopped before step 80 counts as far as it was seen, if that is step
+# 60. Six seeds at most, the lowest first, whatever comes.
+#
+# Exploratory: the configuration with which published runs did not collapse (lab/evidence/published.md).
+_CORRECTION_RATE = 5e-6
+PUBLISHED = Method(
+    name="token mask, veto, normalised",
+    keys={
+        **TOKEN_TIS.keys,
+        "use_rs": True,
+        "rs_level": "token",
+        "rs_lower_bound": 0.5,
+        "rs_upper_bound": 2.0,
+        "rs_veto_threshold": 1.0e-4,
+        "tis_batch_normalize": True,
+    },
+)
+
+
+def _arm(setting: str, *methods: Method) -> PretrainedGroup:
+    changes = {"name": f"{CORRECTION}_{setting}", "learning_rate": _CORRECTION_RATE, "num_steps": 101, "last_fall": 80}
+    return replace(_rung(setting, *methods), seeds=(1, 2, 3, 4, 5, 6), dump_steps=(0, 80), **changes)
+
+
 COLLAPSE_STUDIES = (
     _atlas("collapse_atlas", num_prompts=24, response_length=768, num_dumped=192),
     _atlas(
@@ -141,11 +176,21 @@ COLLAPSE_STUDIES = (
             *runs_of([_rung("e4m3_cache", token_tis(2.0)), _rung("mantissa_2")]),
         ),
     ),
+    Study(
+        name=CORRECTION,
+        question="Does a correction save a run that collapses without one, where one without mismatch does not?",
+        groups=runs_of([_arm("int4", NONE, token_tis(2.0)), _arm("bf16"), _arm("int4", PUBLISHED)]),
+    ),
 )
 
 
 def collapsed_at(
-    steps: Sequence[int], rewards: Sequence[float], *, untrained: float | None = None, window: int = WINDOW
+    steps: Sequence[int],
+    rewards: Sequence[float],
+    *,
+    untrained: float | None = None,
+    window: int = WINDOW,
+    stays: int = STAYS,
 ) -> int | None:
     """The step at which a run collapsed, None if it did not as far as it was seen.
 
@@ -157,17 +202,27 @@ def collapsed_at(
         rewards: Their rewards.
         untrained: Reward before any training; the first one where nobody says.
         window: Steps of a mean; an evaluation of the own policy every so many steps stands for itself.
+        stays: For how many more steps it stays there. 0: where it is below half to the last step, it may still stay.
     """
     step_N, reward_N = np.asarray(steps), np.asarray(rewards, dtype=np.float64)
     highest = float(reward_N[0]) if untrained is None else untrained
     mean_N = np.array([reward_N[(step_N > step - window) & (step_N <= step)].mean() for step in step_N])
     is_whole_N = step_N >= step_N[0] + window - np.diff(step_N, append=step_N[-1] + 1)[0]
     for step, mean in zip(step_N[is_whole_N], mean_N[is_whole_N], strict=True):
-        stays = mean_N[(step_N >= step) & (step_N <= step + STAYS)]
-        if step_N[-1] >= step + STAYS and (stays < highest / 2).all():
+        until = step + (stays or STAYS)
+        staying = mean_N[(step_N >= step) & (step_N <= until)]
+        if step_N[-1] >= step + stays and (staying < highest / 2).all():
             return int(step)
         highest = max(highest, float(mean))
     return None
+
+
+def is_over(group: PretrainedGroup, rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether more steps would tell nothing: it has collapsed, or it stands at the last step at which a fall counts."""
+    if group.last_fall and rows[-1]["step"] >= group.last_fall:
+        may_fall = [at is not None and at <= group.last_fall for at in verdicts(rows, stays=0)]
+        return all(at is not None or not falls for at, falls in zip(verdicts(rows), may_fall, strict=True))
+    return group.stops_collapsed and has_collapsed(rows)
 
 
 def has_collapsed(rows: Sequence[dict[str, Any]]) -> bool:
@@ -175,10 +230,10 @@ def has_collapsed(rows: Sequence[dict[str, Any]]) -> bool:
     return None not in verdicts(rows)
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[int | None]:
+def verdicts(rows: Sequence[dict[str, Any]], *, stays: int = STAYS) -> list[int | None]:
     """Where rollouts and own policy collapsed."""
     found = []
     for name in ("reward", "own_reward"):
         series = {row["step"]: row[name] for row in rows if name in row}
-        found.append(collapsed_at([*series], [*series.values()], window=WINDOW) if series else None)
+        found.append(collapsed_at([*series], [*series.values()], window=WINDOW, stays=stays) if series else None)
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -12,37 +11,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evidence.group import Group
-from evidence.pictures import plt, save
 from evidence.results import Results
-from evidence.study import NONE, Study
+from evidence.study import Study
 
-from .collapse import COLLAPSE_STUDIES, ENGINES, STAYS, WINDOW, collapsed_at, has_collapsed, verdicts
-from .group import PretrainedGroup
+from . import collapse_correction
+from .collapse import COLLAPSE_STUDIES, ENGINES, STAYS, WINDOW, collapsed_at, verdicts
+from .collapse_runs import (
+    EVIDENCE,
+    LAST,
+    SMOOTH,
+    WARNINGS,
+    Runs,
+    draw,
+    ends_of,
+    first_crossing,
+    label_of,
+    mean_of,
+    own_rewards,
+    read_lines,
+    runs_seen,
+    steps_seen,
+)
 
 # Of runs before any study: a line per step, with engine, method and reward.
-FIRST_LOOK = Path(__file__).parents[3] / "evidence" / "first_look.jsonl"
-STOPPED = FIRST_LOOK.with_name("collapse_stopped.jsonl")
-"""Every step of runs whose machine had to be given back; their state did not come back, so they begin anew."""
+FIRST_LOOK = EVIDENCE / "first_look.jsonl"
 PAGE = "collapse"
-# Evaluations of a mean: the last ones.
-LAST = 4
-# Steps of a mean that warns, and what is a warning: a number, its limit in words, and the limit of means, given the
-# first steps.
-SMOOTH = 5
-Limit = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
-WARNINGS: tuple[tuple[str, str, Limit], ...] = (
-    ("k3", "k3 above 3 times its start", lambda means, first: means > 3 * first.mean()),
-    ("ess_sequence", "sequence ESS below 0.2", lambda means, first: means < 0.2),
-    ("grad_norm", "gradient norm above 3 times its first median", lambda means, first: means > 3 * np.median(first)),
-    ("entropy", "entropy above 1.5 times its start", lambda means, first: means > 1.5 * first.mean()),
-    ("length", "length above 1.25 times its start", lambda means, first: means > 1.25 * first.mean()),
-)
 
 
 def report(results: Results, output: Path) -> None:
     """Write ``collapse.md`` of what ran, its picture, and each atlas's tails behind the atlas's own page."""
-    atlases, stable, ladder = COLLAPSE_STUDIES[:2], COLLAPSE_STUDIES[2], COLLAPSE_STUDIES[3]
+    *atlases, stable, ladder, correction = COLLAPSE_STUDIES
     lines = [
         "# A collapse on one GPU, and what saves it",
         "",
@@ -53,7 +51,7 @@ def report(results: Results, output: Path) -> None:
         "python examples/questions/prepare.py gsm_symbolic 4096 lab/evidence/results/gsm_symbolic.json",
         *(
             f"bash lab/studies/evidence.sh run {study.name} --model {'SMOLLM2' if 'small' in study.name else 'QWEN'}"
-            f"{' --workers 2' if study is ladder else ''}"
+            f"{' --workers 2' if study in (ladder, correction) else ''}"
             for study in COLLAPSE_STUDIES
         ),
         "bash lab/studies/evidence.sh report",
@@ -65,6 +63,9 @@ def report(results: Results, output: Path) -> None:
         "are judged apart. Where the engine has the trainer's dtype, it evaluates, with weights, keys and values that "
         "are not rounded.",
         "",
+        "## With a correction",
+        "",
+        *collapse_correction.section(correction, results, output),
         "## The ladder of mismatch, without a correction",
         "",
         *_ladder_section(ladder, results, output),
@@ -90,28 +91,9 @@ def report(results: Results, output: Path) -> None:
     print(path)
 
 
-Runs = list[tuple[PretrainedGroup, list[dict[str, Any]]]]
-
-
-def _runs(study: Study, results: Results) -> Runs:
-    """Steps of finished runs, and of those that were stopped, in the study's order."""
-    unfinished, stopped = results.unfinished(study.groups)
-    earlier = {name: [*rows] for name, rows in groupby(_lines(STOPPED), key=itemgetter("run"))}
-    found: Runs = []
-    for group in study.groups:
-        assert isinstance(group, PretrainedGroup)
-        if results.is_done(group):
-            found.append((group, results.rows(group)))
-        elif group in stopped:
-            found.append((group, unfinished.rows(group)))
-        elif group.name in earlier:
-            found.append((group, earlier[group.name]))
-    return found
-
-
 def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
     """Every run of the ladder: what its policy is worth, when it collapsed, which number had said so."""
-    runs = _runs(study, results)
+    runs = runs_seen(study, results)
     if not runs:
         return ["Nothing has run yet.", ""]
     done = [group for group, _ in runs if results.is_done(group)]
@@ -123,7 +105,7 @@ def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
     runs = [run for _, of_engine in sorted(_by_engine(runs).items()) for run in of_engine]
     seconds = np.median([row["seconds"] for _, rows in runs for row in rows])
     group = runs[0][0]
-    _plot(study, runs, output / f"{PAGE}.png")
+    draw(study, runs, output / f"{PAGE}.png")
     lines = [
         f"Learning rate {group.learning_rate:g}, {group.num_prompts} x {group.samples_per_prompt} answers of at most "
         f"{group.response_length} tokens, {seconds:.1f} s a step with two runs on each GPU: eight runs take four GPUs "
@@ -141,10 +123,14 @@ def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
         "|---" * 7 + "|",
     ]
     for group, rows in runs:
-        own = _own(rows)
+        own = own_rewards(rows)
         rollouts_at, own_at = verdicts(rows)
-        cells = [_label(study, group), _steps(group, rows), f"{own[0]:.2f}, {max(own):.2f}, {np.mean(own[-LAST:]):.2f}"]
-        cells += [_ends(rows, "reward", ".2f"), _ends(rows, "k3", ".1e"), _ends(rows, "grad_norm", ".2f")]
+        cells = [
+            label_of(study, group),
+            steps_seen(group, rows),
+            f"{own[0]:.2f}, {max(own):.2f}, {np.mean(own[-LAST:]):.2f}",
+        ]
+        cells += [ends_of(rows, "reward", ".2f"), ends_of(rows, "k3", ".1e"), ends_of(rows, "grad_norm", ".2f")]
         cells.append(", ".join("no" if at is None else f"**step {at}**" for at in (own_at, rollouts_at)))
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
@@ -158,9 +144,9 @@ def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
     ]
     for group, rows in runs:
         at = verdicts(rows)[0]
-        crossed = [_crossing([row[name] for row in rows], limit) for name, _, limit in WARNINGS]
+        crossed = [first_crossing([row[name] for row in rows], limit) for name, _, limit in WARNINGS]
         cells = ["" if step is None else str(step) for step in (*crossed, at)]
-        lines.append(f"| {_label(study, group)} | {' | '.join(cells)} |")
+        lines.append(f"| {label_of(study, group)} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
@@ -169,7 +155,7 @@ def _by_engine(runs: Runs) -> dict[float, Runs]:
     engines: dict[str, Runs] = {}
     for group, rows in runs:
         engines.setdefault(group.condition, []).append((group, rows))
-    return {_mean(of_engine[0][1][:WINDOW], "k3"): of_engine for of_engine in engines.values()}
+    return {mean_of(of_engine[0][1][:WINDOW], "k3"): of_engine for of_engine in engines.values()}
 
 
 def _by_setting(study: Study, runs: Runs) -> list[str]:
@@ -184,69 +170,14 @@ def _by_setting(study: Study, runs: Runs) -> list[str]:
         collapsed = sum(verdicts(rows)[1] is not None for _, rows in of_engine)
         fallen += [engine] if collapsed == len(of_engine) > 1 else []
         growth = " and ".join(
-            f"{_mean(rows[-WINDOW:], 'k3') / _mean(rows[:WINDOW], 'k3'):.1f}" for _, rows in of_engine
+            f"{mean_of(rows[-WINDOW:], 'k3') / mean_of(rows[:WINDOW], 'k3'):.1f}" for _, rows in of_engine
         )
-        last = " and ".join(f"{np.mean(_own(rows)[-LAST:]):.2f}" for _, rows in of_engine)
+        last = " and ".join(f"{np.mean(own_rewards(rows)[-LAST:]):.2f}" for _, rows in of_engine)
         parts.append(f"{engine} {collapsed} of {len(of_engine)} (k3 times {growth}, own policy {last})")
     return [
         f"**Own policies that collapsed**: {'; '.join(parts)}. Fixed beforehand: what falls on both seeds while bf16 "
         f"stands fell of the mismatch. {', '.join(fallen) or 'No engine'} did.",
     ]
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return float(np.mean([row[name] for row in rows]))
-
-
-def _own(rows: Sequence[dict[str, Any]]) -> list[float]:
-    return [row["own_reward"] for row in rows if "own_reward" in row]
-
-
-def _crossing(values: Sequence[float], limit: Limit) -> int | None:
-    """The last of the first steps whose mean is beyond a limit."""
-    means = np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid")
-    is_beyond = limit(means, np.asarray(values[:WINDOW]))
-    return int(is_beyond.argmax()) + SMOOTH - 1 if is_beyond.any() else None
-
-
-def _plot(study: Study, runs: Runs, path: Path) -> None:
-    """Every seed: the own policy, rollouts and k3."""
-    panels = {
-        "own_reward": "own policy, held-out questions",
-        "reward": "rollouts, means of 10",
-        "k3": "k3, means of 10",
-    }
-    figure, axes = plt.subplots(1, len(panels), figsize=(14, 4), constrained_layout=True)
-    settings = list(dict.fromkeys(group.condition for group, _ in runs))
-    for group, rows in runs:
-        look = {"color": f"C{settings.index(group.condition)}", "linestyle": "-" if group.seeds == (1,) else "--"}
-        for axis, name in zip(axes, panels, strict=True):
-            steps = [row["step"] for row in rows if name in row]
-            values = [row[name] for row in rows if name in row]
-            if name != "own_reward":
-                steps, values = steps[WINDOW - 1 :], np.convolve(values, np.ones(WINDOW) / WINDOW, "valid").tolist()
-            axis.plot(steps, values, linewidth=1.4, label=_label(study, group), **look)
-    for axis, (name, title) in zip(axes, panels.items(), strict=True):
-        axis.set(title=title, xlabel="step", yscale="log" if name == "k3" else "linear")
-    axes[0].legend(fontsize=7)
-    save(figure, path)
-
-
-def _label(study: Study, group: PretrainedGroup) -> str:
-    method, seed = group.run
-    engine = group.condition.removeprefix(f"{study.name}_")
-    return f"{engine}, {seed}" if method == NONE else f"{engine}, {method.name}, {seed}"
-
-
-def _steps(group: Group, rows: Sequence[dict[str, Any]]) -> str:
-    """Of its steps, and why not all."""
-    if len(rows) == group.num_steps:
-        return str(len(rows))
-    return f"{len(rows)} of {group.num_steps}, {'ended' if has_collapsed(rows) else 'stopped'}"
-
-
-def _ends(rows: Sequence[dict[str, Any]], name: str, form: str) -> str:
-    return " to ".join(f"{_mean(part, name):{form}}" for part in (rows[:WINDOW], rows[-WINDOW:]))
 
 
 def _atlas_table(studies: Sequence[Study], results: Results) -> list[str]:
@@ -304,7 +235,7 @@ def _where(streams: dict[str, NDArray[Any]]) -> list[str]:
 
 def _stable_table(study: Study, results: Results) -> list[str]:
     """Of finished runs, and of those that were stopped."""
-    runs = _runs(study, results)
+    runs = runs_seen(study, results)
     if not runs:
         return ["Nothing has run yet."]
     lines = [
@@ -316,9 +247,9 @@ def _stable_table(study: Study, results: Results) -> list[str]:
         "|---" * 7 + "|",
     ]
     for group, rows in runs:
-        own = _own(rows)
-        cells = [group.name.removeprefix(f"{study.name}_"), _steps(group, rows), _ends(rows, "reward", ".2f")]
-        cells += [", ".join(f"{value:.2f}" for value in (own[0], max(own), own[-1])), _ends(rows, "length", ".0f")]
+        own = own_rewards(rows)
+        cells = [group.name.removeprefix(f"{study.name}_"), steps_seen(group, rows), ends_of(rows, "reward", ".2f")]
+        cells += [", ".join(f"{value:.2f}" for value in (own[0], max(own), own[-1])), ends_of(rows, "length", ".0f")]
         cells.append(f"{max(row['grad_norm'] for row in rows):.2f}")
         cells.append(", ".join("no" if at is None else f"step {at}" for at in verdicts(rows)))
         lines.append(f"| {' | '.join(cells)} |")
@@ -327,11 +258,7 @@ def _stable_table(study: Study, results: Results) -> list[str]:
 
 def first_look() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The recorded runs by engine and method."""
-    return {run: [*rows] for run, rows in groupby(_lines(FIRST_LOOK), key=itemgetter("engine", "method"))}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {run: [*rows] for run, rows in groupby(read_lines(FIRST_LOOK), key=itemgetter("engine", "method"))}
 
 
 def _first_look() -> list[str]:

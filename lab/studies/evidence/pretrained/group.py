@@ -32,6 +32,7 @@ class PretrainedGroup(Group):
         evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them, or
             keys and values.
         stops_collapsed: A run in which rollouts and own policy have collapsed goes no further.
+        last_fall: Falls that begin later do not count: a run that stands at this step goes no further. 0: all count.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         rounded_to: Trainer and engine compute in float16 with weights that are numbers of this dtype too. Empty: they
@@ -69,6 +70,7 @@ class PretrainedGroup(Group):
     per_token_loss: bool = False
     evaluates_in_engine: bool = False
     stops_collapsed: bool = False
+    last_fall: int = 0
     num_dumped: int = 64
     dtype: str = "bfloat16"
     rounded_to: Literal["", "bfloat16"] = ""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mis_ext.correction.statistics import TOKEN_FORMULAS
+
 
 def mismatch(proximal: Sequence[Tensor], behavior: Sequence[Tensor]) -> dict[str, float]:
     """Of the trainer's and the engine's log-probs, one tensor per answer."""
@@ -18,6 +20,8 @@ def mismatch(proximal: Sequence[Tensor], behavior: Sequence[Tensor]) -> dict[str
     answer_T = torch.repeat_interleave(lengths)
     sum_S = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, answer_T, d_T)
     ess = sum_S.softmax(0).square().sum().reciprocal() / len(lengths)
+    is_open_T = TOKEN_FORMULAS["is_open"].function(proximal_T - d_T, d_T)
+    raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, d_T)
     return {
         "k3": k3(d_T),
         "abs_diff": float(d_T.abs().mean()),
@@ -25,6 +29,8 @@ def mismatch(proximal: Sequence[Tensor], behavior: Sequence[Tensor]) -> dict[str
         "below_half": float((d_T < -0.6931).double().mean()),
         "ratio_max": float(d_T.max().exp()),
         "ess_sequence": float(ess),
+        # As mis_raised_fraction; 0 where no token is open.
+        "raised": float(raised_T.sum() / is_open_T.sum().clamp_min(1)),
         "entropy": -float(proximal_T.mean()),
         "length": float(lengths.double().mean()),
     }

@@ -1,0 +1,204 @@
+"""What a correction saves of runs that collapse without one: arms, contrasts, who warned, and every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from evidence.outcomes import holm
+from evidence.results import Results
+from evidence.study import Study
+
+from .collapse import CORRECTION, WINDOW, verdicts
+from .collapse_runs import (
+    LAST,
+    WARNINGS,
+    Limit,
+    Runs,
+    arm_of,
+    draw,
+    ends_of,
+    first_crossing,
+    label_of,
+    mean_of,
+    own_rewards,
+    runs_seen,
+    steps_seen,
+)
+from .group import PretrainedGroup
+
+# The first arm of a contrast is the one that is expected to be worse.
+CONTRASTS = (("int4", "bf16"), ("int4", "int4, token_tis 2"))
+# A run that was stopped earlier, and had not collapsed, says too little.
+SEEN = 60
+RAISED: tuple[str, str, Limit] = (
+    "raised",
+    "`mis_raised_fraction` off one half by more than 0.05",
+    lambda means, first: abs(means - 0.5) > 0.05,
+)
+
+Rows = list[dict[str, Any]]
+Arms = dict[str, list[Rows]]
+
+
+def section(study: Study, results: Results, output: Path) -> list[str]:
+    """The protocol, and what ran of it."""
+    group = study.groups[0]
+    assert isinstance(group, PretrainedGroup)
+    lines = [
+        f"Weights of int4 at a learning rate of {group.learning_rate:g}, {group.num_prompts} x "
+        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens. **Fixed before the first "
+        f"run**: a fall counts if it begins by step {group.last_fall}, and a run that stands there ends. Primary is "
+        "whether the own policy collapses, in two contrasts, without a correction against bf16 and against token TIS "
+        f"with a cap of 2: Fisher's exact test, Holm over the two. Secondary is the mean of the last {LAST} "
+        "evaluations of the own policy: Mann and Whitney's exact test, Holm over the same two. A run counts if it was "
+        f"seen to step {SEEN}, or has collapsed.",
+        "",
+    ]
+    seen = runs_seen(study, results)
+    if not seen:
+        return [*lines, "Nothing has run yet.", ""]
+    seen = _in_order(study, seen)
+    arms: Arms = {}
+    for each, rows in seen:
+        if rows[-1]["step"] >= SEEN or verdicts(rows)[1] is not None:
+            arms.setdefault(arm_of(study, each), []).append(rows)
+    draw(study, seen, output / f"{CORRECTION}.png")
+    seconds = np.median([row["seconds"] for _, rows in seen for row in rows])
+    heads = [results.machine(each) for each, _ in seen if results.is_done(each)]
+    machines = dict.fromkeys(
+        f"{head['device']}, sglang {head['sglang']}, torch {head['torch']}, revision {head['revision']}"
+        for head in heads
+    )
+    return [
+        *lines,
+        *_arm_table(arms),
+        "",
+        *_contrast_table(arms),
+        "",
+        f"![own policy, rollouts, k3]({CORRECTION}.png)",
+        "",
+        *_warning_table(arms),
+        "",
+        f"Every run, {seconds:.1f} s a step with two runs on each GPU; {'; '.join(machines)}. Means of ten steps for "
+        f"rollouts, k3 and gradient norm, of {LAST} evaluations for the last own policy.",
+        "",
+        *_run_table(study, seen),
+        "",
+    ]
+
+
+def _in_order(study: Study, seen: Runs) -> Runs:
+    """Arm by arm, as the study names them."""
+    order = [arm_of(study, group) for group in study.groups if isinstance(group, PretrainedGroup)]
+    return sorted(seen, key=lambda run: (order.index(arm_of(study, run[0])), run[0].run[1]))
+
+
+def last_own(rows: Rows) -> float:
+    """What the own policy is worth in the end."""
+    return float(np.mean(own_rewards(rows)[-LAST:]))
+
+
+def _arm_table(arms: Arms) -> list[str]:
+    lines = [
+        "| arm | runs | own policy collapsed | rollouts collapsed | own policy in the end: median, each | k3 |",
+        "|---" * 6 + "|",
+    ]
+    for arm, runs in arms.items():
+        falls, ends = [verdicts(rows) for rows in runs], [last_own(rows) for rows in runs]
+        cells = [arm, str(len(runs))]
+        cells += [f"{sum(fall[which] is not None for fall in falls)} of {len(runs)}" for which in (1, 0)]
+        cells.append(f"{np.median(ends):.2f}: {', '.join(f'{end:.2f}' for end in ends)}")
+        k3 = (np.median([mean_of(rows[part], "k3") for rows in runs]) for part in (slice(WINDOW), slice(-WINDOW, None)))
+        cells.append(" to ".join(f"{value:.1e}" for value in k3))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def contrasts(arms: Arms) -> list[tuple[str, str, list[int], list[float]]]:
+    """Of those that ran: both arms, how many of each collapsed, and p of both tests after Holm's correction."""
+    ran = [(worse, better) for worse, better in CONTRASTS if worse in arms and better in arms]
+    found = [([[verdicts(rows)[1] is not None for rows in arms[arm]] for arm in pair]) for pair in ran]
+    tables = [[[sum(fell), len(fell) - sum(fell)] for fell in both] for both in found]
+    fisher = holm([float(stats.fisher_exact(table).pvalue) for table in tables])
+    ranks = [
+        float(stats.mannwhitneyu(*([last_own(rows) for rows in arms[arm]] for arm in pair), method="exact").pvalue)
+        for pair in ran
+    ]
+    return [
+        (*pair, [row[0] for row in table], [p, rank])
+        for pair, table, p, rank in zip(ran, tables, fisher, holm(ranks), strict=True)
+    ]
+
+
+def _contrast_table(arms: Arms) -> list[str]:
+    lines = [
+        "| contrast | own policies that collapsed | p (Fisher, Holm) | own policy in the end | p (ranks, Holm) |",
+        "|---" * 5 + "|",
+    ]
+    for worse, better, fell, (fisher, ranks) in contrasts(arms):
+        pair = worse, better
+        counts = " against ".join(f"{count} of {len(arms[arm])}" for arm, count in zip(pair, fell, strict=True))
+        ends = " against ".join(f"{np.median([last_own(rows) for rows in arms[arm]]):.2f}" for arm in pair)
+        lines.append(f"| {worse} against {better} | {counts} | {fisher:.3f} | {ends} | {ranks:.3f} |")
+    return lines
+
+
+def leads(arms: Arms, name: str, limit: Limit) -> tuple[list[int | None], dict[str, tuple[int, int]]]:
+    """How many steps before a fall a number warned, None where it did not; and by arm how many that stood it warned of.
+
+    The fall is that of rollouts or own policy, whichever came first.
+    """
+    found: list[int | None] = []
+    alarms: dict[str, tuple[int, int]] = {}
+    for arm, runs in arms.items():
+        for rows in runs:
+            falls = [at for at in verdicts(rows) if at is not None]
+            crossed = first_crossing([row[name] for row in rows], limit)
+            if falls:
+                found.append(min(falls) - crossed if crossed is not None and crossed <= min(falls) else None)
+            else:
+                false, stood = alarms.get(arm, (0, 0))
+                alarms[arm] = false + (crossed is not None), stood + 1
+    return found, alarms
+
+
+def _warning_table(arms: Arms) -> list[str]:
+    lines = [
+        "**Which number warned first.** The mean of five steps crosses a limit for the first time. Of a run that stood "
+        "it warned falsely, or before a fall that nobody saw.",
+        "",
+        "| number | runs that fell: warned before | steps before the fall: median, each | runs that stood: warned of |",
+        "|---" * 4 + "|",
+    ]
+    for name, text, limit in (*WARNINGS, RAISED):
+        found, alarms = leads(arms, name, limit)
+        ahead = sorted((lead for lead in found if lead is not None), reverse=True)
+        each = f"{np.median(ahead):.0f}: {', '.join(map(str, ahead))}" if ahead else ""
+        false = "; ".join(f"{arm}: {count} of {stood}" for arm, (count, stood) in alarms.items())
+        lines.append(f"| {text} | {len(ahead)} of {len(found)} | {each} | {false} |")
+    return lines
+
+
+def _run_table(study: Study, seen: Runs) -> list[str]:
+    lines = [
+        "| arm, seed | steps | own policy, first, best, last | rollouts | k3 | gradient norm "
+        "| collapsed: own policy, rollouts |",
+        "|---" * 7 + "|",
+    ]
+    for group, rows in seen:
+        own = own_rewards(rows)
+        cells = [label_of(study, group), steps_seen(group, rows), f"{own[0]:.2f}, {max(own):.2f}, {last_own(rows):.2f}"]
+        cells += [ends_of(rows, "reward", ".2f"), ends_of(rows, "k3", ".1e"), ends_of(rows, "grad_norm", ".2f")]
+        cells.append(_falls(rows))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _falls(rows: Sequence[dict[str, Any]]) -> str:
+    rollouts_at, own_at = verdicts(rows)
+    return ", ".join("no" if at is None else f"**step {at}**" for at in (own_at, rollouts_at))
