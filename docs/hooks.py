@@ -30,7 +30,10 @@ FOLDERS = {
 }
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 LONG_NAME = re.compile(r"(?<=<code>)[\w.-]{14,}(?=</code>)")
 SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)</code>")
 API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
@@ -91,6 +94,7 @@ def on_page_content(content: str, **_: Any) -> str:
     """Turn formulas into MathML and the roles of docstrings into links, and let long names break in tables."""
     content = FORMULA.sub(_mathml, content)
     content = CELL.sub(lambda cell: LONG_NAME.sub(_breakable, cell[0]), content)
+    content = TABLE.sub(_labelled, content)
     return SPHINX_ROLE.sub(_reference, content)
 
 
@@ -132,6 +136,19 @@ def _in_site(path: str) -> str:
 def _mathml(found: re.Match[str]) -> str:
     formula = convert(html.unescape(found[2]), display="block" if found[1] == "div" else "inline")
     return f'<{found[1]} class="math">{formula}</{found[1]}>'
+
+
+def _labelled(table: re.Match[str]) -> str:
+    """Each cell with the name of its column, which a phone shows above it in place of a column."""
+    heads = [
+        html.escape(html.unescape(re.sub(r"<[^>]*>", "", head)).strip(), quote=True) for head in HEAD.findall(table[0])
+    ]
+
+    def label(row: re.Match[str]) -> str:
+        names = iter(heads)
+        return re.sub(r"<td\b", lambda cell: f'{cell[0]} data-label="{next(names, "")}"', row[0])
+
+    return ROW.sub(label, table[0])
 
 
 def _breakable(name: re.Match[str]) -> str:
