@@ -180,7 +180,7 @@ def preset_path(name: str) -> Path:
     """The file of the preset called ``name``."""
     names = list_presets()
     if name not in names:
-        raise ValueError(f"no preset {name!r}: {nearest(name, names)}; mis-ext presets lists all")
+        raise ValueError(f"no preset {name!r}: {nearest(name, names)}mis-ext presets lists all")
     return _PRESETS / f"{name}.yaml"
 
 

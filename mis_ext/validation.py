@@ -98,20 +98,27 @@ def check_list(key: str, value: Any) -> list[Any]:
     return list(value)
 
 
+_LIKE = 0.65
+"""Of difflib: one slip in a name of three letters leaves two thirds of it; words that mean something else are below."""
+
+
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
     """A suggestion to append to an error message, or nothing."""
-    said = str(value).casefold()
-    # The beginning of a name, by whole words, is nearer than a name of few letters.
-    near = [choice for choice in choices if choice.startswith(f"{said}_")] or difflib.get_close_matches(
-        said, list(choices), n=1
-    )
+    near = _near(value, choices, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def nearest(value: Any, choices: Iterable[str]) -> str:
-    """Three of many ``choices``, for an error message: those that ``value`` is most like."""
-    near = difflib.get_close_matches(str(value).casefold(), list(dict.fromkeys(choices)), n=3, cutoff=0.0)
-    return f"the nearest are {', '.join(near)}"
+def nearest(value: Any, choices: Collection[str]) -> str:
+    """What to say of many ``choices`` before the command that lists them: up to three that ``value`` is like."""
+    near = _near(value, choices, 3)
+    return f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}; " if near else ""
+
+
+def _near(value: Any, choices: Collection[str], most: int) -> list[str]:
+    said = str(value).casefold()
+    # The beginning of a name, by whole words, is nearer than a name of few letters.
+    begun = [choice for choice in choices if choice.startswith(f"{said}_")]
+    return list(dict.fromkeys((*begun, *difflib.get_close_matches(said, choices, most, _LIKE))))[:most]
 
 
 def _yaml_hint(value: Any) -> str:

@@ -28,7 +28,7 @@ def find_method(name: str) -> PublishedMethod:
         ValueError: There is no such method.
     """
     if name not in METHODS:
-        raise ValueError(f"no method {name!r}: {nearest(name, METHODS)}; mis-ext methods lists all")
+        raise ValueError(f"no method {name!r}: {nearest(name, METHODS)}mis-ext methods lists all")
     return METHODS[name]
 
 

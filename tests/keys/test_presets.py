@@ -54,9 +54,7 @@ def test_a_misspelt_preset_gets_the_nearest(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["presets", "icpop"])
     error = capsys.readouterr().err
-    near = re.search(r"no preset 'icpop': the nearest are (.*); mis-ext presets lists all", error)[1].split(", ")
-    assert near[0] == "icepop"
-    assert len({*near} & {*list_presets()}) == 3
+    assert "no preset 'icpop': the nearest is icepop; mis-ext presets lists all\n" in error
 
 
 def test_presets_show_the_core_metrics_but_where_one_compares_or_measures() -> None:
@@ -78,7 +76,7 @@ def test_the_presets_that_the_readme_names_exist() -> None:
         "sequence_tis",
         "token_tis",
     }
-    with pytest.raises(ValueError, match="the nearest are token_tis, "):
+    with pytest.raises(ValueError, match="the nearest is token_tis; "):
         preset("token_tiss")
 
 

@@ -421,7 +421,7 @@ def test_what_a_file_says_about_itself_is_a_note_and_no_warning(tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["miss"], "'miss': the nearest are mis, "),
+        (["miss"], "'miss': the nearest is mis; "),
         (["nothing.yaml"], "nothing.yaml"),
         (["mis", "--k3", "-1"], "k3 must be in [0, 10], got -1.0"),
         (["mis", "--k3", "small"], "must be a number, such as 5e-3, got 'small'"),

@@ -299,7 +299,7 @@ def test_a_correction_that_would_not_act_is_said_and_not_counted(tmp_path, capsy
     ("text", "message"),
     [
         ("mis_loss_method: aipo\nuse_tis: true\n", "mis_loss_method: aipo already corrects for the behavior policy"),
-        ("mis_loss_method: aipp\n", "the nearest are aipo, "),
+        ("mis_loss_method: aipp\n", "the nearest is aipo; "),
         ("mis_loss_method: {name: aipo, high: -1.0}\n", "aipo: high must be in (0, inf), got -1.0"),
     ],
 )

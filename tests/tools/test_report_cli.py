@@ -280,7 +280,7 @@ def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "miss"], "the nearest are mis, "),
+        (["--preset", "miss"], "the nearest is mis; "),
         (["--config", "nothing.yaml"], "nothing.yaml"),
         (["--worst", "-1"], "--worst"),
     ],

@@ -106,7 +106,7 @@ def _spelt(name: str) -> Spelt:
     if Path(name).exists():
         return read_file(name)
     near = nearest(name, (*list_presets(), *METHODS))
-    raise ValueError(f"no file, no preset and no method {name!r}: {near}; mis-ext presets and mis-ext methods list all")
+    raise ValueError(f"no file, no preset and no method {name!r}: {near}mis-ext presets and mis-ext methods list all")
 
 
 def _show_explanation(name: str, found: Explanation) -> None:

@@ -1,0 +1,70 @@
+"""A slip of the hand gets the name that was meant; a word that means something else gets none."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mis_ext import list_presets
+from mis_ext.keys.flat import CORRECTION_KEYS
+from mis_ext.methods import METHODS
+from mis_ext.validation import did_you_mean, nearest
+
+NAMES = (*list_presets(), *METHODS)
+OTHERS = (
+    *("adamw", "banana", "batch_size", "beta", "checkpoint", "dataset", "deepspeed", "docker", "engine", "entropy"),
+    *(
+        "epsilon",
+        "false",
+        "flash_attention",
+        "gradient",
+        "keyboard",
+        "kubernetes",
+        "kv_cache",
+        "lambda",
+        "learning_rate",
+    ),
+    *("length", "lora", "loss", "megatron", "mountain", "none", "num_epochs", "optimizer", "python"),
+    *("pytorch", "quantization", "ray", "reference", "rollout", "scheduler", "seed", "sglang", "temperature"),
+    *("tensorboard", "trainer", "transformer", "variance", "vllm", "wandb", "yaml", "zebra"),
+)
+"""What people may write in the place of a method, and mean."""
+
+
+def slips(name: str) -> Iterator[str]:
+    """One letter missing, two exchanged, or one doubled."""
+    for place in range(len(name)):
+        yield name[:place] + name[place + 1 :]
+        yield name[:place] + name[place] + name[place:]
+        if place + 1 < len(name):
+            yield name[:place] + name[place + 1] + name[place] + name[place + 2 :]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if len(name) > 4])
+def test_a_slip_gets_the_preset_or_method_that_was_meant(name) -> None:
+    assert [slip for slip in slips(name) if slip not in NAMES and name not in nearest(slip, NAMES)] == []
+
+
+def test_of_three_or_four_letters_most_slips_do() -> None:
+    """`apo` is one letter from seven names."""
+    drawn = [(name, slip) for name in NAMES if len(name) < 5 for slip in slips(name) if slip not in NAMES]
+    assert len(drawn) > 100
+    found = [name in nearest(slip, NAMES) for name, slip in drawn]
+    assert sum(found) > 0.8 * len(found)
+
+
+@pytest.mark.parametrize("name", CORRECTION_KEYS)
+def test_a_slip_gets_the_key_that_was_meant(name) -> None:
+    known = [*CORRECTION_KEYS]
+    assert [slip for slip in slips(name) if slip not in known and not did_you_mean(slip, known)] == []
+
+
+@pytest.mark.parametrize("word", OTHERS)
+def test_a_word_that_means_something_else_gets_no_name(word) -> None:
+    assert nearest(word, NAMES) == ""
+    assert did_you_mean(word, CORRECTION_KEYS) == ""
+
+
+def test_the_beginning_of_a_name_is_near_and_three_are_the_most() -> None:
+    assert nearest("geometric", NAMES) == "the nearest are geometric_gate_token_weight, geometric_mis, geometric_rs; "
+    assert nearest("banana", NAMES) == ""
+    assert nearest("grpo", NAMES).count(",") == 2
