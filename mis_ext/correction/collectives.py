@@ -42,7 +42,8 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     else:
         # Before all_gather and all_reduce slime looks how much memory is free, and before this it does not. That waits
         # for the driver, and clears all caches where it is little (issues 1717 and 2268 of THUDM/slime). gloo: 1-D.
-        _gather_function(group)(rows.view(-1), row.view(-1), group=group)
+        gather = _function(group, name="all_gather_into_tensor", renamed="all_gather_single")
+        gather(rows.view(-1), row.view(-1), group=group)
     return rows
 
 
@@ -65,7 +66,8 @@ def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
     if _is_wrapped(group):
         return sum_over_ranks(states, group)[rank * num_rows : (rank + 1) * num_rows]
     part = states.new_empty(num_rows, *states.shape[1:])
-    dist.reduce_scatter_tensor(part, states.contiguous(), group=group)
+    scatter = _function(group, name="reduce_scatter_tensor", renamed="reduce_scatter_single")
+    scatter(part, states.contiguous(), group=group)
     return part
 
 
@@ -90,10 +92,10 @@ def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
     return packed if group is None else gather_rows(packed, group).sum(0, dtype=packed.dtype)
 
 
-def _gather_function(group: Group) -> Callable[..., Any]:
+def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:
     """Since torch 2.13 it has a new name. Of slime's and Miles' own groups only the function of the old name knows."""
-    renamed = getattr(dist, "all_gather_single", None) if type(group) is dist.ProcessGroup else None
-    return renamed or dist.all_gather_into_tensor
+    new = getattr(dist, renamed, None) if type(group) is dist.ProcessGroup else None
+    return new or getattr(dist, name)  # type: ignore[no-any-return]
 
 
 def _is_wrapped(group: Group) -> bool:

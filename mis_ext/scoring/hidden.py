@@ -22,7 +22,7 @@ from mis_ext.correction.collectives import Group, gather_rows, group_size, scatt
 from mis_ext.scoring.chunked import merged
 from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, SortedColumns, Targets
 from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend
-from mis_ext.validation import check_choice, check_number
+from mis_ext.validation import check_choice, check_integer, check_number
 
 TILE = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits at a time, in float32: 128 MiB on a GPU."""
@@ -89,17 +89,22 @@ def score_hidden(
     References:
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
     """
-    check_choice("entropy", entropy, get_args(EntropyUse))
-    check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
-    check_number("logit_scale", logit_scale, low=0.0, high=math.inf, open_low=True, open_high=True)
-    if soft_cap is not None:
-        check_number("soft_cap", soft_cap, low=0.0, high=math.inf, open_low=True, open_high=True)
-    ranks = group_size(tp_group)
-    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
-    _check(hidden_NH, weight, bias, token_T, row_T, num_rows=len(hidden_NH) * (ranks if sequence_parallel else 1))
-    _check_ranks(len(weight), vocab_size, tp_group=tp_group, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
-    if gradient_accumulation_fusion and weight.requires_grad and getattr(weight, "main_grad", None) is None:
-        raise ValueError("gradient_accumulation_fusion: weight has no main_grad to which its gradient could be added")
+    try:
+        hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+        _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
+        num_states = len(hidden_NH) * (group_size(tp_group) if sequence_parallel else 1)
+        _check_shapes(hidden_NH, weight, bias, token_T, row_T, kept, num_states=num_states)
+        _check_ranks(len(weight), vocab_size, tp_group=tp_group, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
+        parameter = weight if gradient_accumulation_fusion and weight.requires_grad else None
+        _check_main_grad(parameter)
+        backend = choose_backend(hidden_NH)
+    except (TypeError, ValueError):
+        # The other ranks may have found nothing to refuse: they must not wait.
+        if tp_group is not None:
+            if sequence_parallel:
+                gather_rows(hidden.reshape(-1, hidden.shape[-1]), tp_group)
+            _gathered(None, _num_sums(entropy, kept), token_T, tp_group)
+        raise
     first = tp_rank * len(weight)
     num_columns = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
     targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
@@ -112,11 +117,10 @@ def score_hidden(
         tp_group=tp_group,
         tp_rank=tp_rank,
         sequence_parallel=sequence_parallel,
-        parameter=weight if gradient_accumulation_fusion and weight.requires_grad else None,
-        backend=choose_backend(hidden_NH),
+        parameter=parameter,
+        backend=backend,
     )
-    columns = None if kept is None else kept.sorted()
-    log_prob_T, entropy_T = _Scored.apply(hidden_NH, weight, bias, targets, columns, use)  # type: ignore[no-untyped-call]
+    log_prob_T, entropy_T = _Scored.apply(hidden_NH, weight, bias, targets, kept, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
 
@@ -132,28 +136,45 @@ class _Use(NamedTuple):
     backend: Backend
 
 
-def _check(
-    hidden_NH: Tensor, weight: Tensor, bias: Tensor | None, token_T: Tensor, row_T: Tensor | None, *, num_rows: int
+def _check_settings(entropy: str, *, temperature: float, logit_scale: float, soft_cap: float | None) -> None:
+    check_choice("entropy", entropy, get_args(EntropyUse))
+    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("soft_cap", soft_cap)):
+        if value is not None:
+            check_number(name, value, low=0.0, high=math.inf, open_low=True, open_high=True)
+
+
+def _check_shapes(
+    hidden_NH: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_T: Tensor,
+    row_T: Tensor | None,
+    kept: KeptColumns | None,
+    *,
+    num_states: int,
 ) -> None:
     if not hidden_NH.is_floating_point():
         raise TypeError(f"hidden must be floats, got {hidden_NH.dtype}")
-    if weight.ndim != 2 or weight.shape[1] != hidden_NH.shape[1]:
-        raise ValueError(f"weight has shape {list(weight.shape)}, hidden states have {hidden_NH.shape[1]} numbers")
-    if bias is not None and bias.shape != (len(weight),):
-        raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}")
     for name, values in (("weight", weight), ("bias", bias)):
         if values is not None and values.dtype != hidden_NH.dtype:
-            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NH.dtype}; both must be the same")
+            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NH.dtype}: both must have one dtype")
     for name, values in (("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
     for name, values in (("weight", weight), ("bias", bias), ("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.device != hidden_NH.device:
             raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NH.device}")
-    if row_T is None and token_T.shape != (num_rows,):
-        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_rows} hidden states")
+    if weight.ndim != 2 or weight.shape[1] != hidden_NH.shape[1]:
+        raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NH.shape[1]}] as hidden is wide")
+    if bias is not None and bias.shape != (len(weight),):
+        raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}; bias is [V]")
+    if row_T is None and token_T.shape != (num_states,):
+        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_states} hidden states")
     if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
         raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
+    if kept is not None and kept.is_recorded_T.shape != token_T.shape:
+        recorded = list(kept.is_recorded_T.shape)
+        raise ValueError(f"kept.is_recorded_T has shape {recorded}, token_T {list(token_T.shape)}; both are [T]")
 
 
 def _check_ranks(
@@ -163,9 +184,24 @@ def _check_ranks(
     if not 0 <= tp_rank < ranks:
         raise ValueError(f"tp_rank must be in [0, {ranks - 1}], as tp_group has {ranks} ranks, got {tp_rank}")
     if sequence_parallel and tp_group is None:
-        raise ValueError("sequence_parallel: hidden states are gathered over tp_group, which is None")
-    if vocab_size is not None:
-        check_number("vocab_size", vocab_size, low=1, high=num_rows * ranks)
+        raise ValueError("sequence_parallel must be False where tp_group is None: nothing is gathered, got True")
+    if vocab_size is not None and not 1 <= check_integer("vocab_size", vocab_size) <= num_rows * ranks:
+        raise ValueError(
+            f"vocab_size must be in [1, {num_rows * ranks}], {ranks} ranks with {num_rows} rows of weight, "
+            f"got {vocab_size}"
+        )
+
+
+def _check_main_grad(parameter: Tensor | None) -> None:
+    if parameter is None:
+        return
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    if main_grad is None or main_grad.shape != parameter.shape:
+        found = "None" if main_grad is None else list(main_grad.shape)
+        raise ValueError(
+            f"gradient_accumulation_fusion: weight.main_grad must have the shape {list(parameter.shape)} of weight, "
+            f"got {found}"
+        )
 
 
 class _Head(NamedTuple):
@@ -200,20 +236,27 @@ class _Scored(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets: Targets,
-        kept: SortedColumns | None,
+        kept: KeptColumns | None,
         use: _Use,
     ) -> tuple[Tensor, Tensor | None]:
-        whole_NH = gather_rows(hidden_NH, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NH
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            sums = _row_sums(_Head(weight_VH, bias_V, use.logit_scale, use.soft_cap), whole_NH, targets, kept, use)
+        whole_NH = _whole(hidden_NH, use)
+        try:
+            columns = None if kept is None else kept.sorted()
+            with torch.autocast(hidden_NH.device.type, enabled=False):
+                sums = _row_sums(
+                    _Head(weight_VH, bias_V, use.logit_scale, use.soft_cap), whole_NH, targets, columns, use
+                )
+        except Exception:
+            # Without memory, say. The other ranks must not wait.
+            _gathered(None, _num_sums(use.entropy, kept), targets.token_T, use.tp_group)
+            raise
+        sums_WT = _gathered(sums, _num_sums(use.entropy, kept), targets.token_T, use.tp_group)
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), use.tp_group).unbind(1))
-        sums_WT = RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]
         found = use.backend.finish(sums_WT, temperature=use.temperature, dtype=dtype)
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
         )
-        ctx.use, ctx.columns, ctx.kept = use, (targets.first, targets.num_columns), kept
+        ctx.use, ctx.columns, ctx.kept = use, (targets.first, targets.num_columns), columns
         ctx.set_materialize_grads(False)
         if use.entropy == "value":
             ctx.mark_non_differentiable(found.entropy_T)
@@ -234,26 +277,79 @@ class _Scored(torch.autograd.Function):
             log_prob_T=grad_T,
             of_entropy_T=entropy_grad_T,
         )
-        whole_NH = gather_rows(hidden_NH, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NH
-        targets = Targets(token_T, row_T, *ctx.columns)
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        # As many as there are states, so that a state that scores two tokens is noticed.
-        token_N = None if row_T is None else targets.token_of_rows(len(whole_NH))
-        gradients = _Gradients(
-            hidden_TH=whole_NH.new_empty(len(token_T), whole_NH.shape[1]) if wants_hidden else None,
-            weight_VH=None if not wants_weight else _weight_gradient(weight_VH, targets.num_columns, use.parameter),
-            bias_V=torch.zeros_like(bias_V, dtype=_accumulated(weight_VH)) if wants_bias else None,
-            adds_to_weight=use.parameter is not None,
-        )
-        with torch.autocast(hidden_NH.device.type, enabled=False):
-            head = _Head(weight_VH, bias_V, use.logit_scale, use.soft_cap)
-            _add_gradients(head, whole_NH, targets, ctx.kept, slopes, use, gradients)
+        whole_NH = _whole(hidden_NH, use)
+        targets = Targets(token_T, row_T, *ctx.columns)
+        try:
+            gradients = _Gradients(
+                hidden_TH=whole_NH.new_empty(len(token_T), whole_NH.shape[1]) if wants_hidden else None,
+                weight_VH=_weight_gradient(weight_VH, targets.num_columns, use.parameter) if wants_weight else None,
+                bias_V=torch.zeros_like(bias_V, dtype=_accumulated(weight_VH)) if wants_bias else None,
+                adds_to_weight=use.parameter is not None,
+            )
+            if row_T is not None:
+                targets.token_of_rows(len(whole_NH))
+            with torch.autocast(hidden_NH.device.type, enabled=False):
+                head = _Head(weight_VH, bias_V, use.logit_scale, use.soft_cap)
+                _add_gradients(head, whole_NH, targets, ctx.kept, slopes, use, gradients)
+        except Exception:
+            # The other ranks must not wait, and not go on with a part of a gradient either.
+            if wants_hidden and use.tp_group is not None:
+                nan_TH = whole_NH.new_full((len(token_T), whole_NH.shape[1]), torch.nan)
+                _sum_of_ranks(nan_TH, row_T, len(whole_NH), use)
+            raise
         hidden_grad = gradients.hidden_TH
         if hidden_grad is not None:
-            hidden_grad = _of_all_ranks(hidden_grad, row_T, token_N, len(whole_NH), use)
+            hidden_grad = _sum_of_ranks(hidden_grad, row_T, len(whole_NH), use)
         weight_grad = gradients.weight_VH if use.parameter is None else _dummy(use.parameter, weight_VH)
         bias_grad = None if gradients.bias_V is None else gradients.bias_V.to(weight_VH.dtype)
         return hidden_grad, weight_grad, bias_grad, *nothing
+
+
+# --- ranks
+
+
+def _whole(hidden_NH: Tensor, use: _Use) -> Tensor:
+    """The hidden states of all ranks, where each has a part of them."""
+    return gather_rows(hidden_NH, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NH
+
+
+def _num_sums(entropy: str, kept: KeptColumns | None) -> int:
+    """How many numbers a rank says of each token."""
+    return 3 + (entropy != "none") + 2 * (kept is not None)
+
+
+def _gathered(sums: RowSums | None, num_sums: int, token_T: Tensor, group: Group | None) -> RowSums:
+    """``[W, T]``: the sums over each rank's columns; None of a rank that failed, where the others fail then too.
+
+    Raises:
+        RuntimeError: Another rank failed; on a GPU a failed assertion of the device, which is not waited for.
+    """
+    if group is None and sums is not None:
+        return RowSums(*(None if x_T is None else x_T.unsqueeze(0) for x_T in sums))  # type: ignore[arg-type]
+    message = torch.zeros(num_sums * len(token_T) + 1, dtype=torch.float64, device=token_T.device)
+    if sums is None:
+        message[-1] = 1.0
+    else:
+        torch.stack([x_T for x_T in sums if x_T is not None], out=message[:-1].view(num_sums, len(token_T)))
+    messages = gather_rows(message, group)
+    if sums is None:
+        return RowSums(*messages.new_zeros(3, 1, len(token_T)))
+    torch._assert_async((messages[:, -1] == 0.0).all(), "score_hidden: another tensor-parallel rank failed")
+    gathered = iter(messages[:, :-1].reshape(-1, num_sums, len(token_T)).unbind(1))
+    return RowSums(*(None if x_T is None else next(gathered).contiguous() for x_T in sums))  # type: ignore[arg-type]
+
+
+def _sum_of_ranks(grad_TH: Tensor, row_T: Tensor | None, num_states: int, use: _Use) -> Tensor:
+    """``[N, H]``: the gradient of this rank's hidden states, from what each rank's columns add to that of tokens."""
+    if not use.sequence_parallel:
+        grad_TH = sum_of_states(grad_TH, use.tp_group)
+    if row_T is not None:
+        grad_TH = grad_TH.new_zeros(num_states, grad_TH.shape[1]).index_copy_(0, row_T.long(), grad_TH)
+    return scatter_sum(grad_TH, use.tp_group, rank=use.tp_rank) if use.sequence_parallel else grad_TH
+
+
+# --- both passes
 
 
 class _Gradients(NamedTuple):
@@ -333,15 +429,6 @@ def _add_gradients(
                 out.bias_V[columns] += slopes_TV.sum(0, dtype=accumulated)
         if out.hidden_TH is not None and total_TH is not None:
             out.hidden_TH[part] = total_TH
-
-
-def _of_all_ranks(grad_TH: Tensor, row_T: Tensor | None, token_N: Tensor | None, num_rows: int, use: _Use) -> Tensor:
-    """``[N, H]``: the gradient of this rank's hidden states, from what each rank's columns add to that of tokens."""
-    if not use.sequence_parallel:
-        grad_TH = sum_of_states(grad_TH, use.tp_group)
-    if row_T is not None:
-        grad_TH = grad_TH.new_zeros(num_rows, grad_TH.shape[1]).index_copy_(0, row_T.long(), grad_TH)
-    return scatter_sum(grad_TH, use.tp_group, rank=use.tp_rank) if use.sequence_parallel else grad_TH
 
 
 def _weight_gradient(weight_VH: Tensor, num_columns: int, parameter: Tensor | None) -> Tensor:

@@ -87,7 +87,7 @@ class Targets(NamedTuple):
         row_T = self.row_T.long()
         token_N = token_T.new_full((num_rows,), -1).scatter_(0, row_T, token_T)
         torch._assert_async(
-            (token_N[row_T] == token_T).all(), "score_tokens: row_T has a row twice, and only one token's gradient fits"
+            (token_N[row_T] == token_T).all(), "row_T has a row twice, and only one token's gradient fits"
         )
         return token_N
 

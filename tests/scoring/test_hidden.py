@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from random import Random
-from typing import Any, NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
+from hidden_cases import DTYPES, Answer, Case, answered, assert_near, drawn, judged, logits_of, with_tiles
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from mis_ext.scoring import KeptColumns, hidden, score_hidden
-from mis_ext.scoring.naive import naive_score_hidden
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from mis_ext.scoring import KeptColumns, hidden, score_hidden, score_tokens
 
 
 @pytest.fixture(params=["eager", "triton"])
@@ -23,139 +19,333 @@ def backend(request, monkeypatch) -> str:
     return request.param
 
 
-class Case(NamedTuple):
-    """Operands, what is asked of them, and the gradients that come in; ``naive`` asks the same of the naive page."""
-
-    hidden_NH: Tensor
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    token_T: Tensor
-    keys: dict[str, Any]
-    naive: dict[str, Any]
-    grad_2T: Tensor
+@pytest.fixture(params=["one tile", "many tiles"])
+def tiles(request, monkeypatch) -> int:
+    """How many times the gradient of the weight is added to, at most."""
+    if request.param == "one tile":
+        return 1
+    with_tiles(monkeypatch, tile=200, slopes=500, states=100)
+    return 40
 
 
-class Answer(NamedTuple):
-    log_prob_T: Tensor
-    entropy_T: Tensor | None
-    hidden_grad: Tensor
-    weight_grad: Tensor
-    bias_grad: Tensor | None
-
-
-def drawn(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, ranks: int = 1) -> Case:
-    """A case of random sizes, rows, strides, magnitudes and settings."""
-    random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    num_rows, size, width = random.randint(1, 40), random.randint(1, 120) * ranks, random.randint(1, 24)
-    dtype = random.choice(dtypes)
-    magnitude = 10.0 ** random.uniform(-1, 0.5)
-    hidden_NH = (torch.randn(num_rows, width + 3, generator=generator) * magnitude)[:, :width].to(dtype)
-    if random.random() < 0.7:
-        hidden_NH = hidden_NH.contiguous()
-    weight_VH = torch.randn(size, width, generator=generator).to(dtype)
-    bias_V = torch.randn(size, generator=generator).to(dtype) if random.random() < 0.3 else None
-    same: dict[str, Any] = {}
-    if random.random() < 0.6:
-        same["temperature"] = random.choice([0.3, 0.7, 1.3, 2.0])
-    if random.random() < 0.3:
-        same["logit_scale"] = random.choice([0.25, 1.5])
-    if random.random() < 0.3:
-        same["soft_cap"] = random.choice([3.0, 30.0])
-    if random.random() < 0.3:
-        same["vocab_size"] = random.randint(1, size)
-    keys, naive = dict(same), dict(same)
-    keys["entropy"] = random.choice(["gradient", "gradient", "value", "none"])
-    row_T = torch.arange(num_rows)
-    if random.random() < 0.7:
-        row_T = keys["row_T"] = torch.randperm(num_rows, generator=generator)[: random.randint(1, num_rows)]
-        naive["rows"] = row_T.tolist()
-    real = same.get("vocab_size", size)
-    token_T = torch.randint(real, row_T.shape, generator=generator)
-    if random.random() < 0.4:
-        kept_TV = torch.rand(len(row_T), real, generator=generator) < random.choice([0.02, 0.5])
-        is_recorded_T = torch.rand(len(row_T), generator=generator) < 0.8
-        token_N, id_N = kept_TV.nonzero().unbind(-1)
-        order_N = torch.cat([torch.randperm(len(id_N), generator=generator), torch.arange(len(id_N) // 3)])
-        keys["kept"] = KeptColumns(id_N[order_N], token_N[order_N], is_recorded_T)
-        naive["kept"] = [
-            ids_V.nonzero().flatten().tolist() if is_recorded else None
-            for ids_V, is_recorded in zip(kept_TV, is_recorded_T, strict=True)
-        ]
-    grad_2T = torch.randn(2, len(row_T), generator=generator)
-    return Case(hidden_NH, weight_VH, bias_V, token_T, keys, naive, grad_2T)
-
-
-def answered(case: Case, **more: Any) -> Answer:
-    """What is tested."""
-    leaves = [x.detach().requires_grad_() for x in (case.hidden_NH, case.weight_VH, case.bias_V) if x is not None]
-    bias_V = leaves[2] if len(leaves) > 2 else None
-    scores = score_hidden(leaves[0], leaves[1], case.token_T, bias=bias_V, **case.keys | more)
-    outputs = [x for x in scores if x is not None and x.requires_grad]
-    grads = torch.autograd.grad(outputs, leaves, [g.to(outputs[0].dtype) for g in case.grad_2T[: len(outputs)]])
-    return Answer(*scores, *grads, *[None] * (3 - len(grads)))
-
-
-def judged(case: Case) -> Answer:
-    """The naive page in float64."""
-    leaves = [
-        x.detach().double().requires_grad_() for x in (case.hidden_NH, case.weight_VH, case.bias_V) if x is not None
-    ]
-    bias_V = leaves[2] if len(leaves) > 2 else None
-    log_prob_T, entropy_T = naive_score_hidden(*leaves[:2], case.token_T.tolist(), bias=bias_V, **case.naive)
-    total = (log_prob_T * case.grad_2T[0]).sum()
-    if case.keys["entropy"] == "gradient":
-        total = total + (entropy_T * case.grad_2T[1]).sum()
-    grads = torch.autograd.grad(total, leaves)
-    has_entropy = case.keys["entropy"] != "none"
-    return Answer(log_prob_T, entropy_T if has_entropy else None, *grads, *[None] * (3 - len(grads)))
-
-
-def assert_near(case: Case, found: Answer, wanted: Answer) -> None:
-    """Within roundings of float32, and for gradients of the dtype of the operands.
-
-    A logit is a sum of ``H`` products, each of which is off by half a unit of it. A gradient's terms are rounded to the
-    dtype of the operands, and so is it itself: of terms that cancel the roundings stay.
-    """
-    unit = 2.0**-24
-    scale = case.keys.get("logit_scale", 1.0) / case.keys.get("temperature", 1.0)
-    products = case.hidden_NH.double().abs() @ case.weight_VH.double().abs().t()
-    bias = 0.0 if case.bias_V is None else float(case.bias_V.double().abs().max())
-    largest = scale * (float(products.max()) + bias) + 1.0
-    near = 16 * unit * largest
-    for name in ("log_prob_T", "entropy_T"):
-        value, exact = getattr(found, name), getattr(wanted, name)
-        assert (value is None) == (exact is None)
-        if value is not None:
-            torch.testing.assert_close(value.double(), exact, rtol=4 * unit, atol=near)
-    # Of a slope: what is off in its exponent, and what its dtype rounds away, twice under a cap.
-    rounding = 2 * torch.finfo(case.hidden_NH.dtype).eps + 4 * near
-    slope = scale * float(case.grad_2T.abs().sum(0).max()) * (2.0 + largest)
-    reach = {
-        "hidden_grad": slope * float(case.weight_VH.double().abs().max()),
-        "weight_grad": slope * float(case.hidden_NH.double().abs().max()) * len(case.token_T),
-        "bias_grad": slope * len(case.token_T),
-    }
-    for name, atol in reach.items():
-        value, exact = getattr(found, name), getattr(wanted, name)
-        assert (value is None) == (exact is None)
-        if value is not None:
-            torch.testing.assert_close(value.double(), exact, rtol=rounding, atol=rounding * atol)
-
-
-def with_tiles(monkeypatch: Any, *, tile: int, slopes: int, states: int) -> None:
-    """Tiles as small as those of a vocabulary that is large."""
-    for name, size in (("TILE", tile), ("SLOPES", slopes), ("STATES", states)):
-        monkeypatch.setitem(getattr(hidden, name), "cpu", size)
-
-
-@pytest.mark.parametrize("first_seed", range(0, 60, 20))
-@pytest.mark.parametrize("small", [False, True])
-def test_drawn_cases_are_what_float64_says(backend, monkeypatch, first_seed, small) -> None:
-    if small:
-        with_tiles(monkeypatch, tile=200, slopes=500, states=100)
+@pytest.mark.parametrize("first_seed", range(0, 80, 20))
+def test_drawn_cases_are_what_float64_says(backend, tiles, first_seed) -> None:
     # The interpreter takes a tenth of a second for each launch.
     for seed in range(first_seed, first_seed + (20 if backend == "eager" else 2)):
         case = drawn(seed)
         found = answered(case)
+        assert found.log_prob_T.dtype == torch.float32
         assert found.weight_grad.dtype == found.hidden_grad.dtype == case.hidden_NH.dtype
-        assert_near(case, found, judged(case))
+        assert_near(case, found, judged(case), passes=tiles)
+
+
+def test_the_draws_cover_what_can_be_asked() -> None:
+    cases = [drawn(seed) for seed in range(80)]
+    asked = {"entropy", "row_T", "temperature", "vocab_size", "kept", "logit_scale", "soft_cap"}
+    assert {name for case in cases for name in case.keys} == asked
+    assert {case.hidden_NH.dtype for case in cases} == set(DTYPES)
+    assert {case.hidden_NH.is_contiguous() for case in cases} == {True, False}
+    assert {case.bias_V is None for case in cases} == {True, False}
+    assert {case.keys["entropy"] for case in cases} == {"gradient", "value", "none"}
+
+
+def test_gradients_of_float64_are_those_of_finite_differences(monkeypatch) -> None:
+    with_tiles(monkeypatch, tile=6, slopes=16, states=10)
+    generator = torch.Generator().manual_seed(6)
+    leaves = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in [(4, 5), (9, 5), (9,)]
+    ]
+    kept = KeptColumns(torch.tensor([0, 3, 5]), torch.tensor([0, 0, 2]), torch.tensor([True, False, True]))
+
+    def function(hidden_NH, weight_VH, bias_V):
+        return score_hidden(
+            hidden_NH,
+            weight_VH,
+            torch.tensor([1, 7, 2]),
+            bias=bias_V,
+            row_T=torch.tensor([3, 0, 1]),
+            temperature=0.7,
+            logit_scale=0.5,
+            soft_cap=4.0,
+            kept=kept,
+            vocab_size=8,
+        )
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_is_what_scoring_all_logits_gives(backend, tiles, seed) -> None:
+    case = drawn(seed, dtypes=(torch.float32,))._replace(bias_V=None)
+    found = answered(case)
+    leaves = [x.clone().requires_grad_() for x in (case.hidden_NH, case.weight_VH)]
+    keys = {name: value for name, value in case.keys.items() if name not in ("logit_scale", "soft_cap")}
+    scores = score_tokens(logits_of(case, leaves[0] @ leaves[1].t()), case.token_T, **keys)
+    outputs = [x for x in scores if x is not None and x.requires_grad]
+    grads = torch.autograd.grad(outputs, leaves, list(case.grad_2T[: len(outputs)]))
+    assert_near(case, Answer(*scores, *grads, None), judged(case), passes=tiles)
+    assert_near(case, found, judged(case), passes=tiles)
+
+
+def test_leading_dimensions_change_no_bit(backend, tiles) -> None:
+    case = plain(rows=6)
+    wanted = answered(case)
+    found = answered(case._replace(hidden_NH=case.hidden_NH.view(2, 3, -1)))
+    assert torch.equal(found.log_prob_T, wanted.log_prob_T)
+    assert torch.equal(found.hidden_grad.view_as(wanted.hidden_grad), wanted.hidden_grad)
+    assert torch.equal(found.weight_grad, wanted.weight_grad)
+
+
+def test_a_weight_that_is_transposed_is_the_same(backend, tiles) -> None:
+    case = plain(rows=6)
+    turned = case._replace(weight_VH=case.weight_VH.t().contiguous().t())
+    assert_near(case, answered(turned), judged(case), passes=tiles)
+
+
+def plain(*, rows: int, dtype: torch.dtype = torch.float32, **keys) -> Case:
+    """A case without anything special."""
+    generator = torch.Generator().manual_seed(3)
+    hidden_NH, weight_VH = torch.randn(rows, 7, generator=generator), torch.randn(60, 7, generator=generator)
+    num_tokens = len(keys.get("row_T", range(rows)))
+    token_T = torch.randint(60, (num_tokens,), generator=generator)
+    grad_2T = torch.randn(2, num_tokens, generator=generator)
+    return Case(hidden_NH.to(dtype), weight_VH.to(dtype), None, token_T, {"entropy": "gradient"} | keys, {}, grad_2T)
+
+
+# --- what must not matter
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
+def test_what_no_gradient_reaches_changes_nothing(backend, tiles, poison) -> None:
+    """Neither a state that scores no token, nor one whose token has no gradient, nor what stands in for padding."""
+    case = plain(rows=9, row_T=torch.tensor([4, 0, 5, 2, 8]), vocab_size=50)
+    case = case._replace(token_T=case.token_T % 50, grad_2T=case.grad_2T * torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))
+    wanted = answered(case)
+    bad = case._replace(hidden_NH=case.hidden_NH.clone(), weight_VH=case.weight_VH.clone())
+    bad.hidden_NH[[1, 4, 2, 7]] = poison
+    bad.weight_VH[50:] = poison
+    found = answered(bad)
+    assert torch.equal(found.log_prob_T[[1, 2, 4]], wanted.log_prob_T[[1, 2, 4]])
+    assert torch.equal(found.hidden_grad, wanted.hidden_grad)
+    assert torch.equal(found.weight_grad, wanted.weight_grad)
+    assert not found.hidden_grad[[1, 2, 3, 4, 6, 7]].any()
+    assert not found.weight_grad[50:].any()
+
+
+def test_a_token_outside_of_the_vocabulary_cannot_be_drawn(backend, tiles) -> None:
+    case = plain(rows=3, vocab_size=50)._replace(token_T=torch.tensor([50, 3, -1]))
+    assert (answered(case).log_prob_T == -torch.inf).tolist() == [True, False, True]
+
+
+def test_no_token_is_no_gradient(backend, tiles) -> None:
+    case = plain(rows=4, row_T=torch.zeros(0, dtype=torch.int64))
+    found = answered(case)
+    assert found.log_prob_T.shape == (0,)
+    assert not found.hidden_grad.any()
+    assert not found.weight_grad.any()
+
+
+def test_what_needs_no_gradient_gets_none(backend, tiles) -> None:
+    case = plain(rows=6)
+    wanted = answered(case)
+    for frozen in range(2):
+        leaves = [case.hidden_NH.clone(), case.weight_VH.clone()]
+        leaves[1 - frozen].requires_grad_()
+        scores = score_hidden(*leaves, case.token_T)
+        torch.autograd.backward(scores, tuple(case.grad_2T))
+        assert leaves[frozen].grad is None
+        assert torch.equal(leaves[1 - frozen].grad, (wanted.weight_grad, wanted.hidden_grad)[frozen])
+    assert not score_hidden(case.hidden_NH, case.weight_VH, case.token_T).log_prob_T.requires_grad
+
+
+def test_an_entropy_of_which_only_the_value_is_wanted_has_no_gradient(backend) -> None:
+    leaf = plain(rows=3).weight_VH.requires_grad_()
+    scores = score_hidden(torch.randn(2, 7), leaf, torch.tensor([1, 2]), entropy="value")
+    assert not scores.entropy_T.requires_grad
+    assert torch.autograd.grad(scores.log_prob_T.sum(), leaf)[0].any()
+
+
+def test_autocast_and_deterministic_mode_change_no_bit(backend, tiles) -> None:
+    case = plain(rows=8, row_T=torch.tensor([7, 0, 3]))
+    wanted = answered(case)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = answered(case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_loss_that_is_computed_again_for_its_backward_pass_has_the_same_gradient(backend, use_reentrant) -> None:
+    case = plain(rows=5)
+
+    def loss(hidden_NH: torch.Tensor) -> torch.Tensor:
+        scores = score_hidden(hidden_NH, case.weight_VH, case.token_T)
+        return (scores.log_prob_T * 2.0 - scores.entropy_T).sum()
+
+    leaf = case.hidden_NH.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+    checkpoint(loss, leaf, use_reentrant=use_reentrant).backward()
+    assert torch.equal(leaf.grad, wanted)
+
+
+# --- the gradient of the weight
+
+
+def test_an_embedding_that_is_the_head_too_gets_both_gradients(backend) -> None:
+    case = plain(rows=5)
+    weight = case.weight_VH.double().requires_grad_()
+    token_T = case.token_T
+
+    def hidden_of(weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(token_T.roll(1), weight).tanh()
+
+    (found,) = torch.autograd.grad(score_hidden(hidden_of(weight), weight, token_T).log_prob_T.sum(), weight)
+    logits = hidden_of(weight) @ weight.t()
+    (wanted,) = torch.autograd.grad(logits.log_softmax(-1)[torch.arange(5), token_T].sum(), weight)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zero_out", [None, False, True])
+def test_main_grad_takes_the_gradient_of_the_weight(tiles, dtype, zero_out) -> None:
+    """Megatron-Core's flag: what autograd is given in its place is dropped by a hook, and added where that is zeros."""
+    case = plain(rows=9, dtype=dtype)
+    weight = torch.nn.Parameter(case.weight_VH.clone())
+    weight.main_grad = torch.ones(weight.shape, dtype=torch.float32)
+    if zero_out is not None:
+        weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zero_out
+    for _ in range(2):
+        scores = score_hidden(case.hidden_NH, weight, case.token_T, gradient_accumulation_fusion=True)
+        torch.autograd.backward(scores, tuple(case.grad_2T))
+        if zero_out is None:
+            assert weight.grad is None
+        else:
+            assert weight.grad_added_to_main_grad
+            assert weight.grad.shape == weight.shape
+            assert weight.grad.dtype == dtype
+            assert not zero_out or not weight.grad.any()
+            weight.grad = None
+    # In float32 however many micro-batches there are: only the slopes are rounded to the dtype of the operands.
+    float64 = judged_plain(case)
+    reach = judged_plain(case, absolute=True)
+    near = 2 * (reach * torch.finfo(dtype).eps + 1e-6 * (reach + 1.0))
+    assert ((weight.main_grad.double() - 1.0 - 2.0 * float64).abs() <= near).all()
+
+
+def judged_plain(case: Case, *, absolute: bool = False) -> torch.Tensor:
+    """``[V, H]``: the gradient of the weight in float64, or the sum of the absolute values of its terms."""
+    logits = (case.hidden_NH.double() @ case.weight_VH.double().t()).requires_grad_()
+    log_p_TV = logits.log_softmax(-1)
+    log_prob_T = log_p_TV[torch.arange(len(case.token_T)), case.token_T]
+    entropy_T = -(log_p_TV.exp() * log_p_TV).sum(-1)
+    (slope_TV,) = torch.autograd.grad((log_prob_T * case.grad_2T[0] + entropy_T * case.grad_2T[1]).sum(), logits)
+    rows_TH = case.hidden_NH.double()
+    return slope_TV.abs().t() @ rows_TH.abs() if absolute else slope_TV.t() @ rows_TH
+
+
+# --- memory
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_no_tensor_has_tokens_and_vocabulary(monkeypatch, with_kept) -> None:
+    # Triton's interpreter copies storages.
+    monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
+    with_tiles(monkeypatch, tile=400, slopes=800, states=160)
+    num_tokens, size, width = 40, 300, 8
+    leaves = [torch.randn(num_tokens, width, requires_grad=True), torch.randn(size, width, requires_grad=True)]
+    kept = None
+    if with_kept:
+        kept = KeptColumns(torch.arange(40), torch.arange(40), torch.ones(40, dtype=torch.bool))
+    with Largest() as forward:
+        scores = score_hidden(*leaves, torch.arange(num_tokens), kept=kept)
+    loss = (scores.log_prob_T + scores.entropy_T).sum()
+    with Largest() as backward:
+        loss.backward()
+    # The weight, which is larger than any tile, and six sums of each token.
+    assert forward.elements <= size * width
+    assert backward.elements <= size * width
+
+
+@pytest.mark.parametrize(("number", "most"), [(0, 5), (1, 5), (5, 5), (300, 256), (1000, 384), (248_320, 8192), (9, 0)])
+def test_parts_are_equal_and_none_is_larger(number, most) -> None:
+    size = hidden._even(number, most)
+    parts = list(hidden._parts(number, size))
+    assert [each.start for each in parts] == [0, *(each.stop for each in parts[:-1])]
+    assert parts[-1].stop == number
+    assert size <= max(most, 1)
+    assert len(parts) == max(-(-number // max(most, 1)), 1)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"temperature": 0.0}, ValueError, "temperature"),
+        ({"logit_scale": -1.0}, ValueError, "logit_scale must be in"),
+        ({"soft_cap": 0.0}, ValueError, "soft_cap must be in"),
+        ({"entropy": "gradients"}, ValueError, r"entropy must be one of gradient \| value \| none, got 'gradients'"),
+        ({"weight": torch.zeros(5, 4)}, ValueError, r"weight has shape \[5, 4\], must be \[V, 3\] as hidden is wide"),
+        ({"weight": torch.zeros(5, 3).bfloat16()}, TypeError, "weight is torch.bfloat16, hidden torch.float32"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], weight \[5, 3\]"),
+        (
+            {"token_T": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            r"token_T has shape \[3\], there are 2 hidden sta",
+        ),
+        ({"token_T": torch.zeros(2)}, TypeError, "token_T must be int64 or int32, got torch.float32"),
+        ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], token_T \[2\]"),
+        ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
+        ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "hidden must be floats, got torch.int64"),
+        ({"hidden": torch.zeros(2, 3, device="meta")}, ValueError, "weight is on cpu, hidden on meta"),
+        ({"vocab_size": 6}, ValueError, r"vocab_size must be in \[1, 5\], 1 ranks with 5 rows of weight, got 6"),
+        ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], as tp_group has 1 ranks, got 1"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel must be False where tp_group is None"),
+        (
+            {"kept": KeptColumns(torch.zeros(0), torch.zeros(0), torch.ones(3, dtype=torch.bool))},
+            ValueError,
+            r"kept.is_recorded_T has shape \[3\], token_T \[2\]",
+        ),
+        (
+            {"weight": torch.zeros(5, 3, requires_grad=True), "gradient_accumulation_fusion": True},
+            ValueError,
+            r"weight.main_grad must have the shape \[5, 3\] of weight, got None",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change, error, text) -> None:
+    given = {
+        "hidden": torch.zeros(2, 3),
+        "weight": torch.zeros(5, 3),
+        "token_T": torch.zeros(2, dtype=torch.int64),
+    } | change
+    with pytest.raises(error, match=text):
+        score_hidden(given.pop("hidden"), given.pop("weight"), given.pop("token_T"), **given)
+
+
+def test_a_state_of_two_tokens_is_scored_twice_and_has_no_gradient(backend) -> None:
+    case = plain(rows=3, row_T=torch.tensor([2, 0, 2]))
+    leaf = case.weight_VH.clone().requires_grad_()
+    scores = score_hidden(case.hidden_NH, leaf, case.token_T, row_T=case.keys["row_T"])
+    log_p_NV = (case.hidden_NH @ leaf.t()).log_softmax(-1)
+    torch.testing.assert_close(scores.log_prob_T, log_p_NV[case.keys["row_T"], case.token_T])
+    with pytest.raises(RuntimeError, match="row_T has a row twice, and only one token's gradient fits"):
+        scores.log_prob_T.sum().backward()
