@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -365,7 +365,8 @@ def _row_sums(head: _Head, hidden_NH: Tensor, targets: Targets, kept: SortedColu
     """``[T]`` each, over this rank's columns."""
     tiles = _tiles(targets, hidden_NH)
     buffer = hidden_NH.new_empty(tiles.rows * tiles.columns, dtype=_accumulated(hidden_NH))
-    chunks: list[RowSums] = []
+    scale, with_product = 1.0 / use.temperature, use.entropy != "none"
+    found: list[RowSums] = []
     for part in _parts(len(targets.token_T), tiles.rows):
         rows_NH = hidden_NH[part] if targets.row_T is None else hidden_NH.index_select(0, targets.row_T[part])
         sums: list[RowSums] = []
@@ -373,13 +374,13 @@ def _row_sums(head: _Head, hidden_NH: Tensor, targets: Targets, kept: SortedColu
             logits_NV = _view(buffer, len(rows_NH), _length(columns))
             head.logits(rows_NH, columns, logits_NV)
             of_tile, bits_TC = _tile(targets, kept, part, columns)
-            sums.append(
-                use.backend.row_sums(
-                    logits_NV, of_tile, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
-                )
-            )
-        chunks.append(merged(_stacked(sums), temperature=use.temperature))
-    return RowSums(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)))  # type: ignore[arg-type]
+            sums.append(use.backend.row_sums(logits_NV, of_tile, bits_TC, scale=scale, with_product=with_product))
+        found.append(_joined(sums, torch.stack))
+    return merged(_joined(found, functools.partial(torch.cat, dim=1)), temperature=use.temperature)
+
+
+def _joined(sums: list[RowSums], join: Callable[[tuple[Tensor, ...]], Tensor]) -> RowSums:
+    return RowSums(*(None if each[0] is None else join(each) for each in zip(*sums, strict=True)))  # type: ignore[arg-type]
 
 
 def _add_gradients(
@@ -392,43 +393,36 @@ def _add_gradients(
     out: _Gradients,
 ) -> None:
     tiles = _tiles(targets, hidden_NH)
-    weight_VH, accumulated = head.weight_VH, _accumulated(hidden_NH)
+    weight_VH, accumulated, scale = head.weight_VH, _accumulated(hidden_NH), 1.0 / use.temperature
     logits = hidden_NH.new_empty(tiles.rows * tiles.columns, dtype=accumulated)
     slope = hidden_NH.new_empty(tiles.tokens * tiles.columns)
-    for number, part in enumerate(_parts(len(targets.token_T), tiles.tokens)):
+    for part in _parts(len(targets.token_T), tiles.tokens):
         of_part = slopes.of_tokens(part)
         rows_TH = hidden_NH[part] if targets.row_T is None else hidden_NH.index_select(0, targets.row_T[part])
         # A product with a slope of 0 would let a NaN through.
         rows_TH = torch.where(of_part.is_wanted().unsqueeze(-1), rows_TH, 0.0)
-        total_TH = None
-        if out.hidden_TH is not None:
-            total_TH = out.hidden_TH[part]
-            if targets.num_columns > tiles.columns and total_TH.dtype != accumulated:
-                total_TH = torch.empty_like(total_TH, dtype=accumulated)
+        of_rows = [(rows, of_part.of_tokens(rows)) for rows in _parts(len(rows_TH), tiles.rows)]
+        own_TH = total_TH = None if out.hidden_TH is None else out.hidden_TH[part]
+        if own_TH is not None and targets.num_columns > tiles.columns and own_TH.dtype != accumulated:
+            total_TH = torch.empty_like(own_TH, dtype=accumulated)
         for columns in _parts(targets.num_columns, tiles.columns):
             slopes_TV = _view(slope, len(rows_TH), _length(columns))
-            for rows in _parts(len(rows_TH), tiles.rows):
+            for rows, coefficients in of_rows:
                 logits_NV = _view(logits, _length(rows), _length(columns))
                 head.logits(rows_TH[rows], columns, logits_NV)
                 tokens = slice(part.start + rows.start, part.start + rows.stop)
                 of_tile, bits_TC = _tile(targets, kept, tokens, columns)
-                use.backend.gradient(
-                    logits_NV,
-                    of_tile,
-                    bits_TC,
-                    of_part.of_tokens(rows),
-                    scale=1.0 / use.temperature,
-                    out_NV=slopes_TV[rows],
-                )
-                head.before_cap(slopes_TV[rows], logits_NV)
+                slopes_NV = slopes_TV[rows]
+                use.backend.gradient(logits_NV, of_tile, bits_TC, coefficients, scale=scale, out_NV=slopes_NV)
+                head.before_cap(slopes_NV, logits_NV)
             if total_TH is not None:
                 _multiply(slopes_TV, weight_VH[columns], total_TH, adds=columns.start > 0)
             if out.weight_VH is not None:
-                _multiply(slopes_TV.t(), rows_TH, out.weight_VH[columns], adds=number > 0 or out.adds_to_weight)
+                _multiply(slopes_TV.t(), rows_TH, out.weight_VH[columns], adds=out.adds_to_weight or part.start > 0)
             if out.bias_V is not None:
                 out.bias_V[columns] += slopes_TV.sum(0, dtype=accumulated)
-        if out.hidden_TH is not None and total_TH is not None:
-            out.hidden_TH[part] = total_TH
+        if own_TH is not None and total_TH is not None and total_TH is not own_TH:
+            own_TH.copy_(total_TH)
 
 
 def _weight_gradient(weight_VH: Tensor, num_columns: int, parameter: Tensor | None) -> Tensor:
@@ -502,10 +496,6 @@ def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: 
     first, num_columns = targets.first + columns.start, _length(columns)
     bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns, tokens=tokens)
     return Targets(targets.token_T[tokens], None, first, num_columns), bits_TC
-
-
-def _stacked(sums: list[RowSums]) -> RowSums:
-    return RowSums(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*sums, strict=True)))  # type: ignore[arg-type]
 
 
 # --- products
