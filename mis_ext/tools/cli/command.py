@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mis_ext.files import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Column
 
 
@@ -104,18 +105,23 @@ _LARGE = 1 << 22
 
 def watch(paths: Sequence[Path], *, min_files: int = 1) -> Iterable[Path]:
     """The paths one by one; from ``min_files`` on, with a view of how many are read."""
-    size = sum(path.stat().st_size for path in paths if path.is_file())
-    if find_spec("rich") is None:
-        _say("reading", size)
+    console = _terminal() if len(paths) >= min_files else None
+    if console is None:
+        _say("reading", sum(path.stat().st_size for path in paths if path.is_file()))
         return paths
-    from rich.console import Console
     from rich.progress import track
 
+    return track(paths, "reading", console=console, transient=True)
+
+
+def _terminal() -> Console | None:
+    """Where to draw how far it has come, if anywhere."""
+    if find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
     console = Console(stderr=True)
-    is_hidden = len(paths) < min_files or not console.is_terminal
-    if is_hidden:
-        _say("reading", size)
-    return track(paths, "reading", console=console, transient=True, disable=is_hidden)
+    return console if console.is_terminal else None
 
 
 def _say(title: str, size: int) -> None:
@@ -132,16 +138,12 @@ def bytes_bars(*, size: int) -> Iterator[Callable[[str, int], Advance]]:
         _say(title, total)
         return lambda num_bytes: None
 
-    if find_spec("rich") is None:
+    console = _terminal()
+    if console is None:
         yield line
         return
     from rich import progress as columns
-    from rich.console import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield line
-        return
     with columns.Progress(
         columns.TextColumn("{task.description}"),
         columns.BarColumn(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mis_ext.correction.config import GuardName
-from mis_ext.tools.diagnosis.measuring import Kind, Measured
+from mis_ext.tools.diagnosis.measuring import Kind
 
 Confidence = Literal["certain", "likely", "possible"]
 Need = Literal["tokens", "signals", "samples"]
@@ -38,7 +38,8 @@ class Finding:
     hides: tuple[str, ...] = ()
 
 
-Rule = Callable[[Measured], Finding | None]
+Rule = Callable[..., Finding | None]
+"""Of what was measured, and of what the row says that the rule looks at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Cause:
         title: What it is.
         looks_like: What shows it, for the documentation.
         needs: What its rule looks at.
-        rule: What is found, from what was measured; None where nothing is.
+        rule: What is found, from what was measured and from what it looks at; None where nothing is.
         advice: What to do.
         is_fault: Whether it is a mistake to repair first, which no configuration corrects.
         guard: Which guard of a run stops on it.

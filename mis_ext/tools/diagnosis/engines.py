@@ -40,10 +40,9 @@ LEAST_BEHIND = 2
     needs=("signals",),
     advice="Nothing to correct. For equal bits use the same formula on both sides.",
 )
-def formula(measured: Measured) -> Finding | None:
+def formula(measured: Measured, signals: Signals) -> Finding | None:
     """Differences within the rounding of one operation."""
-    assert measured.signals is not None
-    steps, _, largest = measured.signals.largest.tolist()
+    steps, _, largest = signals.largest.tolist()
     if not 0.0 < steps <= MAX_FORMULA_STEPS or measured.tokens.line.num_tokens < MIN_TOKENS:
         return None
     return Finding(
@@ -61,11 +60,10 @@ def formula(measured: Measured) -> Finding | None:
     needs=("signals",),
     advice="Keep log-probs in float32 from the log-softmax to the dump.",
 )
-def bf16(measured: Measured) -> Finding | None:
+def bf16(measured: Measured, signals: Signals) -> Finding | None:
     """Log-probs of one side that are bfloat16 numbers."""
-    assert measured.signals is not None
-    rounded = dict(zip(("proximal", "behavior"), measured.signals.rounded.tolist(), strict=True))
-    if min(count for count, _, _ in rounded.values()) < MIN_TOKENS or measured.signals.largest[2] == 0.0:
+    rounded = dict(zip(("proximal", "behavior"), signals.rounded.tolist(), strict=True))
+    if min(count for count, _, _ in rounded.values()) < MIN_TOKENS or signals.largest[2] == 0.0:
         return None
     sides = {name: expected for name, (count, of_bf16, expected) in rounded.items() if of_bf16 > ALL * count}
     if not sides:
@@ -86,10 +84,9 @@ def bf16(measured: Measured) -> Finding | None:
     advice="Compare prefill and decode of the engine (mis-ext diff).",
     hides=("late_positions",),
 )
-def decoding(measured: Measured) -> Finding | None:
+def decoding(measured: Measured, signals: Signals) -> Finding | None:
     """First tokens of responses are equal, later ones are not."""
-    assert measured.signals is not None
-    first, first_different, later, later_different = measured.signals.firsts.tolist()
+    first, first_different, later, later_different = signals.firsts.tolist()
     if first_different or not later_different:
         return None
     # One more than counted, so that few tokens cannot make a certainty.
@@ -113,10 +110,9 @@ def decoding(measured: Measured) -> Finding | None:
     advice="Flush the engine's prefix cache at every weight update.",
     hides=TAILS,
 )
-def prefix(measured: Measured) -> Finding | None:
+def prefix(measured: Measured, signals: Signals) -> Finding | None:
     """The beginning of turns differs more, or turns behind the first do."""
-    assert measured.signals is not None
-    first, later = measured.signals.places
+    first, later = signals.places
     total = float((first + later)[:, 1].sum())
     # A prefix that all share shows in all turns, one of the conversation behind the first only.
     all_turns = {"": first + later, " after the first": later}
@@ -165,10 +161,9 @@ def prefix(measured: Measured) -> Finding | None:
     advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
     hides=TAILS,
 )
-def late(measured: Measured) -> Finding | None:
+def late(measured: Measured, signals: Signals) -> Finding | None:
     """Tokens behind some position differ, those before it hardly, or not as much."""
-    assert measured.signals is not None
-    bins = measured.signals.positions
+    bins = signals.positions
     total, found = float(bins[:, 1].sum()), list[tuple[bool, float, int, float]]()
     for index in range(FIRST_LATE, len(bins)):
         begins = _begins_at(index, bins)
@@ -253,10 +248,9 @@ def _tail(signals: Signals) -> Tail | None:
     needs=("signals",),
     advice="Look at the worst tokens. Truncated token weights (yaml/mis.yaml) limit the effect of each.",
 )
-def few_tokens(measured: Measured) -> Finding | None:
+def few_tokens(measured: Measured, signals: Signals) -> Finding | None:
     """A handful of tokens carry most of the mismatch."""
-    assert measured.signals is not None
-    tail = _tail(measured.signals)
+    tail = _tail(signals)
     if tail is None or tail.share >= FEW_SHARE:
         return None
     return Finding(confidence="likely", evidence=tail.evidence, k3_share=tail.k3_share)
@@ -272,10 +266,9 @@ def few_tokens(measured: Measured) -> Finding | None:
     "(lab/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
     "reward was the same (lab/evidence/pretrained_moe.md).",
 )
-def experts(measured: Measured) -> Finding | None:
+def experts(measured: Measured, signals: Signals) -> Finding | None:
     """Few tokens carry most of the mismatch, as where experts differ."""
-    assert measured.signals is not None
-    tail = _tail(measured.signals)
+    tail = _tail(signals)
     if tail is None or tail.share < FEW_SHARE:
         return None
     return Finding(

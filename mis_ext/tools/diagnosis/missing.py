@@ -62,9 +62,8 @@ MAX_STALE_DIFF = 1.0
     guard="shifted_log_probs",
     takes_out=True,
 )
-def shifted(measured: Measured) -> Finding | None:
+def shifted(measured: Measured, tokens: TokenSums) -> Finding | None:
     """The streams fit much better when one of them is shifted by a token, in all responses or in some."""
-    tokens = measured.tokens
     (aligned, moved), all_shifted = tokens.pair_gaps, tokens.is_shifted
     num_lagged, k3_lagged = _lagged(measured.samples)
     num_shifted = tokens.num_shifted - num_lagged
@@ -102,13 +101,12 @@ def _lagged(samples: Samples | None) -> tuple[float, float]:
     is_fault=True,
     takes_out=True,
 )
-def shifted_by_many(measured: Measured) -> Finding | None:
+def shifted_by_many(measured: Measured, samples: Samples) -> Finding | None:
     """The streams of some samples fit much better when one of them is shifted by more than a token."""
-    assert measured.samples is not None
-    lag_S = measured.samples["lag"]
+    lag_S = samples["lag"]
     if not bool(lag_S.any()):
         return None
-    num_lagged, k3_lagged = _lagged(measured.samples)
+    num_lagged, k3_lagged = _lagged(samples)
     found = []
     for when, lag_N in (("late", lag_S[lag_S > 0.0]), ("early", -lag_S[lag_S < 0.0])):
         lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
@@ -131,9 +129,8 @@ def shifted_by_many(measured: Measured) -> Finding | None:
     is_fault=True,
     guard="degenerate_behavior",
 )
-def negated(measured: Measured) -> Finding | None:
+def negated(measured: Measured, tokens: TokenSums) -> Finding | None:
     """Log-probs of one side are negative log-likelihoods."""
-    tokens = measured.tokens
     count = max(tokens.num_valid, 1.0)
     differ = tokens.gap > MAX_ZERO_GAP * count
     if count < MIN_CONSTANT_TOKENS or not differ or tokens.negated >= SHIFT_FACTOR * tokens.gap:
@@ -158,9 +155,8 @@ def negated(measured: Measured) -> Finding | None:
     guard="degenerate_behavior",
     takes_out=True,
 )
-def positive(measured: Measured) -> Finding | None:
+def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
     """Numbers above 0, which no log-prob is."""
-    tokens = measured.tokens
     sides = {"behavior": tokens.num_positive, "proximal": tokens.num_proximal_positive}
     found = [f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs" for side, count in sides.items() if count]
     most = max(sides.values())
@@ -188,9 +184,8 @@ def positive(measured: Measured) -> Finding | None:
     guard="degenerate_behavior",
     takes_out=True,
 )
-def placeholders(measured: Measured) -> Finding | None:
+def placeholders(measured: Measured, tokens: TokenSums) -> Finding | None:
     """Sentinels, zeros and constants in place of log-probs."""
-    tokens = measured.tokens
     if tokens.num_valid < MIN_CONSTANT_TOKENS:
         return None
     num_zeros, num_proximal_zeros = _num_zeros(measured)
@@ -272,9 +267,8 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float, num_proximal_zeros: 
     "sampled ids behind the same prompt.",
     is_fault=True,
 )
-def broken_trainer(measured: Measured) -> Finding | None:
+def broken_trainer(measured: Measured, tokens: TokenSums) -> Finding | None:
     """The trainer finds the sampled tokens less probable than a uniform guess would."""
-    tokens = measured.tokens
     return _worse_than_a_guess(measured, "trainer", tokens.proximal_rest, tokens.behavior_rest)
 
 
@@ -287,9 +281,8 @@ def broken_trainer(measured: Measured) -> Finding | None:
     "returns the log-probs of the sampled tokens.",
     is_fault=True,
 )
-def broken_engine(measured: Measured) -> Finding | None:
+def broken_engine(measured: Measured, tokens: TokenSums) -> Finding | None:
     """The engine finds the tokens that it sampled less probable than a uniform guess would."""
-    tokens = measured.tokens
     return _worse_than_a_guess(measured, "engine", tokens.behavior_rest, tokens.proximal_rest)
 
 
@@ -329,10 +322,9 @@ def _share_of(k3: float, others: float) -> float:
     is_fault=True,
     takes_out=True,
 )
-def other_ids(measured: Measured) -> Finding | None:
+def other_ids(measured: Measured, samples: Samples) -> Finding | None:
     """The trainer scores other ids, or another text, than the engine sampled."""
-    assert measured.samples is not None
-    known = measured.samples["has_other_ids"]
+    known = samples["has_other_ids"]
     known = known[~known.isnan()]
     if bool(known.any()):
         evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
@@ -350,7 +342,7 @@ def other_ids(measured: Measured) -> Finding | None:
     is_fault=True,
     takes_out=True,
 )
-def other_context(measured: Measured) -> Finding | None:
+def other_context(measured: Measured, _: Samples) -> Finding | None:
     """Samples stand apart, and it is not their text."""
     return _apart(measured, has_equal_ids=True)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mis_ext.checks.token_sums import MIN_TOKENS, SAMPLED_ERRORS
+from mis_ext.checks.token_sums import MIN_TOKENS, SAMPLED_ERRORS, TokenSums
 from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.engines import TAIL_FACTOR
 from mis_ext.tools.diagnosis.measuring import Measured, factor, may_be_zero
@@ -85,9 +85,8 @@ for more noise than there is."""
     is_fault=True,
     hides=("broken_trainer", "broken_engine", "vocabulary_padding", *TAILS),
 )
-def temperature(measured: Measured) -> Finding | None:
+def temperature(measured: Measured, tokens: TokenSums) -> Finding | None:
     """One distribution is a power of the other; what else differs adds noise to it, or takes a part of it away."""
-    tokens = measured.tokens
     engine, trainer = tokens.powers
     is_doubtful = engine.excess > SAMPLED_ERRORS * engine.excess_error or abs(engine.fit) > FITS
     is_of_trainer = is_doubtful and abs(trainer.excess) < SAMPLED_FACTOR * engine.excess
@@ -151,14 +150,13 @@ _OTHER = {"behavior": "the trainer's", "proximal": "the one that the engine's lo
     advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
     is_fault=True,
 )
-def other_base(measured: Measured) -> Finding | None:
+def other_base(measured: Measured, tokens: TokenSums) -> Finding | None:
     """As they are, no side has sampled the tokens; with logarithms to a base on one side, the engine has.
 
     Of two policies the mean ratio is 1 to the side that has sampled, at whatever temperature the other is: a power of
     it, above 0. A cut of the engine's moves both means, and tokens that are all alike make a ratio of any size. So a
     base must explain how the tokens differ from each other, too.
     """
-    tokens = measured.tokens
     if tokens.line.num_tokens < MIN_TOKENS or measured.are_policies:
         return None
     explained, side, base = measured.likely_base()
@@ -186,17 +184,16 @@ def other_base(measured: Measured) -> Finding | None:
     is_fault=True,
     hides=("top_p_or_top_k", *TAILS),
 )
-def padding(measured: Measured) -> Finding | None:
+def padding(measured: Measured, signals: Signals) -> Finding | None:
     """All tokens lose a little of their probability."""
-    assert measured.signals is not None
-    evidence = _deficit(measured.signals)
-    lowest = float(measured.signals.largest[1])
+    evidence = _deficit(signals)
+    lowest = float(signals.largest[1])
     if not evidence or lowest >= MAX_PADDING_GAP:
         return None
     return Finding(
         confidence="possible",
         evidence=f"{evidence}; no token loses more than {lowest:.2g} nats",
-        k3_share=_one_sided(measured.signals),
+        k3_share=_one_sided(signals),
     )
 
 
@@ -210,19 +207,18 @@ def padding(measured: Measured) -> Finding | None:
     is_fault=True,
     hides=TAILS,
 )
-def truncation(measured: Measured) -> Finding | None:
+def truncation(measured: Measured, signals: Signals) -> Finding | None:
     """The engine samples from a part of what the trainer scores."""
-    assert measured.signals is not None
-    evidence = _deficit(measured.signals)
-    count, excess, _ = measured.signals.ratios.tolist()
-    if not evidence or float(measured.signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:
+    evidence = _deficit(signals)
+    count, excess, _ = signals.ratios.tolist()
+    if not evidence or float(signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:
         return None
     line = measured.tokens.line.on("behavior")
     is_colder = line.slope < 0.0 and line.explained > MIN_EXPLAINED
     return Finding(
         confidence="likely",
         evidence=f"{evidence}; on average it keeps a mass of {1.0 + excess / count:.3g}",
-        k3_share=_one_sided(measured.signals),
+        k3_share=_one_sided(signals),
         is_up_to=is_colder,
         alternatives=(
             "padding of the trainer's vocabulary",

@@ -7,7 +7,7 @@ import math
 from mis_ext.checks.token_sums import KERNEL_K3, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3, SAMPLED_ERRORS, Power
 from mis_ext.tools.diagnosis.cause import Confidence, Finding, cause, percent
 from mis_ext.tools.diagnosis.measuring import Measured
-from mis_ext.tools.diagnosis.signals import FIRST_LATE, Place
+from mis_ext.tools.diagnosis.signals import FIRST_LATE, Place, Signals
 
 MAX_EXPLAINED = 0.87
 """Where other causes explain more of k3, what is left is not named: shares are not that exact."""
@@ -60,7 +60,7 @@ QUANTISED = (
     needs=("signals",),
     advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart.",
 )
-def equal(measured: Measured) -> Finding | None:
+def equal(measured: Measured, _: Signals) -> Finding | None:
     """Every log-prob is the same number on both sides."""
     if measured.tokens.num_valid == 0 or measured.tokens.num_different:
         return None
@@ -74,7 +74,7 @@ def equal(measured: Measured) -> Finding | None:
     needs=("signals",),
     advice="No correction is needed for this alone. To find the first module that differs: mis-ext diff.",
 )
-def kernels(measured: Measured) -> Finding | None:
+def kernels(measured: Measured, _: Signals) -> Finding | None:
     """A difference of the size of kernels in bfloat16."""
     is_quiet, old = measured.k3_left < QUIET_K3, stale_words(measured)
     if not _is_left(measured, 0.0, KERNEL_K3) or (is_quiet and measured.has_main):
@@ -95,7 +95,7 @@ def kernels(measured: Measured) -> Finding | None:
     "small models an fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
     "difference there (docs/guide/presets.md).",
 )
-def kernels_or_low_precision(measured: Measured) -> Finding | None:
+def kernels_or_low_precision(measured: Measured, _: Signals) -> Finding | None:
     """A difference that kernels in bfloat16 give in a pretrained model, and low precision in a small one.
 
     Tails do not tell them apart: low precision adds some, but which model it is decides more.
@@ -116,7 +116,7 @@ def kernels_or_low_precision(measured: Measured) -> Finding | None:
     "correction, and 8 of 107 steps later with it (docs/guide/presets.md). A k3 far above that of the same engine in "
     "bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
 )
-def low_precision(measured: Measured) -> Finding | None:
+def low_precision(measured: Measured, _: Signals) -> Finding | None:
     """A difference between those of bfloat16 and of other weights."""
     if not _is_left(measured, PRETRAINED_K3, QUANTISED_K3):
         return None
@@ -130,7 +130,7 @@ def low_precision(measured: Measured) -> Finding | None:
     needs=("signals",),
     advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
 )
-def large(measured: Measured) -> Finding | None:
+def large(measured: Measured, _: Signals) -> Finding | None:
     """More than precision explains."""
     if not _is_left(measured, QUANTISED_K3, math.inf):
         return None

@@ -38,10 +38,9 @@ MAX_EXPLAINED = 0.3
     "model, 0.13 with 8, and 0.34 in a tiny one (lab/evidence/README.md).",
     hides=("decode_dependence", "stale_prefix_cache", "late_positions", *TAILS),
 )
-def stale(measured: Measured) -> Finding | None:
+def stale(measured: Measured, samples: Samples) -> Finding | None:
     """Weights of other steps. What versions say is not guessed from steps and sizes."""
-    assert measured.samples is not None
-    samples = measured.samples.measured
+    samples = samples.measured
     behind = samples["versions_behind"]
     if bool((behind.abs() > 0.0).any()):
         return _by_version(samples.where(~behind.isnan()))

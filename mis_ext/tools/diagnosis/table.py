@@ -65,9 +65,10 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
     found: list[Diagnosis] = []
     hidden: set[str] = set()
     for cause in CAUSES.values():
-        if cause.name in hidden or any(getattr(measured, need) is None for need in cause.needs):
+        looks_at = [getattr(measured, need) for need in cause.needs]
+        if cause.name in hidden or any(each is None for each in looks_at):
             continue
-        finding = cause.rule(measured)
+        finding = cause.rule(measured, *looks_at)
         if finding is None:
             continue
         if not cause.takes_out:
