@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mis_ext.rollout.custom_generate.function import generate as generate
     from mis_ext.rollout.definition import Distribution as Distribution
     from mis_ext.rollout.definition import LogProbDefinition as LogProbDefinition
-    from mis_ext.rollout.definition import SamplingParameters as SamplingParameters
     from mis_ext.rollout.definition import Speculation as Speculation
     from mis_ext.rollout.definition import Truncation as Truncation
     from mis_ext.rollout.definition import define_log_probs as define_log_probs
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from mis_ext.rollout.readers.servers import read_vllm_chat as read_vllm_chat
     from mis_ext.rollout.readers.servers import read_vllm_completions as read_vllm_completions
     from mis_ext.rollout.readers.servers import read_vllm_generate as read_vllm_generate
+    from mis_ext.rollout.sampling_parameters import SamplingParameters as SamplingParameters
     from mis_ext.rollout.vocabulary import VocabularyReport as VocabularyReport
     from mis_ext.rollout.vocabulary import check_vocabulary as check_vocabulary
     from mis_ext.rollout.vocabulary import padded_vocab_size as padded_vocab_size

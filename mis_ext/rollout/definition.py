@@ -1,16 +1,15 @@
-"""What a request asked of the sampler; from which distribution tokens were drawn, and of which their log-probs are."""
+"""From which distribution a server drew tokens, and of which one the log-probs are that it returned."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mis_ext.rollout.generation import MINUS_INFINITY
-from mis_ext.validation import check_bool, check_choice, check_mapping, check_number
+from mis_ext.rollout.generation import MINUS_INFINITY, ToldMode, are_logits
+from mis_ext.rollout.sampling_parameters import PENALTIES, SamplingParameters, Server
+from mis_ext.validation import check_choice, check_number
 
-Server = Literal["sglang", "vllm"]
 SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 _MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -19,144 +18,15 @@ _BACKENDS: dict[Server, tuple[SamplingBackend, ...]] = {
     "sglang": ("flashinfer", "pytorch"),
     "vllm": ("flashinfer", "triton", "pytorch"),
 }
-# Below these the servers take the most probable token.
-_GREEDY_BELOW: dict[Server, float] = {"sglang": 1e-6, "vllm": 1e-5}
-# A sum of float32 probabilities may exceed 1 by so much.
-_MASS_ERROR = 1e-3
-
-# Key: the value that changes nothing, and the legal range.
-_NUMBERS: dict[str, tuple[float, float, float]] = {
-    "temperature": (1.0, 0.0, math.inf),
-    "top_p": (1.0, 0.0, 1.0),
-    "min_p": (0.0, 0.0, 1.0),
-    "repetition_penalty": (1.0, 0.0, math.inf),
-    "frequency_penalty": (0.0, -2.0, 2.0),
-    "presence_penalty": (0.0, -2.0, 2.0),
+# What of a ``Speculation`` is the other server's, and its neutral value.
+_OTHER_SPECULATION: dict[Server, dict[str, Any]] = {
+    "sglang": {"rejection_sample_method": "standard"},
+    "vllm": {"threshold_single": 1.0, "threshold_acc": 1.0},
 }
-# What each penalty does to the logits of tokens that are in the text so far.
-_PENALTIES = {
-    "repetition_penalty": "it scales the logits of tokens that occur in the {} by their sign",
-    "frequency_penalty": "it lowers logits by the count of each token sampled so far",
-    "presence_penalty": "it lowers the logits of tokens sampled so far",
-}
-_RETURN_KEPT = "return_top_p_token_ids"
-
-# Each forbids tokens according to what was sampled before, by a grammar, by a list, or by code of the user.
-_GRAMMARS = (
-    *("json_schema", "regex", "ebnf", "structural_tag", "response_format", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+_SPECULATION_WITHOUT_TRITON = (
+    "speculative decoding without Triton, as on a CPU: vLLM 0.32.0 draws drafted tokens at a temperature, top_k and "
+    "top_p that it never set"
 )
-_PROCESSORS = (
-    *("min_new_tokens", "min_tokens", "allowed_token_ids", "bad_words", "thinking_token_budget"),
-    *("custom_logit_processor", "logits_processors", "watermark", "beam_width", "use_beam_search"),
-)
-
-# Say when to stop, what to return, or what the prompt is: no token becomes more or less probable.
-_HARMLESS = frozenset(
-    (
-        *("n", "seed", "sampling_seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "stop"),
-        *("stop_token_ids", "stop_regex", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
-        *("no_stop_trim", "include_stop_str_in_output", "detokenize", "truncate_prompt_tokens", "stream"),
-        *("stream_interval", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "user"),
-        *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_token_ids"),
-        *("return_tokens_as_token_ids", "return_meta_info", "return_sampling_mask", "sampling_logprobs_mode"),
-        *("model", "messages", "prompt", "text", "input_ids", "rid", "request_id", "priority", "tools"),
-        *("parallel_tool_calls", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
-        *("routed_experts_start_len", "routed_experts_prompt_start", "return_weight_versions"),
-        *("continue_final_message", "separate_reasoning", "return_hidden_states", "return_routed_experts"),
-    )
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParameters:
-    """What changes the probability of a token; the defaults change nothing.
-
-    Attributes:
-        temperature: Divides the logits; 0 takes the most probable token.
-        top_p: Keep the most probable tokens up to this mass, in (0, 1].
-        top_k: Keep so many of the most probable tokens; None keeps all.
-        min_p: Keep tokens of at least this share of the largest probability, in [0, 1].
-        logit_bias: What is added to the logits, by token id.
-        penalties: ``name=value`` of each penalty for repeating tokens.
-        grammars: ``name=value`` of each grammar or schema that the text must follow.
-        processors: ``name=value`` of everything else that forbids tokens or changes logits.
-        returns_kept_ids: slime's ``custom_params.return_top_p_token_ids``: its SGLang then returns the kept ids, and
-            log-probs that are renormalised over them.
-        unknown: Keys of the request of which nothing is known here.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    penalties: tuple[str, ...] = ()
-    grammars: tuple[str, ...] = ()
-    processors: tuple[str, ...] = ()
-    returns_kept_ids: bool = False
-    unknown: tuple[str, ...] = ()
-
-    @classmethod
-    def from_request(cls, request: Mapping[str, Any], *, server: Server) -> SamplingParameters:
-        """The parameters of a request: SGLang's ``sampling_params``, or the body of an OpenAI-style request.
-
-        A key that is absent or null has its neutral value here. The servers take the model's ``generation_config.json``
-        for such keys in OpenAI-style requests (SGLang ``--sampling-defaults openai`` and vLLM ``--generation-config
-        vllm`` turn that off): send all of temperature, top_p, top_k and min_p.
-
-        Args:
-            request: The decoded JSON.
-            server: The server that it was sent to.
-
-        Raises:
-            ValueError: A value outside its range.
-            TypeError: A value of another type.
-        """
-        check_choice("server", server, _BACKENDS)
-        given = {key: value for key, value in request.items() if value is not None}
-        numbers = {
-            key: check_number(key, given.get(key, neutral), low=low, high=high)
-            for key, (neutral, low, high) in _NUMBERS.items()
-        }
-        if not math.isfinite(numbers["temperature"]):
-            raise ValueError("temperature must be finite, got inf")
-        for key in ("top_p", "repetition_penalty"):
-            if numbers[key] == 0.0:
-                raise ValueError(f"{key} must be above 0, got 0")
-        custom = check_mapping("custom_params", given.get("custom_params", {}))
-        returns_kept_ids = check_bool(f"custom_params.{_RETURN_KEPT}", custom.pop(_RETURN_KEPT, False))
-        top_k = given.get("top_k", -1)
-        if isinstance(top_k, bool) or not isinstance(top_k, int):
-            raise TypeError(f"top_k must be a whole number, at least 1, or 0 or -1 for all tokens, got {top_k!r}")
-        if top_k < -1:
-            raise ValueError(f"top_k must be at least 1, or 0 or -1 for all tokens, got {top_k!r}")
-        grammars = [f"{key}={given[key]!r}" for key in _GRAMMARS if given.get(key) and given[key] != {"type": "text"}]
-        # The server makes a grammar from the tools where the call is not left to the model.
-        if given.get("tool_choice", "auto") not in ("auto", "none"):
-            grammars.append(f"tool_choice={given['tool_choice']!r}")
-        known = {*_NUMBERS, *_GRAMMARS, *_PROCESSORS, *_HARMLESS, "top_k", "logit_bias", "tool_choice", "custom_params"}
-        unknown = {*map(str, given.keys() - known), *(f"custom_params.{key}" for key in custom)}
-        return cls(
-            temperature=0.0 if numbers["temperature"] < _GREEDY_BELOW[server] else numbers["temperature"],
-            top_p=numbers["top_p"],
-            top_k=top_k if top_k > 0 else None,
-            min_p=numbers["min_p"],
-            logit_bias=_read_logit_bias(given.get("logit_bias", {})),
-            penalties=tuple(f"{key}={numbers[key]:g}" for key in _PENALTIES if numbers[key] != _NUMBERS[key][0]),
-            grammars=tuple(grammars),
-            processors=tuple(f"{key}={given[key]!r}" for key in _PROCESSORS if given.get(key)),
-            returns_kept_ids=returns_kept_ids and server == "sglang",
-            unknown=tuple(sorted(unknown)),
-        )
-
-
-def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
-    # JSON has no integers as keys.
-    biases = {int(key): check_number(f"logit_bias[{key}]", bias, low=-1e30, high=1e30) for key, bias in value.items()}
-    return tuple(sorted((key, bias) for key, bias in biases.items() if bias != 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,30 +86,39 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """SGLang's speculative decoding, as its verification draws (EAGLE and its relatives, 0.5).
+    """Speculative decoding, as the verification of SGLang 0.5 (EAGLE and its relatives) or of vLLM 0.32 draws.
 
-    A draft token is accepted with ``min(1, p / threshold_acc)``, and surely where ``p`` exceeds ``threshold_single``;
-    with both at 1 the tokens follow the model's truncated distribution.
+    SGLang accepts a draft token with ``min(1, p / threshold_acc)``, and surely where ``p`` exceeds
+    ``threshold_single``; with both at 1 the tokens follow the model's truncated distribution. vLLM's do by its methods
+    ``"standard"`` and ``"block"``, but not where it runs without Triton, as on a CPU: there the temperature, top-k and
+    top-p of drafted tokens are whatever lies in memory.
 
     Attributes:
-        threshold_single: ``--speculative-accept-threshold-single``, in (0, 1].
-        threshold_acc: ``--speculative-accept-threshold-acc``, in (0, 1].
+        threshold_single: SGLang's ``--speculative-accept-threshold-single``, in (0, 1].
+        threshold_acc: SGLang's ``--speculative-accept-threshold-acc``, in (0, 1].
+        rejection_sample_method: Of vLLM's ``--speculative-config``.
 
     Raises:
         TypeError: A threshold is no number.
-        ValueError: A threshold is out of range.
+        ValueError: A threshold is out of range, or there is no such method.
     """
 
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
 
     def __post_init__(self) -> None:
+        check_choice("rejection_sample_method", self.rejection_sample_method, ("standard", "block", "synthetic"))
         for name in ("threshold_single", "threshold_acc"):
             check_number(name, getattr(self, name), low=0.0, high=1.0, open_low=True)
 
     @property
     def unrepeatable(self) -> tuple[str, ...]:
         """Why a trainer cannot compute the probability of a token; empty if it can."""
+        if self.rejection_sample_method == "synthetic":
+            return (
+                "rejection_sample_method=synthetic: how often a draft is accepted does not depend on its probability",
+            )
         if self.threshold_single == self.threshold_acc == 1.0:
             return ()
         return (
@@ -248,7 +127,7 @@ class Speculation:
         )
 
     def explain(self, parameters: SamplingParameters) -> Iterator[str]:
-        """What a request asks that verification does otherwise, one line each."""
+        """What a request asks that SGLang's verification does otherwise, one line each."""
         yield (
             "speculative decoding: on a CPU, an XPU, and on ROCm without rejection sampling, verification takes the "
             "most probable token: nothing is drawn there"
@@ -363,10 +242,10 @@ def define_log_probs(
             ``"flashinfer"`` (None) or ``"pytorch"``. In vLLM ``"flashinfer"`` (None in the raw modes; with a request
             of its own seed in the batch it is Triton), ``"triton"`` (None in the processed modes) or, where there is no
             Triton and in older versions, ``"pytorch"``.
-        speculation: Of SGLang, where it drafts tokens and verifies them; None where it does not.
+        speculation: Where the server drafts tokens and verifies them; None where it does not.
 
     Raises:
-        ValueError: Another server, mode or backend, or speculation of vLLM.
+        ValueError: Another server, mode or backend, or a setting of the other server's speculation.
     """
     check_choice("server", server, _BACKENDS)
     check_choice("logprobs_mode", logprobs_mode, _MODES)
@@ -374,13 +253,13 @@ def define_log_probs(
     # Where vLLM returns processed log-probs, it does not draw with FlashInfer.
     backends = _BACKENDS[server][1:] if server == "vllm" and not is_raw else _BACKENDS[server]
     backend = backends[0] if sampling_backend is None else check_choice("sampling_backend", sampling_backend, backends)
-    if speculation is not None and server != "sglang":
-        raise ValueError(f"speculation is described for sglang only, got server {server!r}")
+    if speculation is not None and speculation != replace(speculation, **_OTHER_SPECULATION[server]):
+        raise ValueError(f"speculation: {', '.join(_OTHER_SPECULATION[server])} is not of {server}, got {speculation}")
     is_greedy = parameters.temperature == 0.0 or parameters.top_k == 1
     grammars = tuple(f"{name}: which tokens it forbids depends on the grammar's state" for name in parameters.grammars)
     counted = "prompt and response" if server == "vllm" else "response"
     penalties = (
-        f"{name}: {_PENALTIES[name.partition('=')[0]].format(counted)}, another normaliser at each token, which one "
+        f"{name}: {PENALTIES[name.partition('=')[0]].format(counted)}, another normaliser at each token, which one "
         "log-prob does not tell"
         for name in parameters.penalties
     )
@@ -394,6 +273,14 @@ def define_log_probs(
     truncation = Truncation(top_k=1) if is_greedy else _truncation(parameters, server, backend, speculation)
     sampled = replace(changed, truncation=truncation)
     doubts = [f"{key}: unknown, it may change what is sampled" for key in parameters.unknown]
+    doubts += parameters.doubts
+    if speculation is not None and not is_greedy:
+        unrepeatable = speculation.unrepeatable
+        if server == "vllm" and backend == "pytorch":
+            unrepeatable = (*unrepeatable, _SPECULATION_WITHOUT_TRITON)
+        elif server == "vllm":
+            doubts.append(f"{_SPECULATION_WITHOUT_TRITON}: if that is your server, say sampling_backend='pytorch'")
+        sampled = replace(sampled, unrepeatable=(*sampled.unrepeatable, *unrepeatable))
     if server == "vllm":
         # A greedy request is not truncated before its log-probs are taken.
         processed = changed if parameters.temperature == 0.0 else sampled
@@ -412,8 +299,6 @@ def define_log_probs(
             doubts += _sglang_doubts(parameters, backend, speculation)
             if parameters.returns_kept_ids and not return_original:
                 returned = replace(returned, truncation=truncation)
-            if speculation is not None:
-                sampled = replace(sampled, unrepeatable=(*sampled.unrepeatable, *speculation.unrepeatable))
     return LogProbDefinition(
         sampled=sampled,
         returned=returned,
@@ -458,13 +343,12 @@ def _sglang_doubts(
         )
 
 
-def tell_logprobs_mode(
-    parameters: SamplingParameters, top_log_probs: Sequence[Sequence[float]]
-) -> Literal["raw_logprobs", "processed_logprobs"] | None:
+def tell_logprobs_mode(parameters: SamplingParameters, top_log_probs: Sequence[Sequence[float]]) -> ToldMode | None:
     """The ``--logprobs-mode`` of vLLM, by what a truncation did to the largest log-probs; None if these prove none.
 
-    Processed log-probs of what is not kept are minus infinity; raw ones never are, and there are more than top-k.
-    Without a truncation the modes differ by the temperature alone, which a list of the largest ones does not tell.
+    Processed log-probs of what is not kept are minus infinity; raw ones are so only under a grammar, and there are more
+    than top-k. Without a truncation, and so in a greedy request, the modes differ by the temperature alone, which a
+    list of the largest ones does not tell.
 
     Args:
         parameters: Of the request. Ask for more log-probs than ``top_k``: at least one is then not kept.
@@ -473,14 +357,19 @@ def tell_logprobs_mode(
     Raises:
         ValueError: The numbers are logits, or some tokens prove one mode and others the other one.
     """
-    told: set[Literal["raw_logprobs", "processed_logprobs"]] = set()
+    told: set[ToldMode] = set()
+    # A greedy request is not truncated.
+    k = None if parameters.temperature == 0.0 else parameters.top_k
+    may_have_grammar = bool(parameters.grammars) or parameters.offers_tools
     for position, row in enumerate(top_log_probs):
-        finite = [value for value in row if value > MINUS_INFINITY]
-        if math.fsum(map(math.exp, finite)) > 1.0 + _MASS_ERROR:
+        if are_logits(row):
             raise ValueError(f"the probabilities of token {position} add up to more than 1: these are logits")
+        finite = sorted((value for value in row if value > MINUS_INFINITY), reverse=True)
         if len(finite) < len(row):
-            told.add("processed_logprobs")
-        elif parameters.top_k is not None and len(row) > parameters.top_k:
+            if not may_have_grammar:
+                told.add("processed_logprobs")
+        # Tokens as probable as the k-th may be kept with it.
+        elif k is not None and len(row) > k and finite[k] < finite[k - 1]:
             told.add("raw_logprobs")
     if len(told) > 1:
         raise ValueError("some tokens have log-probs of a truncated distribution, others of a whole one")

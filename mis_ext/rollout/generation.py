@@ -5,6 +5,7 @@ And why no training sample may be built from a response: one named error per rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -18,7 +19,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no whole character."""
 MINUS_INFINITY = -9999.0
 """JSON has no infinity: vLLM writes this in place of the log-prob of what cannot be drawn."""
+# A sum of float32 probabilities may exceed 1 by so much.
+_MASS_ERROR = 1e-3
 FinishReason = Literal["stop", "length", "tool_calls"]
+ToldMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,7 @@ class Generation:
         weight_versions: The version that sampled each id, where the weights changed in between; ``weight_version`` is
             then the last. None where one version sampled all.
         kept_ids: The ids that each sampled one was drawn from, where the server says: what top-k and top-p kept.
+        logprobs_mode: vLLM's ``--logprobs-mode``, where the largest log-probs of the response prove it.
     """
 
     request_id: str
@@ -50,6 +55,7 @@ class Generation:
     weight_version: str | None = None
     weight_versions: list[str] | None = None
     kept_ids: list[list[int]] | None = None
+    logprobs_mode: ToldMode | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +99,12 @@ def find_illegal_id(ids: list[Any], largest: int = LARGEST_ID) -> int | None:
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):
         return None
     return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= largest)
+
+
+def are_logits(values: Sequence[float]) -> bool:
+    """Whether numbers of different tokens are too large for log-probs: their probabilities add up to more than 1."""
+    # One above 1 is enough, and larger ones would overflow.
+    return math.fsum(math.exp(min(value, 1.0)) for value in values if value > MINUS_INFINITY) > 1.0 + _MASS_ERROR
 
 
 class RolloutError(ValueError):

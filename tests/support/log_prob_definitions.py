@@ -2,7 +2,8 @@
 
 import math
 
-from mis_ext.rollout.definition import SamplingParameters, define_log_probs
+from mis_ext.rollout.definition import define_log_probs
+from mis_ext.rollout.sampling_parameters import SamplingParameters
 
 # softmax of these is 1/2, 1/4, 1/8, 1/8; at temperature 1/2 it is 16/22, 4/22, 1/22, 1/22.
 PROBABILITIES = (0.5, 0.25, 0.125, 0.125)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from mis_ext.rollout.definition import SamplingParameters, Speculation, define_log_probs
+from mis_ext.rollout.definition import Speculation, define_log_probs
 from mis_ext.rollout.generation import Tokenizer
+from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.validation import check_known, check_number
 
 KEY = "on_policy_tokens"

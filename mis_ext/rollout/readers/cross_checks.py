@@ -18,7 +18,9 @@ from mis_ext.rollout.generation import (
     Generation,
     LogProbError,
     MalformedResponse,
+    ToldMode,
     UnprovenTokenIds,
+    are_logits,
 )
 from mis_ext.rollout.readers.json_fields import Field, open_exchange
 
@@ -43,6 +45,7 @@ def settle(
     kept_ids: Field | None = None,
     versions: Field | None = None,
     last_version: Field | None = None,
+    logprobs_mode: ToldMode | None = None,
 ) -> Generation:
     """The generation on which all places of a response agree.
 
@@ -92,6 +95,7 @@ def settle(
         weight_version=version_of_each[-1] if version_of_each else version,
         weight_versions=version_of_each if len(set(version_of_each)) > 1 else None,
         kept_ids=kept,
+        logprobs_mode=logprobs_mode,
     )
 
 
@@ -169,6 +173,7 @@ class Choice(NamedTuple):
         tokens: The texts of its tokens, or what the server has in that place: vLLM's generate their ids.
         token_bytes: Their bytes, which completions and generate do not have.
         log_probs: Their log-probs.
+        top_log_probs: For each, the largest log-probs at its place, as far as the request asked for them.
         finish_reason: Why the generation ended.
         text: Its text; None where reasoning or tool calls were parsed out of it.
         prompt_count: Where the response counts the tokens of its prompt; None where it counts those of others with it.
@@ -181,6 +186,7 @@ class Choice(NamedTuple):
     tokens: Field
     token_bytes: Field | None
     log_probs: Field
+    top_log_probs: list[list[float]]
     finish_reason: FinishReason
     text: str | None
     prompt_count: Field | None
@@ -212,7 +218,7 @@ def open_choice(
         AbortedRequest: The server answered with an error, or gave the choice up.
         Contradiction: The choice's index is not its position.
         CountMismatch: ``usage`` counts another number of sampled tokens than have log-probs.
-        LogProbError: There are no log-probs.
+        LogProbError: There are no log-probs, or they are logits.
         MalformedResponse: A field is missing or has another type, or ``choice`` does not name a choice.
     """
     asked, answer = open_exchange(request, response, request_id=request_id)
@@ -252,6 +258,7 @@ def open_choice(
         tokens=tokens,
         token_bytes=token_bytes,
         log_probs=log_probs,
+        top_log_probs=_top_log_probs(body, api),
         finish_reason=finish_reason,
         text=text,
         prompt_count=prompt_count if api != "completions" or count == 1 else None,
@@ -269,3 +276,29 @@ def _scored_tokens(body: Field, api: str) -> tuple[Field, Field | None, Field]:
     if api == "generate":
         return rows.column("token_id"), None, rows.column("logprob")
     return log_probs["tokens"], None, rows
+
+
+def _top_log_probs(body: Field, api: str) -> list[list[float]]:
+    """The largest log-probs at each token, of those tokens that have any; none of these lists may be logits."""
+    log_probs = body["logprobs"]
+    if api == "completions":
+        # By the text of their token; of a token that was not sampled, such as the first of an echo, there are none.
+        places = log_probs.get("top_logprobs").entries()
+        rows = [(place, [*_mapping(place).values()]) for place in places if place]
+    else:
+        places = [entry.get("top_logprobs") for entry in log_probs["content"].entries()]
+        rows = [(place, place.column("logprob").array()) for place in places if place]
+    for place, row in rows:
+        for value in row:
+            if type(value) not in (float, int):
+                raise place.malformed("numbers")
+        if are_logits(row):
+            problem = "probabilities that add up to more than 1, so these are logits: start vLLM with --logprobs-mode "
+            raise LogProbError(place.request_id, f"{place.path} has {problem}processed_logprobs")
+    return [row for _, row in rows if row]
+
+
+def _mapping(field: Field) -> Mapping[str, Any]:
+    if not isinstance(field.value, Mapping):
+        raise field.malformed("an object")
+    return field.value

@@ -16,7 +16,7 @@ from mis_ext.rollout.readers.json_fields import Field
 _DATA, _END = "data:", "[DONE]"
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
 # What comes once, or again with a later value: of a response, and of a choice.
-_LATEST = ("usage", "prompt_token_ids", "metadata", "sglext")
+_LATEST = ("usage", "prompt_token_ids", "metadata", "metrics", "sglext")
 _LATEST_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
 # What a server with --incremental-streaming-output sends piece by piece.
 _PIECES = (

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from mis_ext.rollout.definition import tell_logprobs_mode
 from mis_ext.rollout.generation import (
     REPLACEMENT,
     AbortedRequest,
@@ -15,10 +16,12 @@ from mis_ext.rollout.generation import (
     Generation,
     LogProbError,
     Tokenizer,
+    ToldMode,
     UnprovenTokenIds,
 )
 from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, open_choice, settle
 from mis_ext.rollout.readers.json_fields import Field, open_exchange
+from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.rollout.vocabulary import token_bytes_of
 
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
@@ -241,6 +244,7 @@ def _read_vllm(
     body = found.body
     return settle(
         body.request_id,
+        logprobs_mode=_mode_of_vllm(found),
         sampled_ids=[body.get("token_ids"), scored_ids],
         log_probs=[found.log_probs],
         prompt_ids=prompt_places,
@@ -254,6 +258,17 @@ def _read_vllm(
         kept_ids=kept_ids,
         versions=body.get("weight_versions"),
     )
+
+
+def _mode_of_vllm(found: Choice) -> ToldMode | None:
+    """The server's ``--logprobs-mode``, where the largest log-probs of the answer prove it."""
+    if not found.top_log_probs:
+        return None
+    try:
+        parameters = SamplingParameters.from_request(found.asked.value, server="vllm")
+        return tell_logprobs_mode(parameters, found.top_log_probs)
+    except (TypeError, ValueError) as error:
+        raise LogProbError(found.body.request_id, f"{found.body.path}.logprobs: {error}") from error
 
 
 def _ids_in_tokens(tokens: Field) -> Field | None:

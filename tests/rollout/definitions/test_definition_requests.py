@@ -44,8 +44,12 @@ def test_a_parameter_out_of_range_is_named(request_, error, message) -> None:
             r"sampling_backend must be one of triton \| pytorch, got 'flashinfer'",
         ),
         (
-            {"server": "vllm", "speculation": Speculation()},
-            "speculation is described for sglang only, got server 'vllm'",
+            {"server": "vllm", "speculation": Speculation(threshold_acc=0.5)},
+            "speculation: threshold_single, threshold_acc is not of vllm",
+        ),
+        (
+            {"server": "sglang", "speculation": Speculation(rejection_sample_method="block")},
+            "speculation: rejection_sample_method is not of sglang",
         ),
     ],
 )

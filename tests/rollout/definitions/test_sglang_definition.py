@@ -20,7 +20,8 @@ from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from mis_ext.rollout.comparable_log_probs import behavior_log_probs, kept_mask, trainer_log_probs
-from mis_ext.rollout.definition import Distribution, SamplingParameters, define_log_probs
+from mis_ext.rollout.definition import Distribution, define_log_probs
+from mis_ext.rollout.sampling_parameters import SamplingParameters
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -137,7 +137,7 @@ def test_the_mode_is_told_by_what_the_truncation_did(name) -> None:
     with pytest.raises(ValueError, match="these are logits"):
         tell_logprobs_mode(parameters, [[0.0, -0.1]])
     with pytest.raises(ValueError, match="others of a whole one"):
-        tell_logprobs_mode(parameters, [[-9999.0, -0.1], [-3.0] * 6])
+        tell_logprobs_mode(parameters, [[-9999.0, -0.1], [-3.0, -3.1, -3.2, -3.3, -3.4, -3.5]])
 
 
 def test_kept_ids_are_those_of_the_mask_and_hold_what_was_sampled() -> None:

@@ -1,0 +1,147 @@
+"""What vLLM 0.32.0 changes in a request on its way: of each kind answers of a real server, beside transformers' truth.
+
+``data/rollout_responses/record_vllm.py changed defaults speculation logits`` recorded them. Each has the log-probs that
+transformers gives its ids in float32, by what the request says and by what vLLM makes of it.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from mis_ext.rollout import define_log_probs, tell_logprobs_mode
+from mis_ext.rollout.generation import LogProbError
+from mis_ext.rollout.readers.servers import (
+    read_openai_chat,
+    read_openai_completions,
+    read_vllm_chat,
+    read_vllm_completions,
+    read_vllm_generate,
+)
+from mis_ext.rollout.sampling_parameters import SamplingParameters
+
+FOLDER = Path(__file__).parents[2] / "data" / "rollout_responses" / "vllm"
+READ = {"generate": read_vllm_generate, "chat": read_vllm_chat, "completions": read_vllm_completions}
+ENDPOINTS = tuple(READ)
+# Logits agree to 1e-5, and a temperature of 0.01 makes a hundred times as much of it.
+TOLERANCE = 2e-3
+
+
+def record(path):
+    return json.loads((FOLDER / f"{path}.json").read_text())
+
+
+def parameters_of(found):
+    return SamplingParameters.from_request(found["request"], server="vllm")
+
+
+def define(found, **options):
+    return define_log_probs(
+        parameters_of(found), server="vllm", logprobs_mode="processed_logprobs", sampling_backend="pytorch", **options
+    )
+
+
+def read(path):
+    found = record(path)
+    return READ[path.split("/")[1].split("_")[0]](found["request"], found["response"])
+
+
+def error_of(path, label):
+    """By how much the log-probs that the reader takes differ from transformers' at most."""
+    truth = record(path)["transformers_log_probs"][label]
+    return max(abs(a - b) for a, b in zip(read(path).log_probs, truth, strict=True))
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("kind", ["cold", "colder"])
+def test_a_cold_request_is_sampled_at_a_hundredth(endpoint, kind) -> None:
+    path = f"changed/{endpoint}_{kind}"
+    assert error_of(path, "as_changed") < TOLERANCE
+    assert error_of(path, "as_asked") > 0.05
+    definition = define(record(path))
+    assert definition.returned.temperature == 0.01
+    assert not definition.is_greedy
+    assert definition.is_behavior
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_bias_is_clamped_where_vllm_clamps_it(endpoint) -> None:
+    path = f"changed/{endpoint}_bias"
+    assert error_of(path, "as_changed") < TOLERANCE
+    bias = dict(define(record(path)).returned.logit_bias)
+    if endpoint == "generate":
+        assert bias == {300: 160.0, 301: 110.0, 302: -170.0}
+    else:
+        assert bias == {300: 100.0, 301: 100.0, 302: -100.0}
+        assert error_of(path, "as_asked") > 0.05
+
+
+def test_a_bias_of_parameters_without_their_request_is_doubtful_beyond_the_clamp() -> None:
+    for size, is_doubtful in ((100.0, False), (100.5, True)):
+        parameters = SamplingParameters.from_request({"logit_bias": {"1": -size}}, server="vllm")
+        assert any("give the whole request" in doubt for doubt in parameters.doubts) == is_doubtful
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("chat_strict_tool", "tools with strict=True: which tokens it forbids"),
+        ("chat_one_call", "tools with parallel_tool_calls=False: which tokens it forbids"),
+    ],
+)
+def test_a_grammar_that_vllm_makes_of_tools_is_not_comparable(name, reason) -> None:
+    found = record(f"changed/{name}")
+    assert error_of(f"changed/{name}", "as_asked") > 0.05
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        definition = define_log_probs(parameters_of(found), server="vllm", logprobs_mode=mode)
+        assert not definition.is_comparable
+        assert any(line.startswith(reason) for line in definition.explain())
+    # None is made where no tool may be called.
+    found["request"]["tool_choice"] = "none"
+    assert define(found).is_comparable
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_logits_below_0_are_refused_where_the_largest_prove_them(endpoint) -> None:
+    path = f"logits/{endpoint}_logits"
+    with pytest.raises(LogProbError, match="so these are logits"):
+        read(path)
+    found = record(path)
+    if endpoint != "generate":
+        generic = {"chat": read_openai_chat, "completions": read_openai_completions}[endpoint]
+        with pytest.raises(LogProbError, match="so these are logits"):
+            generic(found["request"], found["response"])
+    # Without them nothing shows it.
+    log_probs = found["response"]["choices"][0]["logprobs"]
+    log_probs.pop("top_logprobs", None)
+    for row in log_probs.get("content") or []:
+        row["top_logprobs"] = []
+    assert max(READ[endpoint](found["request"], found["response"]).log_probs) < 0.0
+
+
+def test_the_mode_is_not_told_by_what_another_cause_explains() -> None:
+    def told(rows, **request):
+        return tell_logprobs_mode(SamplingParameters.from_request(request, server="vllm"), rows)
+
+    whole, truncated = [[-1.0, -2.0, -3.0]], [[-0.5, -1.0, -9999.0]]
+    assert told(whole, top_k=2) == "raw_logprobs"
+    assert told(truncated, top_k=2) == "processed_logprobs"
+    # A greedy request is not truncated, a grammar forbids tokens in both modes, and the k-th may have its equals.
+    assert told(whole, top_k=2, temperature=0.0) is None
+    assert told(truncated, top_k=2, structured_outputs={"regex": "a"}) is None
+    assert told(truncated, top_k=2, tools=[{"function": {"name": "f"}}]) is None
+    assert told([[-1.0, -2.0, -2.0]], top_k=2) is None
+
+
+def test_the_generation_has_the_mode_that_its_log_probs_prove() -> None:
+    for mode in ("raw", "processed"):
+        for name in ("generate", "completions"):
+            found = record(f"{mode}/{name}")
+            assert READ[name](found["request"], found["response"]).logprobs_mode == f"{mode}_logprobs"
+    found = record("processed/generate")
+    found["response"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = [
+        {"token_id": 5, "logprob": -math.log(rank + 8)} for rank in range(6)
+    ]
+    with pytest.raises(LogProbError, match="others of a whole one"):
+        READ["generate"](found["request"], found["response"])
