@@ -96,6 +96,8 @@ def test_a_terminal_of_80_columns_shows_the_comparison_whole(compared) -> None:
     cells = (f"x {k3['change']:.3g}", f"{k3['interval']['low']:.3g} to", "higher")
     assert re.search("│ " + " +│ ".join(map(re.escape, cells)) + " ", shown), cells
     assert shown.index("k3 of A is") < shown.index("what each configuration would do")
+    # Nothing was there before.
+    assert "in the place of" not in " ".join(shown.split())
 
 
 BAD = ("no byte", "a pickle that ends early", "nothing of the trainer", "no trained token", "a list a line", "nothing")
