@@ -50,7 +50,7 @@ import mis_ext
 
 ON_GPU = ["2048:4096:151936", "16384:4096:151936", "65536:4096:151936"]
 ON_CPU = ["48:16:67"]
-ROUNDS, WARM_UPS = 20, 2
+ROUNDS = 20
 CHECKPOINT_ROWS, PRODUCT_ROWS = 1024, 16384
 SEQUENCE = 2048
 """Tokens of a sequence where somebody wants a batch of them."""
@@ -332,43 +332,65 @@ def _cut(impl: str, name: str) -> Way:
     return Way(name, call, "log-prob", f"no entropy; {remark}")
 
 
+class Record:
+    """All rows, and the file that has them after each."""
+
+    def __init__(self, header: dict[str, str], file: Path | None = None) -> None:
+        self.header, self.rows, self._file = header, list[Row](), file
+
+    def add(self, row: Row) -> Row:
+        """One more, which may still change."""
+        self.rows.append(row)
+        self.save()
+        return row
+
+    def save(self) -> None:
+        """Write the file, if there is one."""
+        if self._file is not None:
+            self._file.write_text(json.dumps({"header": self.header, "rows": self.rows}, indent=1))
+
+
 # What it costs
 
 
-def part_cost(shape: str, found: list[Way | Row], world: World, options: argparse.Namespace) -> Iterator[Row]:
+def part_cost(shape: str, found: list[Way | Row], world: World, options: argparse.Namespace, record: Record) -> None:
     """Peak of one call each, then times of calls that take turns."""
     problem = drawn(shape, device=world.device, seed=options.seed)
-    rows: list[tuple[Way, Row]] = []
+    taking_turns: list[tuple[Way, Row]] = []
     for way in found:
-        row: Row = {"part": "cost", "shape": shape}
-        if isinstance(way, dict):
-            yield row | way
-            continue
-        row |= {"who": way.name, "gradient": way.gradient, "remark": way.remark}
-        if time.monotonic() > options.deadline:
-            yield row | {"missing": "no time left"}
-            continue
-        say(shape, way.name)
-        measured = guarded(partial(_warmed_up, way, problem, world))
-        if "missing" in measured:
-            yield row | measured
-        else:
-            rows.append((way, row | measured | {"times": []}))
+        row = _begun("cost", shape, way, options)
+        if isinstance(way, Way) and "missing" not in row:
+            say(shape, way.name)
+            row |= guarded(partial(_first_calls, way, problem, world))
+            if "missing" not in row:
+                row["times"] = []
+                taking_turns.append((way, row))
+        record.add(row)
     for number in range(options.rounds):
         # Another one is the first of each round.
-        for way, row in rows[number % max(len(rows), 1) :] + rows[: number % max(len(rows), 1)]:
-            spent = sum(row["times"])
-            if time.monotonic() > options.deadline or (number >= options.least and spent > options.budget):
-                continue
-            row["times"].append(_timed(way, problem, world))
-    products = next((_median(row) for way, row in rows if way.gradient == "none" and row["times"]), math.nan)
-    for _, row in rows:
-        yield row | ({"products_s": products} if row["times"] else {"missing": "no time left"})
+        first = number % max(len(taking_turns), 1)
+        for way, row in taking_turns[first:] + taking_turns[:first]:
+            is_measured = number >= options.least and sum(row["times"]) > options.budget
+            if not is_measured and time.monotonic() < options.deadline:
+                row["times"].append(_timed(way, problem, world))
+        record.save()
+    for _, row in taking_turns:
+        if not row["times"]:
+            row["missing"] = "no time left"
+    record.save()
 
 
-def _warmed_up(way: Way, problem: Problem, world: World) -> Row:
-    for _ in range(WARM_UPS):
-        _timed(way, problem, world)
+def _begun(part: str, shape: str, way: Way | Row, options: argparse.Namespace) -> Row:
+    row: Row = {"part": part, "shape": shape}
+    if isinstance(way, dict):
+        return row | way
+    row |= {"who": way.name, "gradient": way.gradient, "remark": way.remark}
+    return row | ({"missing": "no time left"} if time.monotonic() > options.deadline else {})
+
+
+def _first_calls(way: Way, problem: Problem, world: World) -> Row:
+    """What compiles compiles in the first one; the peak is of the second."""
+    _timed(way, problem, world)
     if world.device.type != "cuda":
         return {"peak_bytes": None}
     _clear(problem)
@@ -434,28 +456,21 @@ def exact(problem: Problem) -> Exact:
     return Exact(log_prob_T, entropy_T, *grads)
 
 
-def part_exact(shape: str, found: list[Way | Row], world: World, options: argparse.Namespace) -> Iterator[Row]:
+def part_exact(shape: str, found: list[Way | Row], world: World, options: argparse.Namespace, record: Record) -> None:
     """Errors of every way that says something."""
     problem = drawn(shape, device=world.device, seed=options.seed)
     truth = exact(problem)
-    rounded = {
-        "hidden_error": _relative(truth.of_both[0].bfloat16(), truth.of_both[0]),
-        "weight_error": _relative(truth.of_both[1].bfloat16(), truth.of_both[1]),
-    }
-    yield {"part": "exact", "shape": shape, "who": "float64, rounded once", "gradient": "both"} | rounded
+    best = [_relative(grad.bfloat16(), grad) for grad in truth.of_both]
+    names = {"part": "exact", "shape": shape, "who": "float64, rounded once", "gradient": "both"}
+    record.add(names | dict(zip(("hidden_error", "weight_error"), best, strict=True)))
     for way in found:
-        row: Row = {"part": "exact", "shape": shape}
-        if isinstance(way, dict):
-            yield row | way
+        if isinstance(way, Way) and way.gradient in ("none", "mean"):
             continue
-        if way.gradient == "none" or way.gradient == "mean":
-            continue
-        row |= {"who": way.name, "gradient": way.gradient, "remark": way.remark}
-        if time.monotonic() > options.deadline:
-            yield row | {"missing": "no time left"}
-            continue
-        say("errors", shape, way.name)
-        yield row | guarded(partial(_errors, way, problem, truth))
+        row = _begun("exact", shape, way, options)
+        if isinstance(way, Way) and "missing" not in row:
+            say("errors", shape, way.name)
+            row |= guarded(partial(_errors, way, problem, truth))
+        record.add(row)
 
 
 def _errors(way: Way, problem: Problem, truth: Exact) -> Row:
@@ -495,12 +510,12 @@ COST = [
 EXACT = ["T : H : V", "who", "gradient of", "log-prob, nats", "entropy, nats", "hidden states", "weight", "remark"]
 
 
-def _cost_line(row: Row) -> list[str]:
+def _cost_line(row: Row, products: dict[str, float]) -> list[str]:
     names = [_shape(row), row["who"], row.get("gradient", "-")]
     if "missing" in row:
         return [*names, *["-"] * 6, f"missing: {row['missing']}"]
     times = [f"{x * 1e3:,.1f}" for x in (_median(row), min(row["times"]), max(row["times"]))]
-    ratio = _median(row) / row["products_s"]
+    ratio = _median(row) / products.get(row["shape"], math.nan)
     above = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:,.2f}"
     return [*names, *times, str(len(row["times"])), f"{ratio:.2f}", above, row["remark"]]
 
@@ -519,7 +534,9 @@ def _shape(row: Row) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """Both tables."""
-    cost = [_cost_line(row) for row in rows if row["part"] == "cost"]
+    costs = [row for row in rows if row["part"] == "cost"]
+    products = {row["shape"]: _median(row) for row in costs if row.get("gradient") == "none" and row.get("times")}
+    cost = [_cost_line(row, products) for row in costs]
     errors = [_exact_line(row) for row in rows if row["part"] == "exact"]
     tables = [("Cost", COST, cost), ("Errors against float64", EXACT, errors)]
     return "\n\n".join(f"## {title}\n\n{reporting.table(names, lines)}" for title, names, lines in tables if lines)
@@ -575,16 +592,13 @@ def main(arguments: list[str] | None = None) -> int:
         for way in ways(options.anchors, world.device)
         if is_chosen(way.name if isinstance(way, Way) else way["who"], options)
     ]
-    rows: list[Row] = []
+    record = Record(header, options.json)
     for part, shapes in ((part_exact, options.exact), (part_cost, options.shapes)):
         for shape in shapes:
-            for row in part(shape, found, world, options):
-                rows.append(row)
-                if options.json is not None:
-                    options.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1))
+            part(shape, found, world, options, record)
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
-    print(markdown(rows), flush=True)
+    print(markdown(record.rows), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
