@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss as policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout as prepare_rollout
     from mis_ext.hosts.whole_loss import TotalLoss as TotalLoss
+    from mis_ext.hosts.whole_loss import policy_loss_from_hidden as policy_loss_from_hidden
     from mis_ext.hosts.whole_loss import policy_loss_from_log_probs as policy_loss_from_log_probs
     from mis_ext.keys.flat import config_from_mapping as config_from_mapping
     from mis_ext.keys.presets import load_config as load_config

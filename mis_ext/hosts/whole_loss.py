@@ -1,4 +1,4 @@
-"""The whole loss of packed tokens, whoever packed them, and of log-probs for trainers that have no logits at hand.
+"""The whole loss of packed tokens, whoever packed them; of log-probs, and of hidden states, for trainers of their own.
 
 :func:`tokens_for` says what a loss needs of the tokens, :func:`packed_loss` corrects them and computes their loss.
 """
@@ -22,6 +22,7 @@ from mis_ext.hosts.session import Session
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, num_tokens
 from mis_ext.loss.settings import LossSettings
+from mis_ext.scoring.hidden import score_hidden
 
 _MISSING = {
     "behavior": "behavior_logprobs are missing",
@@ -155,6 +156,84 @@ def policy_loss_from_log_probs(
     # What the correction could not measure in a sequence is no term of its mean.
     measured = {name: Mean(*pair.unbind()) for name, pair in found.measured().items()}
     return TotalLoss(found.loss, num_terms, metrics | measured)
+
+
+def policy_loss_from_hidden(
+    args: Any,
+    *,
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    response_mask: Tensor,
+    layout: PackedLayout | None = None,
+    groups: Groups = ALONE,
+    temperature: float = 1.0,
+    head: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> TotalLoss:
+    """The whole policy loss of a micro-batch from hidden states: of no token is there a row of logits.
+
+    The head is applied to the response tokens alone, twice: for the log-probs, from which all coefficients of the loss
+    follow, and in the backward pass for the gradient. The entropy is reported, and part of the loss if ``entropy_coef``
+    is not 0.
+
+    Args:
+        args: As for :func:`policy_loss_from_log_probs`.
+        hidden: ``[B, L, H]``, with ``layout`` ``[T, H]``: at each place the state that predicts the token there, which
+            in a causal model is that of the place before.
+        weight: ``[V, H]``, of the head; on a tensor-parallel rank its part.
+        token_ids: ``[B, L]``, with ``layout`` ``[T]``: the tokens.
+        response_mask: Nonzero on tokens that the policy generated. Others are neither scored nor read: how many are
+            left is read once from a GPU.
+        layout: Where the packed tokens lie.
+        groups: Ranks that share the sequences or the batch.
+        temperature: Of sampling, by which logits are divided.
+        head: What else :func:`~mis_ext.score_hidden` should know: ``bias``, ``soft_cap``, ``logit_scale``,
+            ``vocab_size``, ``tp_group`` and ``tp_rank``, ``gradient_accumulation_fusion``.
+        given: ``advantages`` and all else that :func:`policy_loss_from_log_probs` takes besides the current log-probs.
+
+    Raises:
+        ValueError: As :func:`policy_loss_from_log_probs` and :func:`~mis_ext.score_hidden`.
+        TypeError: Likewise, or an argument is none of theirs.
+        RuntimeError: Another rank failed; it is named, and its own error says why.
+    """
+    run = current_run(args, whole_loss=True)
+    loss = run.config.whole_loss
+    assert loss is not None
+    lengths = () if layout is None else layout.response_lengths
+    with run.session.local_work(lengths, groups=groups, device=hidden.device):
+        if hidden.shape[:-1] != token_ids.shape:
+            raise ValueError(
+                f"hidden has shape {list(hidden.shape)}, token_ids {list(token_ids.shape)}: a state for each token"
+            )
+        mask = response_mask if layout is None else layout.local_part(response_mask)
+        if mask.numel() != token_ids.numel():
+            raise ValueError(f"response_mask has {mask.numel()} tokens here, token_ids {token_ids.numel()}")
+        (row_T,) = mask.reshape(-1).nonzero(as_tuple=True)
+        scores = score_hidden(
+            hidden,
+            weight,
+            token_ids.reshape(-1)[row_T],
+            row_T=row_T,
+            temperature=temperature,
+            entropy="value" if loss.settings.entropy_coef == 0.0 else "gradient",
+            **(head or {}),
+        )
+
+        def placed(values_T: Tensor) -> Tensor:
+            return values_T.new_zeros(mask.numel()).index_copy(0, row_T, values_T).view(token_ids.shape)
+
+        assert scores.entropy_T is not None
+        current, entropy = placed(scores.log_prob_T), placed(scores.entropy_T)
+    return policy_loss_from_log_probs(
+        args,
+        current_logprobs=current,
+        entropy=entropy,
+        response_mask=response_mask,
+        layout=layout,
+        groups=groups,
+        **given,
+    )
 
 
 def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:

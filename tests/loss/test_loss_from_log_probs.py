@@ -236,3 +236,134 @@ def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share, correction)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     kept = found.metrics["mis_kept_token_fraction"].value()
     assert 0.1 < kept < 0.9
+
+
+H = 6
+
+
+def of_head(batch: dict, *, garbage: float = 0.0) -> dict:
+    """Padded states of responses, the weight of a head, and the tokens; below the mask may be anything."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = batch["response_lengths"]
+    tokens = [sample[-length:] for sample, length in zip(batch["unconcat_tokens"], lengths, strict=True)]
+    states = [torch.randn(length, H, generator=generator) for length in lengths]
+    samples = samples_of(batch) | {"hidden": states, "token_ids": tokens}
+    del samples["current_logprobs"], samples["entropy"]
+    hidden = torch.full((len(lengths), WIDTH, H), garbage)
+    for row, sample in zip(hidden, samples.pop("hidden"), strict=True):
+        row[: len(sample)] = sample
+    masked = padded(samples)["response_mask"] == 0
+    hidden[masked] = garbage
+    return padded(samples) | {"hidden": hidden, "weight": torch.randn(11, H, generator=generator)}
+
+
+def from_scores(keys: dict, given: dict, temperature: float, **more):
+    """The same over logits, which the caller makes."""
+    hidden, weight, token_ids, rest = split(given)
+    scores = mis_ext.score_tokens((hidden @ weight.T).flatten(0, -2), token_ids.reshape(-1), temperature=temperature)
+    log_probs, entropy = (each.view(token_ids.shape) for each in scores)
+    found = mis_ext.policy_loss_from_log_probs(
+        loss_cases.host_args(**keys), current_logprobs=log_probs, entropy=entropy, **rest, **more
+    )
+    return found, torch.autograd.grad(found.total, (hidden, weight))
+
+
+def from_hidden(keys: dict, given: dict, temperature: float, **more):
+    hidden, weight, token_ids, rest = split(given)
+    found = mis_ext.policy_loss_from_hidden(
+        loss_cases.host_args(**keys),
+        hidden=hidden,
+        weight=weight,
+        token_ids=token_ids,
+        temperature=temperature,
+        **rest,
+        **more,
+    )
+    return found, torch.autograd.grad(found.total, (hidden, weight))
+
+
+def split(given: dict) -> tuple:
+    rest = dict(given)
+    hidden, weight = (rest.pop(name).detach().clone().requires_grad_() for name in ("hidden", "weight"))
+    return hidden, weight, rest.pop("token_ids"), rest
+
+
+def assert_same(found: tuple, wanted: tuple) -> None:
+    torch.testing.assert_close(found[0].total, wanted[0].total, rtol=1e-5, atol=1e-7)
+    assert [*found[0].metrics] == [*wanted[0].metrics]
+    for key, metric in found[0].metrics.items():
+        torch.testing.assert_close(
+            metric.total, wanted[0].metrics[key].total, rtol=1e-4, atol=1e-6, equal_nan=True, msg=key
+        )
+    for own, other in zip(found[1], wanted[1], strict=True):
+        assert other.abs().sum() > 0.0
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_hidden_states_give_the_loss_over_their_logits(name) -> None:
+    batch = batch_of()
+    del batch["opd_reverse_kl"]
+    more = {"divisors": batch["rollout_mask_sums"]}
+    wanted = from_scores(OPTIONS[name], of_head(batch), 0.7, **more)
+    # What lies below the mask, a NaN too, is not read.
+    found = from_hidden(OPTIONS[name], of_head(batch, garbage=float("nan")), 0.7, **more)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens"])
+def test_packed_hidden_states_and_context_parallel_ranks(name) -> None:
+    batch = batch_of()
+    given, lengths, totals = of_head(batch), batch["response_lengths"], batch["total_lengths"]
+    weight, wanted = given["weight"], from_hidden(OPTIONS[name], given, 1.0)
+
+    def rows(key: str) -> list[torch.Tensor]:
+        return [row[:length] for row, length in zip(given[key], lengths, strict=True)]
+
+    samples = {key: rows(key) for key in given if key not in ("weight", "response_mask")}
+    mask = torch.cat(rows("response_mask"))
+
+    def on_rank(rank: Rank) -> tuple:
+        place = {"cp_rank": rank.cp_rank, "cp_size": 2}
+        mine = take([torch.arange(length) for length in lengths], total_lengths=totals, **place)
+        own = {
+            key: torch.cat([sample[part] for sample, part in zip(each, mine, strict=True)])
+            for key, each in samples.items()
+        }
+        layout = PackedLayout.context_parallel(lengths, total_lengths=totals, **place)
+        own |= {"weight": weight, "response_mask": mask}
+        return from_hidden(OPTIONS[name], own, 1.0, layout=layout, groups=rank.groups)
+
+    parts = run_ranks(on_rank, cp_size=2)
+    assert [part for part in parts if isinstance(part, Exception)] == []
+    torch.testing.assert_close(sum(part[0].total for part in parts), wanted[0].total, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sum(part[1][1] for part in parts), wanted[1][1], rtol=1e-4, atol=1e-7)
+
+
+def test_only_response_tokens_go_through_the_head(monkeypatch) -> None:
+    from mis_ext.hosts import whole_loss
+
+    seen, score = [], whole_loss.score_hidden
+
+    def counted(hidden, weight, token_T, **given):
+        seen.append(len(token_T))
+        return score(hidden, weight, token_T, **given)
+
+    monkeypatch.setattr(whole_loss, "score_hidden", counted)
+    given = of_head(batch_of())
+    from_hidden({}, given, 1.0)
+    assert seen == [int((given["response_mask"] != 0).sum())]
+    assert seen[0] < given["token_ids"].numel()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": torch.zeros(2, 3, dtype=torch.int64)}, "a state for each token"),
+        ({"weight": torch.zeros(11, H + 1)}, "weight has shape"),
+        ({"head": {"bias": torch.zeros(10)}}, "bias has shape"),
+    ],
+)
+def test_what_does_not_fit_a_head_is_refused(change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_hidden({}, of_head(batch_of()) | change, 1.0)
