@@ -5,36 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 from mis_ext.tools.cli.command import Result
 
 USUAL = 3.0
 """So many times its start, or its usual value, is worth an alert."""
-_SCRIPT = '''"""Adds a view of the numbers to watch: pip install wandb-workspaces; python panel.py ENTITY PROJECT."""
-
-import sys
-
-import wandb_workspaces.reports.v2 as wr
-import wandb_workspaces.workspaces as ws
-
-CHARTS = {charts}
-"""By the name of a metric: the title of its chart, and where an alert begins."""
-
-
-def panel(name, title, line):
-    alert = [] if line is None else [f"0 * ${{{{{{name}}}}}} + {{line:g}}"]
-    return wr.LinePlot(title=title, x="Step", y=[name], custom_expressions=alert)
-
-
-def workspace(entity, project):
-    panels = [panel(name, *chart) for name, chart in CHARTS.items()]
-    return ws.Workspace(entity, project, "mis_ext", [ws.Section("mis_ext", panels, is_open=True)])
-
-
-if __name__ == "__main__":
-    print(workspace(*sys.argv[1:]).save().url)
-'''
 
 
 class Chart(NamedTuple):
@@ -103,7 +80,7 @@ def grafana(found: Sequence[Chart]) -> dict[str, Any]:
 def wandb(found: Sequence[Chart]) -> str:
     """A script that saves a view in a project of Weights & Biases."""
     rows = "".join(f"    {each.name!r}: ({each.title!r}, {each.limit!r}),\n" for each in found)
-    return _SCRIPT.format(charts=f"{{\n{rows}}}")
+    return files(__package__).joinpath("wandb_panel.py.in").read_text("utf-8").replace("@charts@", f"{{\n{rows}}}")
 
 
 def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,7 +12,7 @@ from commands import json_of
 from mis_ext.cli import main as mis_ext_command
 from mis_ext.dumps import DumpedSample, Dumps
 
-pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
+pytest.importorskip("rich", reason="the command shows its report with rich: pip install rich")
 
 
 def main(*arguments: object) -> int:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-pytest.importorskip("rich", reason="the command shows its report with rich: pip install mis_ext[cli]")
-pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install mis_ext[cli]")
+pytest.importorskip("rich", reason="the command shows its report with rich: pip install rich")
+pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install msgspec")
 pytest.importorskip("transformers")
 
 from conversations import CASES, MORE, QUESTION, call

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("msgspec", reason="logs are read with msgspec: pip install mis_ext[cli]")
+pytest.importorskip("msgspec", reason="logs are read with msgspec: pip install msgspec")
 
 from hypothesis import given
 from hypothesis import strategies as st
