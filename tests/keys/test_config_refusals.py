@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from flat_keys import from_yaml
+from rows import for_each
 
 from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
@@ -134,7 +135,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED.items(), ids=REFUSED)
+@for_each("text, message", REFUSED.items())
 def test_what_is_not_legal_is_refused_with_key_and_range(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_yaml(text)
@@ -218,8 +219,8 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize("value", [True, None, {"weight": {}}], ids=["true", "null", "a mapping"])
-@pytest.mark.parametrize(("name", "key"), NEAR_MISSES.items(), ids=map(ascii, NEAR_MISSES))
+@for_each("value", [True, None, {"weight": {}}])
+@for_each("name, key", NEAR_MISSES.items())
 def test_a_near_miss_of_our_keys_is_no_key_of_the_host(name: str, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"did you mean '{key}'") as refused:
         config_from_mapping({"use_tis": True, "lr": 1e-6, name: value})

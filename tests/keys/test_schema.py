@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 import mis_ext
 from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS
@@ -91,7 +92,7 @@ def test_a_preset_validates_in_both_forms(path: Path) -> None:
         assert validates({"mis": native_keys(config)})
 
 
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_the_file_of_a_method_validates_and_a_wrong_parameter_does_not(name: str) -> None:
     row = METHODS[name]
     assert validates(yaml.safe_load(method_yaml(row)))
@@ -102,7 +103,7 @@ def test_the_file_of_a_method_validates_and_a_wrong_parameter_does_not(name: str
         assert not validates({"mis_loss_method": {"name": name, f"{key}_": 1.0}})
 
 
-@pytest.mark.parametrize("key", FLAT_KEYS)
+@for_each("key", FLAT_KEYS)
 def test_a_wrong_word_a_wrong_type_and_a_misspelling_are_refused(key: str) -> None:
     for wrong in ({key: "no such word"}, {key: {"a": 1}}):
         assert not validates(wrong)

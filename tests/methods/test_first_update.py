@@ -6,6 +6,7 @@ import pytest
 import torch
 from method_cases import HOOK, apply, make_data, parameters
 from method_cases import HOOK_PARAMETERS as FIRING
+from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
@@ -14,7 +15,7 @@ from mis_ext.methods import METHODS, Accept, Keep, Method, RatioWeight, Score
 from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
-each_preset = pytest.mark.parametrize("name", METHODS)
+each_preset = for_each("name", METHODS)
 
 
 def streams(data) -> dict:
@@ -64,7 +65,7 @@ def test_where_every_token_has_the_mean_of_its_sequence_a_rejected_one_lowers_it
 
 
 @pytest.mark.filterwarnings("ignore:a geometric gate")
-@pytest.mark.parametrize("name", HOOK)
+@for_each("name", HOOK)
 def test_what_the_hook_can_do_has_the_hooks_weights_and_masks(name) -> None:
     data, mask, layout = make_data()
     method = METHODS[name](**FIRING.get(name, {}))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from method_cases import apply, each_preset, make_data, needs_one_advantage, parameters
+from rows import for_each
 
 from mis_ext import PackedLayout, Weight
 from mis_ext.correction.formula import MAX_NATS
@@ -192,7 +193,7 @@ def test_one_token_sequences_make_all_levels_the_same(name) -> None:
 GATED = [name for name, row in METHODS.items() if any(isinstance(f, Keep) for f in row.method.factors)]
 
 
-@pytest.mark.parametrize("name", GATED)
+@for_each("name", GATED)
 def test_widening_a_bound_never_drops_a_kept_token_and_an_open_one_drops_none(name) -> None:
     data, mask, layout = given(name)
     method = METHODS[name](**parameters(name))

@@ -13,6 +13,7 @@ import torch
 import yaml
 from drawn_configs import draw_point
 from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
+from rows import for_each
 
 import mis_ext
 from mis_ext.cli import main
@@ -61,7 +62,7 @@ def test_the_rows_that_the_hook_can_do_are_these() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a geometric gate")
-@pytest.mark.parametrize("name", HOOK)
+@for_each("name", HOOK)
 def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
     method = METHODS[name](**HOOK_PARAMETERS.get(name, {}))
     data, mask, layout = make_data()
@@ -78,7 +79,7 @@ def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
     assert (ours != 0).any()
 
 
-@pytest.mark.parametrize("name", HOOK)
+@for_each("name", HOOK)
 def test_the_file_is_a_configuration_of_the_hook(name) -> None:
     text = method_yaml(METHODS[name])
     found = mis_ext.config_from_mapping(yaml.safe_load(text))
@@ -141,7 +142,7 @@ def test_the_command_prints_the_file(capsys) -> None:
     assert "--yaml needs the NAME" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in HOOK])
+@for_each("name", [name for name in METHODS if name not in HOOK])
 def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
     text = method_yaml(METHODS[name])
     settings = loss_settings(yaml.safe_load(text))
@@ -171,10 +172,7 @@ def test_any_configuration_goes_through_its_native_keys() -> None:
         native_keys(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
 
 
-each_parameter = pytest.mark.parametrize(
-    ("name", "key"),
-    [pytest.param(name, key, id=f"{name}-{key}") for name, row in METHODS.items() for key in row.defaults],
-)
+each_parameter = for_each("name, key", [(name, key) for name, row in METHODS.items() for key in row.defaults])
 
 
 def ranges(name: str, key: str) -> list[tuple[str, float, float]]:

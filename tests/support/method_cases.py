@@ -2,9 +2,9 @@
 
 import re
 
-import pytest
 import torch
 from method_losses import Data
+from rows import for_each
 
 from mis_ext import PackedLayout
 from mis_ext.methods import METHODS, Method
@@ -70,7 +70,7 @@ HOOK = [
     for name, row in METHODS.items()
     if re.match(r"(sg\(|1\[).*rho.* min\(r A, clip\(r, ", row.formula) and not re.search("power|mix", row.formula)
 ]
-each_preset = pytest.mark.parametrize("name", METHODS)
+each_preset = for_each("name", METHODS)
 
 
 def parameters(name: str) -> dict:
