@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rows import for_each
 
 import mis_ext
 import mis_ext.cli
@@ -242,7 +243,7 @@ def test_the_page_of_errors_shows_the_message(wrong) -> None:
 NAMED = re.compile(r"`((?:tests|mis_ext|examples|lab|yaml|docs|correction|report)/[\w/.-]+\.(?:py|sh|md|yaml))`")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@for_each("page", PAGES)
 def test_files_that_a_page_names_are_there(page) -> None:
     named = NAMED.findall(page.read_text(encoding="utf-8"))
     assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "mis_ext" / path).exists()] == []
@@ -289,7 +290,7 @@ def test_the_rules_of_anchors_are_those_of_github_and_of_the_site() -> None:
     assert anchors_on_the_site(text) == {"mis_k3-01-and-more", "a-b", "two", "two_1", "here"}
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each("page", LINKING)
 def test_links_lead_to_files_and_to_anchors_on_github_and_on_the_site(page) -> None:
     """MkDocs checks the site too; GitHub nobody. It shows the attribute list of a heading as text."""
     text = shown(page)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rows import for_each
 from test_documentation import PAGES, ROOT
 
 import mis_ext.cli
@@ -31,8 +32,8 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=")
 PLACEHOLDERS = {"NAME": "gspo", "PRESET": "icepop", "STUDY": "fp8_cache"}
 
 
-def commands() -> list:
-    """Of the blocks and of the text, as parameters of a test that name page and line."""
+def commands() -> list[tuple[str, str]]:
+    """Of the blocks and of the text: page with line, and the command."""
     found = {}
     for page in (*PAGES, *MEASUREMENTS):
         text = page.read_text(encoding="utf-8")
@@ -42,7 +43,7 @@ def commands() -> list:
         for inline in INLINE.finditer(text):
             found.setdefault(" ".join(inline[1].split()), (page, inline.start()))
     return [
-        pytest.param(line, id=f"{page.relative_to(ROOT)}:{page.read_text()[:start].count(chr(10)) + 1}:{line[:40]}")
+        (f"{page.relative_to(ROOT)}:{page.read_text()[:start].count(chr(10)) + 1}", line)
         for line, (page, start) in found.items()
         if shlex.split(line, comments=True)
     ]
@@ -62,8 +63,8 @@ def only_parsing(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("only_parsing")
-@pytest.mark.parametrize("line", commands())
-def test_a_documented_command_is_one_that_its_program_takes(line) -> None:
+@for_each("place, line", commands())
+def test_a_documented_command_is_one_that_its_program_takes(place, line) -> None:
     words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
     # What follows is the shell's.
     words = [*takewhile(lambda word: word not in (">", "|"), words)]

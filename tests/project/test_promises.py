@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from rows import for_each
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -15,7 +15,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+@for_each("row", ROWS)
 def test_the_test_and_the_file_of_a_promise_are_there(row) -> None:
     _, test, change = row
     path, _, name = re.fullmatch(r"`(tests/[\w/]+/test_\w+\.py)(::)?(\w*)`", test).groups()
