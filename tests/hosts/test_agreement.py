@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hook_batches import make_batch
+from rows import for_each
 from thread_ranks import Rank, run_ranks
 from triton_support import OBSTACLE
 from zigzag import take
@@ -115,8 +116,8 @@ def assert_agreement(outcomes: list[Any], failing: int, kind: type[Exception], m
                 raise outcome
 
 
-@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
-@pytest.mark.parametrize("error", ERRORS)
+@for_each("keys", KEYS.values())
+@for_each("error", ERRORS)
 @layouts
 def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, error, keys) -> None:
     spoil, kind, message = ERRORS[error]

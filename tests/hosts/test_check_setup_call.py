@@ -13,6 +13,7 @@ import loss_cases
 import pytest
 import torch
 from drawn_configs import draw_point
+from rows import for_each
 from torch.overrides import TorchFunctionMode
 
 import mis_ext
@@ -48,7 +49,7 @@ def raised(function: Any, keys: dict[str, Any]) -> Exception | None:
 
 @pytest.mark.filterwarnings("ignore:.* does not use the trainer's own pass")
 @pytest.mark.parametrize("with_reference", [False, True], ids=["alone", "kl"])
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_of_every_method_it_refuses_what_the_first_step_refuses_and_nothing_else(name, with_reference) -> None:
     keys = LOSS | {"mis_loss_method": name} | ({"use_kl_loss": True, "kl_loss_coef": 0.0} if with_reference else {})
     at_start, at_step = raised(start, keys), raised(first_step, keys)

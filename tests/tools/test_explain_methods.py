@@ -5,6 +5,7 @@ import math
 
 import pytest
 from method_cases import HOOK
+from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
@@ -115,7 +116,7 @@ def test_a_ratio_to_a_power_has_its_moment() -> None:
 
 
 # segment_rs is never known, and the draws of clip_cov do not ask for a mismatch.
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("segment_rs", "clip_cov")])
+@for_each("name", [name for name in METHODS if name not in ("segment_rs", "clip_cov")])
 def test_without_a_mismatch_no_method_does_anything(name) -> None:
     found = by_draws(name, k3=0.0, length=3)
     assert [getattr(found, number) for number in NUMBERS] == pytest.approx([1.0] * 5)
@@ -221,7 +222,7 @@ def explained(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in mis_ext.list_presets()])
+@for_each("name", [name for name in METHODS if name not in mis_ext.list_presets()])
 def test_every_method_is_explained_by_its_name_as_its_file_is(name, tmp_path, capsys) -> None:
     found = explained(capsys, name)
     row = METHODS[name]

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from rows import for_each
 
 from mis_ext.cli import main
 from mis_ext.methods import METHODS, Method, find_method
@@ -17,7 +18,7 @@ def test_the_list_names_every_method_with_its_objective(capsys) -> None:
         assert any(line.split()[:1] == [name] and line.endswith(row.formula) for line in lines)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@for_each("name", METHODS)
 def test_each_method_says_when_to_use_it_what_is_claimed_and_what_speaks_against_it(name, capsys) -> None:
     assert main(["methods", name]) == 0
     text = capsys.readouterr().out
@@ -38,7 +39,7 @@ def test_no_list_is_wider_than_a_terminal(capsys) -> None:
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("row", METHODS.values(), ids=lambda row: row.name)
+@for_each("row", METHODS.values())
 def test_the_lines_of_a_method_are_its_words_in_their_order(row) -> None:
     words = " ".join(describe_method(row).split())
     for text in (row.text, row.formula, row.paper, SYMBOLS):

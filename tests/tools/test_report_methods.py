@@ -10,6 +10,7 @@ import torch
 from commands import json_of
 from method_cases import HOOK
 from method_cases import HOOK_PARAMETERS as FIRING
+from rows import for_each
 
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.cli import main
@@ -125,7 +126,7 @@ def test_advantages_decide_who_has_a_gradient() -> None:
     assert dropped.removed_by == {"the method": 0.5}
 
 
-@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if "reference" not in row.method.policies])
+@for_each("name", [name for name, row in METHODS.items() if "reference" not in row.method.policies])
 def test_without_advantages_what_looks_at_them_is_refused_and_nothing_else(name) -> None:
     method = METHODS[name].method
     if method.needs_state_values:

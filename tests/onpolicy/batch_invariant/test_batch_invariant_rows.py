@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 from searching import searching
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -288,7 +289,7 @@ ROW_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ROW_FUNCTIONS)
+@for_each("name", ROW_FUNCTIONS)
 def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
     function, rng = ROW_FUNCTIONS[name], random.Random(name)
     for trial in range(3):
@@ -368,7 +369,7 @@ def gradient_of_rows(function, x, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", GRADIENTS)
+@for_each("name", GRADIENTS)
 def test_the_gradient_of_a_row_has_its_bits_in_any_batch(name, dtype):
     rng = random.Random(name)
     for width in (1, 300):
