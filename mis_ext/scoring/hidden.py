@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ def score_hidden(
     forward pass, and in the backward pass the gradient of the hidden states of the tokens, each once.
 
     Args:
-        hidden: ``[..., H]``, what the head is applied to.
-        weight: ``[V, H]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
+        hidden: ``[..., E]``, what the head is applied to.
+        weight: ``[V, E]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
         token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
         row_T: ``[T]``, which hidden state scores each token. They are numbered over all leading dimensions. One twice
             has no gradient: then the backward pass fails. None: each, in order. Others are not read, and their gradient
@@ -90,14 +90,14 @@ def score_hidden(
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
     """
     try:
-        hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+        hidden_NE = hidden.reshape(-1, hidden.shape[-1])
         _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
-        num_states = len(hidden_NH) * (group_size(tp_group) if sequence_parallel else 1)
-        _check_shapes(hidden_NH, weight, bias, token_T, row_T, kept, num_states=num_states)
+        num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
+        _check_shapes(hidden_NE, weight, bias, token_T, row_T, kept, num_states=num_states)
         _check_ranks(len(weight), vocab_size, tp_group=tp_group, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
         parameter = weight if gradient_accumulation_fusion and weight.requires_grad else None
         _check_main_grad(parameter)
-        backend = choose_backend(hidden_NH)
+        backend = choose_backend(hidden_NE)
     except (TypeError, ValueError):
         # The other ranks may have found nothing to refuse: they must not wait.
         if tp_group is not None:
@@ -120,7 +120,7 @@ def score_hidden(
         parameter=parameter,
         backend=backend,
     )
-    log_prob_T, entropy_T = _Scored.apply(hidden_NH, weight, bias, targets, kept, use)  # type: ignore[no-untyped-call]
+    log_prob_T, entropy_T = _Scored.apply(hidden_NE, weight, bias, targets, kept, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
 
@@ -144,7 +144,7 @@ def _check_settings(entropy: str, *, temperature: float, logit_scale: float, sof
 
 
 def _check_shapes(
-    hidden_NH: Tensor,
+    hidden_NE: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     token_T: Tensor,
@@ -153,19 +153,19 @@ def _check_shapes(
     *,
     num_states: int,
 ) -> None:
-    if not hidden_NH.is_floating_point():
-        raise TypeError(f"hidden must be floats, got {hidden_NH.dtype}")
+    if not hidden_NE.is_floating_point():
+        raise TypeError(f"hidden must be floats, got {hidden_NE.dtype}")
     for name, values in (("weight", weight), ("bias", bias)):
-        if values is not None and values.dtype != hidden_NH.dtype:
-            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NH.dtype}: both must have one dtype")
+        if values is not None and values.dtype != hidden_NE.dtype:
+            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NE.dtype}: both must have one dtype")
     for name, values in (("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
     for name, values in (("weight", weight), ("bias", bias), ("token_T", token_T), ("row_T", row_T)):
-        if values is not None and values.device != hidden_NH.device:
-            raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NH.device}")
-    if weight.ndim != 2 or weight.shape[1] != hidden_NH.shape[1]:
-        raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NH.shape[1]}] as hidden is wide")
+        if values is not None and values.device != hidden_NE.device:
+            raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NE.device}")
+    if weight.ndim != 2 or weight.shape[1] != hidden_NE.shape[1]:
+        raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}] as hidden is wide")
     if bias is not None and bias.shape != (len(weight),):
         raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}; bias is [V]")
     if row_T is None and token_T.shape != (num_states,):
@@ -207,14 +207,14 @@ def _check_main_grad(parameter: Tensor | None) -> None:
 class _Head(NamedTuple):
     """What makes logits: ``cap(scale (h w + b))``, the scale part of the temperature where there is no cap."""
 
-    weight_VH: Tensor
+    weight_VE: Tensor
     bias_V: Tensor | None
     scale: float
     cap: float | None
 
-    def logits(self, rows_NH: Tensor, columns: slice, out_NV: Tensor) -> None:
+    def logits(self, rows_NE: Tensor, columns: slice, out_NV: Tensor) -> None:
         """Write a tile of them."""
-        _multiply(rows_NH, self.weight_VH[columns].t(), out_NV)
+        _multiply(rows_NE, self.weight_VE[columns].t(), out_NV)
         if self.bias_V is not None:
             out_NV += self.bias_V[columns]
         if self.cap is not None:
@@ -232,29 +232,29 @@ class _Scored(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
+        hidden_NE: Tensor,
+        weight_VE: Tensor,
         bias_V: Tensor | None,
         targets: Targets,
         kept: KeptColumns | None,
         use: _Use,
     ) -> tuple[Tensor, Tensor | None]:
-        whole_NH = _whole(hidden_NH, use)
+        whole_NE = _whole(hidden_NE, use)
         try:
             columns = None if kept is None else kept.sorted()
-            with torch.autocast(hidden_NH.device.type, enabled=False):
+            with torch.autocast(hidden_NE.device.type, enabled=False):
                 sums = _row_sums(
-                    _Head(weight_VH, bias_V, use.logit_scale, use.soft_cap), whole_NH, targets, columns, use
+                    _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use
                 )
         except Exception:
             # Without memory, say. The other ranks must not wait.
             _gathered(None, _num_sums(use.entropy, kept), targets.token_T, use.tp_group)
             raise
         sums_WT = _gathered(sums, _num_sums(use.entropy, kept), targets.token_T, use.tp_group)
-        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
         found = use.backend.finish(sums_WT, temperature=use.temperature, dtype=dtype)
         ctx.save_for_backward(
-            hidden_NH, weight_VH, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
+            hidden_NE, weight_VE, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
         )
         ctx.use, ctx.columns, ctx.kept = use, (targets.first, targets.num_columns), columns
         ctx.set_materialize_grads(False)
@@ -269,7 +269,7 @@ class _Scored(torch.autograd.Function):
         if grad_T is None and entropy_grad_T is None:
             return None, None, None, *nothing
         use: _Use = ctx.use
-        hidden_NH, weight_VH, bias_V, token_T, row_T, *numbers, entropy_T = ctx.saved_tensors
+        hidden_NE, weight_VE, bias_V, token_T, row_T, *numbers, entropy_T = ctx.saved_tensors
         slopes = Coefficients(
             whole=Normalizer(*numbers[:2]),
             among=Normalizer(*numbers[2:]),
@@ -278,40 +278,40 @@ class _Scored(torch.autograd.Function):
             of_entropy_T=entropy_grad_T,
         )
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        whole_NH = _whole(hidden_NH, use)
+        whole_NE = _whole(hidden_NE, use)
         targets = Targets(token_T, row_T, *ctx.columns)
         try:
             gradients = _Gradients(
-                hidden_TH=whole_NH.new_empty(len(token_T), whole_NH.shape[1]) if wants_hidden else None,
-                weight_VH=_weight_gradient(weight_VH, targets.num_columns, use.parameter) if wants_weight else None,
-                bias_V=torch.zeros_like(bias_V, dtype=_accumulated(weight_VH)) if wants_bias else None,
+                hidden_TE=whole_NE.new_empty(len(token_T), whole_NE.shape[1]) if wants_hidden else None,
+                weight_VE=_weight_gradient(weight_VE, targets.num_columns, use.parameter) if wants_weight else None,
+                bias_V=torch.zeros_like(bias_V, dtype=_accumulated(weight_VE)) if wants_bias else None,
                 adds_to_weight=use.parameter is not None,
             )
             if row_T is not None:
-                targets.token_of_rows(len(whole_NH))
-            with torch.autocast(hidden_NH.device.type, enabled=False):
-                head = _Head(weight_VH, bias_V, use.logit_scale, use.soft_cap)
-                _add_gradients(head, whole_NH, targets, ctx.kept, slopes, use, gradients)
+                targets.token_of_rows(len(whole_NE))
+            with torch.autocast(hidden_NE.device.type, enabled=False):
+                head = _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap)
+                _add_gradients(head, whole_NE, targets, ctx.kept, slopes, use, gradients)
         except Exception:
             # The other ranks must not wait, and not go on with a part of a gradient either.
             if wants_hidden and use.tp_group is not None:
-                nan_TH = whole_NH.new_full((len(token_T), whole_NH.shape[1]), torch.nan)
-                _sum_of_ranks(nan_TH, row_T, len(whole_NH), use)
+                nan_TE = whole_NE.new_full((len(token_T), whole_NE.shape[1]), torch.nan)
+                _sum_of_ranks(nan_TE, row_T, len(whole_NE), use)
             raise
-        hidden_grad = gradients.hidden_TH
+        hidden_grad = gradients.hidden_TE
         if hidden_grad is not None:
-            hidden_grad = _sum_of_ranks(hidden_grad, row_T, len(whole_NH), use)
-        weight_grad = gradients.weight_VH if use.parameter is None else _dummy(use.parameter, weight_VH)
-        bias_grad = None if gradients.bias_V is None else gradients.bias_V.to(weight_VH.dtype)
+            hidden_grad = _sum_of_ranks(hidden_grad, row_T, len(whole_NE), use)
+        weight_grad = gradients.weight_VE if use.parameter is None else _dummy(use.parameter, weight_VE)
+        bias_grad = None if gradients.bias_V is None else gradients.bias_V.to(weight_VE.dtype)
         return hidden_grad, weight_grad, bias_grad, *nothing
 
 
 # --- ranks
 
 
-def _whole(hidden_NH: Tensor, use: _Use) -> Tensor:
+def _whole(hidden_NE: Tensor, use: _Use) -> Tensor:
     """The hidden states of all ranks, where each has a part of them."""
-    return gather_rows(hidden_NH, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NH
+    return gather_rows(hidden_NE, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NE
 
 
 def _num_sums(entropy: str, kept: KeptColumns | None) -> int:
@@ -340,13 +340,13 @@ def _gathered(sums: RowSums | None, num_sums: int, token_T: Tensor, group: Group
     return RowSums(*(None if x_T is None else next(gathered).contiguous() for x_T in sums))  # type: ignore[arg-type]
 
 
-def _sum_of_ranks(grad_TH: Tensor, row_T: Tensor | None, num_states: int, use: _Use) -> Tensor:
-    """``[N, H]``: the gradient of this rank's hidden states, from what each rank's columns add to that of tokens."""
+def _sum_of_ranks(grad_TE: Tensor, row_T: Tensor | None, num_states: int, use: _Use) -> Tensor:
+    """``[N, E]``: the gradient of this rank's hidden states, from what each rank's columns add to that of tokens."""
     if not use.sequence_parallel:
-        grad_TH = sum_of_states(grad_TH, use.tp_group)
+        grad_TE = sum_of_states(grad_TE, use.tp_group)
     if row_T is not None:
-        grad_TH = grad_TH.new_zeros(num_states, grad_TH.shape[1]).index_copy_(0, row_T.long(), grad_TH)
-    return scatter_sum(grad_TH, use.tp_group, rank=use.tp_rank) if use.sequence_parallel else grad_TH
+        grad_TE = grad_TE.new_zeros(num_states, grad_TE.shape[1]).index_copy_(0, row_T.long(), grad_TE)
+    return scatter_sum(grad_TE, use.tp_group, rank=use.tp_rank) if use.sequence_parallel else grad_TE
 
 
 # --- both passes
@@ -355,24 +355,24 @@ def _sum_of_ranks(grad_TH: Tensor, row_T: Tensor | None, num_states: int, use: _
 class _Gradients(NamedTuple):
     """Where gradients are added up; None for one that nobody wants."""
 
-    hidden_TH: Tensor | None
-    weight_VH: Tensor | None
+    hidden_TE: Tensor | None
+    weight_VE: Tensor | None
     bias_V: Tensor | None
     adds_to_weight: bool
 
 
-def _row_sums(head: _Head, hidden_NH: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
+def _row_sums(head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
     """``[T]`` each, over this rank's columns."""
-    tiles = _tiles(targets, hidden_NH)
-    buffer = hidden_NH.new_empty(tiles.rows * tiles.columns, dtype=_accumulated(hidden_NH))
+    tiles = _tiles(targets, hidden_NE)
+    buffer = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=_accumulated(hidden_NE))
     scale, with_product = 1.0 / use.temperature, use.entropy != "none"
     found: list[RowSums] = []
     for part in _parts(len(targets.token_T), tiles.rows):
-        rows_NH = hidden_NH[part] if targets.row_T is None else hidden_NH.index_select(0, targets.row_T[part])
+        rows_NE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
         sums: list[RowSums] = []
         for columns in _parts(targets.num_columns, tiles.columns):
-            logits_NV = _view(buffer, len(rows_NH), _length(columns))
-            head.logits(rows_NH, columns, logits_NV)
+            logits_NV = _view(buffer, len(rows_NE), _length(columns))
+            head.logits(rows_NE, columns, logits_NV)
             of_tile, bits_TC = _tile(targets, kept, part, columns)
             sums.append(use.backend.row_sums(logits_NV, of_tile, bits_TC, scale=scale, with_product=with_product))
         found.append(_joined(sums, torch.stack))
@@ -385,56 +385,56 @@ def _joined(sums: list[RowSums], join: Callable[[tuple[Tensor, ...]], Tensor]) -
 
 def _add_gradients(
     head: _Head,
-    hidden_NH: Tensor,
+    hidden_NE: Tensor,
     targets: Targets,
     kept: SortedColumns | None,
     slopes: Coefficients,
     use: _Use,
     out: _Gradients,
 ) -> None:
-    tiles = _tiles(targets, hidden_NH)
-    weight_VH, accumulated, scale = head.weight_VH, _accumulated(hidden_NH), 1.0 / use.temperature
-    logits = hidden_NH.new_empty(tiles.rows * tiles.columns, dtype=accumulated)
-    slope = hidden_NH.new_empty(tiles.tokens * tiles.columns)
+    tiles = _tiles(targets, hidden_NE)
+    weight_VE, accumulated, scale = head.weight_VE, _accumulated(hidden_NE), 1.0 / use.temperature
+    logits = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=accumulated)
+    slope = hidden_NE.new_empty(tiles.tokens * tiles.columns)
     for part in _parts(len(targets.token_T), tiles.tokens):
         of_part = slopes.of_tokens(part)
-        rows_TH = hidden_NH[part] if targets.row_T is None else hidden_NH.index_select(0, targets.row_T[part])
+        rows_TE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
         # A product with a slope of 0 would let a NaN through.
-        rows_TH = torch.where(of_part.is_wanted().unsqueeze(-1), rows_TH, 0.0)
-        of_rows = [(rows, of_part.of_tokens(rows)) for rows in _parts(len(rows_TH), tiles.rows)]
-        own_TH = total_TH = None if out.hidden_TH is None else out.hidden_TH[part]
-        if own_TH is not None and targets.num_columns > tiles.columns and own_TH.dtype != accumulated:
-            total_TH = torch.empty_like(own_TH, dtype=accumulated)
+        rows_TE = torch.where(of_part.is_wanted().unsqueeze(-1), rows_TE, 0.0)
+        of_rows = [(rows, of_part.of_tokens(rows)) for rows in _parts(len(rows_TE), tiles.rows)]
+        own_TE = total_TE = None if out.hidden_TE is None else out.hidden_TE[part]
+        if own_TE is not None and targets.num_columns > tiles.columns and own_TE.dtype != accumulated:
+            total_TE = torch.empty_like(own_TE, dtype=accumulated)
         for columns in _parts(targets.num_columns, tiles.columns):
-            slopes_TV = _view(slope, len(rows_TH), _length(columns))
+            slopes_TV = _view(slope, len(rows_TE), _length(columns))
             for rows, coefficients in of_rows:
                 logits_NV = _view(logits, _length(rows), _length(columns))
-                head.logits(rows_TH[rows], columns, logits_NV)
+                head.logits(rows_TE[rows], columns, logits_NV)
                 tokens = slice(part.start + rows.start, part.start + rows.stop)
                 of_tile, bits_TC = _tile(targets, kept, tokens, columns)
                 slopes_NV = slopes_TV[rows]
                 use.backend.gradient(logits_NV, of_tile, bits_TC, coefficients, scale=scale, out_NV=slopes_NV)
                 head.before_cap(slopes_NV, logits_NV)
-            if total_TH is not None:
-                _multiply(slopes_TV, weight_VH[columns], total_TH, adds=columns.start > 0)
-            if out.weight_VH is not None:
-                _multiply(slopes_TV.t(), rows_TH, out.weight_VH[columns], adds=out.adds_to_weight or part.start > 0)
+            if total_TE is not None:
+                _multiply(slopes_TV, weight_VE[columns], total_TE, adds=columns.start > 0)
+            if out.weight_VE is not None:
+                _multiply(slopes_TV.t(), rows_TE, out.weight_VE[columns], adds=out.adds_to_weight or part.start > 0)
             if out.bias_V is not None:
                 out.bias_V[columns] += slopes_TV.sum(0, dtype=accumulated)
-        if own_TH is not None and total_TH is not None and total_TH is not own_TH:
-            own_TH.copy_(total_TH)
+        if own_TE is not None and total_TE is not None and total_TE is not own_TE:
+            own_TE.copy_(total_TE)
 
 
-def _weight_gradient(weight_VH: Tensor, num_columns: int, parameter: Tensor | None) -> Tensor:
+def _weight_gradient(weight_VE: Tensor, num_columns: int, parameter: Tensor | None) -> Tensor:
     if parameter is None:
-        grad_VH = torch.empty_like(weight_VH, memory_format=torch.contiguous_format)
-        grad_VH[num_columns:] = 0.0
-        return grad_VH
+        grad_VE = torch.empty_like(weight_VE, memory_format=torch.contiguous_format)
+        grad_VE[num_columns:] = 0.0
+        return grad_VE
     main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return main_grad
 
 
-def _dummy(parameter: Tensor, weight_VH: Tensor) -> Tensor | None:
+def _dummy(parameter: Tensor, weight_VE: Tensor) -> Tensor | None:
     """What autograd gets in place of a gradient that is in ``main_grad`` already.
 
     Megatron-Core's hooks run where a gradient arrives, and drop it where ``grad_added_to_main_grad`` says so. Of a
@@ -444,7 +444,7 @@ def _dummy(parameter: Tensor, weight_VH: Tensor) -> Tensor | None:
         return None
     parameter.grad_added_to_main_grad = True
     make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight_VH, requires_grad=False)
+    return make(weight_VE, requires_grad=False)
 
 
 # --- tiles
@@ -458,10 +458,10 @@ class _Tiles(NamedTuple):
     columns: int
 
 
-def _tiles(targets: Targets, hidden_NH: Tensor) -> _Tiles:
-    device = hidden_NH.device.type
+def _tiles(targets: Targets, hidden_NE: Tensor) -> _Tiles:
+    device = hidden_NE.device.type
     limit = {name: sizes.get(device, sizes["cuda"]) for name, sizes in _LIMITS.items()}
-    tokens = _even(len(targets.token_T), min(limit["states"] // max(hidden_NH.shape[1], 1), LONGEST))
+    tokens = _even(len(targets.token_T), min(limit["states"] // max(hidden_NE.shape[1], 1), LONGEST))
     columns = _even(targets.num_columns, min(limit["slopes"] // tokens, LONGEST))
     return _Tiles(tokens, _even(tokens, limit["tile"] // columns), columns)
 
@@ -509,13 +509,15 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
     """Write ``a @ b``, or add it, with sums in float32 and one rounding to the dtype of ``out``."""
     if a.dtype == out.dtype and (a.is_cuda or a.dtype not in _SHORT):
         torch.addmm(out, a, b, beta=1.0 if adds else 0.0, out=out)
-    elif a.is_cuda and _has_long_products(a.device, a.dtype) and out.dtype == torch.float32:
-        if adds:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        return
+    widens = _widens(a.device, a.dtype) if a.is_cuda and out.dtype == torch.float32 else "nothing"
+    if adds and widens == "mm and addmm":
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    elif not adds and widens != "nothing":
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
-        product = a.to(_accumulated(a)) @ b.to(_accumulated(b))
+        long = _accumulated(a)
+        product = a.to(long) @ b.to(long) if widens == "nothing" else torch.mm(a, b, out_dtype=torch.float32)
         out.add_(product) if adds else out.copy_(product)
 
 
@@ -523,12 +525,15 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
-def _has_long_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch multiplies short floats into float32, and adds to float32."""
+def _widens(device: torch.device, dtype: torch.dtype) -> Literal["mm and addmm", "mm", "nothing"]:
+    """Which products of short floats this torch writes in float32: since 2.8 some, and later those that it adds."""
     a, out = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.mm(a, a, out_dtype=torch.float32, out=out)
+    except (RuntimeError, TypeError):
+        return "nothing"
+    try:
         torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
     except (RuntimeError, TypeError):
-        return False
-    return True
+        return "mm"
+    return "mm and addmm"

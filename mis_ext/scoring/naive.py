@@ -29,8 +29,8 @@ def naive_score_hidden(
     """``[T]`` each, in nats, with gradient: log-probs of the tokens, and entropy.
 
     Args:
-        hidden: ``[N, H]``, what the head is applied to.
-        weight: ``[V, H]``, of the head.
+        hidden: ``[N, E]``, what the head is applied to.
+        weight: ``[V, E]``, of the head.
         tokens: The id of each token.
         rows: Which hidden state scores each token; None: each in order.
         temperature: The logits are divided by it.

@@ -35,7 +35,7 @@ def test_drawn_cases_are_what_float64_says(backend, tiles, first_seed) -> None:
         case = drawn(seed)
         found = answered(case)
         assert found.log_prob_T.dtype == torch.float32
-        assert found.weight_grad.dtype == found.hidden_grad.dtype == case.hidden_NH.dtype
+        assert found.weight_grad.dtype == found.hidden_grad.dtype == case.hidden_NE.dtype
         assert_near(case, found, judged(case), passes=tiles)
 
 
@@ -43,8 +43,8 @@ def test_the_draws_cover_what_can_be_asked() -> None:
     cases = [drawn(seed) for seed in range(80)]
     asked = {"entropy", "row_T", "temperature", "vocab_size", "kept", "logit_scale", "soft_cap"}
     assert {name for case in cases for name in case.keys} == asked
-    assert {case.hidden_NH.dtype for case in cases} == set(DTYPES)
-    assert {case.hidden_NH.is_contiguous() for case in cases} == {True, False}
+    assert {case.hidden_NE.dtype for case in cases} == set(DTYPES)
+    assert {case.hidden_NE.is_contiguous() for case in cases} == {True, False}
     assert {case.bias_V is None for case in cases} == {True, False}
     assert {case.keys["entropy"] for case in cases} == {"gradient", "value", "none"}
 
@@ -58,10 +58,10 @@ def test_gradients_of_float64_are_those_of_finite_differences(monkeypatch) -> No
     ]
     kept = KeptColumns(torch.tensor([0, 3, 5]), torch.tensor([0, 0, 2]), torch.tensor([True, False, True]))
 
-    def function(hidden_NH, weight_VH, bias_V):
+    def function(hidden_NE, weight_VE, bias_V):
         return score_hidden(
-            hidden_NH,
-            weight_VH,
+            hidden_NE,
+            weight_VE,
             torch.tensor([1, 7, 2]),
             bias=bias_V,
             row_T=torch.tensor([3, 0, 1]),
@@ -79,7 +79,7 @@ def test_gradients_of_float64_are_those_of_finite_differences(monkeypatch) -> No
 def test_float32_is_what_scoring_all_logits_gives(backend, tiles, seed) -> None:
     case = drawn(seed, dtypes=(torch.float32,))._replace(bias_V=None)
     found = answered(case)
-    leaves = [x.clone().requires_grad_() for x in (case.hidden_NH, case.weight_VH)]
+    leaves = [x.clone().requires_grad_() for x in (case.hidden_NE, case.weight_VE)]
     keys = {name: value for name, value in case.keys.items() if name not in ("logit_scale", "soft_cap")}
     scores = score_tokens(logits_of(case, leaves[0] @ leaves[1].t()), case.token_T, **keys)
     outputs = [x for x in scores if x is not None and x.requires_grad]
@@ -91,7 +91,7 @@ def test_float32_is_what_scoring_all_logits_gives(backend, tiles, seed) -> None:
 def test_leading_dimensions_change_no_bit(backend, tiles) -> None:
     case = plain(rows=6)
     wanted = answered(case)
-    found = answered(case._replace(hidden_NH=case.hidden_NH.view(2, 3, -1)))
+    found = answered(case._replace(hidden_NE=case.hidden_NE.view(2, 3, -1)))
     assert torch.equal(found.log_prob_T, wanted.log_prob_T)
     assert torch.equal(found.hidden_grad.view_as(wanted.hidden_grad), wanted.hidden_grad)
     assert torch.equal(found.weight_grad, wanted.weight_grad)
@@ -99,18 +99,18 @@ def test_leading_dimensions_change_no_bit(backend, tiles) -> None:
 
 def test_a_weight_that_is_transposed_is_the_same(backend, tiles) -> None:
     case = plain(rows=6)
-    turned = case._replace(weight_VH=case.weight_VH.t().contiguous().t())
+    turned = case._replace(weight_VE=case.weight_VE.t().contiguous().t())
     assert_near(case, answered(turned), judged(case), passes=tiles)
 
 
 def plain(*, rows: int, dtype: torch.dtype = torch.float32, **keys) -> Case:
     """A case without anything special."""
     generator = torch.Generator().manual_seed(3)
-    hidden_NH, weight_VH = torch.randn(rows, 7, generator=generator), torch.randn(60, 7, generator=generator)
+    hidden_NE, weight_VE = torch.randn(rows, 7, generator=generator), torch.randn(60, 7, generator=generator)
     num_tokens = len(keys.get("row_T", range(rows)))
     token_T = torch.randint(60, (num_tokens,), generator=generator)
     grad_2T = torch.randn(2, num_tokens, generator=generator)
-    return Case(hidden_NH.to(dtype), weight_VH.to(dtype), None, token_T, {"entropy": "gradient"} | keys, {}, grad_2T)
+    return Case(hidden_NE.to(dtype), weight_VE.to(dtype), None, token_T, {"entropy": "gradient"} | keys, {}, grad_2T)
 
 
 # --- what must not matter
@@ -123,9 +123,9 @@ def test_what_no_gradient_reaches_changes_nothing(backend, tiles, poison) -> Non
     case = plain(rows=9, row_T=torch.tensor([4, 0, 5, 2, 8]), vocab_size=50)
     case = case._replace(token_T=case.token_T % 50, grad_2T=case.grad_2T * torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))
     wanted = answered(case)
-    bad = case._replace(hidden_NH=case.hidden_NH.clone(), weight_VH=case.weight_VH.clone())
-    bad.hidden_NH[[1, 4, 2, 7]] = poison
-    bad.weight_VH[50:] = poison
+    bad = case._replace(hidden_NE=case.hidden_NE.clone(), weight_VE=case.weight_VE.clone())
+    bad.hidden_NE[[1, 4, 2, 7]] = poison
+    bad.weight_VE[50:] = poison
     found = answered(bad)
     assert torch.equal(found.log_prob_T[[1, 2, 4]], wanted.log_prob_T[[1, 2, 4]])
     assert torch.equal(found.hidden_grad, wanted.hidden_grad)
@@ -151,24 +151,25 @@ def test_what_needs_no_gradient_gets_none(backend, tiles) -> None:
     case = plain(rows=6)
     wanted = answered(case)
     for frozen in range(2):
-        leaves = [case.hidden_NH.clone(), case.weight_VH.clone()]
+        leaves = [case.hidden_NE.clone(), case.weight_VE.clone()]
         leaves[1 - frozen].requires_grad_()
         scores = score_hidden(*leaves, case.token_T)
         torch.autograd.backward(scores, tuple(case.grad_2T))
         assert leaves[frozen].grad is None
         assert torch.equal(leaves[1 - frozen].grad, (wanted.weight_grad, wanted.hidden_grad)[frozen])
-    assert not score_hidden(case.hidden_NH, case.weight_VH, case.token_T).log_prob_T.requires_grad
+    assert not score_hidden(case.hidden_NE, case.weight_VE, case.token_T).log_prob_T.requires_grad
 
 
 def test_an_entropy_of_which_only_the_value_is_wanted_has_no_gradient(backend) -> None:
-    leaf = plain(rows=3).weight_VH.requires_grad_()
+    leaf = plain(rows=3).weight_VE.requires_grad_()
     scores = score_hidden(torch.randn(2, 7), leaf, torch.tensor([1, 2]), entropy="value")
     assert not scores.entropy_T.requires_grad
     assert torch.autograd.grad(scores.log_prob_T.sum(), leaf)[0].any()
 
 
-def test_autocast_and_deterministic_mode_change_no_bit(backend, tiles) -> None:
-    case = plain(rows=8, row_T=torch.tensor([7, 0, 3]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_deterministic_mode_change_no_bit(backend, tiles, dtype) -> None:
+    case = plain(rows=8, row_T=torch.tensor([7, 0, 3]), dtype=dtype)
     wanted = answered(case)
     torch.use_deterministic_algorithms(True)
     try:
@@ -183,14 +184,30 @@ def test_autocast_and_deterministic_mode_change_no_bit(backend, tiles) -> None:
 def test_a_loss_that_is_computed_again_for_its_backward_pass_has_the_same_gradient(backend, use_reentrant) -> None:
     case = plain(rows=5)
 
-    def loss(hidden_NH: torch.Tensor) -> torch.Tensor:
-        scores = score_hidden(hidden_NH, case.weight_VH, case.token_T)
+    def loss(hidden_NE: torch.Tensor) -> torch.Tensor:
+        scores = score_hidden(hidden_NE, case.weight_VE, case.token_T)
         return (scores.log_prob_T * 2.0 - scores.entropy_T).sum()
 
-    leaf = case.hidden_NH.clone().requires_grad_()
+    leaf = case.hidden_NE.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(loss(leaf), leaf)
     checkpoint(loss, leaf, use_reentrant=use_reentrant).backward()
     assert torch.equal(leaf.grad, wanted)
+
+
+def test_tiles_are_added_up_in_float32(monkeypatch) -> None:
+    """The gradient of hidden states in bfloat16, in 60 tiles of columns: as near to float64 as in one."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = (64, 32), (1800, 32)
+    hidden_NE, weight_VE = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    keys = {"entropy": "gradient", "temperature": 4.0}
+    token_T, grad_2T = torch.arange(64), torch.randn(2, 64, generator=generator)
+    case = Case(hidden_NE, weight_VE, None, token_T, keys, {"temperature": 4.0}, grad_2T)
+    wanted = judged(case).hidden_grad
+    errors = []
+    for columns in (1800, 30):
+        with_tiles(monkeypatch, tile=64 * columns, slopes=64 * columns, states=64 * 32)
+        errors.append((answered(case).hidden_grad.double() - wanted).norm())
+    assert errors[1] < 1.1 * errors[0]
 
 
 # --- the gradient of the weight
@@ -198,7 +215,7 @@ def test_a_loss_that_is_computed_again_for_its_backward_pass_has_the_same_gradie
 
 def test_an_embedding_that_is_the_head_too_gets_both_gradients(backend) -> None:
     case = plain(rows=5)
-    weight = case.weight_VH.double().requires_grad_()
+    weight = case.weight_VE.double().requires_grad_()
     token_T = case.token_T
 
     def hidden_of(weight: torch.Tensor) -> torch.Tensor:
@@ -215,12 +232,12 @@ def test_an_embedding_that_is_the_head_too_gets_both_gradients(backend) -> None:
 def test_main_grad_takes_the_gradient_of_the_weight(tiles, dtype, zero_out) -> None:
     """Megatron-Core's flag: what autograd is given in its place is dropped by a hook, and added where that is zeros."""
     case = plain(rows=9, dtype=dtype)
-    weight = torch.nn.Parameter(case.weight_VH.clone())
+    weight = torch.nn.Parameter(case.weight_VE.clone())
     weight.main_grad = torch.ones(weight.shape, dtype=torch.float32)
     if zero_out is not None:
         weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zero_out
     for _ in range(2):
-        scores = score_hidden(case.hidden_NH, weight, case.token_T, gradient_accumulation_fusion=True)
+        scores = score_hidden(case.hidden_NE, weight, case.token_T, gradient_accumulation_fusion=True)
         torch.autograd.backward(scores, tuple(case.grad_2T))
         if zero_out is None:
             assert weight.grad is None
@@ -238,14 +255,14 @@ def test_main_grad_takes_the_gradient_of_the_weight(tiles, dtype, zero_out) -> N
 
 
 def judged_plain(case: Case, *, absolute: bool = False) -> torch.Tensor:
-    """``[V, H]``: the gradient of the weight in float64, or the sum of the absolute values of its terms."""
-    logits = (case.hidden_NH.double() @ case.weight_VH.double().t()).requires_grad_()
+    """``[V, E]``: the gradient of the weight in float64, or the sum of the absolute values of its terms."""
+    logits = (case.hidden_NE.double() @ case.weight_VE.double().t()).requires_grad_()
     log_p_TV = logits.log_softmax(-1)
     log_prob_T = log_p_TV[torch.arange(len(case.token_T)), case.token_T]
     entropy_T = -(log_p_TV.exp() * log_p_TV).sum(-1)
     (slope_TV,) = torch.autograd.grad((log_prob_T * case.grad_2T[0] + entropy_T * case.grad_2T[1]).sum(), logits)
-    rows_TH = case.hidden_NH.double()
-    return slope_TV.abs().t() @ rows_TH.abs() if absolute else slope_TV.t() @ rows_TH
+    rows_TE = case.hidden_NE.double()
+    return slope_TV.abs().t() @ rows_TE.abs() if absolute else slope_TV.t() @ rows_TE
 
 
 # --- memory
@@ -343,9 +360,9 @@ def test_what_does_not_fit_is_refused_by_name(change, error, text) -> None:
 
 def test_a_state_of_two_tokens_is_scored_twice_and_has_no_gradient(backend) -> None:
     case = plain(rows=3, row_T=torch.tensor([2, 0, 2]))
-    leaf = case.weight_VH.clone().requires_grad_()
-    scores = score_hidden(case.hidden_NH, leaf, case.token_T, row_T=case.keys["row_T"])
-    log_p_NV = (case.hidden_NH @ leaf.t()).log_softmax(-1)
+    leaf = case.weight_VE.clone().requires_grad_()
+    scores = score_hidden(case.hidden_NE, leaf, case.token_T, row_T=case.keys["row_T"])
+    log_p_NV = (case.hidden_NE @ leaf.t()).log_softmax(-1)
     torch.testing.assert_close(scores.log_prob_T, log_p_NV[case.keys["row_T"], case.token_T])
     with pytest.raises(RuntimeError, match="row_T has a row twice, and only one token's gradient fits"):
         scores.log_prob_T.sum().backward()

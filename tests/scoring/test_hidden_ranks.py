@@ -26,10 +26,10 @@ def backend(request, monkeypatch) -> str:
 
 def part_of(case: Case, rank: int, ranks: int) -> Case:
     """The rows of the weight, and of the bias, that a rank has."""
-    width = len(case.weight_VH) // ranks
+    width = len(case.weight_VE) // ranks
     rows = slice(rank * width, (rank + 1) * width)
     bias_V = None if case.bias_V is None else case.bias_V[rows]
-    return case._replace(weight_VH=case.weight_VH[rows], bias_V=bias_V)
+    return case._replace(weight_VE=case.weight_VE[rows], bias_V=bias_V)
 
 
 def whole_of(answers: list[Answer], *, sequence_parallel: bool = False) -> Answer:
@@ -70,7 +70,7 @@ def test_parts_of_a_vocabulary_are_as_one(backend, monkeypatch, seed) -> None:
 def test_a_rank_of_padding_alone_adds_nothing(backend) -> None:
     case = drawn(7, ranks=3, most_rows=6)
     case.keys.pop("kept", None), case.naive.pop("kept", None)
-    size = len(case.weight_VH) // 3
+    size = len(case.weight_VE) // 3
     for vocab_size in (1, size, 2 * size):
         some = case._replace(
             token_T=case.token_T % vocab_size,
@@ -87,17 +87,17 @@ def test_a_rank_of_padding_alone_adds_nothing(backend) -> None:
 @pytest.mark.parametrize("with_rows", [False, True])
 def test_states_that_are_split_over_the_sequence_are_gathered(backend, with_rows) -> None:
     case = drawn(3, ranks=2, most_rows=6)
-    case = case._replace(keys={"entropy": "gradient"}, naive={}, hidden_NH=case.hidden_NH[:1].repeat(6, 1).contiguous())
-    case = case._replace(hidden_NH=case.hidden_NH * torch.linspace(0.1, 1.0, 6).unsqueeze(-1).to(case.hidden_NH.dtype))
+    case = case._replace(keys={"entropy": "gradient"}, naive={}, hidden_NE=case.hidden_NE[:1].repeat(6, 1).contiguous())
+    case = case._replace(hidden_NE=case.hidden_NE * torch.linspace(0.1, 1.0, 6).unsqueeze(-1).to(case.hidden_NE.dtype))
     rows = [4, 1, 5] if with_rows else list(range(6))
     keys = {"row_T": torch.tensor(rows)} if with_rows else {}
-    tokens = torch.arange(len(rows)) % len(case.weight_VH)
+    tokens = torch.arange(len(rows)) % len(case.weight_VE)
     grads = torch.randn(2, len(rows), generator=torch.Generator().manual_seed(0))
-    case = Case(case.hidden_NH, case.weight_VH, case.bias_V, tokens, case.keys | keys, {"rows": rows}, grads)
+    case = Case(case.hidden_NE, case.weight_VE, case.bias_V, tokens, case.keys | keys, {"rows": rows}, grads)
 
     def answer(rank: Rank) -> Any:
         part = part_of(case, rank.cp_rank, 2)
-        part = part._replace(hidden_NH=case.hidden_NH[rank.cp_rank * 3 : rank.cp_rank * 3 + 3])
+        part = part._replace(hidden_NE=case.hidden_NE[rank.cp_rank * 3 : rank.cp_rank * 3 + 3])
         return answered(part, tp_group=rank.groups.cp_group, tp_rank=rank.cp_rank, sequence_parallel=True)
 
     assert_near(case, whole_of(run_ranks(answer, cp_size=2), sequence_parallel=True), judged(case), ranks=2)
@@ -183,18 +183,18 @@ def check_parts(rank: int) -> None:
 
 def check_sequence_parallel(rank: int) -> None:
     case = drawn(211, ranks=4)
-    states_NH = torch.randn(8, case.weight_VH.shape[1], generator=torch.Generator().manual_seed(1))
+    states_NE = torch.randn(8, case.weight_VE.shape[1], generator=torch.Generator().manual_seed(1))
     rows = [5, 0, 7]
     case = Case(
-        states_NH.to(case.weight_VH.dtype),
-        case.weight_VH,
+        states_NE.to(case.weight_VE.dtype),
+        case.weight_VE,
         None,
-        torch.tensor([0, 1, 2]) % len(case.weight_VH),
+        torch.tensor([0, 1, 2]) % len(case.weight_VE),
         {"entropy": "gradient", "row_T": torch.tensor(rows)},
         {"rows": rows},
         torch.randn(2, 3, generator=torch.Generator().manual_seed(2)),
     )
-    part = part_of(case, rank, 4)._replace(hidden_NH=case.hidden_NH[2 * rank : 2 * rank + 2])
+    part = part_of(case, rank, 4)._replace(hidden_NE=case.hidden_NE[2 * rank : 2 * rank + 2])
     found = answered(part, tp_group=dist.group.WORLD, tp_rank=rank, sequence_parallel=True)
     answers: list[Any] = [None] * 4
     dist.all_gather_object(answers, Answer(*(None if x is None else x.detach() for x in found)))

@@ -1,10 +1,13 @@
 """Scoring on a GPU: float64's numbers, the same bits twice, no wait, and no memory but the gradient's."""
 
+from typing import Any
+
+import hidden_cases
 import pytest
 import torch
 from scoring_cases import Answer, Case, answered, assert_near, drawn, judged
 
-from mis_ext.scoring import KeptColumns, score_tokens
+from mis_ext.scoring import KeptColumns, score_hidden, score_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -83,3 +86,62 @@ def test_the_current_device_need_not_be_that_of_the_logits() -> None:
         pytest.skip("needs two GPUs")
     case = drawn(7)
     assert_near(case, Answer(*(x.cpu() for x in answered(case.to("cuda:1")))), judged(case))
+
+
+# --- from hidden states
+
+
+def on_gpu(case: hidden_cases.Case) -> hidden_cases.Case:
+    def moved(x: Any) -> Any:
+        if isinstance(x, KeptColumns):
+            return KeptColumns(*map(moved, x))
+        return x.cuda() if isinstance(x, torch.Tensor) else x
+
+    keys = {name: moved(value) for name, value in case.keys.items()}
+    return hidden_cases.Case(*map(moved, case))._replace(keys=keys)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("first_seed", range(0, 60, 10))
+@pytest.mark.parametrize("small", [False, True])
+def test_drawn_heads_are_what_float64_says(monkeypatch, backend, first_seed, small) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    if small:
+        hidden_cases.with_tiles(monkeypatch, tile=200, slopes=500, states=100, device="cuda")
+    for seed in range(first_seed, first_seed + 10):
+        case = hidden_cases.drawn(seed)
+        found, again = (hidden_cases.answered(on_gpu(case)) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True) if a is not None)
+        on_cpu = hidden_cases.Answer(*(None if x is None else x.cpu() for x in found))
+        hidden_cases.assert_near(case, on_cpu, hidden_cases.judged(case), passes=40 if small else 1)
+
+
+def test_a_head_takes_less_than_a_gibibyte_above_its_gradients() -> None:
+    num_tokens, width, size = 20_000, 1024, 151_936
+    hidden_NE = torch.randn(num_tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VE = torch.randn(size, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    token_T = torch.randint(size, (num_tokens,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = score_hidden(hidden_NE, weight_VE, token_T, temperature=30.0)
+    torch.autograd.backward(scores, tuple(torch.randn(2, num_tokens, device="cuda")))
+    above = torch.cuda.max_memory_allocated() - before - hidden_NE.nbytes - weight_VE.nbytes
+    assert 0 < above <= 1024 * MIB
+
+
+def test_a_head_never_waits_for_the_device() -> None:
+    hidden_NE = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VE = torch.randn(500, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    token_T = torch.randint(500, (30,), device="cuda")
+    row_T = torch.randperm(40, device="cuda")[:30]
+    kept = KeptColumns(token_T, torch.arange(30, device="cuda"), torch.ones(30, dtype=torch.bool, device="cuda"))
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            for given in (None, kept):
+                scores = score_hidden(hidden_NE, weight_VE, token_T, row_T=row_T, kept=given, temperature=0.7)
+                (scores.log_prob_T.sum() + scores.entropy_T.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

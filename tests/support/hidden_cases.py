@@ -17,8 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Case(NamedTuple):
     """Operands, what is asked of them, and the gradients that come in; ``naive`` asks the same of the naive page."""
 
-    hidden_NH: Tensor
-    weight_VH: Tensor
+    hidden_NE: Tensor
+    weight_VE: Tensor
     bias_V: Tensor | None
     token_T: Tensor
     keys: dict[str, Any]
@@ -40,10 +40,10 @@ def drawn(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, ranks: int = 1
     num_rows, size, width = random.randint(1, most_rows), random.randint(1, 120) * ranks, random.randint(1, 24)
     dtype = random.choice(dtypes)
     magnitude = 10.0 ** random.uniform(-1, 0.5)
-    hidden_NH = (torch.randn(num_rows, width + 3, generator=generator) * magnitude)[:, :width].to(dtype)
+    hidden_NE = (torch.randn(num_rows, width + 3, generator=generator) * magnitude)[:, :width].to(dtype)
     if random.random() < 0.7:
-        hidden_NH = hidden_NH.contiguous()
-    weight_VH = torch.randn(size, width, generator=generator).to(dtype)
+        hidden_NE = hidden_NE.contiguous()
+    weight_VE = torch.randn(size, width, generator=generator).to(dtype)
     bias_V = torch.randn(size, generator=generator).to(dtype) if random.random() < 0.3 else None
     same: dict[str, Any] = {}
     if random.random() < 0.6:
@@ -73,12 +73,12 @@ def drawn(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, ranks: int = 1
             for ids_V, is_recorded in zip(kept_TV, is_recorded_T, strict=True)
         ]
     grad_2T = torch.randn(2, len(row_T), generator=generator)
-    return Case(hidden_NH, weight_VH, bias_V, token_T, keys, naive, grad_2T)
+    return Case(hidden_NE, weight_VE, bias_V, token_T, keys, naive, grad_2T)
 
 
 def answered(case: Case, **more: Any) -> Answer:
     """What is tested."""
-    leaves = [x.detach().requires_grad_() for x in (case.hidden_NH, case.weight_VH, case.bias_V) if x is not None]
+    leaves = [x.detach().requires_grad_() for x in (case.hidden_NE, case.weight_VE, case.bias_V) if x is not None]
     bias_V = leaves[2] if len(leaves) > 2 else None
     scores = score_hidden(leaves[0], leaves[1], case.token_T, bias=bias_V, **case.keys | more)
     outputs = [x for x in scores if x is not None and x.requires_grad]
@@ -89,7 +89,7 @@ def answered(case: Case, **more: Any) -> Answer:
 def judged(case: Case) -> Answer:
     """The naive page in float64."""
     leaves = [
-        x.detach().double().requires_grad_() for x in (case.hidden_NH, case.weight_VH, case.bias_V) if x is not None
+        x.detach().double().requires_grad_() for x in (case.hidden_NE, case.weight_VE, case.bias_V) if x is not None
     ]
     bias_V = leaves[2] if len(leaves) > 2 else None
     log_prob_T, entropy_T = naive_score_hidden(*leaves[:2], case.token_T.tolist(), bias=bias_V, **case.naive)
@@ -104,38 +104,38 @@ def judged(case: Case) -> Answer:
 def assert_near(case: Case, found: Answer, wanted: Answer, *, passes: int = 1, ranks: int = 1) -> None:
     """Within roundings of float32, and for gradients of the dtype of the operands.
 
-    A logit is a sum of ``H`` products, of which each is off by half a unit. The gradient of a logit is off by what its
+    A logit is a sum of ``E`` products, of which each is off by half a unit. The gradient of a logit is off by what its
     exponent is off, and rounded to the dtype of the operands, which a cap does twice. Both are multiplied by the other
     operand, added up, and rounded, those of the weight in each of ``passes``, those of hidden
     states on each of ``ranks``.
     """
-    unit, eps = 2.0**-24, torch.finfo(case.hidden_NH.dtype).eps
+    unit, eps = 2.0**-24, torch.finfo(case.hidden_NE.dtype).eps
     keys = case.keys
     scale = keys.get("logit_scale", 1.0) / keys.get("temperature", 1.0)
-    rows_TH = case.hidden_NH.double()
+    rows_TE = case.hidden_NE.double()
     if "row_T" in keys:
-        rows_TH = rows_TH[keys["row_T"]]
-    weight_VH = case.weight_VH.double()
+        rows_TE = rows_TE[keys["row_T"]]
+    weight_VE = case.weight_VE.double()
     bias = 0.0 if case.bias_V is None else float(case.bias_V.double().abs().max())
-    largest = scale * (float((rows_TH.abs() @ weight_VH.abs().t()).max()) + bias) + 1.0
+    largest = scale * (float((rows_TE.abs() @ weight_VE.abs().t()).max()) + bias) + 1.0
     near = 8 * unit * largest
     for name in ("log_prob_T", "entropy_T"):
         value, exact = getattr(found, name), getattr(wanted, name)
         assert (value is None) == (exact is None)
         if value is not None:
             torch.testing.assert_close(value.double(), exact, rtol=4 * unit, atol=near)
-    slope_TV = slopes_of(case, rows_TH @ weight_VH.t()).abs()
+    slope_TV = slopes_of(case, rows_TE @ weight_VE.t()).abs()
     off_TV = eps * slope_TV + 2 * near * scale * case.grad_2T.double().abs().sum(0).unsqueeze(-1)
     if "vocab_size" in keys:
         off_TV[:, keys["vocab_size"] :] = 0.0
-    tiny = torch.finfo(case.hidden_NH.dtype).tiny
-    near_TH = off_TV @ weight_VH.abs() + ranks * eps * (slope_TV @ weight_VH.abs())
-    wanted_NH, found_NH = wanted.hidden_grad, found.hidden_grad.double()
-    row_T = keys.get("row_T", torch.arange(len(rows_TH)))
-    assert ((found_NH - wanted_NH)[row_T].abs() <= near_TH + tiny).all()
-    assert torch.equal(found_NH.index_fill(0, row_T, 0.0), torch.zeros_like(found_NH))
-    near_VH = off_TV.t() @ rows_TH.abs() + passes * eps * (slope_TV.t() @ rows_TH.abs())
-    assert ((found.weight_grad.double() - wanted.weight_grad).abs() <= near_VH + tiny).all()
+    tiny = torch.finfo(case.hidden_NE.dtype).tiny
+    near_TE = off_TV @ weight_VE.abs() + ranks * eps * (slope_TV @ weight_VE.abs())
+    wanted_NE, found_NE = wanted.hidden_grad, found.hidden_grad.double()
+    row_T = keys.get("row_T", torch.arange(len(rows_TE)))
+    assert ((found_NE - wanted_NE)[row_T].abs() <= near_TE + tiny).all()
+    assert torch.equal(found_NE.index_fill(0, row_T, 0.0), torch.zeros_like(found_NE))
+    near_VE = off_TV.t() @ rows_TE.abs() + passes * eps * (slope_TV.t() @ rows_TE.abs())
+    assert ((found.weight_grad.double() - wanted.weight_grad).abs() <= near_VE + tiny).all()
     assert (found.bias_grad is None) == (wanted.bias_grad is None)
     if found.bias_grad is not None:
         near_V = off_TV.sum(0) + eps * slope_TV.sum(0)
@@ -162,7 +162,7 @@ def logits_of(case: Case, products_TV: Tensor) -> Tensor:
     return logits if cap is None else cap * (logits / cap).tanh()
 
 
-def with_tiles(monkeypatch: Any, *, tile: int, slopes: int, states: int) -> None:
+def with_tiles(monkeypatch: Any, *, tile: int, slopes: int, states: int, device: str = "cpu") -> None:
     """Tiles as small as those of a vocabulary that is large."""
     for name, size in (("TILE", tile), ("SLOPES", slopes), ("STATES", states)):
-        monkeypatch.setitem(getattr(hidden, name), "cpu", size)
+        monkeypatch.setitem(getattr(hidden, name), device, size)
