@@ -42,7 +42,6 @@ SERVERS = {
         "--enable-auto-tool-choice",
         "--tool-call-parser=hermes",
         "--generation-config=vllm",
-        "--enable-trace-replay",
     ],
     "defaults": [
         "--logprobs-mode=processed_logprobs",
@@ -154,9 +153,6 @@ def changed_cases(server: str, prompt: list[int], call: int) -> dict[str, tuple[
         requests["chat_strict_tool"] = {**of_chat, **called, "tools": [tool(strict=True)], "tool_choice": "auto"}
         requests["chat_one_call"] = {**of_chat, **called, "tools": [tool()], "parallel_tool_calls": False}
         requests["chat_free_tools"] = {**of_chat, **called, "tools": [tool()]}
-        replayed = everywhere("replayed")["generate_replayed"]
-        replayed["sampling_params"] |= {"trace_decode_token_ids": [300, 301, 302, 303]}
-        requests["generate_replayed"] = replayed
     elif server == "defaults":
         requests = everywhere("absent") | {"chat_tools": {**of_chat, **called, "tools": [tool()], **NEUTRAL}}
     elif server == "speculation":
@@ -242,7 +238,7 @@ def shows(case: str, response: Any, truth: dict[str, list[float]] | None) -> boo
     error = max(abs(a - b) for a, b in zip(found, truth["as_asked"], strict=True))
     if "_logits" in case:
         return max(found) < 0.0
-    if case in ("chat_free_tools", "generate_replayed", "generate_absent", "generate_bias") or "greedy" in case:
+    if case in ("chat_free_tools", "generate_absent", "generate_bias") or "greedy" in case:
         return error < 1e-3
     return error > 0.05
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mis_ext.rollout import define_log_probs, tell_logprobs_mode
-from mis_ext.rollout.generation import LogProbError
+from mis_ext.rollout import Speculation, define_log_probs, tell_logprobs_mode
+from mis_ext.rollout.generation import LogProbError, NotASample
+from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import (
     read_openai_chat,
     read_openai_completions,
@@ -19,7 +20,7 @@ from mis_ext.rollout.readers.servers import (
     read_vllm_completions,
     read_vllm_generate,
 )
-from mis_ext.rollout.sampling_parameters import SamplingParameters
+from mis_ext.rollout.sampling_parameters import CHANGES, SamplingParameters
 
 FOLDER = Path(__file__).parents[2] / "data" / "rollout_responses" / "vllm"
 READ = {"generate": read_vllm_generate, "chat": read_vllm_chat, "completions": read_vllm_completions}
@@ -102,6 +103,52 @@ def test_a_grammar_that_vllm_makes_of_tools_is_not_comparable(name, reason) -> N
     assert define(found).is_comparable
 
 
+def test_tools_are_free_or_not_by_a_flag_of_the_server_and_so_doubtful() -> None:
+    free, bound = record("changed/chat_free_tools"), record("defaults/chat_tools")
+    assert error_of("changed/chat_free_tools", "as_asked") < TOLERANCE
+    assert error_of("defaults/chat_tools", "as_asked") > 0.05
+    for found in (free, bound):
+        assert define(found).is_comparable
+        assert any("--tool-strict-level" in doubt for doubt in define(found).doubts)
+    in_sglang = SamplingParameters.from_request(free["request"], server="sglang")
+    assert any("SGLANG_TOOL_STRICT_LEVEL" in doubt for doubt in in_sglang.doubts)
+    strict = record("changed/chat_strict_tool")["request"]
+    assert SamplingParameters.from_request(strict, server="sglang").grammars == ("tools with strict=True",)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_a_request_leaves_out_is_the_models_default_but_in_generate(endpoint) -> None:
+    """The model's defaults are a temperature of 0.5 and a top_k of 20."""
+    path = f"defaults/{endpoint}_absent"
+    doubts = define(record(path)).doubts
+    if endpoint == "generate":
+        assert error_of(path, "as_asked") < TOLERANCE
+        assert not doubts
+    else:
+        assert error_of(path, "as_asked") > 0.05
+        (doubt,) = doubts
+        assert doubt.startswith("temperature, top_p, top_k, min_p, repetition_penalty,")
+        assert "--generation-config vllm" in doubt
+        in_sglang = SamplingParameters.from_request(record(path)["request"], server="sglang").doubts
+        assert any("--sampling-defaults openai" in doubt for doubt in in_sglang)
+
+
+def test_every_change_has_a_record_that_shows_it() -> None:
+    kinds = {"cold", "bias", "tool", "absent"}
+    of_vllm = [change for change in CHANGES if change.server == "vllm"]
+    assert len(of_vllm) == len(kinds)
+    assert {change.release for change in of_vllm} == {"0.32.0"}
+    assert all(change.says.endswith(".") and change.source for change in CHANGES)
+
+
+def test_tokens_that_the_request_prescribed_are_no_sample() -> None:
+    """vLLM answers so with ``--enable-trace-replay``, which its runner of a CPU does not have."""
+    found = record("changed/generate_cold")
+    found["request"]["sampling_params"]["trace_decode_token_ids"] = found["response"]["choices"][0]["token_ids"]
+    with pytest.raises(NotASample, match="trace_decode_token_ids"):
+        read_vllm_generate(found["request"], found["response"])
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_logits_below_0_are_refused_where_the_largest_prove_them(endpoint) -> None:
     path = f"logits/{endpoint}_logits"
@@ -118,6 +165,35 @@ def test_logits_below_0_are_refused_where_the_largest_prove_them(endpoint) -> No
     for row in log_probs.get("content") or []:
         row["top_logprobs"] = []
     assert max(READ[endpoint](found["request"], found["response"]).log_probs) < 0.0
+
+
+def test_drafted_tokens_are_not_drawn_as_asked_on_a_cpu() -> None:
+    """vLLM's kernel without Triton leaves the temperature of drafted tokens unset; greedy ones need none."""
+    path = "speculation/completions_drawn"
+    found = record(path)
+    truth = found["transformers_log_probs"]["as_asked"]
+    values = found["response"]["choices"][0]["logprobs"]["token_logprobs"]
+    assert max(abs(a - b) for a, b in zip(values, truth, strict=True)) > 0.05
+    definition = define(found, speculation=Speculation())
+    assert not definition.is_comparable
+    assert any(line.startswith("speculative decoding without Triton") for line in definition.explain())
+    raw = define_log_probs(parameters_of(found), server="vllm", sampling_backend="pytorch", speculation=Speculation())
+    assert raw.is_comparable
+    assert not raw.is_behavior
+    on_gpu = define_log_probs(parameters_of(found), server="vllm", speculation=Speculation())
+    assert not on_gpu.sampled.unrepeatable
+    assert any("sampling_backend='pytorch'" in doubt for doubt in on_gpu.doubts)
+    synthetic = Speculation(rejection_sample_method="synthetic")
+    assert define_log_probs(parameters_of(found), server="vllm", speculation=synthetic).sampled.unrepeatable
+    for endpoint in ENDPOINTS:
+        greedy = f"speculation/{endpoint}_greedy"
+        assert error_of(greedy, "as_asked") < TOLERANCE
+        assert define(record(greedy), speculation=Speculation()).is_comparable
+
+
+def test_a_stream_says_that_it_was_drafted() -> None:
+    found = record("speculation/completions_drawn_stream")
+    assert join_stream(found["response"])["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
 def test_the_mode_is_not_told_by_what_another_cause_explains() -> None:
