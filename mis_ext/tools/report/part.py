@@ -15,7 +15,7 @@ from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.hosts.packing import PackedStreams, check_mask
-from mis_ext.tools.diagnosis.measuring import versions_behind
+from mis_ext.tools.diagnosis.measuring import positions, versions_behind
 from mis_ext.tools.diagnosis.signals import Turns, turns_of
 from mis_ext.tools.dumps import DumpedSample
 from mis_ext.tools.dumps.stream import fingerprint
@@ -177,9 +177,7 @@ class Part:
     @cached_property
     def position_T(self) -> Tensor:
         """Position of each token in its response."""
-        length_S = torch.tensor(self.streams.layout.response_lengths, dtype=torch.int64)
-        begin_S = length_S.cumsum(0) - length_S
-        return torch.arange(len(self.sequence_T)) - begin_S[self.sequence_T]
+        return positions(self.streams.layout)
 
     @cached_property
     def turns(self) -> Turns:
