@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+from documented_tables import Table
 from trained_plants import OF_ALL, PLANTS, collected
 
-from mis_ext.correction.tables import Table
 from mis_ext.diagnosis import CAUSES, Diagnosis
 from mis_ext.tools.diagnosis.size import MORE
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mis_ext.correction.tables import Table
 from mis_ext.files import hanging
 from mis_ext.methods import decoupled, ppo, reinforce, trust_region
 from mis_ext.methods.first_update import as_correction
@@ -50,14 +49,6 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
     where = f"{key}: {name}"
     parameters = row.checked(where, given)
     return ChosenMethod(row.name, tuple(parameters.items()), row.make(**parameters))
-
-
-def methods_table() -> Table:
-    """Every method with its family, objective and source."""
-    return Table(
-        ("family", "method", "objective of a token", "source"),
-        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in METHODS.values()),
-    )
 
 
 def list_methods() -> str:

@@ -18,17 +18,22 @@ from rows import for_each
 import mis_ext
 import mis_ext.cli
 from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
-from mis_ext.correction.tables import Table, bounds_table, metrics_table, statistics_table
 from mis_ext.explain import explain_config
 from mis_ext.files import PresetRemarks, preset_remarks
-from mis_ext.methods.catalogue import methods_table
-from mis_ext.tools.diagnosis.table import causes_table
 from mis_ext.tools.report.page import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-sys.path[:0] = [str(DOCS), str(ROOT / "tests")]
+sys.path[:0] = [str(DOCS), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
+from documented_tables import (  # noqa: E402
+    Table,
+    bounds_table,
+    causes_table,
+    methods_table,
+    metrics_table,
+    statistics_table,
+)
 from public_names import public_names  # noqa: E402
 from trained_pairs import never_table, pairs_table, plants_table  # noqa: E402
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mis_ext.correction.tables import Table
 from mis_ext.tools.diagnosis import engines, missing, sampling, size, staleness
 from mis_ext.tools.diagnosis.cause import Cause, Diagnosis
 from mis_ext.tools.diagnosis.measuring import Measured
@@ -90,13 +89,3 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
             measured = replace(measured, explained=min(measured.explained + finding.k3_share, 1.0))
     order = ("certain", "likely", "possible")
     return sorted(found, key=lambda diagnosis: order.index(diagnosis.confidence)), measured
-
-
-def causes_table() -> Table:
-    """The causes: title, what shows them, and who can judge."""
-    askers = {"tokens": "guards, report, audit", "signals": "report, audit", "samples": "report, audit"}
-    rows = (
-        (f"`{cause.name}`", cause.title, cause.looks_like, askers[cause.needs[-1]], cause.advice)
-        for cause in CAUSES.values()
-    )
-    return Table(("cause", "what it is", "what shows it", "who can judge", "what to do"), tuple(rows))

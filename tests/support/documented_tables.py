@@ -1,4 +1,4 @@
-"""The rows of statistics, bounds and metrics as tables, for the documentation and the command line."""
+"""The rows of statistics, bounds, metrics, methods and causes as the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from mis_ext.correction.gates import Gate
 from mis_ext.correction.metrics import MetricRow
 from mis_ext.correction.statistics import STATISTICS
 from mis_ext.correction.weights import BOUNDS, Weight
+from mis_ext.methods.catalogue import METHODS
+from mis_ext.tools.diagnosis.table import CAUSES
 
 
 class Table(NamedTuple):
@@ -49,10 +51,10 @@ def bounds_table() -> Table:
     )
 
 
-def metrics_table(configs: Iterable[CorrectionConfig] | None = None) -> Table:
-    """The metrics that configurations can emit, by default one of every kind; core ones carry a star."""
+def metrics_table() -> Table:
+    """The metrics that configurations of every kind can emit; core ones carry a star."""
     rows: dict[str, MetricRow] = {}
-    for config in _one_of_every_kind() if configs is None else configs:
+    for config in _one_of_every_kind():
         for row in config.available_rows:
             rows.setdefault(row.name, row)
     return Table(
@@ -72,3 +74,21 @@ def _one_of_every_kind() -> Iterable[CorrectionConfig]:
         yield CorrectionConfig(
             weight=Weight(mode=mode), gates=(Gate(high=2.0), *vetoes), normalize_over="kept", denominator="kept"
         )
+
+
+def methods_table() -> Table:
+    """Every method with its family, objective and source."""
+    return Table(
+        ("family", "method", "objective of a token", "source"),
+        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in METHODS.values()),
+    )
+
+
+def causes_table() -> Table:
+    """The causes: title, what shows them, and who can judge."""
+    askers = {"tokens": "guards, report, audit", "signals": "report, audit", "samples": "report, audit"}
+    rows = (
+        (f"`{cause.name}`", cause.title, cause.looks_like, askers[cause.needs[-1]], cause.advice)
+        for cause in CAUSES.values()
+    )
+    return Table(("cause", "what it is", "what shows it", "who can judge", "what to do"), tuple(rows))
