@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.master_weights import dither_master_weights as dither_master_weights
     from mis_ext.hosts.master_weights import dither_weights as dither_weights
     from mis_ext.hosts.megatron import make_loss_func as make_loss_func
+    from mis_ext.hosts.output_layer import hand_over_hidden_states as hand_over_hidden_states
     from mis_ext.hosts.own_trainer import compute_mis_weights as compute_mis_weights
     from mis_ext.hosts.own_trainer import correct_padded as correct_padded
     from mis_ext.hosts.own_trainer import scalars as scalars
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.session import Session as Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup as check_setup
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp as compute_mis_weights_with_cp
+    from mis_ext.hosts.slime_miles.model_provider import model_provider as model_provider
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss as policy_loss
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout as prepare_rollout
     from mis_ext.hosts.whole_loss import TotalLoss as TotalLoss

@@ -18,13 +18,14 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
+from mis_ext.hosts.output_layer import NoLogits
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, current_run
 from mis_ext.hosts.whole_loss import packed_loss, present, tokens_for
 from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
-from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_tokens
+from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_hidden, score_tokens
 from mis_ext.scoring.places import response_places
 from mis_ext.validation import check_number
 
@@ -246,12 +247,13 @@ def fused_scores(
     observes_entropy: bool = True,
     kept: KeptColumns | None = None,
 ) -> Scores:
-    """Log-probs and entropy of the response tokens, in one pass over the logits.
+    """Log-probs and entropy of the response tokens, in one pass over the logits, or without any from hidden states.
 
     Args:
         config: What of them is wanted.
         batch: ``unconcat_tokens``, ``total_lengths``, and where samples are padded to other lengths ``max_seq_lens``.
-        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary.
+        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary; or what
+            :func:`~mis_ext.hosts.output_layer.hand_over_hidden_states` has put in their place.
         layout: The local response tokens.
         groups: The ranks that share sequences.
         part: This rank's part of the vocabulary.
@@ -271,15 +273,33 @@ def fused_scores(
         cp_size=groups.cp_size,
     )
     all_tokens = pack("unconcat_tokens", batch["unconcat_tokens"], batch["total_lengths"], device=logits.device)
-    return score_tokens(
-        logits,
-        # Of no samples at all there are no integers.
-        all_tokens.long().index_select(0, places.token_T),
-        row_T=places.row_T,
-        temperature=temperature,
-        entropy=entropy_use(loss, is_observed=observes_entropy),
-        kept=kept,
-        inplace=loss.scoring.inplace,
-        tp_group=part.group,
-        tp_rank=part.rank,
+    # Of no samples at all there are no integers.
+    token_T, row_T = all_tokens.long().index_select(0, places.token_T), places.row_T
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "entropy": entropy_use(loss, is_observed=observes_entropy),
+        "kept": kept,
+        "tp_group": part.group,
+        "tp_rank": part.rank,
+    }
+    if not isinstance(logits, NoLogits):
+        if logits.shape[-1] == 0:
+            raise ValueError(
+                f"logits have shape {list(logits.shape)}: the output layer hands over hidden states, and what stands "
+                "between it and the loss has lost them"
+            )
+        return score_tokens(logits, token_T, row_T=row_T, inplace=loss.scoring.inplace, **given)
+    head = logits.head
+    if len(logits) > 1:
+        # Hidden states are [L, B, H].
+        row_T = row_T % logits.shape[1] * len(logits) + row_T // logits.shape[1]
+    return score_hidden(
+        head.hidden_SBH,
+        head.weight,
+        token_T,
+        row_T=row_T,
+        bias=head.bias,
+        sequence_parallel=head.sequence_parallel,
+        gradient_accumulation_fusion=head.gradient_accumulation_fusion,
+        **given,
     )

@@ -476,3 +476,31 @@ def test_a_file_that_is_not_here_is_said_and_a_key_twice_refused(tmp_path, capsy
     path.write_text("tis_upper_bound: 2.0\ntis_upper_bound: 5.0\n")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'tis_upper_bound' is there twice"):
         mis_ext.check_setup(with_file(str(path), {"tis_upper_bound": 5.0}))
+
+
+HIDDEN = LOSS | {"custom_model_provider_path": "mis_ext.model_provider"}
+
+
+def test_a_model_without_logits_is_announced(capsys) -> None:
+    start(HIDDEN)
+    assert "mis_ext: model_provider makes no logits" in capsys.readouterr().out
+    start(LOSS | {"custom_model_provider_path": None})
+    assert "no logits" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            HOOK | {"custom_model_provider_path": "mis_ext.model_provider"},
+            "only mis_ext.policy_loss takes hidden states",
+        ),
+        (HIDDEN | {"mis_loss_scoring": "host"}, "the host's own function scores here"),
+        (HIDDEN | {"mis_loss_inplace": True}, "mis_loss_inplace: no effect without logits"),
+        (HIDDEN | {"custom_model_provider_path": "mis_ext.model_providers"}, "--custom-model-provider-path"),
+        (LOSS | {"custom_model_provider_path": "mis_ext.policy_loss"}, "takes mis_ext.model_provider"),
+    ],
+)
+def test_a_model_without_logits_that_could_not_train_is_refused(keys, message) -> None:
+    with pytest.raises((ValueError, AttributeError), match=message):
+        start(keys)

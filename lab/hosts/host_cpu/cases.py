@@ -42,6 +42,7 @@ TRAINING = shlex.split(f"""
 CHECK = ("--custom-megatron-init-path", "mis_ext.check_setup")
 HOOK = ("--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp")
 LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.policy_loss")
+PROVIDER = ("--custom-model-provider-path", "mis_ext.model_provider")
 MEASURED = ("train/mis_k3_kl", "train/mis_ratio_max")
 CORE = (*MEASURED, "train/mis_kept_token_fraction")
 

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import replace
 
-from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, LOSS, MEASURED, MODEL, SAME, Case, flat
+from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, LOSS, MEASURED, MODEL, PROVIDER, SAME, Case, flat
 
 # Without Transformer Engine and CUDA kernels.
 MODEL_FLAGS = [
@@ -65,6 +65,17 @@ OURS = (
         metrics=CORE,
         says=(REPLACED,),
         is_alike=True,
+    ),
+    Case(
+        name="no_logits",
+        title="`policy_loss`, `model_provider`",
+        flags=("--use-tis", *LOSS, *CHECK, *PROVIDER),
+        config="mis.yaml",
+        metrics=CORE,
+        says=(REPLACED, "mis_ext: model_provider makes no logits"),
+        is_alike=True,
+        # Logits are float32 there, and rounded to bfloat16 in the others.
+        close=CLOSE_IN_BFLOAT16,
     ),
     Case(
         name="current",

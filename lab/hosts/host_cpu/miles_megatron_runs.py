@@ -45,7 +45,7 @@ _ONE_RANK = (*own_corrections("miles", whose="Miles'"), *OURS)
 
 def _rounded(case: Case) -> Case:
     """Megatron-LM's fused cross-entropy, by which Miles scores, rounds its gradient to bfloat16. Ours does not."""
-    return replace(case, close=CLOSE_IN_BFLOAT16) if case.name.startswith("policy_loss") else case
+    return replace(case, close=CLOSE_IN_BFLOAT16) if case.name.startswith(("policy_loss", "no_logits")) else case
 
 
 _TWO_RANKS = tuple(_rounded(case) for case in (*on_two_ranks(_ONE_RANK), *allgather_cp(_ONE_RANK)))

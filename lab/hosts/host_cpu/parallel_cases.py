@@ -6,7 +6,7 @@ They are in float32, in which rounding does not hide a difference. The hosts tak
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .cases import MAX_TOKENS, Case
+from .cases import MAX_TOKENS, SAME, Case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
     cases = [case for case in cases if not case.is_optional]
     ours = [case for case in cases if case.metrics]
     others = [case for case in cases if not case.metrics]
-    ends = [case for case in cases if case.name in ("nothing", "policy_loss")]
+    ends = [case for case in cases if case.name in ("nothing", "policy_loss", "no_logits")]
     return (
         *_in_layout(ONE, cases),
         *_in_layout(LARGER, ours),
@@ -73,8 +73,12 @@ def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def allgather_cp(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Without a correction and with ours, for a host that takes ``--allgather-cp`` with an ordinary attention."""
+    """Without a correction and with ours, for a host that takes ``--allgather-cp`` with an ordinary attention.
+
+    There the host's own function scores, and needs logits.
+    """
     cases = [case for case in cases if not case.is_optional and (case.metrics or case.name == "nothing")]
+    cases = [case for case in cases if case.name != "no_logits"]
     split = _in_layout(CP_ALLGATHER, cases, ONE_NO_POSITIONS)
     # There the host's own function scores for the whole loss, as it does for the three flags.
     split = tuple(replace(case, partner=case.partner.replace("policy_loss", "hook")) for case in split)
@@ -102,6 +106,7 @@ def _in_layout(layout: Layout, cases: Iterable[Case], partners: Layout | None = 
             partner=f"{case.name}_{partners.name}" if partners is not None else "",
             is_float32=True,
             is_optional=True,
+            close=SAME,
         )
         for case in cases
     )

@@ -27,6 +27,8 @@ from mis_ext.hosts.packing import batch_layout
 from mis_ext.hosts.runs import Run, all_arguments, current_run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, weigh_batch
+from mis_ext.hosts.slime_miles.model_provider import FLAG as MODEL_FLAG
+from mis_ext.hosts.slime_miles.model_provider import model_provider, refuse_missing_logits
 from mis_ext.hosts.slime_miles.policy_loss import (
     IDS,
     OFFSETS,
@@ -87,6 +89,7 @@ _TAKEN: dict[str, tuple[str, ...]] = {
     "--custom-megatron-before-log-prob-hook-path": (),
     "--rollout-data-postprocess-path": ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"),
     "--custom-generate-function-path": ("mis_ext.rollout.generate",),
+    MODEL_FLAG: ("mis_ext.model_provider",),
 }
 """Which functions of ours a flag is for."""
 _CALLED_HERE = [flag for flag in _TAKEN if flag not in (_HOOK.flag, _LOSS.flag, "--custom-generate-function-path")]
@@ -123,6 +126,11 @@ def check_setup(args: Any) -> None:
         _refuse_missing_preparation(args, config)
         said = [summary(config)]
     _refuse_wrong_paths(args)
+    if _takes_hidden_states(args):
+        refuse_missing_logits(args, config)
+        said.append(
+            "mis_ext: model_provider makes no logits: the loss and the host's scoring passes take hidden states"
+        )
     said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
     if entrance is not None:
         said += _rehearse(args, entrance, config)
@@ -286,6 +294,11 @@ def _refuse_wrong_paths(args: Any) -> None:
                 f"{flag} {path}: the flag takes {' or '.join(takes) or 'no function of mis_ext'}"
                 + "".join(f"; this one is for {other}" for other in own)
             )
+
+
+def _takes_hidden_states(args: Any) -> bool:
+    path = read_argument(args, _argument(MODEL_FLAG))
+    return bool(path) and _found_at(path) is model_provider
 
 
 def _only_dithers(args: Any) -> bool:

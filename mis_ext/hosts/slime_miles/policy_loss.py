@@ -26,7 +26,8 @@ from mis_ext.hosts.megatron import (
     positive_temperature,
     refuse_host_scoring,
 )
-from mis_ext.hosts.packing import pack
+from mis_ext.hosts.output_layer import NoLogits
+from mis_ext.hosts.packing import batch_layout, pack
 from mis_ext.hosts.runs import current_run
 from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
@@ -85,13 +86,16 @@ def find_host(args: Any, config: RunConfig) -> Host:
     """
     is_fused = chosen_loss(config).scoring.by == "fused"
     if is_miles():
-        state = sys.modules[MILES_PARALLEL].get_parallel_state()
-        part = VocabularyPart(state.tp.group, state.tp.rank) if state.tp.size > 1 else VocabularyPart()
-        score = partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args)
-        return Host(find_groups(state), score, MILES_METRICS)
+        groups, part = _ranks_of_miles()
+        return Host(groups, partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args), MILES_METRICS)
     if SLIME in sys.modules:
         return Host(find_groups(), _captured_scores if is_fused else partial(_scores_of_host, args))
     return Host(find_groups(), plain_scores)
+
+
+def _ranks_of_miles() -> tuple[Groups, VocabularyPart]:
+    state = sys.modules[MILES_PARALLEL].get_parallel_state()
+    return find_groups(state), VocabularyPart(state.tp.group, state.tp.rank) if state.tp.size > 1 else VocabularyPart()
 
 
 def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
@@ -105,16 +109,26 @@ def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
 
 
 def _fused_scores(
-    part: VocabularyPart, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
+    part: VocabularyPart,
+    config: RunConfig,
+    batch: Batch,
+    logits: Tensor,
+    layout: PackedLayout,
+    groups: Groups,
+    *,
+    with_entropy: bool | None = None,
 ) -> Scores:
-    """What the host's own function gives, of a part of the vocabulary."""
+    """What the host's own function gives, of a part of the vocabulary; the loss says itself what of the entropy."""
     loss, observes, kept = chosen_loss(config), True, None
     if is_miles():
         # Of greedy sampling Miles leaves the logits as they are.
         temperature, observes = loss.temperature or 1.0, loss.scoring.observes_entropy
     else:
-        kept = kept_columns(batch, layout) if loss.scoring.replays_top_p else None
+        # A pass that scores may be told to keep all columns.
+        replays = loss.scoring.replays_top_p and (with_entropy is None or batch.get(IDS) is not None)
+        kept = kept_columns(batch, layout) if replays else None
         temperature = positive_temperature(config)
+    observes = observes if with_entropy is None else with_entropy
     return fused_scores(
         config,
         batch,
@@ -126,6 +140,32 @@ def _fused_scores(
         observes_entropy=observes,
         kept=kept,
     )
+
+
+def scores_without_logits(logits: NoLogits, *, args: Any, with_entropy: bool = False, **batch: Any) -> Any:
+    """What the host's own function for log-probs gives of a rollout, from hidden states: lists of samples.
+
+    Args:
+        logits: With the head that would make them.
+        args: The host's arguments.
+        with_entropy: Whether the entropy is asked for too.
+        batch: What else the host gives its function: the tokens, their lengths, and which ones top-p kept.
+    """
+    config = current_run(args, whole_loss=True).config
+    groups, part = _ranks_of_miles() if is_miles() else (find_groups(), megatron_vocabulary())
+    layout = batch_layout(
+        is_padded=config.is_padded,
+        groups=groups,
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        max_seq_lens=batch.get("max_seq_lens"),
+        device=logits.device,
+    )
+    batch |= {IDS: batch.get("top_p_token_ids"), OFFSETS: batch.get("top_p_token_offsets")}
+    scores = _fused_scores(part, config, batch, logits, layout, groups, with_entropy=with_entropy)
+    found: dict[str, Any] = {"log_probs": scores.log_prob_T} | ({"entropy": scores.entropy_T} if with_entropy else {})
+    lists = {name: [*torch.split(values_T, [*layout.local_lengths])] for name, values_T in found.items()}
+    return lists if is_miles() else (torch.empty((0,), device=logits.device), lists)
 
 
 def _captured_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
@@ -148,6 +188,8 @@ def _scores_of_host(
     args: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
 ) -> Scores:
     loss = chosen_loss(config)
+    if isinstance(logits, NoLogits):
+        raise ValueError("mis_ext.model_provider leaves no logits to the host's own function for log-probs")
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():

@@ -1,0 +1,138 @@
+"""slime and Miles with a model that hands over hidden states: their scoring passes, their loss, and what is refused."""
+
+import sys
+from types import ModuleType
+
+import host_stand_ins
+import loss_cases
+import pytest
+import torch
+from host_stand_ins import HOSTS, running
+
+import mis_ext
+from mis_ext.hosts.output_layer import Head, NoLogits
+from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.slime_miles import model_provider as provider
+from mis_ext.hosts.slime_miles import policy_loss as hosts
+
+WIDTH = 5
+NAMES = ("unconcat_tokens", "total_lengths", "response_lengths")
+LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
+
+
+def handed_over(logits: torch.Tensor) -> tuple[NoLogits, Head]:
+    """As the layer does it, from hidden states and a weight of which these logits are the product."""
+    left, values, right = torch.linalg.svd(logits[0].double(), full_matrices=False)
+    states = (left * values).float().unsqueeze(1).requires_grad_()
+    head = Head(states, right.T.float().contiguous().requires_grad_(), None, False, False)
+    return NoLogits.with_head(states[..., :0].repeat(1, 1, 1), head).transpose(0, 1).contiguous().float(), head
+
+
+def batch_of(options: dict) -> tuple:
+    args = loss_cases.host_args(**options)
+    batch = loss_cases.with_options(loss_cases.local_batch(loss_cases.whole_batch()), args)
+    return args, batch, batch.pop("logits")
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_scoring_pass_gives_what_the_hosts_function_gives_from_logits(host, with_entropy) -> None:
+    args, batch, logits = batch_of({"rollout_temperature": 0.7})
+    given = {"args": args, "with_entropy": with_entropy} | {name: batch[name] for name in NAMES}
+    # Miles' own has a default for it, the stand-in has not; its pass gives the lengths of padded rows.
+    given |= {"entropy_requires_grad": True, "max_seq_lens": None} if host == "miles" else {}
+    with running(host), torch.no_grad():
+        of_host = sys.modules[hosts.SLIME if host == "slime" else hosts.MILES].get_log_probs_and_entropy
+        score = provider._scoring(of_host)
+        wanted = score(logits, **given)
+        found = score(handed_over(logits)[0], **given)
+    if host == "slime":
+        assert found[0].shape == (0,)
+        wanted, found = wanted[1], found[1]
+    assert found.keys() == {"log_probs", "entropy"} if with_entropy else {"log_probs"}
+    for name, samples in found.items():
+        assert [len(sample) for sample in samples] == batch["response_lengths"]
+        for own, other in zip(samples, wanted[name], strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_slimes_pass_replays_what_top_p_kept_where_it_is_told_to() -> None:
+    args, batch, logits = batch_of(loss_cases.TOP_P)
+    batch |= loss_cases.with_top_p(loss_cases.whole_batch())
+    kept = {"top_p_token_ids": batch[hosts.IDS], "top_p_token_offsets": batch[hosts.OFFSETS]}
+    given = {"args": args} | {name: batch[name] for name in NAMES}
+    with running("slime"), torch.no_grad():
+        score = provider._scoring(sys.modules[hosts.SLIME].get_log_probs_and_entropy)
+        pairs = [(score(handed_over(logits)[0], **given, **more), more) for more in ({}, kept)]
+        plain = score(logits, **given, with_entropy=False)[1]["log_probs"]
+        replayed = score(logits, **given, with_entropy=False, **kept)[1]["log_probs"]
+    for (found, _), wanted in zip(pairs, (plain, replayed), strict=True):
+        torch.testing.assert_close(torch.cat(found[1]["log_probs"]), torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(torch.cat(plain), torch.cat(replayed))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_loss_and_its_gradient_are_those_over_logits(host) -> None:
+    options = loss_cases.GATES | loss_cases.KL | {"entropy_coef": 0.1, "rollout_temperature": 0.7}
+    args, batch, logits = batch_of(options)
+    with running(host):
+        logits = logits.clone().requires_grad_()
+        wanted, metrics = mis_ext.policy_loss(args, batch, logits)
+        wanted.backward()
+        empty, head = handed_over(logits.detach())
+        found, others = mis_ext.policy_loss(args, batch, empty)
+        found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert [*others] == [*metrics]
+    for name, value in others.items():
+        torch.testing.assert_close(value, metrics[name], rtol=1e-4, atol=1e-5, msg=name)
+    gradient = logits.grad[0] @ head.weight.detach()
+    torch.testing.assert_close(head.hidden_SBH.grad[:, 0], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        head.weight.grad, logits.grad[0].T @ head.hidden_SBH.detach()[:, 0], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_hosts_function_is_called_where_there_are_logits() -> None:
+    with running("miles") as asked:
+        args, batch, logits = batch_of({})
+        score = provider._scoring(sys.modules[hosts.MILES].get_log_probs_and_entropy)
+        given = {name: batch[name] for name in NAMES}
+        score(logits, args=args, with_entropy=False, entropy_requires_grad=False, max_seq_lens=None, **given)
+        assert len(asked.scored) == 1
+
+
+def test_an_actor_calls_ours_once_replaced_and_one_without_the_name_is_refused() -> None:
+    actor = ModuleType("slime.backends.megatron_utils.actor")
+    with pytest.raises(ValueError, match="has no get_log_probs_and_entropy any more"):
+        provider._replace_scoring(actor)
+    actor.get_log_probs_and_entropy = host_stand_ins.called
+    provider._replace_scoring(actor)
+    ours = actor.get_log_probs_and_entropy
+    assert ours is not host_stand_ins.called
+    # A second stage of the model replaces nothing again.
+    provider._replace_scoring(actor)
+    assert actor.get_log_probs_and_entropy is ours
+    assert ours.__wrapped__ is host_stand_ins.called
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "policy_loss"}, "only mis_ext.policy_loss takes hidden states"),
+        ({"mis_loss_scoring": "host"}, "the host's own function scores here"),
+        ({"true_on_policy_mode": True}, "the host's own function scores here"),
+        ({"allgather_cp": True, "context_parallel_size": 2}, "the host's own function scores here"),
+        ({"mis_loss_inplace": True}, "mis_loss_inplace: no effect without logits"),
+    ],
+)
+def test_what_needs_logits_is_refused(options, message) -> None:
+    args = loss_cases.host_args(**LOSS | options)
+    with pytest.raises(ValueError, match=message):
+        provider.refuse_missing_logits(args, current_run(args, whole_loss=True).config)
+
+
+def test_the_hosts_own_function_is_not_called_in_a_loss_without_logits() -> None:
+    args, batch, logits = batch_of({"mis_loss_scoring": "host"})
+    with running("slime"), pytest.raises(ValueError, match="leaves no logits to the host's own function"):
+        mis_ext.policy_loss(args, batch, handed_over(logits)[0])
