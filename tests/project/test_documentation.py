@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rows import for_each
 
 import mis_ext
 import mis_ext.cli
@@ -35,6 +34,7 @@ from documented_tables import (  # noqa: E402
     statistics_table,
 )
 from public_names import public_names  # noqa: E402
+from rows import for_each  # noqa: E402
 from trained_pairs import never_table, pairs_table, plants_table  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
