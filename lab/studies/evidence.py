@@ -7,6 +7,7 @@
     python lab/studies/evidence.py compact                          # a file per study of what ran
     python lab/studies/evidence.py report                           # tables and plots of everything that ran
     python lab/studies/evidence.py baseline                         # does rejection bias the baseline of a group?
+    python lab/studies/evidence.py alert                            # when would an alert on k3 have fired?
 
 Results lie in ``lab/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
 a group lies in ``unfinished`` there; ``list`` says how far it got, and a pretrained study's page shows it. Several
@@ -79,11 +80,17 @@ def main() -> None:
         if name == "report":
             command.add_argument("--output", type=Path, default=FOLDER)
     commands.add_parser("baseline", help="rejected answers in and out of their group's baseline, exactly")
+    commands.add_parser("alert", help="the runs in which k3 rose, of what ran")
     options = parser.parse_args()
     if options.command == "baseline":
         from evidence import group_baseline
 
         group_baseline.report(FOLDER)
+        return
+    if options.command == "alert":
+        from evidence.pretrained import alert
+
+        alert.report((*PRETRAINED_STUDIES, STUDIES[LADDER]), Results(FOLDER / "results"), FOLDER)
         return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:

@@ -10,7 +10,7 @@ import pytest
 from evidence.archives import Archives
 from evidence.engines import EngineSpec
 from evidence.outcomes import Condition, Difference
-from evidence.pretrained import collapse, collapse_correction, collapse_page, collapse_runs, report, studies
+from evidence.pretrained import alert, collapse, collapse_correction, collapse_page, collapse_runs, report, studies
 from evidence.pretrained.group import PretrainedGroup, runs_of
 from evidence.results import Results, settings
 from evidence.study import NONE, TOKEN_TIS, Study
@@ -391,3 +391,11 @@ def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:
     assert collapse_runs.first_crossing([*quiet, *[0.1] * 5], limits["ess_sequence"]) == 16
     # From the median of the first steps: the first gradient is often the largest.
     assert collapse_runs.first_crossing([9.0, *quiet, *[4.0] * 5], limits["grad_norm"]) == 16
+
+
+def test_an_alert_is_a_mean_of_five_steps_beyond_that_of_the_first_ten() -> None:
+    quiet, loud, spike = [0.01] * 20, [0.01] * 10 + [0.06] * 10, [0.01] * 15 + [0.2] + [0.01] * 4
+    assert alert.row_of("c", "none", [quiet, loud, spike], [0.5, 0.9, 0.7]) == (
+        "| `c` | none | 3 | 1.0e-02 | 1.0 to 6.0 | 1 of 3 | 0 of 3 | 0.50 to 0.90 |"
+    )
+    assert "| 1 of 1 | 1 of 1 |" in alert.row_of("c", "none", [[0.03] * 10 + [0.16] * 5], [0.5])

@@ -10,22 +10,23 @@ from typing import Any, NamedTuple
 
 from mis_ext.tools.cli.command import Result
 
-USUAL = 3.0
-"""So many times its start, or its usual value, is worth an alert."""
+RISE, USUAL = 5.0, 3.0
+"""So many times its start is worth an alert of k3, and so many times its usual value one of the gradient norm."""
 
 
 class Chart(NamedTuple):
-    """A number of ``docs/watch.md``, by the name under which the framework logs it.
+    """A number of ``docs/guide/watch.md``, by the name under which the framework logs it.
 
-    ``limit`` is where an alert begins; None where only the run itself can tell. ``usual`` is what ``USUAL`` times of is
-    one too, as PromQL with ``METRIC`` in it, and how that is called.
+    ``limit`` is where an alert begins; None where only the run itself can tell. So many ``times`` what is ``usual`` is
+    one too: PromQL with ``METRIC`` in it, and how that is called.
     """
 
     name: str
     title: str
     text: str
     limit: float | None
-    usual: tuple[str, str] | None
+    times: float = 0.0
+    usual: tuple[str, str] | None = None
 
 
 def charts(*, prefix: str, gradient_norm: str, limit: float) -> tuple[Chart, ...]:
@@ -38,9 +39,9 @@ def charts(*, prefix: str, gradient_norm: str, limit: float) -> tuple[Chart, ...
     median = ("quantile_over_time(0.5, METRIC[$__range])", "its median")
     usual = f"gradient norm: act above {USUAL:g} times its usual"
     return (
-        Chart(f"{prefix}mis_{k3.name}", f"k3: act above {limit:g}", k3.text, limit, first_hour),
-        Chart(f"{prefix}mis_{lost.name}", "tokens without a log-prob: act above 0", lost.text, 0.0, None),
-        Chart(gradient_norm, usual, "while the reward still holds", None, median),
+        Chart(f"{prefix}mis_{k3.name}", f"k3: act above {limit:g}", k3.text, limit, RISE, first_hour),
+        Chart(f"{prefix}mis_{lost.name}", "tokens without a log-prob: act above 0", lost.text, 0.0),
+        Chart(gradient_norm, usual, "while the reward still holds", None, USUAL, median),
     )
 
 
@@ -56,8 +57,8 @@ def grafana(found: Sequence[Chart]) -> dict[str, Any]:
         targets = [{"refId": "A", "expr": metric, "legendFormat": "{{run_name}}"}]
         if each.usual is not None:
             usual, called = each.usual
-            expression = f"{USUAL:g} * {usual.replace('METRIC', metric)}"
-            targets.append({"refId": "B", "expr": expression, "legendFormat": f"{USUAL:g} times {called}"})
+            expression = f"{each.times:g} * {usual.replace('METRIC', metric)}"
+            targets.append({"refId": "B", "expr": expression, "legendFormat": f"{each.times:g} times {called}"})
         steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
         steps += [] if each.limit is None else [{"color": "red", "value": each.limit}]
         shown = {"thresholds": {"mode": "absolute", "steps": steps}, "custom": {"thresholdsStyle": {"mode": "line"}}}
