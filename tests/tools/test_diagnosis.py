@@ -7,7 +7,7 @@ from functools import cache, partial
 import plants
 import pytest
 import torch
-from engines import COUNT, LENGTH, engines, top_p
+from engines import COUNT, LENGTH, engines, sampled_ids, top_p
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
 from torch import Tensor
 
@@ -347,7 +347,7 @@ def pair_of(
         height = 2.0 * float(logits.std())
         sides[cap] = (height * (logits / height).tanh()).log_softmax(-1)
     sampled = sides["behavior"] if not sampler else (logits / sampler).log_softmax(-1)
-    ids = torch.multinomial(sampled.flatten(0, 1).exp(), 1, generator=generator).view(*shape[:2], 1)
+    ids = sampled_ids(sampled.exp(), generator)
     return Tokens(**{name: [*each.gather(-1, ids)[..., 0]] for name, each in sides.items()})
 
 
@@ -427,7 +427,7 @@ def cut_of(scale: float, temperature: float, share: float, trainer: str, engine:
     raw = (scale * torch.randn(32, 80, 64, generator=generator)).log_softmax(-1)
     divided = (raw / temperature).log_softmax(-1)
     kept = top_p(divided, share).log_softmax(-1)
-    ids = torch.multinomial(kept.flatten(0, 1).exp(), 1, generator=generator).view(32, 80, 1)
+    ids = sampled_ids(kept.exp(), generator)
     sides = {"raw": raw, "divided": divided, "kept": kept}
     return Tokens(*([*sides[name].gather(-1, ids)[..., 0]] for name in (trainer, engine)))
 
