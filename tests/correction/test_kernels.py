@@ -85,11 +85,12 @@ def call(keys: dict, samples: Samples, *, pg_loss: torch.Tensor | None = None, *
     return moved_output(call_hook(keys, moved(samples), pg_loss=pg_loss.to(DEVICE), **more))
 
 
-def assert_agrees(keys: dict, samples: Samples, *, per_token_loss: bool = False) -> None:
+def assert_agrees(keys: dict, samples: Samples, *, per_token_loss: bool = False) -> tuple:
     (expected,) = correct([samples], keys, per_token_loss=per_token_loss)
     assert expected.margin > MARGIN
     output = call(keys, samples, per_token_loss=per_token_loss)
     assert_hook_output(output, expected, samples, pg_loss=loss_of(samples))
+    return output
 
 
 def batch(name: str) -> Samples:
@@ -148,8 +149,8 @@ def test_each_veto_rejects_the_sequence_of_its_token(veto, kept) -> None:
     rollout = [torch.tensor([-1.0, second]) for second in (-1.0, 3.0, -6.0, -5.0)]
     samples = Samples(train, rollout, [torch.ones(2, dtype=torch.int32)] * 4)
     keys = correction_keys(("token", "truncate"), veto=veto)
-    assert_agrees(keys, samples)
-    assert [int(mask[0]) for mask in call(keys, samples)[1]] == kept
+    _, masks, _ = assert_agrees(keys, samples)
+    assert [int(mask[0]) for mask in masks] == kept
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Hook, standalone function and packed pipeline against the float64 judge, over the whole grid of settings."""
 
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -24,6 +25,7 @@ from cases import (
 )
 from hypothesis import assume, given
 from reference import Corrected, Samples, correct
+from rows import for_each
 from searching import searching
 
 import mis_ext
@@ -60,27 +62,34 @@ def assert_hook_agrees(keys: dict, samples: Samples, *, per_token_loss: bool = F
     return output
 
 
-# Every gate and every weight has its turn.
+# Every gate and every weight has its turn, and two of three points the batch with broken tokens.
 @pytest.mark.parametrize(("weight", "gate"), GRID[::5])
 def test_the_hook_agrees_for_every_veto_normaliser_and_denominator(weight, gate):
     normalizers = ["no normaliser"] if weight[0] == "none" else ["no normaliser", "kept", "valid, micro-batch"]
-    for veto in ["no veto", "low veto", "all vetoes"]:
-        for normalizer in normalizers:
-            for denominator in ["fixed", "kept"]:
-                keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
-                for samples in BATCHES.values():
-                    assert_hook_agrees(keys, samples)
+    points = itertools.product(["no veto", "low veto", "all vetoes"], normalizers, ["fixed", "kept"])
+    for number, (veto, normalizer, denominator) in enumerate(points, start=GATES.index(gate)):
+        keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
+        assert_hook_agrees(keys, BATCHES["broken" if number % 3 else "finite"])
 
 
-@pytest.mark.parametrize(("weight", "gate"), GRID)
-def test_the_standalone_function_and_the_pipeline_agree(weight, gate):
-    for veto, normalizer in [("no veto", "kept"), ("high veto", "valid"), ("probability veto", "no normaliser")]:
-        keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer)
-        for samples in BATCHES.values() if veto == "no veto" else [BATCHES["broken"]]:
-            (expected,) = correct([samples], keys)
-            assert expected.margin > MARGIN
-            assert_standalone_agrees(keys, samples, expected)
-            assert_pipeline_agrees(keys, samples, expected)
+# Five for four gates: each weight and each gate meets them all, or all but one.
+TURNS = [
+    ("finite", "no veto", "kept"),
+    ("broken", "high veto", "valid"),
+    ("broken", "no veto", "kept"),
+    ("broken", "probability veto", "no normaliser"),
+    ("finite", "high veto", "valid"),
+]
+
+
+@for_each("point, turn", zip(GRID, itertools.cycle(TURNS), strict=False))
+def test_the_standalone_function_and_the_pipeline_agree(point, turn):
+    (weight, gate), (batch, veto, normalizer) = point.values, turn
+    keys, samples = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer), BATCHES[batch]
+    (expected,) = correct([samples], keys)
+    assert expected.margin > MARGIN
+    assert_standalone_agrees(keys, samples, expected)
+    assert_pipeline_agrees(keys, samples, expected)
 
 
 def assert_standalone_agrees(keys: dict, samples: Samples, expected: Corrected) -> None:
@@ -225,12 +234,12 @@ def test_log_ratios_up_to_ten_thousand_give_finite_numbers(weight):
         [torch.tensor([-1.0, -1e4, -0.5]), torch.tensor([-1e4, -0.5]), torch.tensor([-0.5]), torch.tensor([-0.25])],
         [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(1)],
     )
-    for gate in GATES:
-        for normalizer in NORMALIZERS:
-            keys = correction_keys(weight, gate=gate, normalizer=normalizer)
-            loss, _, metrics = assert_hook_agrees(keys, huge)
-            assert loss.isfinite().all()
-            assert all(value.isfinite().all() for value in metrics.values())
+    # Each of the five with one of four gates.
+    for gate, normalizer in zip(itertools.cycle(GATES), NORMALIZERS, strict=False):
+        keys = correction_keys(weight, gate=gate, normalizer=normalizer)
+        loss, _, metrics = assert_hook_agrees(keys, huge)
+        assert loss.isfinite().all()
+        assert all(value.isfinite().all() for value in metrics.values())
 
 
 @pytest.mark.parametrize("per_token_loss", [False, True])

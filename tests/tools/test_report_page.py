@@ -17,7 +17,11 @@ from picture_of_report import HEIGHT, WIDTH, draw_first_screen
 from PIL import Image
 
 PROGRAM = find_browser()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+# The rules of the page itself are asked of its text in the other files.
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian: apt-get install chromium)"),
+    pytest.mark.whole_run,
+]
 
 INTERACTIVE = "a[href], button, input, select, textarea, summary, [tabindex]"
 NUMBER_THEM = f"""
@@ -59,7 +63,7 @@ def browser():
         yield browser
 
 
-@pytest.mark.parametrize("width", [PHONE, 1000, 1280])
+@pytest.mark.parametrize("width", [PHONE, 1280])
 def test_neither_the_page_nor_a_table_is_wider_than_the_window(browser, page, width) -> None:
     browser.open(page, width=width)
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
