@@ -270,7 +270,7 @@ def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_pa
     path.write_text("mis: {gates: [{statistic: proximal_probability, low: 0.9}]}\n")
     assert main(["explain", str(path)]) == 0
     shown = capsys.readouterr().out
-    for label in ("tokens kept", "responses kept", "effective learning rate", "ESS of what multiplies the"):
+    for label in ("tokens kept", "responses kept", "mean factor on the gradient", "ESS of what multiplies the"):
         (row,) = [line for line in shown.splitlines() if label in line]
         assert row.count(" - ") == 4, row
     assert "Nothing speaks against it" not in shown

@@ -193,7 +193,7 @@ def test_what_if_shows_the_best_on_top_with_three_numbers_each(report) -> None:
     assert [*one.get_xdata()] == [1.0, 1.0]
     for curve, label, key, shift in zip(
         curves,
-        ("tokens kept", "effective sample size", "effective learning rate"),
+        ("tokens kept", "effective sample size", "mean factor on the gradient"),
         ("kept_tokens", "ess", "learning_rate"),
         (0.2, 0.0, -0.2),
         strict=True,
@@ -224,7 +224,7 @@ QUANTITIES = {
     "product in [1/2, 2]": "share kept",
     "tokens kept": "share kept",
     "effective sample size": "effective sample size",
-    "effective learning rate": "effective learning rate",
+    "mean factor on the gradient": "mean factor on the gradient",
 }
 SECONDS = ("trainer higher", "geometric mean within 1 %")
 

@@ -46,7 +46,7 @@ OUTCOME = {
     "sequences kept": "kept_sequences",
     "A > 0, no grad": "removed_positive",
     "A < 0, no grad": "removed_negative",
-    "effective lr": "learning_rate",
+    "mean factor": "learning_rate",
     "ESS": "ess",
     "variance": "variance",
     "left uncorrected": "residual",

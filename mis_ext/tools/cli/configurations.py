@@ -26,7 +26,7 @@ _NUMBERS = {
     "above_high": "ratios above the high bound",
     "below_low": "ratios below the low bound",
     "weight_mean": "mean weight before normalisation",
-    "learning_rate": "effective learning rate",
+    "learning_rate": "mean factor on the gradient",
     "ess": "ESS of what multiplies the loss",
 }
 _OF_WEIGHT = [_NUMBERS[name] for name in ("above_high", "below_low", "weight_mean")]

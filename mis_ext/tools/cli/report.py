@@ -256,7 +256,7 @@ def _show_ranking(found: Recommendation) -> None:
     styles = ["yellow" if ranked.warnings else "" for ranked in found.ranking]
     show_table([name, *others], rows, styles=styles, title="what each configuration would do, the best first")
     show(
-        "  kept: share of tokens. ESS, lr (effective learning rate): of the factor on the loss, which is 1 without "
+        "  kept: share of tokens. ESS, lr: effective size and mean of the factor on the gradient, which is 1 without "
         "a correction. left: the mean distance of this factor from the ratio",
         "dim",
     )

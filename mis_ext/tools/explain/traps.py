@@ -206,7 +206,10 @@ def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Ite
 
 def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     if found.learning_rate < MIN_LEARNING_RATE:
-        yield f"multiplies the effective learning rate by {found.learning_rate:.2g}"
+        yield (
+            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD the step too; with Adam, or where "
+            "the norm is clipped, a factor that stays the same cancels"
+        )
 
 
 TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {

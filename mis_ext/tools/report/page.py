@@ -135,7 +135,7 @@ _OUTCOME = {
     "A > 0, no grad": "removed_positive",
     "A < 0, no grad": "removed_negative",
     "groups left": "groups",
-    "effective lr": "learning_rate",
+    "mean factor": "learning_rate",
     "ESS": "ess",
     "variance": "variance",
     "left uncorrected": "residual",

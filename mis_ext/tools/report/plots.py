@@ -73,7 +73,7 @@ def pictures(report: Report) -> list[Picture]:
         (
             "what_if",
             "What each configuration would do",
-            "Tokens kept, effective sample size and effective learning rate; 1 is no correction.",
+            "Tokens kept, effective sample size and mean factor on the gradient; 1 is no correction.",
             _what_if,
         ),
     ]
@@ -181,7 +181,7 @@ def _what_if(axes: Any, report: Report) -> None:
     for name, key, color, marker, shift in (
         ("tokens kept", "kept_tokens", KEPT, "o", 0.2),
         ("effective sample size", "ess", ESS, "s", 0.0),
-        ("effective learning rate", "learning_rate", LEARNING_RATE, "^", -0.2),
+        ("mean factor on the gradient", "learning_rate", LEARNING_RATE, "^", -0.2),
     ):
         values = [getattr(row.outcome, key) for row in rows]
         axes.plot(values, [place + shift for place in places], marker, color=color, label=name, ms=5)
