@@ -21,6 +21,8 @@ types="$(mktemp)"
 mypy > "$types" 2>&1 &
 typing=$!
 trap 'kill "$typing" 2> /dev/null || :; rm -f "$types"' EXIT
+# Pytest compiles the tests with its own assertions, almost half of what collecting takes: once, not in each run.
+unset PYTHONDONTWRITEBYTECODE
 # Processes that each start a thread per core take turns waiting for each other's.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file at a time per process: some files start processes of their own, once for all their tests. A process that died is
