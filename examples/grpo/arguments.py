@@ -145,19 +145,19 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="counting, for the random decoder; with --model arithmetic, arithmetic_steps, story, "
         "story_answer, prepared:FILE of examples/questions/prepare.py, or reasoning_gym:NAME with that package",
     )
-    group.add_argument("--rollout-engine", choices=["transformers", "sglang"], default="transformers")
+    group.add_argument("--rollout-engine", choices=["transformers", "sglang", "vllm"], default="transformers")
     group.add_argument(
         "--engine-settings",
         type=_setting,
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="arguments of sglang.Engine, values as in YAML: mem_fraction_static=0.1 kv_cache_dtype=fp8_e5m2",
+        help="arguments of sglang.Engine or vllm.LLM, as in YAML: mem_fraction_static=0.1 kv_cache_dtype=fp8_e5m2",
     )
     group.add_argument("--rollout-batch-size", type=int, default=32, help="prompts per rollout")
     group.add_argument("--n-samples-per-prompt", type=int, default=8)
     group.add_argument("--rollout-temperature", type=float, default=1.0)
-    group.add_argument("--rollout-top-p", type=float, default=1.0, help="share to sample from, with sglang only")
+    group.add_argument("--rollout-top-p", type=float, default=1.0, help="share to sample from, not with transformers")
     group.add_argument("--rollout-max-response-len", type=int, default=40, help="tokens of a response")
     group.add_argument("--update-weights-interval", type=int, default=1, help="rollouts between weight updates")
     group.add_argument("--rollout-data-postprocess-path", help="module.function(args, rollout_id, rollout_data)")
@@ -249,8 +249,8 @@ def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, object]]
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
     if args.loss_type == "policy_loss":
         _check_own_loss(parser, args)
-    if args.engine_settings and args.rollout_engine != "sglang":
-        parser.error(f"--engine-settings are of --rollout-engine sglang, the engine is {args.rollout_engine}")
+    if args.engine_settings and args.rollout_engine == "transformers":
+        parser.error("--engine-settings are of --rollout-engine sglang or vllm, the engine is transformers")
     if args.eval_interval is not None:
         if args.model is None:
             parser.error("--eval-interval needs --model: the random decoder has no held-out questions")
@@ -258,8 +258,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size
             parser.error("--eval-interval and --num-eval-prompts: expected at least 1; --eval-temperature: at least 0")
     if not 0 < args.rollout_top_p <= 1:
         parser.error(f"--rollout-top-p {args.rollout_top_p}: expected a number above 0, at most 1")
-    if args.rollout_top_p != 1 and args.rollout_engine != "sglang":
-        parser.error(f"--rollout-top-p needs --rollout-engine sglang, the engine is {args.rollout_engine}")
+    if args.rollout_top_p != 1 and args.rollout_engine == "transformers":
+        parser.error("--rollout-top-p needs --rollout-engine sglang or vllm, the engine is transformers")
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     dp_size = world_size // args.context_parallel_size
     if num_samples % (dp_size * args.num_steps_per_rollout * args.micro_batch_size):

@@ -15,7 +15,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from .engine_settings import Scalar
 
-EngineName = Literal["transformers", "sglang"]
+EngineName = Literal["transformers", "sglang", "vllm"]
 # Continuous batching with torch's attention: its older name before transformers 5.19.
 SDPA = "paged|sdpa" if "paged|sdpa" in AttentionInterface().valid_keys() else "sdpa"
 
@@ -53,7 +53,8 @@ class RolloutEngine(Protocol):
             prompts: Token ids.
             max_new_tokens: Length at which sampling stops; earlier only at an end token that the config names.
             temperature: Divides the logits.
-            top_p: Share of the distribution to sample from, 1 for all of it; the log-probs are those of all of it.
+            top_p: Share of the distribution to sample from, 1 for all of it. SGLang's log-probs are then still those of
+                all of it, vLLM's those of the share.
         """
         ...
 
@@ -208,11 +209,11 @@ def create_engine(
     """Start an engine with arbitrary weights; call ``update_weights`` before sampling.
 
     Args:
-        name: ``transformers`` or ``sglang``.
+        name: ``transformers``, ``sglang`` or ``vllm``.
         hf_config: Describes the model.
         seed: Of the sampler.
         workdir: A folder for files that the engine needs.
-        settings: Of the engine ``sglang``, over those that suit the machine.
+        settings: Of the engines ``sglang`` and ``vllm``, over those that the example takes.
 
     Raises:
         ValueError: There is no such engine, or it has no such setting.
@@ -225,4 +226,8 @@ def create_engine(
         from .sglang_engine import SGLangEngine
 
         return SGLangEngine(hf_config=hf_config, seed=seed, workdir=workdir, settings=settings)
-    raise ValueError(f"rollout engine {name!r}: expected 'transformers' or 'sglang'")
+    if name == "vllm":
+        from .vllm_engine import VLLMEngine
+
+        return VLLMEngine(hf_config=hf_config, seed=seed, workdir=workdir, settings=settings)
+    raise ValueError(f"rollout engine {name!r}: expected 'transformers', 'sglang' or 'vllm'")

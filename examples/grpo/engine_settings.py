@@ -66,25 +66,26 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
     return key, value
 
 
-def check_settings(settings: Mapping[str, Scalar], *, known: Collection[str], version: str) -> None:
+def check_settings(
+    settings: Mapping[str, Scalar], *, known: Collection[str], fixed: Collection[str], engine: str
+) -> None:
     """Check names of settings.
 
     Args:
         settings: The user's.
-        known: Names that SGLang has.
-        version: Of SGLang, for the message.
+        known: Names that the engine has.
+        fixed: Those that the example sets.
+        engine: Its name and version, for the message.
 
     Raises:
-        ValueError: SGLang has no such setting, or the example sets it.
+        ValueError: The engine has no such setting, or the example sets it.
     """
     for key in settings:
-        if key in FIXED:
-            raise ValueError(f"engine settings: {key} is set by the example; it also sets {', '.join(FIXED)}")
+        if key in fixed:
+            raise ValueError(f"engine settings: {key} is set by the example; it also sets {', '.join(fixed)}")
         if key not in known:
             close = difflib.get_close_matches(key, known, n=5) or sorted(name for name in known if key in name)[:5]
-            raise ValueError(
-                f"engine settings: SGLang {version} has no {key!r}; close to it: {', '.join(close) or 'none'}"
-            )
+            raise ValueError(f"engine settings: {engine} has no {key!r}; close to it: {', '.join(close) or 'none'}")
 
 
 def machine_settings(*, on_gpu: bool, head_dim: int, known: Collection[str]) -> dict[str, Scalar]:

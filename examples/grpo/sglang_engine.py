@@ -1,10 +1,4 @@
-"""SGLang as the rollout engine of the example.
-
-The engine lives in a process of its own, so that neither side disturbs the other: SGLang sets environment variables,
-signal handlers and the multiprocessing start method, and at shutdown kills every child of its process, while a trainer
-started by torchrun has a rendezvous in its environment that SGLang's own process group would join. The two talk over a
-pipe, which weights go through too. When the trainer ends, even by a kill, the pipe closes and the engine stops.
-"""
+"""SGLang as the rollout engine of the example, in a process of its own (``engine_process.py``)."""
 
 from __future__ import annotations
 
@@ -13,17 +7,10 @@ import importlib.util
 import inspect
 import math
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +20,8 @@ from torch import Tensor
 
 from .block_quantization import SCALE_SUFFIX, BlockQuantizer
 from .engine import Completion, RolloutEngine
-from .engine_settings import CPU_SETTINGS, Scalar, check_settings, machine_settings
+from .engine_process import TORCHRUN, EngineProcess, serve
+from .engine_settings import CPU_SETTINGS, FIXED, Scalar, check_settings, machine_settings
 
 __all__ = ["CPU_SETTINGS", "HIDDEN_FROM_ENGINE", "INSTALL_HINT", "SGLangEngine"]
 
@@ -57,20 +45,7 @@ TOP_P_WARNING = (
 )
 
 # The trainer's torchrun job, and a switch that would make SGLang report log-probs at temperature 1.
-HIDDEN_FROM_ENGINE = {
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "SGLANG_RETURN_ORIGINAL_LOGPROB",
-}
+HIDDEN_FROM_ENGINE = TORCHRUN | {"SGLANG_RETURN_ORIGINAL_LOGPROB"}
 
 INSTALL_HINT = (
     "the engine sglang needs sglang, which is not installed: examples/run_sglang.sh and "
@@ -117,7 +92,6 @@ class SGLangEngine(RolloutEngine):
             raise ModuleNotFoundError(INSTALL_HINT)
         self._workdir = Path(workdir).resolve()
         self._workdir.mkdir(parents=True, exist_ok=True)
-        self._log = self._workdir / "sglang.log"
         self._dtype = dtype
         self._tied = bool(hf_config.tie_word_embeddings)
         self._context_length: int = hf_config.max_position_embeddings
@@ -126,26 +100,10 @@ class SGLangEngine(RolloutEngine):
         hf_config.save_pretrained(config_dir)
         self._version: int | None = None
 
-        # SGLang leaves its sockets where temporary files go; their paths must be short.
-        sockets = tempfile.mkdtemp(prefix="sglang-")
-        ours, theirs = Pipe()
-        self._connection: Connection = ours
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _worker_source(theirs.fileno())],
-                env={**_worker_environment(os.environ), "TMPDIR": sockets},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C belongs to the trainer, which then closes the engine.
-                start_new_session=True,
-            )
-        theirs.close()
-        # Runs at close(), when the object is collected and at interpreter exit, whichever is first.
-        self._stop = weakref.finalize(self, _stop_worker, self._process, ours, sockets)
+        log = self._workdir / "sglang.log"
+        self._worker = EngineProcess("SGLang", serve=_serve, log=log, hidden=HIDDEN_FROM_ENGINE)
         try:
-            started = self._call(
+            started = self._worker.call(
                 "start",
                 config=str(config_dir),
                 seed=seed,
@@ -204,7 +162,7 @@ class SGLangEngine(RolloutEngine):
             "top_k": -1,
             "min_p": 0.0,
         }
-        responses = self._call("generate", input_ids=prompts, sampling_params=sampling_params)
+        responses = self._worker.call("generate", input_ids=prompts, sampling_params=sampling_params)
         if len(responses) != len(prompts):
             raise RuntimeError(f"SGLang answered {len(responses)} of {len(prompts)} requests")
         return [
@@ -239,7 +197,7 @@ class SGLangEngine(RolloutEngine):
         weights = {name: self._cast(name, tensor).contiguous() for name, tensor in weights.items()}
         self._version = None
         held_path = self._workdir / "held.safetensors"
-        self._call("update", weights=save(weights), version=str(version), held_path=str(held_path))
+        self._worker.call("update", weights=save(weights), version=str(version), held_path=str(held_path))
         held = load_file(held_path)
         held_path.unlink()
         _check_held(_as_held(weights), held, version)
@@ -247,7 +205,7 @@ class SGLangEngine(RolloutEngine):
 
     def flush_cache(self) -> None:
         """Forget the keys and values of earlier prompts."""
-        self._call("flush_cache")
+        self._worker.call("flush_cache")
 
     def call_scheduler(self, method: str, **arguments: Any) -> None:
         """Call a method of the engine's scheduler, see ``run_scheduler``.
@@ -255,11 +213,11 @@ class SGLangEngine(RolloutEngine):
         Raises:
             RuntimeError: It failed, which ends the engine.
         """
-        self._call("call_scheduler", method=method, arguments=arguments)
+        self._worker.call("call_scheduler", method=method, arguments=arguments)
 
     def close(self) -> None:
         """Stop the engine and every process that it started; a second call does nothing."""
-        self._stop()
+        self._worker.close()
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         """To the engine's dtype, unless it is quantised or a scale."""
@@ -280,30 +238,6 @@ class SGLangEngine(RolloutEngine):
                 )
             if not state_dict[name].isfinite().all():
                 raise ValueError(f"update_weights: {name} has values that are not finite")
-
-    def _call(self, command: str, **arguments: Any) -> Any:
-        """Return the worker's answer to one command."""
-        if not self._stop.alive:
-            raise RuntimeError("the SGLang engine is closed")
-        try:
-            self._connection.send((command, arguments))
-            while not self._connection.poll(1.0):
-                if self._process.poll() is not None:
-                    raise EOFError
-            error, result = self._connection.recv()
-        except (EOFError, OSError) as cause:
-            self.close()
-            raise RuntimeError(
-                f"the SGLang engine ended during {command!r} (exit code {self._process.returncode}); its log, "
-                f"{self._log}, ends with:\n{_tail(self._log)}"
-            ) from cause
-        except BaseException:
-            # An interrupted call leaves its answer in the pipe, where the next call would take it for its own.
-            self.close()
-            raise
-        if error is not None:
-            raise error
-        return result
 
 
 def _checked_completion(
@@ -384,39 +318,6 @@ def _check_held(expected: dict[str, Tensor], held: dict[str, Tensor], version: i
             )
 
 
-def _worker_source(descriptor: int) -> str:
-    """Write the worker's program.
-
-    A script by path would put this folder first on ``sys.path``; ``-m`` would import this module again in each of the
-    engine's processes.
-    """
-    root = Path(__file__).resolve().parents[__name__.count(".")]
-    return f"import sys; sys.path.insert(0, {str(root)!r}); from {__name__} import _serve; _serve({descriptor})"
-
-
-def _worker_environment(environment: os._Environ[str] | dict[str, str]) -> dict[str, str]:
-    """Leave out the trainer's torchrun job, and use one thread unless the user or torchrun says otherwise."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name not in HIDDEN_FROM_ENGINE and not name.startswith("TORCHELASTIC_")
-    }
-    # Threads that wait for each other, when other processes want the cores too, make a small model 20 times slower.
-    return {"OMP_NUM_THREADS": "1", **kept}
-
-
-def _stop_worker(process: subprocess.Popen[bytes], connection: Connection, sockets: str) -> None:
-    """End the worker and everything in its session, and remove its sockets."""
-    # The worker takes the closed pipe as the end and shuts the engine down.
-    connection.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=30)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    shutil.rmtree(sockets, ignore_errors=True)
-
-
 def _check_success(answer: tuple[bool, str]) -> None:
     """Raise a RuntimeError if SGLang says that a step of a weight update failed."""
     success, message = answer
@@ -438,10 +339,6 @@ def _quantizer(settings: Mapping[str, Scalar], shapes: Mapping[str, tuple[int, .
     if method == "blockwise_int8":
         raise ValueError(f"quantization={method!r}: SGLang cannot update such weights once it has loaded them; use fp8")
     return BlockQuantizer.create(str(method), shapes)
-
-
-def _tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 class _Worker:
@@ -474,7 +371,8 @@ class _Worker:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         known = inspect.signature(ServerArgs).parameters.keys()
-        check_settings(settings, known=known, version=importlib.metadata.version("sglang"))
+        version = importlib.metadata.version("sglang")
+        check_settings(settings, known=known, fixed=FIXED, engine=f"SGLang {version}")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
         model.config.architectures = [type(model).__name__]
@@ -577,21 +475,4 @@ class _Worker:
 
 
 def _serve(descriptor: int) -> None:
-    """Answer commands until the trainer closes its end of the pipe."""
-    connection = Connection(descriptor)
-    worker = _Worker()
-    try:
-        while True:
-            command, arguments = connection.recv()
-            try:
-                reply = None, getattr(worker, command)(**arguments)
-            except ValueError as error:
-                # As plain types: the trainer's process cannot unpickle SGLang's own.
-                reply = ValueError(str(error)), None
-            except RuntimeError as error:
-                reply = RuntimeError(str(error)), None
-            connection.send(reply)
-    except (EOFError, OSError):
-        pass
-    finally:
-        worker.shutdown()
+    serve(descriptor, _Worker())

@@ -183,13 +183,13 @@ def test_engine_settings_have_the_types_of_yaml_scalars():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--engine-settings", "page_size=16"], "--rollout-engine sglang, the engine is transformers"),
+        (["--engine-settings", "page_size=16"], "--rollout-engine sglang or vllm, the engine is transformers"),
         (["--rollout-engine", "sglang", "--engine-settings", "page_size"], "expected key=value"),
         (["--rollout-engine", "sglang", "--engine-settings", "a=[1, 2]"], "the value is a list"),
         (["--rollout-engine", "sglang", "--engine-settings", "a=1e-4"], "such as 1.0e-4"),
         (["--rollout-engine", "sglang", "--engine-settings", "a=1", "a=2"], "twice"),
         (["--resume", "--overwrite"], "choose one"),
-        (["--rollout-top-p", "0.9"], "--rollout-engine sglang, the engine is transformers"),
+        (["--rollout-top-p", "0.9"], "--rollout-engine sglang or vllm, the engine is transformers"),
         (["--rollout-engine", "sglang", "--rollout-top-p", "0"], "above 0, at most 1"),
     ],
 )
@@ -201,11 +201,11 @@ def test_arguments_that_cannot_be_meant_are_refused(capsys: pytest.CaptureFixtur
 
 def test_a_setting_that_sglang_lacks_is_refused_with_those_close_to_it():
     known = ["mem_fraction_static", "page_size", "tp_size"]
-    check_settings({"page_size": 16}, known=known, version="1")
+    check_settings({"page_size": 16}, known=known, fixed=("tp_size",), engine="SGLang 1")
     with pytest.raises(ValueError, match="SGLang 1 has no 'mem_fraction'; close to it: mem_fraction_static"):
-        check_settings({"mem_fraction": 0.1}, known=known, version="1")
+        check_settings({"mem_fraction": 0.1}, known=known, fixed=("tp_size",), engine="SGLang 1")
     with pytest.raises(ValueError, match="tp_size is set by the example"):
-        check_settings({"tp_size": 2}, known=known, version="1")
+        check_settings({"tp_size": 2}, known=known, fixed=("tp_size",), engine="SGLang 1")
 
 
 def test_settings_for_a_gpu_have_only_names_that_this_sglang_knows(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from example_runs import EXAMPLES, ROOT, SMALL_RUN, leave_a_run
 from grpo.arguments import parse_args
 from grpo.output_dir import make_output_dir
 
-SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh"])
+SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh", "run_vllm.sh"])
 
 
 def start(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -313,7 +313,7 @@ def test_a_response_that_contradicts_its_request_is_an_error_with_both_values(ch
 
 # The last test with the module's engine, which it ends.
 def test_a_dead_scheduler_is_an_error_with_the_log_and_leaves_no_process(engine):
-    leader = engine._process.pid
+    leader = engine._worker.process.pid
     members = session_members(leader)
     assert len(members) >= 3
     worker = psutil.Process(leader)
@@ -336,7 +336,7 @@ if __name__ == "__main__":
     policy = make_model(TIED_QWEN2, seed=1)
     engine.update_weights(policy.state_dict(), version=1)
     completions = engine.generate(PROMPTS, max_new_tokens=16, temperature=1.0)
-    print(engine._process.pid, largest_difference(policy, PROMPTS, completions, 1.0), flush=True)
+    print(engine._worker.process.pid, largest_difference(policy, PROMPTS, completions, 1.0), flush=True)
     time.sleep(600)
 """
 
