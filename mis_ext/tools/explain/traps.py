@@ -207,8 +207,8 @@ def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Ite
 def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     if found.learning_rate < MIN_LEARNING_RATE:
         yield (
-            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD the step too; with Adam, or where "
-            "the norm is clipped, a factor that stays the same cancels"
+            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD the step too; with Adam, or "
+            "where the norm is clipped, a factor that stays the same cancels"
         )
 
 
