@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets, unpacked
+from mis_ext.scoring.tiles import accumulated, slices
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits at a time."""
@@ -24,7 +25,7 @@ class EagerBackend:
         column_T = _columns(targets)
         for part in _parts(len(targets.token_T), logits_NV):
             rows_TV = logits_NV[part] if targets.row_T is None else logits_NV.index_select(0, targets.row_T[part])
-            rows_TV = rows_TV[:, : targets.num_columns].to(_accumulated(logits_NV))
+            rows_TV = rows_TV[:, : targets.num_columns].to(accumulated(logits_NV))
             kept_TV = None
             if bits_TC is not None:
                 kept_TV = _kept_with_target(bits_TC[part], column_T[part], targets.num_columns)
@@ -68,7 +69,7 @@ class EagerBackend:
             kept_TV = None
             if bits_TC is not None:
                 kept_TV = _kept_with_target(bits_TC[token_T], column_T, num_columns)
-            rows_TV = logits_NV[part, :num_columns].to(_accumulated(logits_NV))
+            rows_TV = logits_NV[part, :num_columns].to(accumulated(logits_NV))
             slope_TV, is_wanted_T1 = _slopes(rows_TV, column_T, kept_TV, of_rows, scale=scale)
             out_NV[part, :num_columns] = torch.where(is_scored_T1 & is_wanted_T1, slope_TV * scale, 0.0)
             out_NV[part, num_columns:] = 0.0
@@ -170,11 +171,6 @@ def _columns(targets: Targets) -> Tensor:
     return torch.where((column_T >= 0) & (column_T < targets.num_columns), column_T, -1)
 
 
-def _accumulated(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
 def _parts(num_rows: int, logits_NV: Tensor) -> Iterator[slice]:
-    """The rows, so many at a time; at least one part, of none."""
     size = max(CHUNK.get(logits_NV.device.type, CHUNK["cuda"]) // max(logits_NV.shape[1], 1), 1)
-    return (slice(begin, min(begin + size, num_rows)) for begin in range(0, max(num_rows, 1), size))
+    return slices(num_rows, size)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,16 +22,8 @@ from mis_ext.correction.collectives import Group, gather_rows, group_size, scatt
 from mis_ext.scoring.chunked import merged
 from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, SortedColumns, Targets
 from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend
+from mis_ext.scoring.tiles import accumulated, length, multiply, slices, tiles_of, view
 from mis_ext.validation import check_choice, check_integer, check_number
-
-TILE = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Logits at a time, in float32: 128 MiB on a GPU."""
-SLOPES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Gradients of logits at a time, in the dtype of the weight: 256 MiB of bfloat16."""
-STATES = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Numbers of the gradient of hidden states that are added up at a time, in float32: 256 MiB."""
-LONGEST = 1 << 14
-"""Tokens, and columns, at a time. More would make no product faster."""
 
 
 def score_hidden(
@@ -214,7 +206,7 @@ class _Head(NamedTuple):
 
     def logits(self, rows_NE: Tensor, columns: slice, out_NV: Tensor) -> None:
         """Write a tile of them."""
-        _multiply(rows_NE, self.weight_VE[columns].t(), out_NV)
+        multiply(rows_NE, self.weight_VE[columns].t(), out_NV)
         if self.bias_V is not None:
             out_NV += self.bias_V[columns]
         if self.cap is not None:
@@ -284,7 +276,7 @@ class _Scored(torch.autograd.Function):
             gradients = _Gradients(
                 hidden_TE=whole_NE.new_empty(len(token_T), whole_NE.shape[1]) if wants_hidden else None,
                 weight_VE=_weight_gradient(weight_VE, targets.num_columns, use.parameter) if wants_weight else None,
-                bias_V=torch.zeros_like(bias_V, dtype=_accumulated(weight_VE)) if wants_bias else None,
+                bias_V=torch.zeros_like(bias_V, dtype=accumulated(weight_VE)) if wants_bias else None,
                 adds_to_weight=use.parameter is not None,
             )
             if row_T is not None:
@@ -363,15 +355,15 @@ class _Gradients(NamedTuple):
 
 def _row_sums(head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
     """``[T]`` each, over this rank's columns."""
-    tiles = _tiles(targets, hidden_NE)
-    buffer = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=_accumulated(hidden_NE))
+    tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
+    buffer = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=accumulated(hidden_NE))
     scale, with_product = 1.0 / use.temperature, use.entropy != "none"
     found: list[RowSums] = []
-    for part in _parts(len(targets.token_T), tiles.rows):
+    for part in slices(len(targets.token_T), tiles.rows):
         rows_NE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
         sums: list[RowSums] = []
-        for columns in _parts(targets.num_columns, tiles.columns):
-            logits_NV = _view(buffer, len(rows_NE), _length(columns))
+        for columns in slices(targets.num_columns, tiles.columns):
+            logits_NV = view(buffer, len(rows_NE), length(columns))
             head.logits(rows_NE, columns, logits_NV)
             of_tile, bits_TC = _tile(targets, kept, part, columns)
             sums.append(use.backend.row_sums(logits_NV, of_tile, bits_TC, scale=scale, with_product=with_product))
@@ -392,23 +384,23 @@ def _add_gradients(
     use: _Use,
     out: _Gradients,
 ) -> None:
-    tiles = _tiles(targets, hidden_NE)
-    weight_VE, accumulated, scale = head.weight_VE, _accumulated(hidden_NE), 1.0 / use.temperature
-    logits = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=accumulated)
+    tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
+    weight_VE, dtype, scale = head.weight_VE, accumulated(hidden_NE), 1.0 / use.temperature
+    logits = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=dtype)
     slope = hidden_NE.new_empty(tiles.tokens * tiles.columns)
-    for part in _parts(len(targets.token_T), tiles.tokens):
+    for part in slices(len(targets.token_T), tiles.tokens):
         of_part = slopes.of_tokens(part)
         rows_TE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
         # A product with a slope of 0 would let a NaN through.
         rows_TE = torch.where(of_part.is_wanted().unsqueeze(-1), rows_TE, 0.0)
-        of_rows = [(rows, of_part.of_tokens(rows)) for rows in _parts(len(rows_TE), tiles.rows)]
+        of_rows = [(rows, of_part.of_tokens(rows)) for rows in slices(len(rows_TE), tiles.rows)]
         own_TE = total_TE = None if out.hidden_TE is None else out.hidden_TE[part]
-        if own_TE is not None and targets.num_columns > tiles.columns and own_TE.dtype != accumulated:
-            total_TE = torch.empty_like(own_TE, dtype=accumulated)
-        for columns in _parts(targets.num_columns, tiles.columns):
-            slopes_TV = _view(slope, len(rows_TE), _length(columns))
+        if own_TE is not None and targets.num_columns > tiles.columns and own_TE.dtype != dtype:
+            total_TE = torch.empty_like(own_TE, dtype=dtype)
+        for columns in slices(targets.num_columns, tiles.columns):
+            slopes_TV = view(slope, len(rows_TE), length(columns))
             for rows, coefficients in of_rows:
-                logits_NV = _view(logits, _length(rows), _length(columns))
+                logits_NV = view(logits, length(rows), length(columns))
                 head.logits(rows_TE[rows], columns, logits_NV)
                 tokens = slice(part.start + rows.start, part.start + rows.stop)
                 of_tile, bits_TC = _tile(targets, kept, tokens, columns)
@@ -416,11 +408,11 @@ def _add_gradients(
                 use.backend.gradient(logits_NV, of_tile, bits_TC, coefficients, scale=scale, out_NV=slopes_NV)
                 head.before_cap(slopes_NV, logits_NV)
             if total_TE is not None:
-                _multiply(slopes_TV, weight_VE[columns], total_TE, adds=columns.start > 0)
+                multiply(slopes_TV, weight_VE[columns], total_TE, adds=columns.start > 0)
             if out.weight_VE is not None:
-                _multiply(slopes_TV.t(), rows_TE, out.weight_VE[columns], adds=out.adds_to_weight or part.start > 0)
+                multiply(slopes_TV.t(), rows_TE, out.weight_VE[columns], adds=out.adds_to_weight or part.start > 0)
             if out.bias_V is not None:
-                out.bias_V[columns] += slopes_TV.sum(0, dtype=accumulated)
+                out.bias_V[columns] += slopes_TV.sum(0, dtype=dtype)
         if own_TE is not None and total_TE is not None and total_TE is not own_TE:
             own_TE.copy_(total_TE)
 
@@ -447,93 +439,8 @@ def _dummy(parameter: Tensor, weight_VE: Tensor) -> Tensor | None:
     return make(weight_VE, requires_grad=False)
 
 
-# --- tiles
-
-
-class _Tiles(NamedTuple):
-    """How many tokens go through the backward pass together, and how many rows and columns a tile of logits has."""
-
-    tokens: int
-    rows: int
-    columns: int
-
-
-def _tiles(targets: Targets, hidden_NE: Tensor) -> _Tiles:
-    device = hidden_NE.device.type
-    limit = {name: sizes.get(device, sizes["cuda"]) for name, sizes in _LIMITS.items()}
-    tokens = _even(len(targets.token_T), min(limit["states"] // max(hidden_NE.shape[1], 1), LONGEST))
-    columns = _even(targets.num_columns, min(limit["slopes"] // tokens, LONGEST))
-    return _Tiles(tokens, _even(tokens, limit["tile"] // columns), columns)
-
-
-_LIMITS = {"tile": TILE, "slopes": SLOPES, "states": STATES}
-
-
-def _even(number: int, most: int) -> int:
-    """The size of equal parts, none above ``most``; a multiple of 128 where there are several and it can be."""
-    if number <= most:
-        return max(number, 1)
-    most = max(most, 1)
-    size = -(-number // -(-number // most))
-    return min(-(-size // 128) * 128, most)
-
-
-def _parts(number: int, size: int) -> Iterator[slice]:
-    """So many at a time; at least one part, of none."""
-    return (slice(begin, min(begin + size, number)) for begin in range(0, max(number, 1), size))
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _view(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    return buffer[: rows * columns].view(rows, columns)
-
-
 def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: slice) -> tuple[Targets, Tensor | None]:
     """The targets of a tile, which is to a backend what one rank's logits are, and the bits of the kept columns."""
-    first, num_columns = targets.first + columns.start, _length(columns)
+    first, num_columns = targets.first + columns.start, length(columns)
     bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns, tokens=tokens)
     return Targets(targets.token_T[tokens], None, first, num_columns), bits_TC
-
-
-# --- products
-
-
-def _accumulated(operand: Tensor) -> torch.dtype:
-    return torch.promote_types(operand.dtype, torch.float32)
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
-    """Write ``a @ b``, or add it, with sums in float32 and one rounding to the dtype of ``out``."""
-    if a.dtype == out.dtype and (a.is_cuda or a.dtype not in _SHORT):
-        torch.addmm(out, a, b, beta=1.0 if adds else 0.0, out=out)
-        return
-    widens = _widens(a.device, a.dtype) if a.is_cuda and out.dtype == torch.float32 else "nothing"
-    if adds and widens == "mm and addmm":
-        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    elif not adds and widens != "nothing":
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        long = _accumulated(a)
-        product = a.to(long) @ b.to(long) if widens == "nothing" else torch.mm(a, b, out_dtype=torch.float32)
-        out.add_(product) if adds else out.copy_(product)
-
-
-_SHORT = (torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def _widens(device: torch.device, dtype: torch.dtype) -> Literal["mm and addmm", "mm", "nothing"]:
-    """Which products of short floats this torch writes in float32: since 2.8 some, and later those that it adds."""
-    a, out = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
-    try:
-        torch.mm(a, a, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return "nothing"
-    try:
-        torch.addmm(out, a, a, out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return "mm"
-    return "mm and addmm"

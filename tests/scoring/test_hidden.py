@@ -8,7 +8,7 @@ from hidden_cases import DTYPES, Answer, Case, answered, assert_near, drawn, jud
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_ext.scoring import KeptColumns, hidden, score_hidden, score_tokens
+from mis_ext.scoring import KeptColumns, score_hidden, score_tokens, tiles
 
 
 @pytest.fixture(params=["eager", "triton"])
@@ -20,7 +20,7 @@ def backend(request, monkeypatch) -> str:
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
-def tiles(request, monkeypatch) -> int:
+def passes(request, monkeypatch) -> int:
     """How many times the gradient of the weight is added to, at most."""
     if request.param == "one tile":
         return 1
@@ -29,14 +29,14 @@ def tiles(request, monkeypatch) -> int:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 80, 20))
-def test_drawn_cases_are_what_float64_says(backend, tiles, first_seed) -> None:
+def test_drawn_cases_are_what_float64_says(backend, passes, first_seed) -> None:
     # The interpreter takes a tenth of a second for each launch.
     for seed in range(first_seed, first_seed + (20 if backend == "eager" else 2)):
         case = drawn(seed)
         found = answered(case)
         assert found.log_prob_T.dtype == torch.float32
         assert found.weight_grad.dtype == found.hidden_grad.dtype == case.hidden_NE.dtype
-        assert_near(case, found, judged(case), passes=tiles)
+        assert_near(case, found, judged(case), passes=passes)
 
 
 def test_the_draws_cover_what_can_be_asked() -> None:
@@ -76,7 +76,7 @@ def test_gradients_of_float64_are_those_of_finite_differences(monkeypatch) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_float32_is_what_scoring_all_logits_gives(backend, tiles, seed) -> None:
+def test_float32_is_what_scoring_all_logits_gives(backend, passes, seed) -> None:
     case = drawn(seed, dtypes=(torch.float32,))._replace(bias_V=None)
     found = answered(case)
     leaves = [x.clone().requires_grad_() for x in (case.hidden_NE, case.weight_VE)]
@@ -84,11 +84,11 @@ def test_float32_is_what_scoring_all_logits_gives(backend, tiles, seed) -> None:
     scores = score_tokens(logits_of(case, leaves[0] @ leaves[1].t()), case.token_T, **keys)
     outputs = [x for x in scores if x is not None and x.requires_grad]
     grads = torch.autograd.grad(outputs, leaves, list(case.grad_2T[: len(outputs)]))
-    assert_near(case, Answer(*scores, *grads, None), judged(case), passes=tiles)
-    assert_near(case, found, judged(case), passes=tiles)
+    assert_near(case, Answer(*scores, *grads, None), judged(case), passes=passes)
+    assert_near(case, found, judged(case), passes=passes)
 
 
-def test_leading_dimensions_change_no_bit(backend, tiles) -> None:
+def test_leading_dimensions_change_no_bit(backend, passes) -> None:
     case = plain(rows=6)
     wanted = answered(case)
     found = answered(case._replace(hidden_NE=case.hidden_NE.view(2, 3, -1)))
@@ -97,10 +97,10 @@ def test_leading_dimensions_change_no_bit(backend, tiles) -> None:
     assert torch.equal(found.weight_grad, wanted.weight_grad)
 
 
-def test_a_weight_that_is_transposed_is_the_same(backend, tiles) -> None:
+def test_a_weight_that_is_transposed_is_the_same(backend, passes) -> None:
     case = plain(rows=6)
     turned = case._replace(weight_VE=case.weight_VE.t().contiguous().t())
-    assert_near(case, answered(turned), judged(case), passes=tiles)
+    assert_near(case, answered(turned), judged(case), passes=passes)
 
 
 def plain(*, rows: int, dtype: torch.dtype = torch.float32, **keys) -> Case:
@@ -118,7 +118,7 @@ def plain(*, rows: int, dtype: torch.dtype = torch.float32, **keys) -> Case:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
-def test_what_no_gradient_reaches_changes_nothing(backend, tiles, poison) -> None:
+def test_what_no_gradient_reaches_changes_nothing(backend, passes, poison) -> None:
     """Neither a state that scores no token, nor one whose token has no gradient, nor what stands in for padding."""
     case = plain(rows=9, row_T=torch.tensor([4, 0, 5, 2, 8]), vocab_size=50)
     case = case._replace(token_T=case.token_T % 50, grad_2T=case.grad_2T * torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))
@@ -134,12 +134,12 @@ def test_what_no_gradient_reaches_changes_nothing(backend, tiles, poison) -> Non
     assert not found.weight_grad[50:].any()
 
 
-def test_a_token_outside_of_the_vocabulary_cannot_be_drawn(backend, tiles) -> None:
+def test_a_token_outside_of_the_vocabulary_cannot_be_drawn(backend, passes) -> None:
     case = plain(rows=3, vocab_size=50)._replace(token_T=torch.tensor([50, 3, -1]))
     assert (answered(case).log_prob_T == -torch.inf).tolist() == [True, False, True]
 
 
-def test_no_token_is_no_gradient(backend, tiles) -> None:
+def test_no_token_is_no_gradient(backend, passes) -> None:
     case = plain(rows=4, row_T=torch.zeros(0, dtype=torch.int64))
     found = answered(case)
     assert found.log_prob_T.shape == (0,)
@@ -147,7 +147,7 @@ def test_no_token_is_no_gradient(backend, tiles) -> None:
     assert not found.weight_grad.any()
 
 
-def test_what_needs_no_gradient_gets_none(backend, tiles) -> None:
+def test_what_needs_no_gradient_gets_none(backend, passes) -> None:
     case = plain(rows=6)
     wanted = answered(case)
     for frozen in range(2):
@@ -168,7 +168,7 @@ def test_an_entropy_of_which_only_the_value_is_wanted_has_no_gradient(backend) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_and_deterministic_mode_change_no_bit(backend, tiles, dtype) -> None:
+def test_autocast_and_deterministic_mode_change_no_bit(backend, passes, dtype) -> None:
     case = plain(rows=8, row_T=torch.tensor([7, 0, 3]), dtype=dtype)
     wanted = answered(case)
     torch.use_deterministic_algorithms(True)
@@ -229,7 +229,7 @@ def test_an_embedding_that_is_the_head_too_gets_both_gradients(backend) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zero_out", [None, False, True])
-def test_main_grad_takes_the_gradient_of_the_weight(tiles, dtype, zero_out) -> None:
+def test_main_grad_takes_the_gradient_of_the_weight(passes, dtype, zero_out) -> None:
     """Megatron-Core's flag: what autograd is given in its place is dropped by a hook, and added where that is zeros."""
     case = plain(rows=9, dtype=dtype)
     weight = torch.nn.Parameter(case.weight_VE.clone())
@@ -302,8 +302,8 @@ def test_no_tensor_has_tokens_and_vocabulary(monkeypatch, with_kept) -> None:
 
 @pytest.mark.parametrize(("number", "most"), [(0, 5), (1, 5), (5, 5), (300, 256), (1000, 384), (248_320, 8192), (9, 0)])
 def test_parts_are_equal_and_none_is_larger(number, most) -> None:
-    size = hidden._even(number, most)
-    parts = list(hidden._parts(number, size))
+    size = tiles._even(number, most)
+    parts = list(tiles.slices(number, size))
     assert [each.start for each in parts] == [0, *(each.stop for each in parts[:-1])]
     assert parts[-1].stop == number
     assert size <= max(most, 1)
