@@ -357,20 +357,27 @@ def tell_logprobs_mode(parameters: SamplingParameters, top_log_probs: Sequence[S
     Raises:
         ValueError: The numbers are logits, or some tokens prove one mode and others the other one.
     """
+    for position, row in enumerate(top_log_probs):
+        if are_logits(row):
+            raise ValueError(f"the probabilities of token {position} add up to more than 1: these are logits")
+    return told_mode(parameters, top_log_probs)
+
+
+def told_mode(parameters: SamplingParameters, top_log_probs: Sequence[Sequence[float]]) -> ToldMode | None:
+    """``tell_logprobs_mode`` of numbers that are known to be no logits."""
     told: set[ToldMode] = set()
     # A greedy request is not truncated.
     k = None if parameters.temperature == 0.0 else parameters.top_k
     may_have_grammar = bool(parameters.grammars) or parameters.offers_tools
-    for position, row in enumerate(top_log_probs):
-        if are_logits(row):
-            raise ValueError(f"the probabilities of token {position} add up to more than 1: these are logits")
-        finite = sorted((value for value in row if value > MINUS_INFINITY), reverse=True)
-        if len(finite) < len(row):
+    for row in top_log_probs:
+        if min(row, default=0.0) <= MINUS_INFINITY:
             if not may_have_grammar:
                 told.add("processed_logprobs")
-        # Tokens as probable as the k-th may be kept with it.
-        elif k is not None and len(row) > k and finite[k] < finite[k - 1]:
-            told.add("raw_logprobs")
+        elif k is not None and len(row) > k:
+            ordered = sorted(row, reverse=True)
+            # Tokens as probable as the k-th may be kept with it.
+            if ordered[k] < ordered[k - 1]:
+                told.add("raw_logprobs")
     if len(told) > 1:
         raise ValueError("some tokens have log-probs of a truncated distribution, others of a whole one")
     return next(iter(told), None)

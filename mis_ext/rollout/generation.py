@@ -103,8 +103,8 @@ def find_illegal_id(ids: list[Any], largest: int = LARGEST_ID) -> int | None:
 
 def are_logits(values: Sequence[float]) -> bool:
     """Whether numbers of different tokens are too large for log-probs: their probabilities add up to more than 1."""
-    # One above 1 is enough, and larger ones would overflow.
-    return math.fsum(math.exp(min(value, 1.0)) for value in values if value > MINUS_INFINITY) > 1.0 + _MASS_ERROR
+    # One above 1 is enough, and larger ones would overflow. What stands for minus infinity adds nothing.
+    return max(values, default=0.0) > 1.0 or math.fsum(map(math.exp, values)) > 1.0 + _MASS_ERROR
 
 
 class RolloutError(ValueError):

@@ -25,6 +25,8 @@ from mis_ext.rollout.generation import (
 from mis_ext.rollout.readers.json_fields import Field, open_exchange
 
 T = TypeVar("T")
+# Of finite numbers, vLLM's -9999 among them; none of a sane response has more.
+LARGEST_SUM = 1e30
 # One that this response lacks is None, or a field that is absent.
 Places = Iterable[Field | None]
 
@@ -280,25 +282,24 @@ def _scored_tokens(body: Field, api: str) -> tuple[Field, Field | None, Field]:
 
 def _top_log_probs(body: Field, api: str) -> list[list[float]]:
     """The largest log-probs at each token, of those tokens that have any; none of these lists may be logits."""
-    log_probs = body["logprobs"]
-    if api == "completions":
-        # By the text of their token; of a token that was not sampled, such as the first of an echo, there are none.
-        places = log_probs.get("top_logprobs").entries()
-        rows = [(place, [*_mapping(place).values()]) for place in places if place]
-    else:
-        places = [entry.get("top_logprobs") for entry in log_probs["content"].entries()]
-        rows = [(place, place.column("logprob").array()) for place in places if place]
-    for place, row in rows:
-        for value in row:
-            if type(value) not in (float, int):
-                raise place.malformed("numbers")
+    log_probs, rows = body["logprobs"], []
+    # Completions have them by the text of their token, the others as objects.
+    by_text = api == "completions"
+    places = log_probs.get("top_logprobs") if by_text else log_probs["content"].column("top_logprobs")
+    for position, found in enumerate(places.array() if places else ()):
+        # Of a token that was not sampled, such as the first of an echo, there are none.
+        if not found:
+            continue
+        row: list[Any] = []
+        if by_text and isinstance(found, dict):
+            row = [*found.values()]
+        elif not by_text and isinstance(found, list) and set(map(type, found)) == {dict}:
+            row = [entry.get("logprob") for entry in found]
+        # Sums and sets in C: a loop over the numbers would take longer than all else that a reader does.
+        if not row or not set(map(type, row)) <= {float, int} or not abs(sum(row)) < LARGEST_SUM:
+            raise places.entry(position).malformed("the largest log-probs, all of them finite numbers")
         if are_logits(row):
             problem = "probabilities that add up to more than 1, so these are logits: start vLLM with --logprobs-mode "
-            raise LogProbError(place.request_id, f"{place.path} has {problem}processed_logprobs")
-    return [row for _, row in rows if row]
-
-
-def _mapping(field: Field) -> Mapping[str, Any]:
-    if not isinstance(field.value, Mapping):
-        raise field.malformed("an object")
-    return field.value
+            raise LogProbError(body.request_id, f"{places.entry(position).path} has {problem}processed_logprobs")
+        rows.append(row)
+    return rows

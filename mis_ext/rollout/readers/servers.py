@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from mis_ext.rollout.definition import tell_logprobs_mode
+from mis_ext.rollout.definition import told_mode
 from mis_ext.rollout.generation import (
     REPLACEMENT,
     AbortedRequest,
@@ -266,7 +266,7 @@ def _mode_of_vllm(found: Choice) -> ToldMode | None:
         return None
     try:
         parameters = SamplingParameters.from_request(found.asked.value, server="vllm")
-        return tell_logprobs_mode(parameters, found.top_log_probs)
+        return told_mode(parameters, found.top_log_probs)
     except (TypeError, ValueError) as error:
         raise LogProbError(found.body.request_id, f"{found.body.path}.logprobs: {error}") from error
 

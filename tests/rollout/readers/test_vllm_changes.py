@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mis_ext.rollout import Speculation, define_log_probs, tell_logprobs_mode
-from mis_ext.rollout.generation import LogProbError, NotASample
+from mis_ext.rollout.generation import LogProbError, MalformedResponse, NotASample
 from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import (
     read_openai_chat,
@@ -165,6 +165,21 @@ def test_logits_below_0_are_refused_where_the_largest_prove_them(endpoint) -> No
     for row in log_probs.get("content") or []:
         row["top_logprobs"] = []
     assert max(READ[endpoint](found["request"], found["response"]).log_probs) < 0.0
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize(
+    "junk", ["5", [7], {"a": "x"}, [{"logprob": None}], [{"logprob": math.nan}], {"a": 10**400}, 7]
+)
+def test_largest_log_probs_that_are_none_are_refused(endpoint, junk) -> None:
+    found = record(f"defaults/{endpoint}_absent")
+    log_probs = found["response"]["choices"][0]["logprobs"]
+    if endpoint == "completions":
+        log_probs["top_logprobs"][1] = junk
+    else:
+        log_probs["content"][1]["top_logprobs"] = junk
+    with pytest.raises(MalformedResponse, match=r"top_logprobs.* must be the largest log-probs"):
+        READ[endpoint](found["request"], found["response"])
 
 
 def test_drafted_tokens_are_not_drawn_as_asked_on_a_cpu() -> None:
