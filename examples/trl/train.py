@@ -61,11 +61,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<end>", padding_side="left")
 
 
-def tiny_model() -> Qwen3ForCausalLM:
+def tiny_model(head_dim: int = 16) -> Qwen3ForCausalLM:
     """A Qwen3 of two layers with random weights."""
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": len(WORDS)}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
     ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ends, initializer_range=0.3))
 
