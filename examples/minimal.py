@@ -12,7 +12,7 @@ mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 advantages = torch.tensor([[1.0], [-1.0]])
 
 out = mis_ext.correct_padded(session, proximal_logprobs=trainer.detach(), behavior_logprobs=engine, response_mask=mask)
-loss_of_tokens = -advantages * trainer * out.weights  # exp(trainer - engine); or the loss of PPO, times these
+loss_of_tokens = -advantages * trainer * out.weights  # weights: exp(trainer - engine); PPO's loss takes them too
 loss = loss_of_tokens[out.keep_mask].sum() / mask.sum()  # without the token whose ratio is exp(8)
 loss.backward()
 print(out.weights, out.keep_mask, mis_ext.scalars(out.metrics), loss.item(), sep="\n")
