@@ -16,7 +16,7 @@ from triton_support import DEVICE, HAS_GPU, OBSTACLE
 import mis_ext
 
 MARGIN = 1e-5
-NUM_FUSED = 12
+NUM_FUSED = 9
 # A band may reject what is on-policy, or be wide: here both are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 

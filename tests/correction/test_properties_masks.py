@@ -20,7 +20,7 @@ from cases import (
 )
 from host_loop import sum_of_sample_mean
 from hypothesis import assume, given
-from property_cases import FUZZ, LENGTHS, assert_same, gates_of_grid, subset, weights_masks, weights_of_grid
+from property_cases import FUZZ, LENGTHS, assert_same, points_of_grid, subset, weights_masks, weights_of_grid
 from reference import Samples, correct
 
 # These bounds are far apart for what a geometric mean does in practice, and the package says so.
@@ -68,8 +68,7 @@ GARBAGE = [(math.nan, 0.0), (0.0, math.nan), (math.inf, -math.inf), (-math.inf, 
 GARBAGE += [(3e38, -3e38), (-1e4, 0.0)]
 
 
-@weights_of_grid
-@gates_of_grid
+@points_of_grid
 def test_what_lies_under_masked_tokens_changes_nothing_bit_for_bit(weight, gate):
     samples = random_samples(LENGTHS, seed=31, mask=0.6)
     samples.masks[4].zero_()

@@ -1,11 +1,14 @@
 """Properties that hold by mathematics: normalised weights, denominators and the scope of a rollout."""
 
+import itertools
+
 import pytest
 import torch
-from cases import RTOL, args_of, call_hook, correction_keys, flat, random_samples, sprinkle
+from cases import RTOL, WEIGHTS, args_of, call_hook, correction_keys, flat, random_samples, sprinkle
 from host_loop import sum_of_sample_mean, sum_of_token
-from property_cases import ALL, LENGTHS, LEVELS, subset, weights_masks, weights_of_grid
+from property_cases import ALL, LENGTHS, LEVELS, subset, weights_masks
 from reference import Samples, correct
+from rows import for_each
 
 from mis_ext import CorrectionConfig, Gate, compute_mis_weights, prepare_rollout
 
@@ -87,9 +90,7 @@ def test_with_the_kept_denominator_the_host_mean_is_the_mean_over_survivors(weig
     torch.testing.assert_close(reduced, torch.tensor(len(LENGTHS) - 1.0, dtype=torch.float64), rtol=RTOL, atol=0)
 
 
-@pytest.mark.parametrize("over", ["kept", "valid"])
-@pytest.mark.parametrize("denominator", ["fixed", "kept"])
-@weights_of_grid
+@for_each("weight, denominator, over", [*itertools.product(WEIGHTS, ["fixed", "kept"], ["kept", "valid"])][::3])
 def test_under_rollout_scope_any_split_into_micro_batches_gives_the_same_weights(weight, denominator, over):
     gate = {"kept": "token gate", "valid": "sequence gate"}[over]
     keys = correction_keys(weight, gate=gate, mis_denominator=denominator, tis_normalize_scope="rollout")

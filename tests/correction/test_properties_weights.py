@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import RTOL, call_hook, correction_keys, drawn_keys, drawn_samples, flat, random_samples, sprinkle
 from hypothesis import assume, given
-from property_cases import ALL, FUZZ, LENGTHS, LEVELS, gates_of_grid, weights_masks, weights_of_grid
+from property_cases import ALL, FUZZ, LENGTHS, LEVELS, points_of_grid, weights_masks
 from reference import Samples
 
 import mis_ext
@@ -55,8 +55,7 @@ def test_wide_bounds_are_raw_importance_sampling(level):
     torch.testing.assert_close(flat(raw), flat(expected), rtol=RTOL, atol=0)
 
 
-@weights_of_grid
-@gates_of_grid
+@points_of_grid
 def test_on_policy_input_gives_weight_exactly_one_and_keeps_everything(weight, gate):
     generator = torch.Generator().manual_seed(37)
     scored = [torch.randn(length, generator=generator) - 3 for length in LENGTHS]
@@ -114,8 +113,7 @@ def test_one_dominating_sample_has_an_effective_sample_size_of_one():
     torch.testing.assert_close(metrics["mis_ess_ratio_seq"], torch.full((4,), 0.25), rtol=1e-6, atol=0)
 
 
-@weights_of_grid
-@gates_of_grid
+@points_of_grid
 def test_the_gradient_is_exactly_the_weight_and_nothing_else_carries_gradient(weight, gate):
     samples = sprinkle(random_samples(LENGTHS, seed=40), seed=3)
     samples = Samples(

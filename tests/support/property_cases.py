@@ -1,9 +1,12 @@
 """What the tests of mathematical properties share: settings, weights of a configuration, parts of samples."""
 
+import itertools
+
 import pytest
 import torch
 from cases import GATES, WEIGHTS
 from reference import Samples
+from rows import for_each
 from searching import searching
 
 import mis_ext
@@ -13,7 +16,8 @@ LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 LEVELS = ["token", "sequence", "geometric"]
 ALL = {"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"}
 weights_of_grid = pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
-gates_of_grid = pytest.mark.parametrize("gate", GATES)
+# Each weight has one or two of the four gates, each gate four or five weights; the judge is asked of all.
+points_of_grid = for_each("weight, gate", [*itertools.product(WEIGHTS, GATES)][::3])
 
 
 def weights_masks(keys: dict, samples: Samples) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
