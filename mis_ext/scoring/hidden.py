@@ -356,10 +356,10 @@ class _Gradients(NamedTuple):
 def _row_sums(head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
     """``[T]`` each, over this rank's columns."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
-    buffer = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=accumulated(hidden_NE))
+    buffer = hidden_NE.new_empty(tiles.tokens * tiles.columns, dtype=accumulated(hidden_NE))
     scale, with_product = 1.0 / use.temperature, use.entropy != "none"
     found: list[RowSums] = []
-    for part in slices(len(targets.token_T), tiles.rows):
+    for part in slices(len(targets.token_T), tiles.tokens):
         rows_NE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
         sums: list[RowSums] = []
         for columns in slices(targets.num_columns, tiles.columns):

@@ -9,31 +9,32 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-TILE = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Logits at a time, in float32: 128 MiB on a GPU."""
+TILE = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Logits at a time in the backward pass, in float32: 256 MiB on a GPU."""
 SLOPES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Gradients of logits at a time, in the dtype of the weight: 256 MiB of bfloat16."""
+"""Their gradients at a time, in the dtype of the weight: 256 MiB of bfloat16. The forward pass, which has none, makes
+as many logits at a time, which are 512 MiB."""
 STATES = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Numbers of the gradient of hidden states that are added up at a time, in float32: 256 MiB."""
-LONGEST = 1 << 14
-"""Tokens, and columns, at a time. More would make no product faster."""
+TOKENS, COLUMNS = 1 << 14, 1 << 15
+"""At a time. More would make no product faster."""
 
 
 class Tiles(NamedTuple):
-    """How many tokens go through the backward pass together, and how many rows and columns a tile of logits has."""
+    """How many tokens go through a pass together, by so many columns; and in the backward pass so many rows of them."""
 
     tokens: int
-    rows: int
     columns: int
+    rows: int
 
 
 def tiles_of(num_tokens: int, num_columns: int, hidden_NE: Tensor) -> Tiles:
     """Equal tiles within the limits of the device of these hidden states."""
     device = hidden_NE.device.type
     tile, slopes, states = (sizes.get(device, sizes["cuda"]) for sizes in (TILE, SLOPES, STATES))
-    tokens = _even(num_tokens, min(states // max(hidden_NE.shape[1], 1), LONGEST))
-    columns = _even(num_columns, min(slopes // tokens, LONGEST))
-    return Tiles(tokens, _even(tokens, tile // columns), columns)
+    tokens = _even(num_tokens, min(states // max(hidden_NE.shape[1], 1), TOKENS))
+    columns = _even(num_columns, min(slopes // tokens, COLUMNS))
+    return Tiles(tokens, columns, _even(tokens, tile // columns))
 
 
 def _even(number: int, most: int) -> int:
