@@ -384,6 +384,7 @@ def _add_gradients(
     use: _Use,
     out: _Gradients,
 ) -> None:
+    """Add ``Z W`` to the gradient of the states and ``Z^T h`` to that of the weight, ``Z`` being that of ``h W^T``."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
     weight_VE, dtype, scale = head.weight_VE, accumulated(hidden_NE), 1.0 / use.temperature
     logits = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=dtype)
