@@ -586,6 +586,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     world = World.join(options.device, 1)
     header = reporting.header(world, options.seed)
+    for path in (options.anchors, options.json):
+        if path is not None:
+            header["command"] = header["command"].replace(str(path), path.name)
     print(*header.values(), sep="\n", flush=True)
     found = [
         way
