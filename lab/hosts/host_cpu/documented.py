@@ -17,13 +17,18 @@ _ADDED = re.compile(r"""add_argument\(\s*((?:["']-[^"']+["'],?\s*)+)""")
 
 # Named on the pages, and of another program.
 ELSEWHERE = {
+    "--algo": "OpenRLHF",
+    "--cfg": "Hydra",
+    "--custom-": "how several of the hosts' begin",
     "--custom-tis-function-pth": "misspelt, to say what happens then",
     "--enable-fp32-lm-head": "SGLang",
     "--enable-return-routed-experts": "SGLang",
     "--enable-scale-out": "vLLM",
     "--engine-settings": "examples/train_grpo.py",
+    "--hypothesis-seed": "pytest",
     "--incremental-streaming-output": "SGLang",
     "--logprobs-mode": "vLLM",
+    "--most": "the mistake that a test of mis-ext report --worst notices",
     "--no-deps": "pip",
     "--observe-training-entropy": "Miles",
     "--overwrite": "examples/train_grpo.py",
