@@ -338,7 +338,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
         runs[f"int4-seed{seed}-none"] = correction_rows(seed, falls_at=31, steps=66)
         runs[f"int4-seed{seed}-token_tis_2"] = correction_rows(seed, falls_at=None)
         runs[f"bf16-seed{seed}-none"] = correction_rows(seed, falls_at=None, own=0.8)
-    # Stopped before it says anything, and a run that no number warned of.
+    # Stopped before it says anything.
     runs["bf16-seed6-none"] = runs["bf16-seed6-none"][:60]
     write_correction(tmp_path / "results", runs)
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
@@ -354,6 +354,10 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
         in page
     )
     assert "| sequence ESS below 0.2 | 0 of 6 |  | int4, token_tis 2: 0 of 6; bf16: 0 of 5 |" in page
+    # The stopped run of the control, and six of the published configuration, which did not begin.
+    assert "**6 of 17 own policies collapsed**. " in page
+    assert "**Not run**: 6 of 24 runs. 1 more had to stop after 60 to 60 steps, before step 80" in page
+    assert "four GPUs 9 minutes" in page
     assert "| bf16, 6 | 60 of 101, stopped |" in page
     assert "| bf16, 5 | 81 |" in page
 

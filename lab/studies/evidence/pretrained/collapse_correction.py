@@ -13,7 +13,7 @@ from evidence.outcomes import holm
 from evidence.results import Results
 from evidence.study import Study
 
-from .collapse import CORRECTION, WINDOW, verdicts
+from .collapse import CORRECTION, WINDOW, is_over, verdicts
 from .collapse_runs import (
     LAST,
     WARNINGS,
@@ -35,6 +35,8 @@ from .group import PretrainedGroup
 CONTRASTS = (("int4", "bf16"), ("int4", "int4, token_tis 2"))
 # A run that was stopped earlier, and had not collapsed, says too little.
 SEEN = 60
+# Runs of four GPUs.
+AT_ONCE = 8
 RAISED: tuple[str, str, Limit] = (
     "raised",
     "`mis_raised_fraction` off one half by more than 0.05",
@@ -69,13 +71,15 @@ def section(study: Study, results: Results, output: Path) -> list[str]:
             arms.setdefault(arm_of(study, each), []).append(rows)
     draw(study, seen, output / f"{CORRECTION}.png")
     seconds = np.median([row["seconds"] for _, rows in seen for row in rows])
-    heads = [results.machine(each) for each, _ in seen if results.is_done(each)]
+    heads = [results.machine(each) if results.is_done(each) else rows[0] for each, rows in seen]
     machines = dict.fromkeys(
         f"{head['device']}, sglang {head['sglang']}, torch {head['torch']}, revision {head['revision']}"
         for head in heads
     )
     return [
         *lines,
+        *_verdict(study, seen, arms, seconds),
+        "",
         *_arm_table(arms),
         "",
         *_contrast_table(arms),
@@ -103,9 +107,40 @@ def last_own(rows: Rows) -> float:
     return float(np.mean(own_rewards(rows)[-LAST:]))
 
 
+def _verdict(study: Study, seen: Runs, arms: Arms, seconds: float) -> list[str]:
+    """What can be said, and what did not run."""
+    runs = [rows for of_arm in arms.values() for rows in of_arm]
+    num_fallen = sum(verdicts(rows)[1] is not None for rows in runs)
+    said = f"**{num_fallen} of {len(runs)} own policies collapsed**"
+    if not num_fallen:
+        said += ": whether a correction saves a run is not resolved"
+    growth = "; ".join(
+        f"{arm} {min(times):.1f} to {max(times):.1f}"
+        for arm, times in ((arm, [_growth(rows) for rows in of_arm]) for arm, of_arm in arms.items())
+    )
+    lines = [f"{said}. By how much k3 grew from the first ten steps to the last, which was not fixed: {growth}."]
+    stopped = [rows for group, rows in seen if not is_over(group, rows)]
+    num_missing = len(study.groups) - len(seen)
+    if stopped or num_missing:
+        group = seen[0][0]
+        minutes = -(-(len(stopped) + num_missing) // AT_ONCE) * (group.last_fall + 1) * seconds / 60
+        lines += [
+            "",
+            f"**Not run**: {num_missing} of {len(study.groups)} runs. {len(stopped)} more had to stop"
+            + (f" after {min(map(len, stopped))} to {max(map(len, stopped))} steps" if stopped else "")
+            + f", before step {group.last_fall}: all of these take four GPUs {minutes:.0f} minutes, two runs on each.",
+        ]
+    return lines
+
+
+def _growth(rows: Rows) -> float:
+    return mean_of(rows[-WINDOW:], "k3") / mean_of(rows[:WINDOW], "k3")
+
+
 def _arm_table(arms: Arms) -> list[str]:
     lines = [
-        "| arm | runs | own policy collapsed | rollouts collapsed | own policy in the end: median, each | k3 |",
+        "| arm | runs | own policy collapsed | rollouts collapsed | own policy in the end: median, each "
+        "| k3: medians, growth of each |",
         "|---" * 6 + "|",
     ]
     for arm, runs in arms.items():
@@ -113,8 +148,9 @@ def _arm_table(arms: Arms) -> list[str]:
         cells = [arm, str(len(runs))]
         cells += [f"{sum(fall[which] is not None for fall in falls)} of {len(runs)}" for which in (1, 0)]
         cells.append(f"{np.median(ends):.2f}: {', '.join(f'{end:.2f}' for end in ends)}")
-        k3 = (np.median([mean_of(rows[part], "k3") for rows in runs]) for part in (slice(WINDOW), slice(-WINDOW, None)))
-        cells.append(" to ".join(f"{value:.1e}" for value in k3))
+        first, last = ([mean_of(rows[part], "k3") for rows in runs] for part in (slice(WINDOW), slice(-WINDOW, None)))
+        times = ", ".join(f"{_growth(rows):.1f}" for rows in runs)
+        cells.append(f"{np.median(first):.1e} to {np.median(last):.1e}: times {times}")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
