@@ -57,6 +57,9 @@ def report(results: Results, output: Path) -> None:
         "bash lab/studies/evidence.sh report",
         "```",
         "",
+        "A process that has run one of these has no room on an H100 for another engine: where it ends without memory, "
+        "the same command goes on. A run that is killed begins anew.",
+        "",
         f"A run **collapsed** if the mean of {WINDOW} steps falls below half of R0 and stays there for {STAYS} steps. "
         f"R0 is the reward of the untrained policy on the same engine, or the best mean of {WINDOW} steps since, "
         "whichever is higher. Rollouts and the trainer's own policy, evaluated every ten steps on held-out questions, "
