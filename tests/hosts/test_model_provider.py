@@ -136,3 +136,14 @@ def test_the_hosts_own_function_is_not_called_in_a_loss_without_logits() -> None
     args, batch, logits = batch_of({"mis_loss_scoring": "host"})
     with running("slime"), pytest.raises(ValueError, match="leaves no logits to the host's own function"):
         mis_ext.policy_loss(args, batch, handed_over(logits)[0])
+
+
+def test_a_rank_without_tokens_still_reaches_its_hidden_states() -> None:
+    # The backward pass of context parallelism has collectives, in which such a rank must take part.
+    args, batch, logits = batch_of({})
+    none = {key: [] for key in batch if isinstance(batch[key], list)}
+    empty, head = handed_over(logits)
+    with running("slime"):
+        loss, _ = mis_ext.policy_loss(args, batch | none | {"rollout_mask_sums": torch.zeros(0)}, empty)
+    loss.backward()
+    assert torch.equal(head.hidden_SBH.grad, torch.zeros_like(head.hidden_SBH))
