@@ -17,7 +17,7 @@ from picture_of_report import HEIGHT, WIDTH, draw_first_screen
 from PIL import Image
 
 PROGRAM = find_browser()
-# The rules of the page itself are asked of its text in the other files.
+# A browser takes seconds. What the page says is asked of its text in the other files; what its script does, here alone.
 pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="no Chromium here (Debian: apt-get install chromium)"),
     pytest.mark.whole_run,
