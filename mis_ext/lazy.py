@@ -16,7 +16,12 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     type checkers see and what loads late is one list.
     """
     namespace = vars(sys.modules[package])
-    tree = ast.parse(namespace["__loader__"].get_source(package))
+    source = namespace["__loader__"].get_source(package)
+    if source is None:
+        raise ImportError(
+            f"{package} reads its names, and Triton its kernels, from source: install it with its .py files"
+        )
+    tree = ast.parse(source)
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     module_of = {alias.name: str(node.module) for node in imports for alias in node.names}

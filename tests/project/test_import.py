@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import py_compile
 import re
 import shutil
 import subprocess
@@ -206,6 +207,20 @@ def test_names_that_load_late_are_those_that_type_checkers_see(name) -> None:
         assert public in vars(package)
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'rekord'"):
         _ = package.rekord
+
+
+def test_without_its_source_the_package_says_what_is_missing(tmp_path: Path) -> None:
+    copy = tmp_path / "mis_ext"
+    copy.mkdir()
+    for module in ("__init__", "lazy"):
+        py_compile.compile(
+            str(REPOSITORY / "mis_ext" / f"{module}.py"), cfile=str(copy / f"{module}.pyc"), doraise=True
+        )
+    left = subprocess.run(
+        [sys.executable, "-c", "import mis_ext"], cwd=tmp_path, env={}, capture_output=True, text=True
+    )
+    assert "ImportError: mis_ext reads its names" in left.stderr
+    assert "install it with its .py files" in left.stderr
 
 
 @pytest.mark.parametrize("name", PACKAGES)
