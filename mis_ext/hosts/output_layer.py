@@ -71,6 +71,10 @@ def hand_over_hidden_states(model: Any) -> None:
     layer, why = model.output_layer, None
     if not isinstance(layer, plain):
         why = f"the output layer is a {type(layer).__name__}"
+    elif type(layer).forward is not plain.forward:
+        why = f"the output layer is a {type(layer).__name__} with a forward of its own, as one with a soft cap has"
+    elif layer.skip_bias_add and layer.bias is not None:
+        why = "the output layer leaves its bias to its caller (skip_bias_add=True)"
     elif layer.gather_output:
         why = "the output layer gathers the vocabulary (parallel_output=False)"
     elif model.config.defer_embedding_wgrad_compute:

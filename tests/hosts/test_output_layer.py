@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -192,9 +193,35 @@ def others_get_logits() -> None:
         setattr(getattr(model, of), name, True)
         with pytest.raises(ValueError, match=message):
             mis_ext.hand_over_hidden_states(model)
-    model.output_layer = torch.nn.Linear(WIDTH, 1)
-    with pytest.raises(ValueError, match="the output layer is a Linear"):
-        mis_ext.hand_over_hidden_states(model)
+    for layer, message in (
+        (torch.nn.Linear(WIDTH, 1), "the output layer is a Linear"),
+        (Capped(WIDTH, 8, bias=False, **layer_keys()), "is a Capped with a forward of its own"),
+        (ColumnParallelLinear(WIDTH, 8, skip_bias_add=True, **layer_keys()), "leaves its bias to its caller"),
+    ):
+        model.output_layer = layer
+        with pytest.raises(ValueError, match=message):
+            mis_ext.hand_over_hidden_states(model)
+    # A layer of another name that makes the same logits, and a flag without a bias to leave.
+    model.config.defer_embedding_wgrad_compute = False
+    model.output_layer = Renamed(WIDTH, 8, bias=False, skip_bias_add=True, **layer_keys())
+    mis_ext.hand_over_hidden_states(model)
+
+
+def layer_keys() -> dict:
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=2, use_cpu_initialization=True)
+    return {"config": config, "init_method": torch.nn.init.ones_}
+
+
+class Renamed(ColumnParallelLinear):
+    pass
+
+
+class Capped(ColumnParallelLinear):
+    """As Gemma 2 needs it."""
+
+    def forward(self, *given):
+        logits, bias = super().forward(*given)
+        return 30.0 * torch.tanh(logits / 30.0), bias
 
 
 @pytest.mark.distributed
