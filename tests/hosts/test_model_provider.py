@@ -71,6 +71,22 @@ def test_slimes_pass_replays_what_top_p_kept_where_it_is_told_to() -> None:
     assert not torch.allclose(torch.cat(plain), torch.cat(replayed))
 
 
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"kept_token_ids": []}, TypeError, "unexpected keyword argument 'kept_token_ids'"),
+        ({"non_loss_data": False}, ValueError, "non_loss_data must be True"),
+    ],
+)
+def test_what_a_host_says_under_another_name_is_not_passed_over(more, error, message) -> None:
+    args, batch, logits = batch_of({})
+    given = {"args": args, "non_loss_data": True} | {name: batch[name] for name in NAMES}
+    with running("slime"), torch.no_grad():
+        hosts.scores_without_logits(handed_over(logits)[0], **given)
+        with pytest.raises(error, match=message):
+            hosts.scores_without_logits(handed_over(logits)[0], **given | more)
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_loss_and_its_gradient_are_those_over_logits(host) -> None:
     options = loss_cases.GATES | loss_cases.KL | {"entropy_coef": 0.1, "rollout_temperature": 0.7}

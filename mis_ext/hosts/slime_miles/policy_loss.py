@@ -142,26 +142,60 @@ def _fused_scores(
     )
 
 
-def scores_without_logits(logits: NoLogits, *, args: Any, with_entropy: bool = False, **batch: Any) -> Any:
+def scores_without_logits(
+    logits: NoLogits,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    non_loss_data: bool = True,
+    max_seq_lens: Sequence[int] | None = None,
+    top_p_token_ids: Sequence[Any] | None = None,
+    top_p_token_offsets: Sequence[Any] | None = None,
+) -> Any:
     """What the host's own function for log-probs gives of a rollout, from hidden states: lists of samples.
+
+    Its parameters are those of both hosts' functions. One that neither has is a ``TypeError``: it may say which
+    columns to score.
 
     Args:
         logits: With the head that would make them.
         args: The host's arguments.
+        unconcat_tokens: Whole samples.
+        total_lengths: Of the samples.
+        response_lengths: Of their responses.
         with_entropy: Whether the entropy is asked for too.
-        batch: What else the host gives its function: the tokens, their lengths, and which ones top-p kept.
+        entropy_requires_grad: Of Miles. Nothing here has a gradient, in a pass that scores.
+        non_loss_data: True, as Megatron-Core's schedule says it of a pass that scores.
+        max_seq_lens: Of Miles, the padded lengths.
+        top_p_token_ids: Of slime, the tokens that top-p kept.
+        top_p_token_offsets: Of slime, where those of each token begin.
+
+    Raises:
+        ValueError: The host asks for a loss.
     """
+    if not non_loss_data:
+        raise ValueError("non_loss_data must be True: mis_ext.model_provider scores a rollout here, got False")
     config = current_run(args, whole_loss=True).config
     groups, part = _ranks_of_miles() if is_miles() else (find_groups(), megatron_vocabulary())
     layout = batch_layout(
         is_padded=config.is_padded,
         groups=groups,
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        max_seq_lens=batch.get("max_seq_lens"),
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        max_seq_lens=max_seq_lens,
         device=logits.device,
     )
-    batch |= {IDS: batch.get("top_p_token_ids"), OFFSETS: batch.get("top_p_token_offsets")}
+    batch = {
+        "unconcat_tokens": unconcat_tokens,
+        "total_lengths": total_lengths,
+        "max_seq_lens": max_seq_lens,
+        IDS: top_p_token_ids,
+        OFFSETS: top_p_token_offsets,
+    }
     scores = _fused_scores(part, config, batch, logits, layout, groups, with_entropy=with_entropy)
     found: dict[str, Any] = {"log_probs": scores.log_prob_T} | ({"entropy": scores.entropy_T} if with_entropy else {})
     lists = {name: [*torch.split(values_T, [*layout.local_lengths])] for name, values_T in found.items()}
