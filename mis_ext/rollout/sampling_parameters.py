@@ -53,7 +53,9 @@ _HARMLESS = frozenset(
         *("stream_interval", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "user"),
         *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_token_ids"),
         *("return_tokens_as_token_ids", "return_meta_info", "return_sampling_mask", "sampling_logprobs_mode"),
-        *("model", "messages", "prompt", "text", "input_ids", "rid", "request_id", "priority", "tools"),
+        *("model", "messages", "prompt", "text", "input_ids", "token_ids", "rid", "request_id", "priority", "tools"),
+        *("image_data", "audio_data", "video_data", "features", "return_prompt_token_ids", "return_text_in_logprobs"),
+        *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
         *(
             "parallel_tool_calls",
             "chat_template",
@@ -119,7 +121,10 @@ class SamplingParameters:
         """
         check_choice("server", server, SERVERS)
         api: _Api = "openai" if "messages" in request or "prompt" in request else None
-        if "sampling_params" in request:
+        around: dict[str, Any] = {}
+        # A chat has its parameters in the body itself: there the key is an unknown one.
+        if "sampling_params" in request and "messages" not in request:
+            around = {key: value for key, value in request.items() if key != "sampling_params" and value is not None}
             api, request = "generate", check_mapping("sampling_params", request["sampling_params"] or {})
         given = {key: value for key, value in request.items() if value is not None}
         numbers = {
@@ -144,6 +149,10 @@ class SamplingParameters:
             grammars.append(f"tool_choice={given['tool_choice']!r}")
         known = {*_NUMBERS, *_GRAMMARS, *_PROCESSORS, *_HARMLESS, "top_k", "logit_bias", "tool_choice", "custom_params"}
         unknown = {*map(str, given.keys() - known), *(f"custom_params.{key}" for key in custom)}
+        # SGLang's processors and adapters stand around the parameters. Whatever else stands there and not among these
+        # may be ignored, or may not: unless it says the same, it is as good as unknown.
+        elsewhere = around.keys() - _HARMLESS - {*_PROCESSORS}
+        unknown |= {str(key) for key in elsewhere if given.get(key) != around[key]}
         on_its_way = _OnItsWay(
             given=given,
             api=api,
@@ -163,7 +172,9 @@ class SamplingParameters:
             logit_bias=tuple(sorted((key, bias) for key, bias in on_its_way.logit_bias.items() if bias != 0.0)),
             penalties=tuple(f"{key}={numbers[key]:g}" for key in PENALTIES if numbers[key] != _NUMBERS[key][0]),
             grammars=tuple(grammars),
-            processors=tuple(f"{key}={given[key]!r}" for key in _PROCESSORS if given.get(key)),
+            processors=tuple(
+                f"{key}={each[key]!r}" for key in _PROCESSORS for each in (given, around) if each.get(key)
+            ),
             returns_kept_ids=returns_kept_ids and server == "sglang",
             unknown=tuple(sorted(unknown)),
             offers_tools=on_its_way.offers_tools,

@@ -56,3 +56,34 @@ def test_a_parameter_out_of_range_is_named(request_, error, message) -> None:
 def test_an_unknown_server_mode_or_backend_is_refused(change, message) -> None:
     with pytest.raises(ValueError, match=message):
         define(**change)
+
+
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("around", "line"),
+    [
+        ({"custom_logit_processor": "x"}, "custom_logit_processor='x'"),
+        ({"lora_path": "a"}, "lora_path"),
+        ({"foo": 1}, "foo"),
+        ({"logit_bias": {"5": 9.0}}, "logit_bias"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"extra_body": {"top_k": 2}}, "extra_body"),
+    ],
+)
+def test_what_stands_around_the_sampling_parameters_is_not_lost(server, around, line) -> None:
+    whole = {"input_ids": [1], "sampling_params": {"temperature": 1.0}, "stream": False, "rid": None}
+    assert define(server, **whole).is_comparable
+    definition = define(server, **whole, **around)
+    assert any(each.startswith(line) for each in definition.explain())
+    found = read(server, **whole, **around)
+    # Where the server ignores it, nothing else is known to change.
+    assert (found.temperature, found.logit_bias) == (1.0, ())
+    assert found.unknown or found.processors
+    # Said twice, it is known.
+    assert not read(server, temperature=1.0, **whole).unknown
+
+
+def test_sampling_parameters_in_a_chat_replace_nothing() -> None:
+    for value, unknown in (({"top_k": 2}, ("sampling_params",)), (None, ())):
+        found = read(messages=[], temperature=0.5, sampling_params=value)
+        assert (found.temperature, found.top_k, found.unknown) == (0.5, None, unknown)
