@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_PASSES_ON = frozenset({"transpose", "contiguous", "float", "to", "detach"})
-"""What stands between a model's output layer and its loss, by the names of PyTorch's functions."""
+_PASSES_ON = frozenset({"transpose", "contiguous", "float", "to"})
+"""What stands between a model's output layer and its loss, by the names of PyTorch's functions.
+
+Not ``detach``: the head would still lead to the graph that was left.
+"""
+_CHANGES_NOTHING = frozenset({"requires_grad_", "__get__"})
+"""What gives the same tensor, and is neither of these nor in place."""
 
 
 class Head(NamedTuple):
@@ -32,7 +37,7 @@ class Head(NamedTuple):
 
 
 class NoLogits(Tensor):
-    """Logits of no columns, and their head. An operation of another kind gives an ordinary tensor, without a head."""
+    """Logits of no columns, and their head. An operation on them gives an ordinary tensor, which the loss refuses."""
 
     head: Head
 
@@ -45,12 +50,21 @@ class NoLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass the head on where the tensor itself is passed on."""
+        """Pass the head on where the tensor itself is passed on.
+
+        Raises:
+            RuntimeError: An operation in place, of which the head would know nothing.
+        """
+        name, kwargs = getattr(func, "__name__", None), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", None) not in _PASSES_ON or type(found) is cls:
-            return found
-        return cls.with_head(found, args[0].head)
+            found = func(*args, **kwargs)
+        if name in _PASSES_ON:
+            # Where it has nothing to do it gives the same tensor.
+            given = args[0] if args else kwargs["input"]
+            return found if type(found) is cls else cls.with_head(found, given.head)
+        if name == "__setitem__" or (type(found) is cls and name not in _CHANGES_NOTHING):
+            raise RuntimeError(f"{name} in place has no effect on a loss without logits: mis_ext leaves none to change")
+        return found
 
 
 def hand_over_hidden_states(model: Any) -> None:

@@ -4,6 +4,7 @@ Real models through Megatron-Core's own schedules, in a process for each rank.
 """
 
 import importlib.util
+import operator
 import sys
 import warnings
 from pathlib import Path
@@ -55,8 +56,33 @@ def test_what_passes_logits_on_keeps_their_head_and_nothing_else_does() -> None:
     assert passed.shape == (2, 6, 0)
     # The graph leads to the hidden states.
     assert torch.autograd.grad(passed.sum(), states)[0].shape == states.shape
-    for changed in (logits / 2.0, logits + 1.0, torch.tanh(logits)):
-        assert not isinstance(changed, NoLogits) or not hasattr(changed, "head")
+    assert passed.float() is passed
+    named = torch.transpose(input=logits, dim0=0, dim1=1)
+    assert isinstance(named, NoLogits)
+    assert named.head is head
+    # A detached tensor whose head is not detached would train.
+    for changed in (logits / 2.0, logits + 1.0, torch.tanh(logits), logits.detach(), logits.data):
+        assert not isinstance(changed, NoLogits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits.div_(7.0),
+        lambda logits: operator.itruediv(logits, 7.0),
+        lambda logits: torch.div(logits, 7.0, out=logits),
+        lambda logits: torch.nn.functional.relu(logits, inplace=True),
+        lambda logits: operator.setitem(logits, 0, 1.0),
+    ],
+    ids=["div_", "/=", "out", "inplace", "[0] ="],
+)
+def test_an_operation_in_place_is_not_lost(change) -> None:
+    logits = NoLogits.with_head(torch.zeros(3, 2, 0), Head(torch.zeros(3, 2, 4), torch.zeros(5, 4), None, False, False))
+    # As autograd lets it be changed.
+    assert logits.requires_grad_() is logits
+    assert logits.requires_grad_(False) is logits
+    with pytest.raises(RuntimeError, match="in place has no effect on a loss without logits"):
+        change(logits)
 
 
 def test_logits_that_have_lost_their_head_are_refused() -> None:
