@@ -8,6 +8,7 @@ import loss_cases
 import pytest
 import torch
 from host_stand_ins import HOSTS, running
+from torch.utils.checkpoint import checkpoint
 
 import mis_ext
 from mis_ext.hosts.output_layer import Head, NoLogits
@@ -146,6 +147,35 @@ def test_what_needs_logits_is_refused(options, message) -> None:
     args = loss_cases.host_args(**LOSS | options)
     with pytest.raises(ValueError, match=message):
         provider.refuse_missing_logits(args, current_run(args, whole_loss=True).config)
+
+
+def test_miles_checkpoint_of_a_loss_is_refused_and_slimes_is_not() -> None:
+    args = loss_cases.host_args(**LOSS, recompute_loss_function=True)
+    config = current_run(args, whole_loss=True).config
+    with running("slime"):
+        provider.refuse_missing_logits(args, config)
+    with running("miles"), pytest.raises(ValueError, match="--recompute-loss-function of Miles detaches the logits"):
+        provider.refuse_missing_logits(args, config)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_loss_that_is_computed_again_trains_the_model_or_is_refused(use_reentrant) -> None:
+    args, batch, logits = batch_of({})
+    with running("slime"):
+        (wanted, _), head = loss_of(args, batch, handed_over(logits))
+        wanted.backward()
+        empty, other = handed_over(logits)
+        found, _ = checkpoint(mis_ext.policy_loss, args, batch, empty, use_reentrant=use_reentrant)
+        if use_reentrant:
+            with pytest.raises(ValueError, match="between it and the loss has lost them"):
+                found.backward()
+        else:
+            found.backward()
+            assert torch.equal(other.hidden_SBH.grad, head.hidden_SBH.grad)
+
+
+def loss_of(args, batch, given: tuple) -> tuple:
+    return mis_ext.policy_loss(args, batch, given[0]), given[1]
 
 
 def test_the_hosts_own_function_is_not_called_in_a_loss_without_logits() -> None:

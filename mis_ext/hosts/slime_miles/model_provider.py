@@ -65,6 +65,9 @@ def refuse_missing_logits(args: Any, config: RunConfig) -> None:
         why = "the host's own function scores here (mis_loss_scoring: host, --true-on-policy-mode, --allgather-cp)"
     elif loss.scoring.inplace:
         why = "mis_loss_inplace: no effect without logits; remove it"
+    elif is_miles() and read_argument(args, "recompute_loss_function"):
+        # Its checkpoint is the reentrant one: an inner backward pass would go through the model, and the outer again.
+        why = "--recompute-loss-function of Miles detaches the logits; remove it, without logits it frees nothing"
     if why is not None:
         raise ValueError(f"{FLAG} mis_ext.model_provider: {why}")
 
