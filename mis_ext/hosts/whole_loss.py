@@ -17,8 +17,9 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups
 from mis_ext.hosts.packing import PackedStreams
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.runs import current_run, read_argument
 from mis_ext.hosts.session import Session
+from mis_ext.keys.run_config import WholeLoss
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, num_tokens
 from mis_ext.loss.settings import LossSettings
@@ -167,7 +168,7 @@ def policy_loss_from_hidden(
     response_mask: Tensor,
     layout: PackedLayout | None = None,
     groups: Groups = ALONE,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     head: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> TotalLoss:
@@ -187,7 +188,8 @@ def policy_loss_from_hidden(
             left is read once from a GPU.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
-        temperature: Of sampling, by which logits are divided.
+        temperature: Of sampling, by which logits are divided. None: ``rollout_temperature`` of ``args``, which is 1 if
+            it is not there.
         head: What else :func:`~mis_ext.score_hidden` should know: ``bias``, ``soft_cap``, ``logit_scale``,
             ``vocab_size``, ``tp_group`` and ``tp_rank``, ``gradient_accumulation_fusion``.
         given: ``advantages`` and all else that :func:`policy_loss_from_log_probs` takes besides the current log-probs.
@@ -215,7 +217,7 @@ def policy_loss_from_hidden(
             weight,
             token_ids.reshape(-1)[row_T],
             row_T=row_T,
-            temperature=temperature,
+            temperature=_temperature(temperature, args, loss),
             entropy="value" if loss.settings.entropy_coef == 0.0 else "gradient",
             **(head or {}),
         )
@@ -234,6 +236,13 @@ def policy_loss_from_hidden(
         groups=groups,
         **given,
     )
+
+
+def _temperature(given: float | None, args: Any, loss: WholeLoss) -> float:
+    said = read_argument(args, "rollout_temperature")
+    if given is not None and said is not None and given != said:
+        raise ValueError(f"temperature={given:g}, rollout_temperature={said:g}: they must agree; give one of them")
+    return loss.temperature if given is None else given
 
 
 def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:

@@ -268,10 +268,10 @@ def from_scores(keys: dict, given: dict, temperature: float, **more):
     return found, torch.autograd.grad(found.total, (hidden, weight))
 
 
-def from_hidden(keys: dict, given: dict, temperature: float, **more):
+def from_hidden(keys: dict, given: dict, temperature: float | None, **more):
     hidden, weight, token_ids, rest = split(given)
     found = mis_ext.policy_loss_from_hidden(
-        loss_cases.host_args(**keys),
+        loss_cases.host_args(**{"rollout_temperature": temperature} | keys),
         hidden=hidden,
         weight=weight,
         token_ids=token_ids,
@@ -309,6 +309,21 @@ def test_hidden_states_give_the_loss_over_their_logits(name) -> None:
     # What lies below the mask, a NaN too, is not read.
     found = from_hidden(OPTIONS[name], of_head(batch, garbage=float("nan")), 0.7, **more)
     assert_same(found, wanted)
+
+
+def test_the_temperature_is_that_of_the_keys() -> None:
+    given = of_head(batch_of())
+    wanted = from_hidden({}, given, 0.7)
+    assert_same(from_hidden({"rollout_temperature": 0.7}, given, None), wanted)
+    # A mapping without the key, as a trainer of one's own has it.
+    hidden, weight, token_ids, rest = split(given)
+    head = {"hidden": hidden, "weight": weight, "token_ids": token_ids}
+    alone = mis_ext.policy_loss_from_hidden({}, **head, **rest).total
+    assert torch.equal(alone, mis_ext.policy_loss_from_hidden({}, **head, **rest, temperature=1.0).total)
+    # The log-prob of a token is another, and so is the term of importance sampling.
+    assert not torch.equal(mis_ext.policy_loss_from_hidden({}, **head, **rest, temperature=0.7).total, alone)
+    with pytest.raises(ValueError, match=r"temperature=0\.7, rollout_temperature=1: they must agree"):
+        from_hidden({"rollout_temperature": 1.0}, given, 0.7)
 
 
 @pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens"])
