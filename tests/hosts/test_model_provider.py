@@ -1,7 +1,7 @@
 """slime and Miles with a model that hands over hidden states: their scoring passes, their loss, and what is refused."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import host_stand_ins
 import loss_cases
@@ -131,6 +131,79 @@ def test_an_actor_calls_ours_once_replaced_and_one_without_the_name_is_refused()
     provider._replace_scoring(actor)
     assert actor.get_log_probs_and_entropy is ours
     assert ours.__wrapped__ is host_stand_ins.called
+
+
+class Layer(torch.nn.Linear):
+    """The output layer of a stand-in for Megatron-Core: its logits, and no bias beside them."""
+
+    gather_output = sequence_parallel = skip_bias_add = gradient_accumulation_fusion = False
+
+    def forward(self, states, weight=None, runtime_gather_output=None):
+        return torch.nn.functional.linear(states, self.weight if weight is None else weight), None
+
+
+@pytest.fixture(params=HOSTS)
+def host_modules(request, monkeypatch) -> SimpleNamespace:
+    """What the provider imports of a host and of Megatron, and what the host's own provider was asked."""
+    host, asked = request.param, SimpleNamespace(host=request.param, given=[], args=loss_cases.host_args(**LOSS))
+    asked.args.custom_model_provider_path = "mis_ext.model_provider"
+    backend = f"{host}.backends.megatron_utils"
+    names = ("megatron.training.global_vars", "megatron.core.tensor_parallel", f"{backend}.model_provider")
+    variables, parallel, of_host = modules = [ModuleType(name) for name in names]
+    asked.actor = ModuleType(f"{backend}.actor")
+    for module in (*modules, asked.actor):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    asked.actor.get_log_probs_and_entropy = host_stand_ins.called
+    variables.get_args = lambda: asked.args
+    parallel.ColumnParallelLinear = Layer
+
+    def get_model_provider_func(args):
+        # As the hosts do it: the given path comes before their own model, and would be ours again.
+        assert args.custom_model_provider_path is None
+
+        def make(pre_process, post_process, vp_stage):
+            asked.given.append((pre_process, post_process, vp_stage))
+            model = SimpleNamespace(config=SimpleNamespace(defer_embedding_wgrad_compute=False))
+            if post_process:
+                model.output_layer, model.compute_language_model_loss = Layer(WIDTH, 7, bias=False), None
+            return model
+
+        return make
+
+    of_host.get_model_provider_func = get_model_provider_func
+    with running(host):
+        yield asked
+
+
+def test_the_hosts_own_model_hands_over_hidden_states_and_its_actor_scores_them(host_modules) -> None:
+    of_host = host_modules.actor.get_log_probs_and_entropy
+    model = provider.model_provider(True, post_process=True, vp_stage=3)
+    assert host_modules.given == [(True, True, 3)]
+    states = torch.randn(4, 1, WIDTH)
+    logits, _ = model.output_layer(states)
+    assert isinstance(logits, NoLogits)
+    assert logits.head.hidden_SBH is states
+    assert host_modules.actor.get_log_probs_and_entropy.__wrapped__ is of_host
+    # The arguments of the run are the host's own.
+    assert host_modules.args.custom_model_provider_path == "mis_ext.model_provider"
+    # A critic's layer is put in its place afterwards.
+    model.output_layer = torch.nn.Linear(WIDTH, 1)
+    assert model.output_layer(states).shape == (4, 1, 1)
+
+
+def test_a_stage_without_an_output_layer_is_the_hosts_own(host_modules) -> None:
+    of_host = host_modules.actor.get_log_probs_and_entropy
+    model = provider.model_provider(post_process=False)
+    assert host_modules.given == [(True, False, None)]
+    assert not hasattr(model, "output_layer")
+    assert host_modules.actor.get_log_probs_and_entropy is of_host
+
+
+def test_no_model_is_made_where_the_run_needs_logits(host_modules) -> None:
+    host_modules.args.mis_loss_inplace = True
+    with pytest.raises(ValueError, match="mis_loss_inplace: no effect without logits"):
+        provider.model_provider()
+    assert host_modules.given == []
 
 
 @pytest.mark.parametrize(
