@@ -76,7 +76,9 @@ def score_hidden(
     Raises:
         ValueError: A setting is out of range, or shapes do not fit.
         TypeError: Hidden states and weight are no floats of one dtype, or ``token_T`` and ``row_T`` no integers.
-        RuntimeError: Another tensor-parallel rank failed.
+        RuntimeError: Another tensor-parallel rank refused something or had no memory for it. It can say so only in a
+            message of the size of theirs: ``token_T``, ``entropy``, whether there is a ``kept``, and with
+            ``sequence_parallel`` the shape of ``hidden`` must be those of the others, as in any collective.
 
     References:
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
@@ -90,16 +92,16 @@ def score_hidden(
         parameter = weight if gradient_accumulation_fusion and weight.requires_grad else None
         _check_main_grad(parameter)
         backend = choose_backend(hidden_NE)
-    except (TypeError, ValueError):
+        first = tp_rank * len(weight)
+        num_columns = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
+        targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
+    except Exception:
         # The other ranks may have found nothing to refuse: they must not wait.
         if tp_group is not None:
             if sequence_parallel:
                 gather_rows(hidden.reshape(-1, hidden.shape[-1]), tp_group)
             _gathered(None, _num_sums(entropy, kept), token_T, tp_group)
         raise
-    first = tp_rank * len(weight)
-    num_columns = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
-    targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
     use = _Use(
         # A scale without a cap is a temperature.
         temperature=float(temperature) / (logit_scale if soft_cap is None else 1.0),
@@ -272,9 +274,11 @@ class _Scored(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         whole_NE = _whole(hidden_NE, use)
         targets = Targets(token_T, row_T, *ctx.columns)
+        # Before the rest: also a rank that fails then has it, to say so.
+        hidden_grad = whole_NE.new_empty(len(token_T), whole_NE.shape[1]) if wants_hidden else None
         try:
             gradients = _Gradients(
-                hidden_TE=whole_NE.new_empty(len(token_T), whole_NE.shape[1]) if wants_hidden else None,
+                hidden_TE=hidden_grad,
                 weight_VE=_weight_gradient(weight_VE, targets.num_columns, use.parameter) if wants_weight else None,
                 bias_V=torch.zeros_like(bias_V, dtype=accumulated(weight_VE)) if wants_bias else None,
                 adds_to_weight=use.parameter is not None,
@@ -286,11 +290,9 @@ class _Scored(torch.autograd.Function):
                 _add_gradients(head, whole_NE, targets, ctx.kept, slopes, use, gradients)
         except Exception:
             # The other ranks must not wait, and not go on with a part of a gradient either.
-            if wants_hidden and use.tp_group is not None:
-                nan_TE = whole_NE.new_full((len(token_T), whole_NE.shape[1]), torch.nan)
-                _sum_of_ranks(nan_TE, row_T, len(whole_NE), use)
+            if hidden_grad is not None and use.tp_group is not None:
+                _sum_of_ranks(hidden_grad.fill_(torch.nan), row_T, len(whole_NE), use)
             raise
-        hidden_grad = gradients.hidden_TE
         if hidden_grad is not None:
             hidden_grad = _sum_of_ranks(hidden_grad, row_T, len(whole_NE), use)
         weight_grad = gradients.weight_VE if use.parameter is None else _dummy(use.parameter, weight_VE)

@@ -124,6 +124,8 @@ def failing(rank: Rank, change: dict[str, Any]) -> Any:
         ({"hidden": torch.ones(3, 3)}, ValueError, "there are 3 hidden states"),
         ({"vocab_size": 9}, ValueError, r"vocab_size must be in \[1, 8\], 2 ranks with 4 rows of weight, got 9"),
         ({"vocab_size": 6.5}, TypeError, "vocab_size must be an integer"),
+        ({"hidden": torch.tensor(1.0)}, IndexError, "out of range"),
+        ({"weight": None}, AttributeError, "no attribute 'ndim'"),
     ],
 )
 def test_what_one_rank_refuses_no_rank_waits_for(monkeypatch, change, error, text) -> None:
@@ -158,7 +160,13 @@ def test_a_rank_without_memory_leaves_none_waiting_in_either_pass(monkeypatch) -
     good, bad = run_ranks(lambda rank: fails(rank, "_row_sums"), cp_size=2)
     assert "another tensor-parallel rank failed" in str(good)
     assert isinstance(bad, torch.OutOfMemoryError)
-    good, bad = run_ranks(lambda rank: fails(rank, "_add_gradients"), cp_size=2)
+
+    def no_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    # The tiles are still there while the error is on its way.
+    with mock.patch.object(torch.Tensor, "new_full", no_memory):
+        good, bad = run_ranks(lambda rank: fails(rank, "_add_gradients"), cp_size=2)
     # Not a part of a gradient, with which it would train.
     assert good.isnan().all()
     assert isinstance(bad, torch.OutOfMemoryError)
