@@ -75,7 +75,8 @@ def score_hidden(
 
     Raises:
         ValueError: A setting is out of range, or shapes do not fit.
-        TypeError: Hidden states and weight are no floats of one dtype, or ``token_T`` and ``row_T`` no integers.
+        TypeError: Hidden states and weight are no floats of one dtype (autocast casts neither), or ``token_T`` and
+            ``row_T`` no integers.
         RuntimeError: Another tensor-parallel rank refused something or had no memory for it. It can say so only in a
             message of the size of theirs: ``token_T``, ``entropy``, whether there is a ``kept``, and with
             ``sequence_parallel`` the shape of ``hidden`` must be those of the others, as in any collective.
@@ -84,7 +85,7 @@ def score_hidden(
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
     """
     try:
-        hidden_NE = hidden.reshape(-1, hidden.shape[-1])
+        hidden_NE = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
         num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
         _check_shapes(hidden_NE, weight, bias, token_T, row_T, kept, num_states=num_states)
@@ -99,7 +100,7 @@ def score_hidden(
         # The other ranks may have found nothing to refuse: they must not wait.
         if tp_group is not None:
             if sequence_parallel:
-                gather_rows(hidden.reshape(-1, hidden.shape[-1]), tp_group)
+                gather_rows(hidden, tp_group)
             _gathered(None, _num_sums(entropy, kept), token_T, tp_group)
         raise
     use = _Use(
@@ -151,7 +152,10 @@ def _check_shapes(
         raise TypeError(f"hidden must be floats, got {hidden_NE.dtype}")
     for name, values in (("weight", weight), ("bias", bias)):
         if values is not None and values.dtype != hidden_NE.dtype:
-            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NE.dtype}: both must have one dtype")
+            hint = ""
+            if torch.is_autocast_enabled(hidden_NE.device.type):
+                hint = f"; autocast casts neither: give {name}.to(hidden.dtype)"
+            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NE.dtype}: both must have one dtype{hint}")
     for name, values in (("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
@@ -160,6 +164,8 @@ def _check_shapes(
             raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NE.device}")
     if weight.ndim != 2 or weight.shape[1] != hidden_NE.shape[1]:
         raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}] as hidden is wide")
+    if 0 in weight.shape:
+        raise ValueError(f"weight has shape {list(weight.shape)}: neither V nor E may be 0")
     if bias is not None and bias.shape != (len(weight),):
         raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}; bias is [V]")
     if row_T is None and token_T.shape != (num_states,):
@@ -196,6 +202,8 @@ def _check_main_grad(parameter: Tensor | None) -> None:
             f"gradient_accumulation_fusion: weight.main_grad must have the shape {list(parameter.shape)} of weight, "
             f"got {found}"
         )
+    if not main_grad.is_floating_point():
+        raise TypeError(f"gradient_accumulation_fusion: weight.main_grad must be floats, got {main_grad.dtype}")
 
 
 class _Head(NamedTuple):

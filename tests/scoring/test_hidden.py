@@ -322,6 +322,12 @@ def test_parts_are_equal_and_none_is_larger(number, most) -> None:
         ({"entropy": "gradients"}, ValueError, r"entropy must be one of gradient \| value \| none, got 'gradients'"),
         ({"weight": torch.zeros(5, 4)}, ValueError, r"weight has shape \[5, 4\], must be \[V, 3\] as hidden is wide"),
         ({"weight": torch.zeros(5, 3).bfloat16()}, TypeError, "weight is torch.bfloat16, hidden torch.float32"),
+        ({"weight": torch.zeros(0, 3)}, ValueError, r"weight has shape \[0, 3\]: neither V nor E may be 0"),
+        (
+            {"hidden": torch.zeros(2, 0), "weight": torch.zeros(5, 0)},
+            ValueError,
+            r"weight has shape \[5, 0\]: neither V nor E may be 0",
+        ),
         ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], weight \[5, 3\]"),
         (
             {"token_T": torch.zeros(3, dtype=torch.int64)},
@@ -356,6 +362,22 @@ def test_what_does_not_fit_is_refused_by_name(change, error, text) -> None:
     } | change
     with pytest.raises(error, match=text):
         score_hidden(given.pop("hidden"), given.pop("weight"), given.pop("token_T"), **given)
+
+
+def test_sums_of_integers_are_refused() -> None:
+    weight = torch.zeros(5, 3, requires_grad=True)
+    weight.main_grad = torch.zeros(5, 3, dtype=torch.int32)
+    given = torch.zeros(2, 3), weight, torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"weight.main_grad must be floats, got torch.int32"):
+        score_hidden(*given, gradient_accumulation_fusion=True)
+
+
+def test_autocast_is_named_where_it_gave_the_states_another_dtype() -> None:
+    given = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"must have one dtype$"):
+        score_hidden(*given)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"give weight.to\(hidden.dtype\)"):
+        score_hidden(*given)
 
 
 def test_a_state_of_two_tokens_is_scored_twice_and_has_no_gradient(backend) -> None:
