@@ -226,8 +226,7 @@ class _Head(NamedTuple):
         """Turn the gradient of capped logits into that of ``h w + b``."""
         if self.cap is not None:
             logits_NV.div_(self.cap).square_().neg_().add_(1.0).mul_(self.scale)
-            # A row without a gradient may hold anything.
-            slopes_NV.copy_(torch.where(slopes_NV == 0.0, 0.0, slopes_NV * logits_NV))
+            slopes_NV.mul_(logits_NV)
 
 
 class _Scored(torch.autograd.Function):

@@ -116,11 +116,12 @@ def plain(*, rows: int, dtype: torch.dtype = torch.float32, **keys) -> Case:
 # --- what must not matter
 
 
+@pytest.mark.parametrize("head", [{}, {"soft_cap": 3.0, "logit_scale": 0.5}], ids=["plain", "capped"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
-def test_what_no_gradient_reaches_changes_nothing(backend, passes, poison) -> None:
+def test_what_no_gradient_reaches_changes_nothing(backend, passes, poison, head) -> None:
     """Neither a state that scores no token, nor one whose token has no gradient, nor what stands in for padding."""
-    case = plain(rows=9, row_T=torch.tensor([4, 0, 5, 2, 8]), vocab_size=50)
+    case = plain(rows=9, row_T=torch.tensor([4, 0, 5, 2, 8]), vocab_size=50, **head)
     case = case._replace(token_T=case.token_T % 50, grad_2T=case.grad_2T * torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]))
     wanted = answered(case)
     bad = case._replace(hidden_NE=case.hidden_NE.clone(), weight_VE=case.weight_VE.clone())
