@@ -27,6 +27,7 @@ from mis_ext.rollout.readers.json_fields import Field, open_exchange
 T = TypeVar("T")
 # Of finite numbers, vLLM's -9999 among them; none of a sane response has more.
 LARGEST_SUM = 1e30
+_TOP_LOG_PROBS = "the largest log-probs, all of them finite numbers"
 # One that this response lacks is None, or a field that is absent.
 Places = Iterable[Field | None]
 
@@ -213,8 +214,11 @@ def open_choice(
     api: Literal["chat", "completions", "generate"],
     choice: int | None,
     request_id: str | None,
+    logits_advice: str = "a server that returns log-probs is needed",
 ) -> Choice:
     """The choice at position ``choice`` of a response, None the only one; its request is named ``id#position`` if not.
+
+    ``logits_advice`` says how to get log-probs, for the error when the largest of them prove to be logits.
 
     Raises:
         AbortedRequest: The server answered with an error, or gave the choice up.
@@ -260,7 +264,7 @@ def open_choice(
         tokens=tokens,
         token_bytes=token_bytes,
         log_probs=log_probs,
-        top_log_probs=_top_log_probs(body, api),
+        top_log_probs=_top_log_probs(body, api, logits_advice),
         finish_reason=finish_reason,
         text=text,
         prompt_count=prompt_count if api != "completions" or count == 1 else None,
@@ -280,7 +284,7 @@ def _scored_tokens(body: Field, api: str) -> tuple[Field, Field | None, Field]:
     return log_probs["tokens"], None, rows
 
 
-def _top_log_probs(body: Field, api: str) -> list[list[float]]:
+def _top_log_probs(body: Field, api: str, logits_advice: str) -> list[list[float]]:
     """The largest log-probs at each token, of those tokens that have any; none of these lists may be logits."""
     log_probs, rows = body["logprobs"], []
     # Completions have them by the text of their token, the others as objects.
@@ -290,16 +294,21 @@ def _top_log_probs(body: Field, api: str) -> list[list[float]]:
         # Of a token that was not sampled, such as the first of an echo, there are none.
         if not found:
             continue
-        row: list[Any] = []
+        row: list[Any]
         if by_text and isinstance(found, dict):
             row = [*found.values()]
         elif not by_text and isinstance(found, list) and set(map(type, found)) == {dict}:
             row = [entry.get("logprob") for entry in found]
+        else:
+            raise places.entry(position).malformed(_TOP_LOG_PROBS)
+        # Null proves nothing, and is in nobody's way.
+        if not (row := [value for value in row if value is not None]):
+            continue
         # Sums and sets in C: a loop over the numbers would take longer than all else that a reader does.
-        if not row or not set(map(type, row)) <= {float, int} or not abs(sum(row)) < LARGEST_SUM:
-            raise places.entry(position).malformed("the largest log-probs, all of them finite numbers")
+        if not set(map(type, row)) <= {float, int} or not abs(sum(row)) < LARGEST_SUM:
+            raise places.entry(position).malformed(_TOP_LOG_PROBS)
         if are_logits(row):
-            problem = "probabilities that add up to more than 1, so these are logits: start vLLM with --logprobs-mode "
-            raise LogProbError(body.request_id, f"{places.entry(position).path} has {problem}processed_logprobs")
+            problem = f"probabilities that add up to more than 1, so these are logits: {logits_advice}"
+            raise LogProbError(body.request_id, f"{places.entry(position).path} has {problem}")
         rows.append(row)
     return rows

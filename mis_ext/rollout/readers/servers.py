@@ -25,6 +25,7 @@ from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.rollout.vocabulary import token_bytes_of
 
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
+_LOGITS_ADVICE = "start vLLM with --logprobs-mode processed_logprobs"
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
 _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
 
@@ -191,7 +192,9 @@ def read_vllm_generate(
     The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
     ids that each token was drawn from. Arguments and errors are those of :func:`read_sglang_chat`.
     """
-    found = open_choice(request, response, api="generate", choice=choice, request_id=request_id)
+    found = open_choice(
+        request, response, api="generate", choice=choice, request_id=request_id, logits_advice=_LOGITS_ADVICE
+    )
     # Its text mode has texts beside the log-probs, and no ids.
     scored_ids = found.tokens if any(value is not None for value in found.tokens.value) else None
     prompt_places = [found.sent("token_ids"), found.answer.get("prompt_token_ids")]
@@ -213,7 +216,9 @@ def read_vllm_chat(
     ``return_weight_versions: true`` it has the versions of the weights. The other arguments and the errors are those of
     :func:`read_sglang_chat`.
     """
-    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
+    found = open_choice(
+        request, response, api="chat", choice=choice, request_id=request_id, logits_advice=_LOGITS_ADVICE
+    )
     prompt_places = [found.given(prompt_ids), found.answer.get("prompt_token_ids")]
     return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
 
@@ -233,7 +238,9 @@ def read_vllm_completions(
     ``return_weight_versions: true`` it has the versions of the weights. Arguments and errors are those of
     :func:`read_vllm_chat`.
     """
-    found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
+    found = open_choice(
+        request, response, api="completions", choice=choice, request_id=request_id, logits_advice=_LOGITS_ADVICE
+    )
     prompt_places = [found.given(prompt_ids), found.sent("prompt"), found.body.get("prompt_token_ids")]
     return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
 
@@ -266,8 +273,12 @@ def _mode_of_vllm(found: Choice) -> ToldMode | None:
         return None
     try:
         parameters = SamplingParameters.from_request(found.asked.value, server="vllm")
+    except (TypeError, ValueError):
+        # What the server makes of it is not known, and it did answer.
+        return None
+    try:
         return told_mode(parameters, found.top_log_probs)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise LogProbError(found.body.request_id, f"{found.body.path}.logprobs: {error}") from error
 
 
@@ -298,7 +309,8 @@ def read_openai_chat(
     ``tokenizer`` is the server's, a fast Hugging Face one of byte-level BPE; None refuses every response. The response
     has no ``prompt_ids``: they must be given. The other arguments and the errors are those of :func:`read_sglang_chat`.
     """
-    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
+    advice = f"if the server is vLLM, {_LOGITS_ADVICE}"
+    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id, logits_advice=advice)
     return _read_text(found, tokenizer, [found.given(prompt_ids)])
 
 
@@ -317,7 +329,10 @@ def read_openai_completions(
     a part of a character as U+FFFD, as Latin-1 or as ``bytes:\xe2``. Arguments and errors are those of
     :func:`read_openai_chat`; ``prompt_ids`` may be left out where the prompt was sent as ids.
     """
-    found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
+    advice = f"if the server is vLLM, {_LOGITS_ADVICE}"
+    found = open_choice(
+        request, response, api="completions", choice=choice, request_id=request_id, logits_advice=advice
+    )
     return _read_text(found, tokenizer, [found.given(prompt_ids), found.sent("prompt")])
 
 

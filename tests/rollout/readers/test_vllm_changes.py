@@ -16,6 +16,7 @@ from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import (
     read_openai_chat,
     read_openai_completions,
+    read_sglang_chat,
     read_vllm_chat,
     read_vllm_completions,
     read_vllm_generate,
@@ -168,9 +169,7 @@ def test_logits_below_0_are_refused_where_the_largest_prove_them(endpoint) -> No
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-@pytest.mark.parametrize(
-    "junk", ["5", [7], {"a": "x"}, [{"logprob": None}], [{"logprob": math.nan}], {"a": 10**400}, 7]
-)
+@pytest.mark.parametrize("junk", ["5", [7], {"a": "x"}, [{"logprob": "x"}], [{"logprob": math.nan}], {"a": 10**400}, 7])
 def test_largest_log_probs_that_are_none_are_refused(endpoint, junk) -> None:
     found = record(f"defaults/{endpoint}_absent")
     log_probs = found["response"]["choices"][0]["logprobs"]
@@ -180,6 +179,50 @@ def test_largest_log_probs_that_are_none_are_refused(endpoint, junk) -> None:
         log_probs["content"][1]["top_logprobs"] = junk
     with pytest.raises(MalformedResponse, match=r"top_logprobs.* must be the largest log-probs"):
         READ[endpoint](found["request"], found["response"])
+
+
+def with_largest(found, row):
+    """Ask and answer with these as the largest log-probs at the second token."""
+    log_probs = found["response"]["choices"][0]["logprobs"]
+    if "content" in log_probs:
+        log_probs["content"][1]["top_logprobs"] = [{"token": f"{i}", "logprob": value} for i, value in enumerate(row)]
+    else:
+        log_probs["top_logprobs"][1] = {f"{i}": value for i, value in enumerate(row)}
+    return found["request"], found["response"]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("row", [[None], [-0.5, None], [-2.984375] * 20, [-4.59375] * 100])
+def test_largest_log_probs_that_are_null_or_rounded_are_read(endpoint, row) -> None:
+    """In bfloat16 log(1/20) is -2.984375, and 20 of its probabilities add up to 1.012; of log(1/100), to 1.011."""
+    path = f"defaults/{endpoint}_absent"
+    assert READ[endpoint](*with_largest(record(path), row)).log_probs == read(path).log_probs
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize(
+    "parameter",
+    [{"top_k": 5.0}, {"temperature": "0.005"}, {"temperature": 10**400}, {"logit_bias": {"x": 1.0}}],
+    ids=["top_k", "temperature", "huge", "bias"],
+)
+def test_a_request_that_is_not_understood_leaves_the_mode_open(endpoint, parameter) -> None:
+    found = record(f"defaults/{endpoint}_absent")
+    found["request"].get("sampling_params", found["request"]).update(parameter)
+    generation = READ[endpoint](found["request"], found["response"])
+    assert generation.log_probs == read(f"defaults/{endpoint}_absent").log_probs
+    assert generation.logprobs_mode is None
+
+
+def test_the_advice_about_logits_fits_the_server() -> None:
+    path = "logits/chat_logits"
+    found = record(path)
+    for reader, advice in (
+        (read_vllm_chat, ": start vLLM with --logprobs-mode"),
+        (read_openai_chat, ": if the server is vLLM, start"),
+        (read_sglang_chat, ": a server that returns log-probs is needed"),
+    ):
+        with pytest.raises(LogProbError, match=f"so these are logits{advice}"):
+            reader(found["request"], found["response"])
 
 
 def test_drafted_tokens_are_not_drawn_as_asked_on_a_cpu() -> None:
