@@ -18,7 +18,7 @@ REASONING = ("<think>", "</think>")
 """Qwen's, DeepSeek's and others' markers of a reasoning block."""
 # What they go on from is there in the ids that were sampled.
 _BRANCHES = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE, BoundaryKind.FORK)
-_TABLES = ("refused", "boundaries", "texts", "weight_versions", "policy_errors")
+_TABLES = ("refused", "boundaries", "texts", "logprobs_modes", "weight_versions", "policy_errors")
 _COUNTS = ("conversations", "calls", "sampled_tokens", "unchecked_texts")
 
 
@@ -45,7 +45,8 @@ class ConversationCheck:
             those that an agent kept and that were not compared, for want of a tokenizer.
         findings: ``refused``: one per response that proves no sample, by the name of its error. ``boundaries``: one per
             call after the first of those that were read. ``texts``: one per response that was read, how its text
-            compares with the sampled ids. ``weight_versions``: at most one, whether the responses name one version,
+            compares with the sampled ids. ``logprobs_modes``: one per response whose largest log-probs prove vLLM's
+            ``--logprobs-mode``. ``weight_versions``: at most one, whether the responses name one version,
             several, or not all one. ``policy_errors``: at most one, the policy refuses the conversation.
         samples: What is trained under the policy.
         metrics: :meth:`~mis_ext.rollout.conversations.boundary.Built.metrics` under the policy; empty without one.
@@ -109,6 +110,7 @@ def check_conversation(
             "refused": refused,
             "boundaries": [_boundary_finding(*pair) for pair in zip(later, classified.boundaries, strict=True)],
             "texts": [found for pair in read if (found := _text_finding(*pair, tokenizer)) is not None],
+            "logprobs_modes": [_mode_finding(*pair) for pair in read if pair[1].logprobs_mode is not None],
             "weight_versions": _version_findings(generations, place),
             "policy_errors": policy_errors,
         },
@@ -146,6 +148,15 @@ def _text_finding(call: LoggedCall, generation: Generation, tokenizer: Tokenizer
         detail = "the response has no text of all sampled tokens: reasoning or tool calls were parsed out of it"
         cure = "log the text that was kept"
     return Finding("not_compared", True, _place(call) | {"detail": detail, "cure": cure})
+
+
+def _mode_finding(call: LoggedCall, generation: Generation) -> Finding:
+    """Which distribution the log-probs are of; the sampled ids are known in either mode."""
+    detail = cure = ""
+    if generation.logprobs_mode == "raw_logprobs":
+        detail = "the tokens were drawn from a truncated distribution, the log-probs are of the model's whole one"
+        cure = "start vLLM with --logprobs-mode processed_logprobs"
+    return Finding(str(generation.logprobs_mode), True, _place(call) | {"detail": detail, "cure": cure})
 
 
 def _version_findings(generations: Sequence[Generation], place: Mapping[str, Any]) -> list[Finding]:

@@ -32,7 +32,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="do logged conversations prove which tokens were sampled?",
         description=(
             "Reads logged calls of inference servers. Reports, class by class, what was refused, how each turn "
-            "continues the earlier turns, and how texts were changed. Exit code: 0 every response was read, every "
+            "continues the earlier turns, how texts were changed, and which mode vLLM's log-probs prove. Exit code: 0 "
+            "every response was read, every "
             "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
             "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
         ),
@@ -126,6 +127,7 @@ def _show_report(report: Mapping[str, Any]) -> None:
         ("refused", report["refused"]),
         ("turn boundaries", report["boundaries"]),
         ("texts", report["texts"]),
+        ("log-probs by vLLM's --logprobs-mode, as far as proven", report["logprobs_modes"]),
         ("refused by the policy", policy and policy["errors"]),
     ):
         if classes:

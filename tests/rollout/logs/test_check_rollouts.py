@@ -57,6 +57,25 @@ def test_responses_of_vllm_are_told_from_those_of_sglang(tmp_path) -> None:
     assert report_of(write(tmp_path, *rows))["sampled_tokens"] == 7
 
 
+def test_log_probs_of_another_distribution_than_the_sampled_one_are_a_finding(tmp_path, capsys) -> None:
+    rows = [
+        {"conversation": f"{mode}/{name}", "format": format, "request": found["request"], "response": found["response"]}
+        for mode in ("raw", "processed")
+        for name, format in (("generate", "vllm"), ("completions", "vllm-completions"))
+        for found in [json.loads((FOLDER / "vllm" / mode / f"{name}.json").read_text())]
+    ]
+    path = write(tmp_path, *rows, genuine("generate_length"))
+    report = report_of(path)
+    found = {kind: (each["count"], each["first"]["line"]) for kind, each in report["logprobs_modes"].items()}
+    assert found == {"raw_logprobs": (2, 1), "processed_logprobs": (2, 3)}
+    # Which tokens were sampled is known all the same.
+    assert report["passed"]
+    main(path)
+    shown = capsys.readouterr().out
+    assert "the log-probs are of the model's whole one" in shown
+    assert "cure: start vLLM with --logprobs-mode processed_logprobs" in shown
+
+
 def test_weight_versions_are_counted_by_conversation(tmp_path) -> None:
     first, second = good("two calls")
     for row in (first, second):
