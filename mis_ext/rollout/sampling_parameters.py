@@ -38,6 +38,8 @@ _GRAMMARS = (
     *("json_schema", "regex", "ebnf", "structural_tag", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
 )
+# An empty object is one of these too: it asks for any JSON, and for nothing but JSON.
+_SCHEMAS = ("json_schema", "guided_json")
 _PROCESSORS = (
     *("min_new_tokens", "min_tokens", "allowed_token_ids", "bad_words", "thinking_token_budget"),
     *("custom_logit_processor", "logits_processors", "watermark", "watermarking", "beam_width", "use_beam_search"),
@@ -143,7 +145,11 @@ class SamplingParameters:
             raise TypeError(f"top_k must be a whole number, at least 1, or 0 or -1 for all tokens, got {top_k!r}")
         if top_k < -1:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 for all tokens, got {top_k!r}")
-        grammars = [f"{key}={given[key]!r}" for key in _GRAMMARS if given.get(key) and given[key] != {"type": "text"}]
+        grammars = [
+            f"{key}={given[key]!r}"
+            for key in _GRAMMARS
+            if (given.get(key) or (key in _SCHEMAS and given.get(key) == {})) and given[key] != {"type": "text"}
+        ]
         # The server makes a grammar from the tools where the call is not left to the model.
         if given.get("tool_choice", "auto") not in ("auto", "none"):
             grammars.append(f"tool_choice={given['tool_choice']!r}")

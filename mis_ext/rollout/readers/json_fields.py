@@ -194,7 +194,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
             # All of those that were drawn come back.
             "best_of": [1, parameters.value.get("n")],
             # vLLM gives these back in the place of a sample.
-            "trace_decode_token_ids": [],
+            "trace_decode_token_ids": [[]],
         }
         for key, values in harmless.items():
             found = parameters.get(key)

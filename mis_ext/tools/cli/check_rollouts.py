@@ -33,9 +33,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description=(
             "Reads logged calls of inference servers. Reports, class by class, what was refused, how each turn "
             "continues the earlier turns, how texts were changed, and which mode vLLM's log-probs prove. Exit code: 0 "
-            "every response was read, every "
-            "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
-            "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
+            "every response was read, every prompt has the ids that were sampled before it (or is a retry, a fork or a "
+            "duplicate), and no text was changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, "
+            "or a file cannot be opened."
         ),
         epilog=_FORMAT,
     )

@@ -313,6 +313,9 @@ def test_a_request_is_read_with_nulls_and_absent_keys_as_neutral() -> None:
 def test_what_constrains_the_tokens_is_read() -> None:
     assert read(tool_choice="required").grammars == ("tool_choice='required'",)
     assert read(response_format={"type": "json_object"}).grammars == ("response_format={'type': 'json_object'}",)
+    # Any JSON, and no other text.
+    assert read(messages=[], guided_json={}).grammars == ("guided_json={}",)
+    assert read(sampling_params={"json_schema": {}}).grammars == ("json_schema={}",)
     assert read(min_tokens=3, bad_words=["x"]).processors == ("min_tokens=3", "bad_words=['x']")
     read_unknown = read(temprature=0.7, mirostat=2)
     assert read_unknown.unknown == ("mirostat", "temprature")

@@ -148,6 +148,8 @@ def test_tokens_that_the_request_prescribed_are_no_sample() -> None:
     found["request"]["sampling_params"]["trace_decode_token_ids"] = found["response"]["choices"][0]["token_ids"]
     with pytest.raises(NotASample, match="trace_decode_token_ids"):
         read_vllm_generate(found["request"], found["response"])
+    found["request"]["sampling_params"]["trace_decode_token_ids"] = []
+    assert read_vllm_generate(found["request"], found["response"]) == read("changed/generate_cold")
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
