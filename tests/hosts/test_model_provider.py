@@ -57,6 +57,29 @@ def test_a_scoring_pass_gives_what_the_hosts_function_gives_from_logits(host, wi
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
+def test_miles_greedy_sampling_divides_by_nothing() -> None:
+    found = []
+    for temperature in (0.0, 1.0):
+        args, batch, logits = batch_of({"rollout_temperature": temperature})
+        with running("miles"), torch.no_grad():
+            given = {"args": args} | {name: batch[name] for name in NAMES}
+            found.append(torch.cat(hosts.scores_without_logits(handed_over(logits)[0], **given)["log_probs"]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("observes", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_scoring_pass_computes_the_entropy_that_it_is_asked_for(host, observes, with_entropy, monkeypatch) -> None:
+    args, batch, logits = batch_of({"observe_training_entropy": observes})
+    score, scored = hosts.fused_scores, []
+    monkeypatch.setattr(hosts, "fused_scores", lambda *a, **keys: scored.append(score(*a, **keys)) or scored[-1])
+    with running(host), torch.no_grad():
+        given = {"args": args, "with_entropy": with_entropy} | {name: batch[name] for name in NAMES}
+        hosts.scores_without_logits(handed_over(logits)[0], **given)
+    assert [each.entropy_T is not None for each in scored] == [with_entropy]
+
+
 def test_slimes_pass_replays_what_top_p_kept_where_it_is_told_to() -> None:
     args, batch, logits = batch_of(loss_cases.TOP_P)
     batch |= loss_cases.with_top_p(loss_cases.whole_batch())
@@ -108,6 +131,25 @@ def test_the_loss_and_its_gradient_are_those_over_logits(host) -> None:
     torch.testing.assert_close(
         head.weight.grad, logits.grad[0].T @ head.hidden_SBH.detach()[:, 0], rtol=1e-4, atol=1e-6
     )
+
+
+def test_a_bias_is_added_and_main_grad_takes_the_gradient_of_the_weight() -> None:
+    args, batch, logits = batch_of({})
+    bias = torch.linspace(-1.0, 1.0, logits.shape[-1]).requires_grad_()
+    leaf = logits.clone().requires_grad_()
+    empty, head = handed_over(logits)
+    head.weight.main_grad = torch.zeros_like(head.weight)
+    head = head._replace(bias=bias, gradient_accumulation_fusion=True)
+    with running("slime"):
+        wanted, _ = mis_ext.policy_loss(args, batch, leaf + bias.detach())
+        wanted.backward()
+        found, _ = mis_ext.policy_loss(args, batch, NoLogits.with_head(torch.zeros(empty.shape), head))
+        found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bias.grad, leaf.grad[0].sum(0), rtol=1e-4, atol=1e-6)
+    gradient = leaf.grad[0].T @ head.hidden_SBH.detach()[:, 0]
+    torch.testing.assert_close(head.weight.main_grad, gradient, rtol=1e-4, atol=1e-6)
+    assert head.weight.grad is None
 
 
 def test_the_hosts_function_is_called_where_there_are_logits() -> None:
@@ -189,6 +231,23 @@ def test_the_hosts_own_model_hands_over_hidden_states_and_its_actor_scores_them(
     # A critic's layer is put in its place afterwards.
     model.output_layer = torch.nn.Linear(WIDTH, 1)
     assert model.output_layer(states).shape == (4, 1, 1)
+
+
+def test_the_head_is_what_the_layer_multiplies_by(host_modules) -> None:
+    layer = provider.model_provider().output_layer
+    layer.bias = torch.nn.Parameter(torch.zeros(7))
+    layer.tp_group = SimpleNamespace(size=lambda: 2)
+    states, tied = torch.randn(4, 1, WIDTH), torch.randn(7, WIDTH)
+    for split, fused in ((False, True), (True, False)):
+        layer.sequence_parallel, layer.gradient_accumulation_fusion = split, fused
+        for given in (None, tied):
+            logits, bias = layer(states, given)
+            assert logits.shape == (8 if split else 4, 1, 0)
+            assert bias is None
+            weight = layer.weight if given is None else tied
+            assert all(
+                own is other for own, other in zip(logits.head, (states, weight, layer.bias, split, fused), strict=True)
+            )
 
 
 def test_a_stage_without_an_output_layer_is_the_hosts_own(host_modules) -> None:

@@ -213,6 +213,7 @@ def others_get_logits() -> None:
     assert torch.equal(ours(*given), plain(*given))
     for of, name, message in (
         ("output_layer", "gather_output", "gathers the vocabulary"),
+        ("config", "use_mup", "--use-mup scales the logits"),
         ("config", "defer_embedding_wgrad_compute", "keeps the input of the output layer"),
     ):
         model = built(TransformerConfig(**config), is_tied=True)
