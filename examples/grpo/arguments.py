@@ -6,11 +6,13 @@ Importing it needs no package, so that a wrong command is refused before anythin
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from .engine_settings import FIXED, VLLM_COLDEST, check_not_fixed, parse_setting
 from .output_dir import refuse_to_replace
 
 
@@ -91,11 +93,20 @@ def _parse_flags(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespa
     for path in (args.custom_config_path, args.model):
         if path is not None and not path.exists():
             parser.error(f"{path} does not exist")
+    _check_temperature(parser, args)
     try:
+        check_not_fixed((key for key, _ in args.engine_settings), FIXED.get(args.rollout_engine, ()))
         refuse_to_replace(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _check_temperature(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    temperature, is_vllm = args.rollout_temperature, args.rollout_engine == "vllm"
+    if not 0 < temperature < math.inf or (is_vllm and temperature < VLLM_COLDEST):
+        legal = f"at least {VLLM_COLDEST}, below which vLLM samples at it" if is_vllm else "a number above 0"
+        parser.error(f"--rollout-temperature {temperature}: expected {legal}")
 
 
 def _set_model_defaults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -229,12 +240,10 @@ def _add_correction(parser: argparse.ArgumentParser) -> None:
 
 def _setting(text: str) -> tuple[str, object]:
     try:
-        from .engine_settings import parse_setting
-    except ImportError:
-        # Without PyYAML, before the installation: it is read after it.
-        return text, None
-    try:
         return parse_setting(text)
+    except ImportError:
+        # Without PyYAML, before the installation: the value is read after it.
+        return text.partition("=")[0], None
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -247,6 +256,8 @@ def _as_dict(parser: argparse.ArgumentParser, settings: list[tuple[str, object]]
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
+    # Once more, as the configuration may have set it.
+    _check_temperature(parser, args)
     if args.loss_type == "policy_loss":
         _check_own_loss(parser, args)
     if args.engine_settings and args.rollout_engine == "transformers":

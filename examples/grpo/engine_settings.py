@@ -1,14 +1,15 @@
-"""Settings of ``sglang.Engine``: what the example needs, what suits the machine, and over both what the user says."""
+"""Settings of the engines: what the example needs, what suits the machine, and over both what the user says.
+
+Importing it needs no package.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-
-from yaml import YAMLError, safe_load
 
 Scalar = str | int | float | bool | None
 
@@ -28,19 +29,21 @@ GPU_SETTINGS: dict[str, Scalar] = {"device": "cuda", "mem_fraction_static": 0.3}
 # Graphs of prefills take most of the start, and save little with prompts of a few tokens. Not every version has them.
 GPU_SAVINGS: dict[str, Scalar] = {"disable_prefill_cuda_graph": True}
 
-# They follow from the run, or the comparison of weights after an update relies on them.
-FIXED = (
-    "model_path",
-    "load_format",
-    "skip_tokenizer_init",
-    "dtype",
-    "device",
-    "context_length",
-    "random_seed",
-    "tp_size",
-    "pp_size",
-    "dp_size",
-)
+# They follow from the run, or the comparison of weights after an update relies on them. Speculation is none of the
+# user's: without Triton vLLM 0.32.0 draws drafted tokens at a temperature that it never set.
+FIXED = {
+    "sglang": (
+        *("model_path", "load_format", "skip_tokenizer_init", "dtype", "device", "context_length", "random_seed"),
+        *("tp_size", "pp_size", "dp_size"),
+    ),
+    "vllm": (
+        *("model", "load_format", "skip_tokenizer_init", "dtype", "max_model_len", "seed", "logprobs_mode"),
+        *("generation_config", "distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("data_parallel_size", "speculative_config"),
+    ),
+}
+# Below it vLLM samples at it.
+VLLM_COLDEST = 0.01
 
 # FlashInfer has kernels for these.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -50,11 +53,15 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
     """Read ``key=value``, the value as a YAML scalar.
 
     Raises:
+        ImportError: It is of that form, and there is no PyYAML to read the value.
         ValueError: It is not of that form.
     """
     key, equals, value_text = text.partition("=")
     if not key.isidentifier() or not equals:
         raise ValueError(f"{text!r}: expected key=value")
+    # Later than what needs no package.
+    from yaml import YAMLError, safe_load
+
     try:
         value = safe_load(value_text)
     except YAMLError as error:
@@ -64,6 +71,17 @@ def parse_setting(text: str) -> tuple[str, Scalar]:
     if isinstance(value, str) and _is_number(value):
         raise ValueError(f"{text!r}: YAML takes {value} for a word; write a number with a point, such as 1.0e-4")
     return key, value
+
+
+def check_not_fixed(keys: Iterable[str], fixed: Collection[str]) -> None:
+    """Refuse a key that the example sets.
+
+    Raises:
+        ValueError: With all that it sets.
+    """
+    for key in keys:
+        if key in fixed:
+            raise ValueError(f"engine settings: {key} is set by the example; it also sets {', '.join(fixed)}")
 
 
 def check_settings(
@@ -80,9 +98,8 @@ def check_settings(
     Raises:
         ValueError: The engine has no such setting, or the example sets it.
     """
+    check_not_fixed(settings, fixed)
     for key in settings:
-        if key in fixed:
-            raise ValueError(f"engine settings: {key} is set by the example; it also sets {', '.join(fixed)}")
         if key not in known:
             close = difflib.get_close_matches(key, known, n=5) or sorted(name for name in known if key in name)[:5]
             raise ValueError(f"engine settings: {engine} has no {key!r}; close to it: {', '.join(close) or 'none'}")

@@ -372,7 +372,7 @@ class _Worker:
 
         known = inspect.signature(ServerArgs).parameters.keys()
         version = importlib.metadata.version("sglang")
-        check_settings(settings, known=known, fixed=FIXED, engine=f"SGLang {version}")
+        check_settings(settings, known=known, fixed=FIXED["sglang"], engine=f"SGLang {version}")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
         model.config.architectures = [type(model).__name__]

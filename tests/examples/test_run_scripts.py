@@ -63,6 +63,50 @@ def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
     assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "reasons"),
+    [
+        ("run_vllm.sh", ["--rollout-temperature", "0.001"], ["--rollout-temperature 0.001", "at least 0.01"]),
+        ("run_vllm.sh", ["--rollout-temperature", "0"], ["--rollout-temperature 0.0", "at least 0.01"]),
+        ("run_vllm.sh", ["--engine-settings", "seed=1"], ["seed is set by the example"]),
+        ("run_vllm.sh", ["--engine-settings", "block_size=8", "speculative_config=x"], ["speculative_config is set"]),
+        ("run_sglang.sh", ["--rollout-temperature", "0"], ["--rollout-temperature 0.0", "above 0"]),
+        ("run_sglang.sh", ["--engine-settings", "random_seed=1"], ["random_seed is set by the example"]),
+        ("run_sglang.sh", ["--engine-settings", "seed"], ["expected key=value"]),
+        ("run.sh", ["--rollout-temperature", "nan"], ["--rollout-temperature nan", "above 0"]),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_before_it_is_installed(
+    before_the_installation: dict[str, str], script: str, arguments: list[str], reasons: list[str]
+) -> None:
+    refused = start(["bash", f"examples/{script}", *arguments], **before_the_installation)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert all(reason in line for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rollout-engine", "vllm", "--rollout-temperature", "0.01", "--engine-settings", "random_seed=1"],
+        ["--rollout-engine", "sglang", "--rollout-temperature", "0.001", "--engine-settings", "seed=1"],
+    ],
+)
+def test_what_is_only_refused_of_another_engine_passes(
+    before_the_installation: dict[str, str], arguments: list[str]
+) -> None:
+    command = [before_the_installation["PYTHON"], "examples/train_grpo.py", "--check", *arguments]
+    assert start(command, **before_the_installation).returncode == 0
+
+
+def test_a_temperature_of_the_configuration_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mis.yaml"
+    path.write_text("rollout_temperature: 0.001\n")
+    with pytest.raises(SystemExit):
+        parse_args(["--rollout-engine", "vllm", "--custom-config-path", str(path)], world_size=2)
+    assert "--rollout-temperature 0.001: expected at least 0.01" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", ["x", "0", "-1"])
 def test_a_wrong_number_of_ranks_is_refused(number: str) -> None:
     refused = start([sys.executable, "examples/train_grpo.py", "--check"], NPROC=number)
