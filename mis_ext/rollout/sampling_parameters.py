@@ -254,40 +254,54 @@ CHANGES: list[Change] = []
 _RELEASES: dict[Server, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
 
 
-def _change(server: Server, source: str) -> Callable[[Callable[[_OnItsWay], None]], Callable[[_OnItsWay], None]]:
+def _change(
+    server: Server, source: str, says: str
+) -> Callable[[Callable[[_OnItsWay], None]], Callable[[_OnItsWay], None]]:
     def register(make: Callable[[_OnItsWay], None]) -> Callable[[_OnItsWay], None]:
-        CHANGES.append(Change(server, _RELEASES[server], source, str(make.__doc__), make))
+        CHANGES.append(Change(server, _RELEASES[server], source, says, make))
         return make
 
     return register
 
 
-@_change("sglang", "SamplingParams.__post_init__")
+@_change(
+    "sglang",
+    "SamplingParams.__post_init__",
+    "A temperature below 1e-6 takes the most probable token.",
+)
 def _greedy_where_cold(request: _OnItsWay) -> None:
-    """A temperature below 1e-6 takes the most probable token."""
     if request.temperature < 1e-6:
         request.temperature = 0.0
 
 
-@_change("vllm", "SamplingParams.__post_init__")
+@_change(
+    "vllm",
+    "SamplingParams.__post_init__",
+    "A temperature above 0 and below 0.01 becomes 0.01; only 0 takes the most probable token.",
+)
 def _warm_where_cold(request: _OnItsWay) -> None:
-    """A temperature above 0 and below 0.01 becomes 0.01; only 0 takes the most probable token."""
     if 0.0 < request.temperature < 0.01:
         request.temperature = 0.01
 
 
-@_change("vllm", "SamplingParams.from_optional")
+@_change(
+    "vllm",
+    "SamplingParams.from_optional",
+    "Chat and completions clamp `logit_bias` to -100 and 100; `/inference/v1/generate` does not.",
+)
 def _clamp_bias(request: _OnItsWay) -> None:
-    """Chat and completions clamp `logit_bias` to -100 and 100; `/inference/v1/generate` does not."""
     if request.api == "openai":
         request.logit_bias = {key: max(-100.0, min(100.0, bias)) for key, bias in request.logit_bias.items()}
     elif request.api is None and any(abs(bias) > 100.0 for bias in request.logit_bias.values()):
         request.doubts.append("logit_bias beyond 100: taken as /inference/v1/generate takes it; give the whole request")
 
 
-@_change("vllm", "DelegatingParser.adjust_request")
+@_change(
+    "vllm",
+    "DelegatingParser.adjust_request",
+    "Tools become a grammar where one has `strict: true` or `parallel_tool_calls` is false, as with `required`.",
+)
 def _grammar_of_tools(request: _OnItsWay) -> None:
-    """Tools become a grammar where one has `strict: true` or `parallel_tool_calls` is false, as with `required`."""
     if not request.offers_tools:
         return
     if request.has_strict_tool():
@@ -297,23 +311,32 @@ def _grammar_of_tools(request: _OnItsWay) -> None:
     request.doubt_tools("a grammar is made of them under --tool-strict-level, or if the tool parser wants one")
 
 
-@_change("sglang", "FunctionCallParser.get_structure_constraint")
+@_change(
+    "sglang",
+    "FunctionCallParser.get_structure_constraint",
+    "Tools become a grammar where one has `strict: true`, as with `required`.",
+)
 def _grammar_of_strict_tools(request: _OnItsWay) -> None:
-    """Tools become a grammar where one has `strict: true`, as with `required`."""
     if request.offers_tools and request.has_strict_tool():
         request.grammars.append("tools with strict=True")
     request.doubt_tools("a grammar is made of them where SGLANG_TOOL_STRICT_LEVEL is above 0")
 
 
-@_change("vllm", "ModelConfig.get_diff_sampling_param")
+@_change(
+    "vllm",
+    "ModelConfig.get_diff_sampling_param",
+    "Chat and completions take absent keys from the model's `generation_config.json`: a doubt that names them.",
+)
 def _defaults_of_vllm(request: _OnItsWay) -> None:
-    """Chat and completions take absent keys from the model's `generation_config.json`: a doubt that names them."""
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     request.doubt_absent(keys, "--generation-config vllm")
 
 
-@_change("sglang", "ModelConfig.get_default_sampling_params")
+@_change(
+    "sglang",
+    "ModelConfig.get_default_sampling_params",
+    "Chat and completions take absent keys from the model's `generation_config.json`: a doubt that names them.",
+)
 def _defaults_of_sglang(request: _OnItsWay) -> None:
-    """Chat and completions take absent keys from the model's `generation_config.json`: a doubt that names them."""
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     request.doubt_absent(keys, "--sampling-defaults openai")

@@ -6,6 +6,8 @@ transformers gives its ids in float32, by what the request says and by what vLLM
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,12 @@ def test_every_change_has_a_record_that_shows_it() -> None:
     assert len(of_vllm) == len(kinds)
     assert {change.release for change in of_vllm} == {"0.32.0"}
     assert all(change.says.endswith(".") and change.source for change in CHANGES)
+
+
+def test_what_the_changes_say_does_not_hang_on_docstrings() -> None:
+    says = "from mis_ext.rollout.sampling_parameters import CHANGES; print([change.says for change in CHANGES])"
+    stripped = subprocess.run([sys.executable, "-OO", "-c", says], capture_output=True, text=True, check=True)
+    assert stripped.stdout.strip() == str([change.says for change in CHANGES])
 
 
 def test_tokens_that_the_request_prescribed_are_no_sample() -> None:
