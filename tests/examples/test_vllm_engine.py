@@ -78,6 +78,7 @@ def process(tmp_path):
     process.close()
 
 
+@pytest.mark.whole_run
 def test_a_worker_answers_refuses_and_shuts_down(process, tmp_path) -> None:
     assert process.call("double", number=21) == 42
     with pytest.raises(ValueError, match="no such setting"):
@@ -90,6 +91,7 @@ def test_a_worker_answers_refuses_and_shuts_down(process, tmp_path) -> None:
         process.call("double", number=1)
 
 
+@pytest.mark.whole_run
 def test_a_worker_that_dies_is_an_error_with_its_log(process) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)the Echo engine ended during 'die' \(exit code 7\).*the last words"):
         process.call("die")

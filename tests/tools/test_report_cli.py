@@ -177,6 +177,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
 
 
+@pytest.mark.whole_run
 def test_the_title_has_the_name_of_the_run_and_the_date_of_its_last_file(tmp_path) -> None:
     run = tmp_path / "run7" / "dumps" / "train_data"
     run.mkdir(parents=True)
