@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Before any test module is imported, here or in the lab: without a GPU, Triton's kernels run in its interpreter.
 
 And the fixtures that several files share.

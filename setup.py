@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README as the package index shows it: there a relative link leads nowhere, and a picture is missing.
 
 Once ``[project.urls]`` of pyproject.toml has a ``Repository``, links and pictures start there; all else stands in

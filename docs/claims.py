@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Says of every claim of the pages at a revision where it is today.
 
     python docs/claims.py REVISION          # the claims that no page makes, with all of their numbers in one place

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MkDocs hooks: pages from elsewhere in the repository, formulas without JavaScript, API pages of public names."""
 
 from __future__ import annotations

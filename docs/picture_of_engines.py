@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far trainer and engine are apart with nothing aligned, with one piece left out, and with everything aligned."""
 
 from __future__ import annotations

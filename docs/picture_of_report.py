@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first screen of a report: what headless Chromium shows of its page.
 
 mis-ext report dumps --out mismatch

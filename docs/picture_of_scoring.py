@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a whole loss costs in the hosts' own code and with ours: milliseconds and memory, from one recorded run."""
 
 from __future__ import annotations

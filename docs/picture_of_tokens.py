@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tool call that an agent parses and writes again, as token ids: what a trainer gets from text, and from mis_ext."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the pictures of these pages: what the code computes, and what the `lab` has measured.
 
 python docs/pictures.py

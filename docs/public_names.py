@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names of a package, from its source: nothing is imported."""
 
 from __future__ import annotations

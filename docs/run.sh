@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds the documentation into site/, in a virtual environment of its own with pinned versions.
 #
 #   bash docs/run.sh            # what CI does: any broken link, anchor or reference is an error

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write what `mis-ext report` and `mis-ext audit` read, from a hook that slime and the example have.
 
     bash examples/run.sh --rollout-data-postprocess-path dump_rollout.save

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Makes the examples' virtual environment on the first run, and sets $venv. To be sourced, from the repository's root.
 # PYTHON chooses the interpreter (3.10 or newer), VENV the environment. A script may set $venv and $requirements before,
 # and in $nodeps a file of what is installed without its dependencies.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags that a host's ``train.py`` needs for one configuration file, as one line for a shell.
 
     python3 examples/launch_flags.py yaml/mis.yaml

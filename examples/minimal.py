@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two streams of log-probs in; weights, masks, metrics and a loss out: python examples/minimal.py."""
 
 import torch

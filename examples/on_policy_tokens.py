@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show that the trainer gets exactly the tokens that SGLang sampled, and scores them by SGLang's definition.
 
 SGLang's HTTP server samples conversations of several turns with a tool in between, on the weights of a Megatron-Core

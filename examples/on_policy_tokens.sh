@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Shows that mis_ext.rollout.generate gives the trainer exactly what SGLang sampled, on a CPU. Makes its environment on
 # the first run; arguments go to on_policy_tokens.py:
 #   bash examples/on_policy_tokens.sh --conversations 8

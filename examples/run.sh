@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Trains the example. Makes its environment on the first run; arguments go to train_grpo.py:
 #   bash examples/run.sh --num-rollout 20 --output-dir runs/short
 # See environment.sh for PYTHON and VENV; NPROC is the number of trainer ranks. DRY_RUN=1 prints what would be started.

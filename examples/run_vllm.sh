@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Trains the example with vLLM as the rollout engine, on a CPU. Makes its environment on the first run; arguments go to
 # train_grpo.py:
 #   bash examples/run_vllm.sh --num-rollout 3

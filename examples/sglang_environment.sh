@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Makes the environment with SGLang on the first run, and sets $venv. To be sourced, from the repository's root.
 # PYTHON chooses the interpreter (3.11 or newer), VENV the environment.
 venv="${VENV:-.venv-sglang}"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small mixture-of-experts decoder twice: Megatron-Core's ``GPTModel`` trains it, transformers' Qwen3-MoE samples.
 
 Both run on a CPU. The engine holds the trainer's weights rounded to its own dtype and decodes with a KV cache.

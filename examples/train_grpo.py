@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small decoder by GRPO, with the mismatch between engine and trainer measured and corrected.
 
 The trainer is Megatron-Core, the responses come from a separate inference engine. ``run.sh`` beside this file installs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show that a Megatron-Core trainer and an inference engine can agree bit for bit, and what each piece of that is for.
 
 Every sampled token's log-prob is compared: with nothing aligned, with everything aligned over several optimizer steps,

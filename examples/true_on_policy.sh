@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Shows trainer and engine agree bit for bit. Makes its environment on the first run; arguments go to true_on_policy.py:
 #   bash examples/true_on_policy.sh --size short --output-dir runs/short
 # See environment.sh for PYTHON and VENV.

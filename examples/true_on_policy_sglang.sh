@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Shows trainer and SGLang agree bit for bit. Makes its environment on the first run; arguments go to
 # true_on_policy.py:
 #   bash examples/true_on_policy_sglang.sh --dtypes float32 --compare all stale

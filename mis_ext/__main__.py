@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m mis_ext``: the ``mis-ext`` command."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a configuration does: the public path of :mod:`mis_ext.tools.explain`, whose modules load late here too."""
 
 from typing import TYPE_CHECKING

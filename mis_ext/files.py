@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and texts as users have them: what can be read without harm, what is written whole or not at all, and shown.
 
 And the YAML files that ship, with what each says about itself in its first lines.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packages that load a module when one of its names is first used (PEP 562)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of configuration values; every message names the key, the value and what is legal."""
 
 from __future__ import annotations

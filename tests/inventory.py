@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users of the package may have written down: by kind, a name a line, as ``tests/data/inventory.txt`` holds it.
 
 ``python tests/inventory.py`` adds what is new to that file; a line leaves it only by hand. Where it can be, a kind is

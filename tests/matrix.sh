@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Runs the tests that see a version of Python, torch, Megatron-Core or transformers, with other versions than the pinned
 # ones, and prints the table of docs/reference/works_with.md.
 #

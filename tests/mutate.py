@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the tests see a change of meaning? Each change of a seeded draw over the package runs against its tests.
 
     python tests/mutate.py --seed 1 --count 100 --results changes.jsonl

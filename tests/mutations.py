@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of meaning of a Python file, each of one expression or statement. ``mutate.py`` draws among them.
 
 Not changed: strings, annotations, decorators, ``__all__``, what stands behind ``raise``, ``strict`` and ``encoding``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which test files see a module of the package: by what they import, and by the names of functions.
 
     python -m pytest $(python tests/near_tests.py mis_ext/correction/weights.py)

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Lint, types and tests, in a virtual environment of their own with pinned versions.
 #
 #   tests/run.sh [arguments of pytest ...]

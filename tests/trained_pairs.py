@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every pair of the causes of `support/trained_plants.py` that makes sense together: what is named, and if it is right.
 
 `python tests/trained_pairs.py` judges all of them anew in some minutes, and writes `tests/data/planted_pairs.csv`, from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GRPO run with a Megatron-Core trainer and a separate inference engine.
 
 Importing it, before Megatron-Core and transformers, sets what they read from the environment and quiets their notices.

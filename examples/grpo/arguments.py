@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line: the hosts' own flags where they have one.
 
 Importing it needs no package, so that a wrong command is refused before anything is installed.

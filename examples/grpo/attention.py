@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Core attention for Megatron-Core's layer spec that runs packed, context parallel, and without a GPU."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in 8 bits with a scale per block, as slime writes them into checkpoints and sends them to SGLang.
 
 An engine that quantises by itself, while it loads, turns weights into a form that later updates do not fit. One that

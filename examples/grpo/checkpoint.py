@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: everything that a run needs to go on as if it had not stopped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights under their transformers names into a Megatron-Core ``GPTModel``, and out of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run Megatron-Core without a GPU: its calls that assume CUDA are sent to the CPU."""
 
 from collections.abc import Iterator

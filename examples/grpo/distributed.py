@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups, devices, and what the ranks agree on."""
 
 from __future__ import annotations

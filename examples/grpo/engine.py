@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inference engines that draw the responses: their kernels, their dtype, their own log-probs."""
 
 from contextlib import nullcontext

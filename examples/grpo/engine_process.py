@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An inference engine in a process of its own, so that neither side disturbs the other.
 
 Engines set environment variables, signal handlers and the multiprocessing start method, and at shutdown SGLang kills

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the engines: what the example needs, what suits the machine, and over both what the user says.
 
 Importing it needs no package.

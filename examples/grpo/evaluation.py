@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the trainer's own policy is worth on questions that it never learns from.
 
 The rollout's reward is that of the engine: with another cache, other kernels, or old weights it is another policy.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts out of a dense checkpoint, and the two ways in which transformers names its weights.
 
 In memory transformers joins the experts of a layer: ``mlp.gate.weight`` [E, H], ``mlp.experts.gate_up_proj``

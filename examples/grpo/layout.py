@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which token positions a context-parallel rank holds, and the tensors that Megatron takes for a micro-batch."""
 
 from dataclasses import dataclass, replace

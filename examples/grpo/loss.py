@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host's side of the contract: reducers, the policy loss, and the call of the custom correction."""
 
 from argparse import Namespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder: one shape, as a Megatron-Core ``GPTModel`` and as a transformers configuration with the same weights."""
 
 from __future__ import annotations

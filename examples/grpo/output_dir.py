@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a run: a new one for each run, and none is replaced unasked. Needs no package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretrained model from disk: a folder in Hugging Face's format, or a GGUF file."""
 
 from __future__ import annotations

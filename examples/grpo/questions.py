@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions in words whose answers a program checks, for models with a chat template.
 
 ``arithmetic``: products, sums, the largest of three numbers. ``arithmetic_steps``: the same, with the steps before the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: metrics as JSON lines, a plot, a table, and a progress bar while it runs."""
 
 from __future__ import annotations

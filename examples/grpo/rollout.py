@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of one rollout: drawing them, grading them, and one data-parallel rank's share as the hosts store it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run: a supervised warm-up, then rollout, grading, scoring, training and weight update, step by step."""
 
 from __future__ import annotations

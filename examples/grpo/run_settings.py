@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run was made with, as a file beside its metrics."""
 
 from __future__ import annotations

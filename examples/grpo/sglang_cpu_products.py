@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products with 8-bit weights on a CPU, for which SGLang has kernels only on a GPU, or on a CPU with AMX.
 
 Both factors are rounded as on a GPU. The products of such numbers are exact in float32, and so is all but the order of

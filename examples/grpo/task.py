@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The task: count on in steps of a given size, graded digit by digit."""
 
 from dataclasses import dataclass

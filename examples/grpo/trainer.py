@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer: a Megatron-Core model, its data-parallel wrapper, optimizer and forward-backward schedule."""
 
 from __future__ import annotations

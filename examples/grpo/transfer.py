@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the host to the device."""
 
 import torch

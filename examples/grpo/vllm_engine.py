@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM as the rollout engine of the example, in a process of its own (``engine_process.py``)."""
 
 from __future__ import annotations

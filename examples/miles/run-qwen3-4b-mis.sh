@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Qwen3-4B on one 8-GPU node with Miles: Miles' own scripts/run_qwen3_4b.py plus three flags, and a
 # fourth one that checks them before the model loads.
 #

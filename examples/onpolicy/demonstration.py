@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experiment: train and generate with some pieces aligned, compare every log-prob, and find who is to blame."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inference engines of the demonstration: each holds its own copy of the policy and samples from it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts of transformers, computed as Megatron-Core does: what the two do in another order."""
 
 from __future__ import annotations

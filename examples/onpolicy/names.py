@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which module of the trainer is which of the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must be the same on both sides for the same bits to come out, piece by piece."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder that trainer and engines hold, each its own copy."""
 
 from __future__ import annotations

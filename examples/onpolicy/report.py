@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demonstration leaves behind: one JSON line per result as it comes, tables, and a plot."""
 
 from __future__ import annotations

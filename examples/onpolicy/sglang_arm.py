@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's real engine in the demonstration: its own scheduler, radix cache and sampler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs inside SGLang's scheduler process: its model aligned from outside, and the recorder.
 
 SGLang itself is imported by functions only: the trainer's process, which hands :func:`run_scheduler` over, has no use

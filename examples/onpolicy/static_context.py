@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's own inference as an engine of the demonstration."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer: a Megatron-Core ``GPTModel`` on its local layer spec, trained by policy gradient."""
 
 from __future__ import annotations

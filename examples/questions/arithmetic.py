@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three easy tasks, what an answer to them is worth, and an environment that gives a wrong answer a second try.
 
     python -m arithmetic PROMPTS.jsonl [NUMBER]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions of the package reasoning-gym (Apache-2.0) as a file, for machines that have neither it nor a network.
 
     pip install reasoning-gym==0.1.25

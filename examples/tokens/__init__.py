@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demonstration of on-policy tokens consists of."""

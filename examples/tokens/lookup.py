@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment: a tool that answers every turn of the model, until the conversation is long enough."""
 
 from __future__ import annotations

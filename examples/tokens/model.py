@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chat model small enough for a CPU: one policy, as a trainer's ``GPTModel`` and as a checkpoint for SGLang."""
 
 from __future__ import annotations

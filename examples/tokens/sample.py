@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host passes to ``mis_ext.rollout.generate``: a sample with slime's and Miles' fields, and their arguments."""
 
 from __future__ import annotations

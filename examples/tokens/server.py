@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's HTTP server as a process of its own, on a CPU without its compiled kernels."""
 
 from __future__ import annotations

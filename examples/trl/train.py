@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few steps of TRL's ``GRPOTrainer`` with mis_ext on a CPU: a tiny random model, an engine in bfloat16.
 
     bash examples/trl/run.sh [yaml/mis.yaml]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention forward in bfloat16 on a GPU: torch's kernels, and ours with other tiles.
 
     python lab/benchmarks/attention_tiles.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What batch-invariant kernels cost: each Triton kernel against the torch operation that it stands in for.
 
     python lab/benchmarks/bench_batch_invariant.py [--repeats 20]

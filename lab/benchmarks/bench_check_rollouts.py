@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``mis-ext check-rollouts`` costs: by default 500 MB of log, conversations of 20 turns and 32,768 tokens.
 
     python lab/benchmarks/bench_check_rollouts.py [--megabytes 500] [--repeats 3] [--log PATH] [--smoke]

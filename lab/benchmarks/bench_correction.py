@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a correction costs per micro-batch: mis_ext eager, fused and compiled, and the loop that users run today.
 
     python lab/benchmarks/bench_correction.py [--device cuda] [--shapes 8x2048 64x8192] [--metrics all] [--json FILE]

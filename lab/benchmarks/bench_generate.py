@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `mis_ext.rollout.generate` takes on the CPU beside slime's own function, in slime's own process.
 
     PYTHONPATH=~/slime python lab/benchmarks/bench_generate.py TOKENIZER [--samples 512] [--tokens 32 2048]

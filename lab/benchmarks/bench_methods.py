@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each preset costs: from packed log-probs and advantages to the coefficient and the loss of each token.
 
     python lab/benchmarks/bench_methods.py [--device cuda] [--shape 64x2048] [--presets ppo gspo] [--compiled]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the whole policy loss costs after the log-probs: mis_ext.policy_loss, and the hosts' loop over samples per name.
 
     python lab/benchmarks/bench_policy_loss.py [--device cuda] [--shape 64x2048] [--metrics all] [--json FILE]

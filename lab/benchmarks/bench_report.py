@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``mis-ext report`` costs: by default 100 million tokens, all presets.
 
     python lab/benchmarks/bench_report.py [--tokens 100000000] [--files 25] [--config yaml/mis.yaml] [--smoke]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to build training samples from conversations: by default 1,000 of 20 turns and 32,768 tokens.
 
     python lab/benchmarks/bench_rollout.py [--conversations 1000] [--tokens 32768] [--processes 2] [--smoke]

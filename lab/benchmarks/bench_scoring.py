@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the whole loss costs from the logits on: in slime's and Miles' own code, and the scoring beside others' kernels.
 
     python lab/benchmarks/bench_scoring.py --miles ~/miles --slime ~/slime [--parts A,B,C,D] [--json FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drawn agents, from what a server sampled to training samples: is every sample the truth, and is every fault found?
 
     python lab/benchmarks/check_conversations.py [--conversations 10000] [--first 0] [--processes 2]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a revision gives other numbers than another one, and whether it is slower.
 
     python lab/benchmarks/compare_revisions.py BASE [NEW] [--seed 7] [--capabilities default avx2] [--device cuda]

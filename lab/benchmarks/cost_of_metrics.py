@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the user pays per micro-batch: the hook, and the host's reduction of the metrics that it returns.
 
     python lab/benchmarks/cost_of_metrics.py [--device cuda] [--samples 64] [--length 2048]

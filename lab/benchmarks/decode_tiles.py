@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of few rows on a GPU: torch's, ours with one tile for all, and ours with the tile of a decode.
 
     python lab/benchmarks/decode_tiles.py

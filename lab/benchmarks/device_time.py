@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of a call on a GPU without the host."""
 
 from __future__ import annotations

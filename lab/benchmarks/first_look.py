@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table of the first look at a model of 1.5 billion weights: one run each, before any study of it.
 
     python lab/benchmarks/first_look.py

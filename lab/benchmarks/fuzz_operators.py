@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random runs of torch's operators in the batch-invariant mode: a row alone must have the bits that it has in a batch.
 
 ``python lab/benchmarks/fuzz_operators.py --runs 10000`` draws operators of all that the mode does not refuse, operands

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Everything that needs GPUs, once: the tests, what a correction costs, the cost of metrics, and the example over NCCL.
 #
 #   lab/benchmarks/gpu_run.sh [OUTPUT_DIR]

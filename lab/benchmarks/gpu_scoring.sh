@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # bench_scoring.py on one GPU, in steps that each end in time, so that a limit on the whole takes nothing with it.
 #
 #   lab/benchmarks/gpu_scoring.sh HOSTS OUTPUT_DIR [STEP...]

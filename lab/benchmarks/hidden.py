@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to score tokens from hidden states, and how exact it is: ours beside every kernel that others have.
 
     python lab/benchmarks/hidden.py --anchors FOLDER [--shapes T:H:V ...] [--exact T:H:V ...] [--json FILE]

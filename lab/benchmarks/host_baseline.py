@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users run today: the behaviour of the hosts' reference example as a loop over samples, in float32.
 
 Same signature as ``mis_ext.compute_mis_weights_with_cp``. One sample after the other goes through a few dozen small

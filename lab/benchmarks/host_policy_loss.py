@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What slime and Miles do after the log-probs, in this repository's words: a loop over samples for every name.
 
 Written from their behaviour, for timing beside ``mis_ext.policy_loss`` on equal inputs, which both must then answer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one call costs: time, launches, synchronisations, memory, collectives, bytes."""
 
 from __future__ import annotations

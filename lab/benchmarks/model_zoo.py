@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which architectures of transformers keep a token's bits in the batch-invariant mode on a CPU, built tiny.
 
 ``python lab/benchmarks/model_zoo.py --write`` runs all and writes ``lab/MODELS.md``; with names it runs those.

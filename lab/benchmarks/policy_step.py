@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rest of a policy-loss step: log-probs and entropy over a large vocabulary, and the gradient of the logits."""
 
 from __future__ import annotations

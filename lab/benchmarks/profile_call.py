@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the time of a fused call goes: device time by kernel, and the host's work that grows with the samples.
 
     python lab/benchmarks/profile_call.py [64x8192 256x1024 ...]

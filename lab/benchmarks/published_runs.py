@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table and a picture of training runs of slime's fork Miles that others published.
 
     git clone https://github.com/littlemex/distributed-ai

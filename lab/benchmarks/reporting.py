@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmark prints: a header and Markdown tables."""
 
 from __future__ import annotations

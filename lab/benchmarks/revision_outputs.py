@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this revision of the package gives on drawn inputs, by name, into a file: for ``compare_revisions.py``.
 
     PYTHONPATH=../before python lab/benchmarks/revision_outputs.py before.pt --seed 7

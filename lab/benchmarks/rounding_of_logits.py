@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the mismatch of a pretrained model in bfloat16 comes from: its logits, or the layers before them?
 
     python lab/benchmarks/rounding_of_logits.py MODEL DUMP [--samples 512]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of n optimizer steps reaches weights that are rounded to 16 or 8 bits?
 
     python lab/benchmarks/rounding_of_updates.py MODEL [--lr 1e-5 1e-6]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What routing replay (R3) is worth: mismatch of a mixture-of-experts trainer and its engine without and with it.
 
     python lab/benchmarks/routing_replay.py [--seeds 5]

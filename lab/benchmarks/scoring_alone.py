@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part B: log-prob and entropy of tokens alone, forward and backward, beside what others have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts C and D: errors against float64, and one function's log-probs beside another's."""
 
 from __future__ import annotations

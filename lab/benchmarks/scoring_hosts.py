@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime's and Miles' own loss functions, from checkouts of their public code; ray alone is a stand-in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward and a backward pass from logits cost, as a row of a table."""
 
 from __future__ import annotations

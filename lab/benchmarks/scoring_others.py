@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that turn logits into log-probs: ours, the hosts', and kernels of others, with what each can answer."""
 
 from __future__ import annotations

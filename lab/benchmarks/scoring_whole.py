@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Part A: the whole loss, from the logits to their gradient, in the hosts' own ``loss_function``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logits and micro-batches as the hosts hand them to a loss, of new lengths at every call."""
 
 from __future__ import annotations

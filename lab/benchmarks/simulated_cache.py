@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is left of the mismatch of an 8-bit cache, once the trainer rounds keys and values as the cache does.
 
     python lab/benchmarks/simulated_cache.py                      # an untrained model of two layers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing is timed before it is right: every contender against the float64 judges of the tests, on smaller inputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults in what arrives from a server (``wire.py``).
 
 Each plants itself, at a drawn place, and returns False where nothing there can be spoilt so.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of the benchmark: shapes, random micro-batches, and the ranks that share them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Checkouts of the hosts at pinned commits, and environments for them. To be sourced, from the repository's root.
 
 # checkout_at VARIABLE NAME URL COMMIT: sets VARIABLE to a checkout. The one that it names already is taken as it is, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Miles and its fork of Megatron-LM at pinned commits. To be sourced, from the repository's root.
 source lab/hosts/checkouts.sh
 

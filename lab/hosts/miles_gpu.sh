@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Trains SmolLM2-135M-Instruct on one GPU with unmodified Miles, its Megatron trainer and our correction: three easy kinds
 # of sums, four recorded rollouts.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Trains a tiny Qwen3 with unmodified Miles and its Megatron trainer on a CPU: without a correction, with Miles' own TIS,
 # with our three flags, and with our whole loss. Shows what Miles logged, and fails where these do not agree.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What the runs of slime and of Miles on one GPU have in common: paths, the model, its tasks, and flags that both hosts
 # know. To be sourced, from the repository's root, when host, host_dir and megatron_dir are set and "$@" are the flags of
 # the user. Sets python, out, model, config, train_only, attention, layers, model_args, train_args, rollout_args, mis_args.

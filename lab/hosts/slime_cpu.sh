@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Trains a tiny Qwen3 with unmodified slime and Megatron-LM on a CPU: without a correction, with slime's own TIS, with
 # our three flags, and with our whole loss. Shows what slime logged, and fails where these do not agree.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Trains SmolLM2-135M-Instruct on one GPU with unmodified slime, Megatron-LM and SGLang, and our correction: three easy
 # kinds of sums, 20 rollouts. Then compares both engines' log-probs, token by token.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep the machine code of one GPU architecture in a shared library, and zero the code of all others.
 
     python3 keep_architecture.py LIBRARY 90

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # What Miles' Megatron trainer needs beside pack_slime.sh's archive, SGLang and transformers, in one archive of 32 MB for a
 # machine without a network: mbridge, polars, and Miles and its fork of Megatron-LM themselves.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # What slime's trainer needs beside torch, SGLang and transformers, in one archive of 44 MB for a machine without a network:
 # Ray, the router, and slime and Megatron-LM themselves.
 #

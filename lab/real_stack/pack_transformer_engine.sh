@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Transformer Engine for one Hopper GPU without a network, compiled here without a GPU: one archive of 13 MB, in pieces.
 #
 #   pack_transformer_engine.sh PYTHON OUTPUT_DIR

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What pack_*.sh have in common. To be sourced; works in a new folder, which is removed at the end.
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

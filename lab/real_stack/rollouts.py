@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded rollouts for ``slime_gpu.py recorded``: easy sums, sampled by another engine than the trainer.
 
     python lab/real_stack/rollouts.py HOST MODEL FOLDER [--number 4] [--prompts 16]

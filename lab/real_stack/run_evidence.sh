@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Studies of the pretrained model on all GPUs of a machine without a network, with what pack_evidence.sh carried there.
 #
 #   mkdir DIR && tar -xJf ARCHIVE -C DIR

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Unmodified slime or Miles on one GPU, run after run, each with its own log and time limit, and one table at the end.
 
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama decoder as Megatron-Core's ``GPTModel``: on its local layers, or on Transformer Engine's; equal weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights and the samples that every run of the study shares, made once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step's gradient of a decoder, by the hook in a host's own loss and by the whole loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine beside Megatron-Core's local layers: mismatch, hook and whole loss, FP8, several GPUs, refusals.
 
     python te_study.py prepare --work DIR [--gguf FOLDER]     # weights, samples, transformers' scores

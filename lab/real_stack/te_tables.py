@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the study, from the scores and results that its runs left."""
 
 from __future__ import annotations

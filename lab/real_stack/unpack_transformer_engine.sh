@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Join and unpack what pack_transformer_engine.sh made.
 #
 #   unpack.sh PIECES_DIR SITE_DIR && source SITE_DIR/env.sh

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What corrections do to training: run studies, go on with them, and draw conclusions.
 
     python lab/studies/evidence.py list

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # What corrections do to training, with SGLang on a GPU or with controlled engines anywhere. Makes its environment on
 # the first run; arguments go to evidence.py:
 #   bash lab/studies/evidence.sh list

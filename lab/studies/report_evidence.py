@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measured log-probs of `lab/evidence` as files that `mis-ext report` reads.
 
     python lab/studies/report_evidence.py length_fp8_cache dumps/length_fp8_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What these tests import besides the helpers of `tests/support`: programs of the lab, and the examples."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny groups of runs for the tests of the evidence harness."""
 
 from __future__ import annotations

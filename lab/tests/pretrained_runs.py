@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny runs of a pretrained model for the tests of its studies, which are skipped without the example's packages."""
 
 # The imports after the skip need packages that only the example's environment has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the batch-invariant kernels: its checks pass in Triton's interpreter, and a wrong kernel ends it."""
 
 import os

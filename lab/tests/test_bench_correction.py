@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark: its baseline is the hosts' reference example, its inputs are as told, and wrong numbers end it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the head: what it compares, that an error shows, and a run on a CPU without anybody's checkout."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the presets: it runs, and every preset can be asked for."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the whole loss: it runs, and a wrong number ends it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What routing replay is worth, as `lab/benchmarks/routing_replay.py` measures it."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the scoring: what it draws, what it compares, that a wrong number ends it, and a run on a CPU."""
 
 import json

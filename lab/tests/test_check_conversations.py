@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drawn agents from the wire to samples: some conversations of the benchmark, and mistakes that it must find."""
 
 import random

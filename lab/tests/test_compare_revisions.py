@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lab/benchmarks/compare_revisions.py sees one ULP, and times two revisions of the package, not one of them twice."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures of the pages show what was measured, and what the code does."""
 
 import json

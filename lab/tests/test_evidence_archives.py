@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of the evidence in archives: what was written is read, in a group's own archive and in that of its study."""
 
 import json

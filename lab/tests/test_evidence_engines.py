@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evidence harness: its decoder, its mixture of experts, its engines and its sampler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures and the overview of the evidence are made of its results; pictures are small files."""
 
 from pathlib import Path

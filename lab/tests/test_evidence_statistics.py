@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evidence harness: grades, intervals, conditions, and what its exact enumeration says."""
 
 from __future__ import annotations

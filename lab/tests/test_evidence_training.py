@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evidence harness: its training of many runs at once."""
 
 from __future__ import annotations

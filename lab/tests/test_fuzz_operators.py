@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of operators in the batch-invariant mode, drawn or torch's own: none differs, and planted mistakes are found."""
 
 import random

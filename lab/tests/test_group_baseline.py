@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exact moments of a group's gradient against a list of all groups, and against autograd."""
 
 import itertools

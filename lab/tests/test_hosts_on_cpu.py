@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of unmodified slime and Miles on a CPU: they fail where they must, and pass where the checkouts are."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention of the runs on a CPU: with context parallelism it has the numbers of one rank."""
 
 import warnings

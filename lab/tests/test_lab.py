@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of the lab has a command for each of its programs."""
 
 import re

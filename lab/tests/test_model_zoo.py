@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few architectures of the page that says which are exact in the batch-invariant mode."""
 
 import random

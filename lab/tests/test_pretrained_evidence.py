@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Studies of a pretrained model on a CPU: every arm trains, an interrupted run goes on, experts are replayed."""
 
 from __future__ import annotations

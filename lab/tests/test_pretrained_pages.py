@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages of a pretrained model's studies say: verdicts above a floor, who learns sooner, what was compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretrained model's trainer computes as its study says: in fp16, with rounded or dithered weights, as its engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lab/benchmarks/published_runs.py reads the curves of the published runs as their files have them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`lab/peers/host_losses/record.py --check` without the hosts: what it compares, prints and leaves alone."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs that real engines gave: the report names their cause, and tells them apart."""
 
 import random

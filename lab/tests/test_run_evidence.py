@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lab/real_stack/run_evidence.sh: one command per GPU, in the environment that was carried there."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's model runner of the evidence harness, against the harness's own decoder."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's model runner with answers in words: prompts of unequal length, an end token, tied embeddings, Llama."""
 
 # The imports after the skip need packages that only the example's environment has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a simulated cache of 8 bits takes off the mismatch, as `lab/benchmarks/simulated_cache.py` measures it."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of slime and Miles on one GPU: their command lines, tasks, and what they say where something is missing."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The study of Transformer Engine as far as it goes without a GPU: weights, packing, steps; what the archive keeps."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL with vLLM's real engine, as recorded: ours has the gradients of TRL's own correction, from vLLM's own samples."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a micro-batch shows about its log-probs in a few numbers that add up over calls, and need no look at the host.
 
 Tokens that have no log-prob are taken out, so that they do not hide what the others show: placeholders, numbers above

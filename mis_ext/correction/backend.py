@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend computes: one call's passes, between which :mod:`mis_ext.correction.pipeline` communicates.
 
 Triton kernels on a GPU where Triton imports, PyTorch operations elsewhere. ``MIS_EXT_BACKEND=eager`` or ``triton``

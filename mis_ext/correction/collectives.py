@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only module that communicates.
 
 Everything is an all-gather of small rows, reduced locally in rank order: the same bits on every rank and on every run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is computed: a weight, gates, and how the result is normalised. Frozen, checked at construction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The eager backend: PyTorch operations on any device.
 
 It says what the numbers are, and compiles with ``torch.compile(fullgraph=True)``.

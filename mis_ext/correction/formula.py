@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formulas: functions whose parameters name what they need, written once and computed by both backends.
 
 A formula is ordinary tensor code of few operations: arithmetic, comparisons, ``& | ~``, the methods ``abs``, ``exp``,

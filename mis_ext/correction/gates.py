@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates: what leaves the mask, or loses its weight. Each looks at the original mask, so their order does not matter.
 
 A gate of the correction compares proximal with behavior policy, of every token alike. A gate of a method may compare

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole responses, one after the other: how they are padded, and their layout for a graph of ``torch.compile``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packed layout: which local token belongs to which sequence, and where in its response it lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per-token log-ratio of the two engines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics: what one is, and all of them, one row each. A new metric is a new row here, and nothing else.
 
 Mismatch metrics look at the original mask alone, whatever the correction does. What they need is said by their

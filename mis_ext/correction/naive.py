@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole correction on one page, one response after the other: read it before :mod:`mis_ext.correction.pipeline`.
 
 The engine sampled token ``t`` of a response with probability ``mu_t`` (behavior), and the trainer gives the same token

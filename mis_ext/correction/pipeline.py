@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline: from two streams of log-probs to weights, keep masks and metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a configuration has to compute: formulas by name, and which reductions they need.
 
 A formula names what it needs. A :class:`~mis_ext.correction.formula.Column` among these is a reduction over the tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segments: runs of generated tokens within a response, such as the turns of an agent.
 
 A rank may hold any part of a segment. So the values of all ranks are first laid out as whole responses, in one gather;

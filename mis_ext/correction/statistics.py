@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of a token under two policies, which gates compare with bounds and metrics report: one row each.
 
 ``TOKEN_FORMULAS`` says what a name means at one token. Its leaves are what both backends and the methods begin with:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Importance weights: the ratio of a token or of its sequence, bounded.
 
 How the ratio becomes a weight is a row of :data:`BOUNDS`. A weight without gradient is what all of them are: a bound

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds from a target acceptance rate: a closed loop with one step per rollout.
 
 A gate with a ``target_accept`` keeps the shape of its band and scales it about the on-policy value: for a ratio,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that share sequences, and those that share the batch."""
 
 from __future__ import annotations

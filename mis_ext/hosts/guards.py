@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a session watches: mistakes in the data, masks, how much is rejected, and the failures of other ranks.
 
 The first look of each waits for the device. Later ones read what has arrived meanwhile, so that nobody waits, and find

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Master weights of a trainer in bf16, dithered: then small updates reach the weights that it computes with.
 
 An optimizer of Megatron-Core updates a copy of the weights in float32, the master weights. Trainer and engine compute

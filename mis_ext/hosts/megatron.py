@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches as slime, Miles and Megatron loops hold them, lists of tensors per sample: their scores and whole loss.
 
 :func:`make_loss_func` is that for a plain Megatron-Core loop, whose ranks share sequences, batch and vocabulary.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo-RL: our whole loss around its own, which goes on to report its metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF: our whole loss in the place of its fixed ``PolicyLoss``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's output layer without logits: it says what would make them, and the loss takes hidden states.
 
 :func:`hand_over_hidden_states` changes one layer of a model. What it gives are logits of no columns, which the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corrections for a trainer of your own: of padded batches or whole responses, and their metrics as plain numbers."""
 
 from __future__ import annotations

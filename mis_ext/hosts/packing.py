@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists of per-sample tensors, as the hosts hold them, to packed tensors and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """prime-rl: our whole loss as its custom loss, one packed sample a call."""
 
 from __future__ import annotations

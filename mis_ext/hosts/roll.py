@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ROLL: our weights and masks in the place of its train-infer correction."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run of each ``args`` object: its configuration, and the session that lasts from call to call.
 
 Nothing else reads ``args``, whatever kind of object it is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One configuration in use: every call of a run, with the checks that the first calls need."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SkyRL: our whole loss in its registry of policy losses."""
 
 from __future__ import annotations

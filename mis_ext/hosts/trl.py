@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL: our weights in the losses of its ``GRPOTrainer``, or our whole loss; the keys say which."""
 
 from __future__ import annotations

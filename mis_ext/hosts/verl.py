@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl: our correction in its trainer and its bypass mode, or our whole loss; the keys say which."""
 
 from __future__ import annotations

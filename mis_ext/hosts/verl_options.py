@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's options of its rollout correction, as keys of ours that give the same weights and masks."""
 
 from __future__ import annotations

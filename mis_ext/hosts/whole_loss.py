@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss of packed tokens, whoever packed them; of log-probs, and of hidden states, for trainers of their own.
 
 :func:`tokens_for` says what a loss needs of the tokens, :func:`packed_loss` corrects them and computes their loss.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hosts' flat keys, the choice between them and the native ``mis:`` mapping, and what a caller may give."""
 
 from __future__ import annotations

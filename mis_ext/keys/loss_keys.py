@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss that the hosts' flags and our flat keys spell, and who scores its log-probs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native spelling: a weight, gates and their settings as they are in :class:`~mis_ext.CorrectionConfig`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations from files: a YAML of the user's, one of the presets that ship, or that of a method's row."""
 
 from __future__ import annotations

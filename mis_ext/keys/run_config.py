@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the hosts' ``args`` say about a run: read once, checked, typed. Whoever needs more asks for another field."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON Schema of a configuration file, with which editors complete and check it while it is written.
 
 It says of each key alone what is legal. What two keys mean together only the loader sees, which refuses all that the

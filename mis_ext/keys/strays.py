@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that would do nothing although they are meant for us: misspelt, in the wrong place, a peer's or a host's."""
 
 from __future__ import annotations

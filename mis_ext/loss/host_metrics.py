@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hosts' metrics: rows over tokens that share one weighted sum, and two numbers that are made of sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss in plain PyTorch, one sample after the other: read it before :mod:`mis_ext.loss.policy`.
 
 It begins where :mod:`mis_ext.correction.naive` ends. It is ``mis_loss_mode: decoupled`` with any correction, a k3

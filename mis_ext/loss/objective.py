@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings as a :class:`~mis_ext.methods.method.Method`, and what its parts say about each token of a micro-batch.
 
 Nothing here knows a denominator or a gradient.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of a micro-batch: its value, the gradient of each log-prob and entropy, and all metrics, in one pass.
 
     loss = sum_t share_t (policy_t - entropy_coef entropy_t + kl_coef kl_t)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the loss is. Frozen, checked at construction; errors name the key that the user wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published methods as coefficients of the policy gradient; start reading at :mod:`mis_ext.methods.method`."""
 
 from mis_ext.methods.batch import mean_weights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method looks at, one number per token: reductions over sequences and the batch, and the tokens of one call."""
 
 from __future__ import annotations

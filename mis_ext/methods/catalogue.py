@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All published methods by name: the one that a configuration file chooses, and what is printed of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoupled PPO: a trust region around the proximal policy, and a correction of what the behavior policy sampled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A method where the current policy still is the proximal one: at the first update of a rollout, and in the hook.
 
 The hook alone can do PPO, which is the host's, with weights and gates between the two engines.

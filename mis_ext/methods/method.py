@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A method: a surrogate that carries the gradient, factors that weigh it, and additive terms."""
 
 from __future__ import annotations

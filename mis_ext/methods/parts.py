@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method is made of. All methods share these parts; a part of one method stands beside it.
 
 Surrogates carry the gradient: each gives the objective per unit of advantage, and its slope in log pi. A bound there

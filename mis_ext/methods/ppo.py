@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ratios with gradient, of tokens and of sequences: a bound stops the gradient of what lies beyond it."""
 
 from __future__ import annotations

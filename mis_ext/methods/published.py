@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A published method: its name, with its formula, its source and what is said about it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """REINFORCE with importance sampling: ``A log pi``, weighed without gradient. A bound truncates, every token learns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trust regions around what sampled: hard ones of a token, of the batch, and smooth ones."""
 
 from __future__ import annotations

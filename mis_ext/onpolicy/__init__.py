@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """True on-policy: prove that two engines agree bit for bit, find where they do not, and make them agree.
 
 Prove: :func:`audit_logprobs`. Find: :func:`record` and :func:`compare`, :func:`check_batch_invariance`. Make:

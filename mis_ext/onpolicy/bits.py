@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point numbers as bits: equality without tolerance, and distance in units in the last place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys and values as the engine's cache holds them, so that the trainer scores with what the engine computed with.
 
 A cache of 8 bits rounds every key and value. The trainer has no cache. If it rounds them too, it attends to the same

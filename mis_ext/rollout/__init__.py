@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On-policy tokens: from what the inference server returned to what the trainer may use.
 
 The ``read_*`` functions read one response. :func:`build_samples` joins the calls of a conversation.

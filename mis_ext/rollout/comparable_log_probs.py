@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs of one definition: the trainer's from its logits, the behavior policy's from what the server returned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From which distribution a server drew tokens, and of which one the log-probs are that it returned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the parts of this room hand to each other: a call of an inference server in, a training sample out.
 
 And why no training sample may be built from a response: one named error per reason, each naming the request.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in logged conversations, by class: of one, and summed over all of them to a verdict."""
 
 from __future__ import annotations

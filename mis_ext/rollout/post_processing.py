@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was done to the text of a generation after it was sampled: by the texts that servers may decode."""
 
 from __future__ import annotations

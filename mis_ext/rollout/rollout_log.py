@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs of calls of inference servers: JSON lines, plain or compressed with gzip, a call a line.
 
 | key of a line | |

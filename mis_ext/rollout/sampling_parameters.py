@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request asked of the sampler, and what the server makes of it on the way.
 
 The keys that change the probability of a token, those that do not, and one table of what servers change in a request

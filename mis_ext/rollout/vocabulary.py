@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of a vocabulary: the bytes of each token, and how many tokens tokenizer, model and trainer count.
 
 The bytes are the only text of a token that does not depend on its neighbours.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From logits to log-probs, entropy and their gradient: read :mod:`mis_ext.scoring.scores` first.
 
 From hidden states, without logits: :mod:`mis_ext.scoring.hidden`.

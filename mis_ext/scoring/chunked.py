@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both passes in PyTorch operations, a few rows at a time: the memory on top does not grow with the logits."""
 
 from __future__ import annotations

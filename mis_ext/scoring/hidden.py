@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy of tokens from hidden states and the weight of the head: the logits are never all there.
 
 :mod:`mis_ext.scoring.scores` says how three sums over a row of logits give log-prob, entropy and their gradient. A part

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores from hidden states in plain PyTorch, one token after the other: read it before :mod:`mis_ext.scoring.hidden`.
 
 The rest of this folder computes the same in tiles of many tokens, over ranks, with a backward pass of its own. A test

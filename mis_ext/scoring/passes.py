@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a backend is given and what it computes: sums over rows of logits, and the gradient from them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which row of the logits scores which token."""
 
 from __future__ import annotations

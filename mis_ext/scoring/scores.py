@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy of tokens from their logits: two passes over the logits, and no copy of them.
 
 A token's log-prob is ``x_t - log sum exp x`` and the entropy ``log sum exp x - sum p x``. Three sums over a row of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large a tile of logits is, and the matrix products that make one and use one."""
 
 from __future__ import annotations

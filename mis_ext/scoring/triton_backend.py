@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both passes as one Triton kernel each, whatever the number of samples."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two passes over rows of logits, a program per row, in blocks from left to right.
 
 Each lane has its own highest logit and its own sums, and the lanes are added up last. So nothing waits for another

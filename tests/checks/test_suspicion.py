@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards load the rules of the diagnosis only where sums over tokens are suspicious: no cause may be missed by that."""
 
 import math

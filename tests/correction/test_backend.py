@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend is chosen, and what each of them can be put into: a compiled graph, a CUDA graph."""
 
 import sys

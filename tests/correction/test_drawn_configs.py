@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever statistic, reduction, action and bound: both backends do what the float64 judge says."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rule for masks: not 0 is a response token, and what is kept comes back as it was given."""
 
 from argparse import Namespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gate that looks at what another one leaves: of no token nothing is known, so an empty set passes."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On CUDA devices: the same bits on every run, and the judge's numbers with NCCL in place of gloo."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton backend gives the judge's numbers and the eager backend's, and the same bits on every run.
 
 On a GPU where there is one; elsewhere Triton's interpreter runs the same kernels, which is slow, so that one point

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packed layout: any number of ranks deals out every token once, and reductions hold for any lengths."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learning-rate multiplier: 1 on-policy, falling with the mismatch, and that of any base from one number."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A metric is one number per sequence, so that no split into micro-batches and no token without a ratio changes it.
 
 Group metrics (``over`` G) are left out where batches are split: they belong to the call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page that a reader meets first: it says what the float64 judge says, and the pipeline computes it."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a formula may do: nothing that a CPU computes and a GPU cannot, and it is said where there is no GPU."""
 
 import dataclasses

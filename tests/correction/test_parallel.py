@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real gloo processes: context and data parallelism give the numbers of one rank, with few and small collectives.
 
 Every topology is started once. Its workers run all sections over their part of the data, compare with the judge on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties that hold by mathematics: gates, bands and vetoes."""
 
 import itertools

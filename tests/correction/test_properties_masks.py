@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties that hold by mathematics: order, padding, what lies under a mask, and what is not finite."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties that hold by mathematics: normalised weights, denominators and the scope of a rollout."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties that hold by mathematics: weights, their gradient and their effective sample size."""
 
 import pytest

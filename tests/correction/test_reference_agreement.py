@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hook, standalone function and packed pipeline against the float64 judge, over the whole grid of settings."""
 
 import itertools

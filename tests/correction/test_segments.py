@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates on segments: each run of generated tokens for itself, the same on any number of context-parallel ranks."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics and normalisation of a rollout in which every response is as frequent as it is likely."""
 
 import math

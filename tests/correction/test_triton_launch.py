@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which compiled kernel the launcher takes: the one that Triton would, or a new one."""
 
 import pytest

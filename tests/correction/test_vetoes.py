@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worst token of all has no finite ratio: it fails every veto of its sequence, in the correction and in methods."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The standard deviation of weights that are close to each other and not to 1, on one rank and on many."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in 8-bit blocks: the numbers against a loop over blocks, the names, the configuration, what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example run: its task, its trainer against transformers and across topologies, and the whole run end to end."""
 
 # The imports after the skip need packages that only the example's environment has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example with every mode of the whole loss, as a host would call it."""
 
 import math

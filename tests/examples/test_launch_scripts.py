@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch scripts add our flags to the hosts' own scripts, and nothing else."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Hugging Face in Megatron-Core's decoder, and questions with a verifiable answer."""
 
 # The imports after the skip need packages that only the example's environment has.

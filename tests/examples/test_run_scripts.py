@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run of the example starts: with the flags that it needs, in a folder of its own, or not at all."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The SGLang rollout engine, against a teacher-forced float32 transformers model."""
 
 # The imports after the skip need packages that only the SGLang environment has.

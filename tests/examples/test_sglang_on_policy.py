@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's engine on a CPU against a Megatron-Core trainer: bit for bit once both are aligned."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demonstration, in its short form, end to end: Megatron-Core trains, transformers generates."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core scores what transformers' Qwen3-MoE sampled, to the bit, and what leaving a piece out costs."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM rollout engine: what it refuses, its process, and where vLLM is installed its numbers.
 
 ``python -m pytest tests/examples/test_vllm_engine.py`` in an environment of ``examples/run_vllm.sh``.

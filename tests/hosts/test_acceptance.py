@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds that follow a target: exact over ranks, once per rollout, with a state; and what cannot follow one."""
 
 import argparse

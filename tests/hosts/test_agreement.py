@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A local error on one rank is raised there and named on all others, and nobody waits in a collective."""
 
 import argparse

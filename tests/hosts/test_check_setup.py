@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check at start refuses what the first step would refuse, or what would do nothing. Else it says what will run."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check at start calls once what the host will call: it refuses what the first step would, and leaves nothing."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hook is called with exactly the keywords of each host, and answers in the form each host relies on."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which behavior log-probs stop a run, which are legitimate, and when a check has seen enough."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes that the first call must catch, and doubts that it must voice."""
 
 import argparse

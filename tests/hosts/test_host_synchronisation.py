@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From its second call on the hook never waits for the device, and its work does not depend on the data."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs that do not fit: errors that name what is wrong."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dithered master weights: rounded they are what they were, all of an update is seen on average, and ranks agree."""
 
 from __future__ import annotations

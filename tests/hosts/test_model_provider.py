@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime and Miles with a model that hands over hidden states: their scoring passes, their loss, and what is refused."""
 
 import sys

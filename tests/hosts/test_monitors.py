@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a session watches while it runs: how much is rejected, and whether another rank failed."""
 
 import argparse

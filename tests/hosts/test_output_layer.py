@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of Megatron-Core that hands over hidden states has the loss, metrics and gradients of one with logits.
 
 Real models through Megatron-Core's own schedules, in a process for each rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padded batches give, row by row, what the same responses give packed."""
 
 import dataclasses

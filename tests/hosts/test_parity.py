@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With the keys of `yaml/miles_compat.yaml` the package gives the numbers of the hosts' reference example.
 
 The example's metrics of tokens are compared as the mean of each sample, which is what the hosts plot.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ours are the corrections of SkyRL's, OpenRLHF's and ROLL's own code.
 
 Recorded by ``lab/peers/peer_corrections/record.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real gloo processes: where a rank stands, and what the other one learns when it fails."""
 
 import argparse

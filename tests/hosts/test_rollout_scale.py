@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scale of a whole rollout: who sets it, whom it is for, and what samples that share a rollout do to it."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers for a dashboard are those of one call with everything: over micro-batches and ranks, with one read."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One session per `args` object, of whatever kind: what is read of it, how long it lives, what it keeps to itself."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ours are the ratios and losses of TRL's own ``GRPOTrainer``, recorded by ``lab/peers/trl/record.py``.
 
 The trainer stands in here by what of it we look at.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One response without any finite log-prob must not blank the curves of a step."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our numbers are those that verl's own code gave, recorded by ``lab/peers/verl/record.py``."""
 
 import argparse

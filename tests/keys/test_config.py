@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration: what the keys mean, and that both spellings mean the same."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration: what is refused, what is warned of, and that each message names key, value and legal range."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A slip of the hand gets the name that was meant; a word that means something else gets none."""
 
 from collections.abc import Iterator

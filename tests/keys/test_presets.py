@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every preset loads, says what it is for, and is explained in the pages."""
 
 import re

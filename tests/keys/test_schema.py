@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The JSON Schema of the keys: what it refuses, the loader refuses too; what ships, it takes."""
 
 import json

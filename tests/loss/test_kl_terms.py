@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KL terms: every estimator, alone, with an importance ratio that carries gradient, and with a cap."""
 
 import itertools

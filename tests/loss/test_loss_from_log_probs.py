@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss from log-probs, padded and packed, is the one from logits."""
 
 import loss_cases

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our losses are those of prime-rl's and NeMo-RL's own code, recorded by ``lab/peers/peer_losses/record.py``."""
 
 import json

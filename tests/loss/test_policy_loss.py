@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss equals the hosts' own on recorded numbers: value, gradient in the logits, and every metric."""
 
 import lzma

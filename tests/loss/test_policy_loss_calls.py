@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss as it is called: what it refuses, recomputation, synchronisations, and a plain Megatron-Core loop."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss on a GPU: the numbers of the CPU, the same bits twice, and one wait for all metrics."""
 
 from argparse import Namespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any published method by one key: the whole loss is the method, with corrections, denominators and penalties."""
 
 import dataclasses

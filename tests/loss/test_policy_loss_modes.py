@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each mode of the whole loss is: its formula in float64, written out here, and how the modes relate."""
 
 import loss_cases

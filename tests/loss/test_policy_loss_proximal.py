@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis_loss_proximal: current`: one function scores, the ratio is exactly 1, and the host may skip its pass."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context, tensor and data parallelism give the whole loss of one rank: value, metrics, and every rank's gradient."""
 
 from importlib.util import find_spec

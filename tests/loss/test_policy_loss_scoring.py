@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused scoring in the hosts: the numbers of their own functions, and who scores where nobody says so."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused scoring in the hosts on a GPU: their numbers, no wait, and no launch more for more samples."""
 
 import loss_cases

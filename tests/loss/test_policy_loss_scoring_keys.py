@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who turns logits into log-probs: the keys, the flags of the hosts that keep their function, and what is refused."""
 
 import loss_cases

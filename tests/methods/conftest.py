@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods are drawn here with bounds that no one would train with, and of which a gate or weight rightly warns."""
 
 from pathlib import Path

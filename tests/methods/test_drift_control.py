@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drift control variate, by enumerating a small policy: what it takes away, and what it leaves as it was."""
 
 import pytest

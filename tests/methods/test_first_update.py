@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a method does at the first update: the coefficient of the method itself, and the hook's numbers where it can."""
 
 import math

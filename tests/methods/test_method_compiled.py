@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods with ``compiled=True``: the numbers of the eager ones, from graphs that hold for other lengths."""
 
 import pytest

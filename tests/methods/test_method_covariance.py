@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clip-Cov and KL-Cov: which tokens are held back, as many as the share says, by a chance that can be repeated."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every preset's coefficient is the finite difference of its paper's loss; no part of a preset is idle in that test."""
 
 import dataclasses

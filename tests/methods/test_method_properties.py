@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What methods satisfy whatever their numbers: limits, invariances, identities, and the absence of known defects."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context and data parallelism give the coefficients of one rank, for every preset and level; no host waits."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What coefficients estimate, by enumerating every response of a small policy: expectations are exact sums in float64.
 
 The current policy is the toy's proximal one. An expected gradient is given per state and action: the expected sum of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A method's file: the hook does with it what the row says, and refuses what it cannot do alone."""
 
 import dataclasses

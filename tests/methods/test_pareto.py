@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pareto smoothing against a loop over sorted lists; rejection control is unbiased, and equal on every rank."""
 
 import dataclasses

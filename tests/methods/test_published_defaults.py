@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits and defaults that users read of, once more; those of methods stand in ``tests/data/inventory.txt``."""
 
 import inspect

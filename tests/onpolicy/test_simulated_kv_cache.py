@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer that rounds keys and values as its engine's cache: equal bits with that engine, and what is refused."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numeric tests once more, with the kernels that torch has for CPUs without AVX-512 and without AVX2.
 
 A product, a mean or an exponential rounds otherwise there: a tolerance that this machine's kernels just meet, and a

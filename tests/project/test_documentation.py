@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is generated from the rows stands in the pages as it would be generated today; examples load and run.
 
 `python tests/project/test_documentation.py` writes it there.

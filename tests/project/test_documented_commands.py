@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every command line of the pages is one that its program takes: files are there, and its parser accepts the rest."""
 
 import argparse

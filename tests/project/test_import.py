@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `import mis_ext` may cost and pull in."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing that a user has may go: whatever ``tests/data/inventory.txt`` lists is there, by the name it had."""
 
 import re

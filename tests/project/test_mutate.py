@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/mutate.py tells a change that a test sees from one that none sees, in a small package of its own."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the package index shows: the README, with links that lead somewhere once the project has an address."""
 
 import re

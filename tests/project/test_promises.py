@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of promises names files and tests that exist."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs, entropy and gradients from hidden states: against float64, in both backends, on drawn cases."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A head whose vocabulary is split over tensor-parallel ranks: the numbers of one rank, with one collective a pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scoring on a GPU: float64's numbers, the same bits twice, no wait, and no memory but the gradient's."""
 
 from typing import Any

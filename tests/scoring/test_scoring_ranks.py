@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vocabulary that is split over tensor-parallel ranks: the numbers of one rank, with one collective."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random agents, and a server whose log-probs tell their context: what a trainer may use can be computed exactly."""
 
 from __future__ import annotations

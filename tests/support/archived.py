@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of tests that lie in an archive."""
 
 import tarfile

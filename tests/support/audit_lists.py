@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs that the audit compares, and the audit with a word of where they came from."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of the tests of the batch-invariant mode, and what they are compared with."""
 
 import math

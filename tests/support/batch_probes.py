@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows for the probes of invariance, a sum that depends on the batch, and what a report says of a probe."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headless Chromium by its DevTools protocol over a pipe: needs no driver and no package."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data, settings and comparisons that the tests share.
 
 Log-probs are multiples of 1/64, so that differences and their sums are exact in float32: what is left for a tolerance

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recordings made by hand, and where the tokens of the tiny decoder's lie."""
 
 import torch

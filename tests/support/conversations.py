@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two calls of one conversation for every class of boundary, with real tokenizers and chat templates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three steps of two micro-batches for dashboards: exact in float32, some not measured, one infinite."""
 
 import math

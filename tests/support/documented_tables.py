@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of statistics, bounds, metrics, methods and causes as the tables of the documentation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any point of statistics x reductions x actions x bounds, as a configuration and as the rules of the judge."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines over a small vocabulary that differ in one known way."""
 
 import math

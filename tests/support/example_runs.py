@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example's program on ranks that share their imports, which take longer than a short run."""
 
 import importlib

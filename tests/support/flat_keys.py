@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flat keys of a user, as text."""
 
 import yaml

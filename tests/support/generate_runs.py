@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the custom generate function, against a server on the loopback that answers as SGLang 0.5.23 does."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drawn cases for ``score_hidden``, and what the naive page says of them in float64."""
 
 from __future__ import annotations

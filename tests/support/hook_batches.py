@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A batch in which the guards find nothing, and a call of the hook with it."""
 
 import argparse

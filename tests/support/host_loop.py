@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hosts' reference example re-stated: what users' curves and losses look like today, with its shortcomings.
 
 Works on whole responses, one sample after the other, in float64. The names carry the `mis_` prefix of the dashboards.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sample with slime's newer method, and a server on the loopback that answers as a test says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the training modules of slime and Miles: what the whole loss takes from them, token by token.
 
 Written anew from the host contract, in plain operations on one row after the other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter, faster, and with products as on a GPU, whose instruction for a tile rounds all rows alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests, definitions, and logits whose probabilities are known by hand."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One micro-batch and many options of the whole loss: the hosts' own was recorded on them, ours is tested on them."""
 
 import math

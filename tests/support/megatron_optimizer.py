@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's optimizer and its small model, on a CPU."""
 
 from __future__ import annotations

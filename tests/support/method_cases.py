@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random data for methods, and parameters with which every part of a preset acts on it."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of every preset as its paper states it: float64, sequence after sequence, nothing from the package.
 
 A loss is a function of `x`, log-probs of the current policy `[N, T]` for `N` perturbations at once. What a paper puts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a topology: its part of the data, the hook on it, and what differs from the judge on the whole data."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings and samples on which the package and the hosts' reference example are compared."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of prime-rl and NeMo-RL, and the keys with which ours is the same."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Corrections of SkyRL, OpenRLHF and ROLL, and the keys with which ours is the same."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes into runs of other frameworks' own trainers, ``lab/peers/*/train.py``, and how their numbers must lie."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of other frameworks' own trainers, ``lab/peers/*/train.py``: their options, and our keys.
 
 A run with ``like`` must have the gradient norms and the weights of another one; one with ``unlike`` must not. What

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causes of a mismatch, each planted in tokens that two engines gave."""
 
 import math

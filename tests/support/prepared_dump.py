@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's data as the example dumps them, after ``mis_ext.prepare_rollout``: the command has one such hook."""
 
 import dump_rollout

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: how they start, join one group, and write down what each of them found.
 
 ``thread_ranks`` has ranks as threads, for what needs no process group of torch's own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of mathematical properties share: settings, weights of a configuration, parts of samples."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The judge of every other test: the correction in float64, one sequence at a time, written from the specification.
 
 Nothing in it comes from `mis_ext`, and nothing is fast: the rules in `reference_rules.py`, one response in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of the float64 judge: each as the host sees it per token, and as one number."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of the float64 judge: bounded exponentials, means, effective sample sizes."""
 
 import math

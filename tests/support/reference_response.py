@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One response before the float64 judge: its statistics, what the gates leave of it, its weights."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the float64 judge is told to do: statistics, bounds, gates, and the flat keys with their defaults filled in."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small mixture of experts in Megatron-Core, what is replayed in it, and what its routers see.
 
 Without Megatron-Core, a test module that imports this one is skipped.

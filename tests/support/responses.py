@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Responses of inference servers for tests: SGLang's as recorded, vLLM's by hand (its own: ``test_vllm_responses``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs for `mis-ext check-rollouts`, and what it says of them."""
 
 import json

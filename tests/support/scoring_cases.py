@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drawn cases for ``mis_ext.scoring``, and what float64 says of them."""
 
 from __future__ import annotations

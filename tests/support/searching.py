@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many examples a property draws."""
 
 from hypothesis import HealthCheck, settings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a server answers to a request, after a response of SGLang 0.5.23 as it came."""
 
 from __future__ import annotations

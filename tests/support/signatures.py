@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Python can import from the package, and how it is called."""
 
 import functools

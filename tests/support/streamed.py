@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Events of a stream, cut from whole responses, in more ways than a server cuts them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recorder of what would make the host wait for the device, and a batch after which the guards look no more.
 
 On a CPU nothing stalls, so a dispatch mode follows the inputs and all that is computed from them, and forbids the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as threads of one process: what each of them returned or raised, and whether one waited in vain.
 
 Only one of them runs at a time: Triton's interpreter knows no threads.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny random Llama or Qwen2 with a tokenizer of letters and a chat template, as a folder of Hugging Face."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder whose every number is the same in any layout, packed, padded, prefilled or decoded."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small BPE tokenizers, trained on the text below in a fraction of a second, with chat templates like real ones.
 
 Both know every byte: the English one through the bytes of GPT-2's alphabet, the multi-byte one through byte fallback

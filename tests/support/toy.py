@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small policy of which every response can be enumerated, so that expectations are exact sums.
 
 The behavior and proximal policies are tables of next-token probabilities per prefix. Token 0 ends a response, and so

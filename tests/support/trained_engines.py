@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small transformer, trained on a made-up language, as trainer and as engine: what differs between them is planted.
 
 Two models of one shape are trained once in a session: dense, and with experts. Tokens are sampled by the model itself,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causes of a mismatch, each planted in what the transformer of `tests/support/trained_engines.py` samples.
 
 The engine computes in bfloat16, the trainer in float32: kernels alone give a k3 of 8e-5. Changes are applied in the

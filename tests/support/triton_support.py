@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the Triton kernels run in the tests: on a GPU if there is one, else in Triton's interpreter."""
 
 import pytest

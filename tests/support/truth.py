@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of samples, against the calls of agents whose truth is known (``agents.py``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches, options and losses with which verl's own code is compared with ours."""
 
 import torch

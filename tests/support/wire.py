@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What agents (``agents.py``) were answered, as SGLang and vLLM tell it: whole, streamed, aborted."""
 
 from __future__ import annotations

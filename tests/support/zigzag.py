@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which response tokens a context-parallel rank holds, decided position by position from the host contract."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`--json`: every command prints one document, with the numbers that it shows people, and needs nothing to show.
 
 And what the command tells a shell."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that were good until some bytes of them changed: a result, or exit code 2 and one line of error."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table of causes: guards, report and audit give the same name for the same tokens, with the share it explains."""
 
 import math

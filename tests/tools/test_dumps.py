@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The samples in the hosts' dump files: one file of all ranks, a file per rank, JSON lines."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext explain`: every preset, the law against the correction itself, and each trap where it belongs."""
 
 import dataclasses

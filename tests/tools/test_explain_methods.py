@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext explain` of published methods: draws under the law against its closed form, and what is said of a method."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader and the audit on files that the hosts' own saving code wrote (`tests/data/host_dumps/record.py`)."""
 
 import importlib.util

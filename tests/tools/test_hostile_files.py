@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that are none, or are meant to harm: exit code 2, one line of error, and nothing left behind."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext methods`: the list, and all that is said about one."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext panel`: dashboards of metrics that there are, with the alert lines of the page on watching a run."""
 
 import ast

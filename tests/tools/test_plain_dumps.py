@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parquet and safetensors hold the same samples as JSON lines do."""
 
 import json

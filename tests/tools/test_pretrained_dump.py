@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dump of a pretrained model with nothing wrong (`tests/data/pretrained_dump`): the usual case is said first."""
 
 import lzma

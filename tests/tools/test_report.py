@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext report A --against B`: what is written and shown, and files of B that cannot be read."""
 
 import html

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext report` on files of the hosts, on broken ones, and what it writes."""
 
 import json

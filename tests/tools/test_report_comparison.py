@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two runs side by side: numbers against their definitions, what is noise, what appeared and what went."""
 
 import dataclasses

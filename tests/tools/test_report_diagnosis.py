@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report knows besides log-probs: positions, masks, versions, steps, ids. See test_diagnosis.py for others."""
 
 import math

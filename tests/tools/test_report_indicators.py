@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which logged numbers move with the mismatch."""
 
 import json

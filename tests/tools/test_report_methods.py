@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What-if of published methods on a dump: the hook's numbers where it can do them, refusals, and the ranking."""
 
 import dataclasses

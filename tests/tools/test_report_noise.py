@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard errors over prompts and the intervals of two runs: against theory, and against what repeated draws do.
 
 `python tests/tools/test_report_noise.py` prints how often the interval holds the truth.

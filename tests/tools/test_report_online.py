@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's numbers from a running job: of all ranks' samples, written once, and never nothing without a word."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every number of the report against its definition, token by token in Python's own floats."""
 
 import dataclasses

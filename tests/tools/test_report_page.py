@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's page in headless Chromium: by keyboard alone, and on a telephone."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures of the report show the numbers of the tokens: what is drawn is read back from the axes."""
 
 import math

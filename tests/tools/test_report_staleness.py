@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stale weights are named: on what the example dumped (`tests/data/example_dumps/record.py`), and where it is hard."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each cell of the tables of the page is the number that the title of its column names."""
 
 import dataclasses

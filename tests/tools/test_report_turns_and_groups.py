@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns of a response, and groups of one prompt, in the report."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of torch.save: what was saved, without running anything."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every cause, alone and in pairs, in tokens of a trained transformer: what is named, and with what share of k3."""
 
 from collections import Counter

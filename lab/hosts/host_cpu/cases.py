@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of a host on a CPU, and a host: what slime's and Miles' runs have in common."""
 
 import json

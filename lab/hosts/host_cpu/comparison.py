@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must be true of the runs.
 
 Each arrived, those that correct alike have the same first gradient, and those on two ranks that of one rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the tokens of each context-parallel rank lie in the pack."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Miles' own ``tools/convert_hf_to_torch_dist.py`` on a CPU: ``python -m host_cpu.convert`` and its command line.
 
 Miles' Megatron trainer reads Hugging Face files only through Megatron-Bridge. Without it, it wants a checkpoint of

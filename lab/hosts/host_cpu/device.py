@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for CUDA in the processes of slime, Miles and Megatron-LM: their calls for a GPU go to the CPU.
 
 No file of theirs is changed. `install` replaces functions of ``torch.cuda`` in the running process, sends tensors that

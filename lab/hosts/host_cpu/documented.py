@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch flags of our pages, and whether a host's own parser takes them. The pages are the only list."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes what a host's command line names: a tiny Qwen3 with random weights, its tokenizer, prompts and rollouts.
 
     python -m host_cpu.inputs HOST FOLDER

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers for the hosts' ``--spec host_cpu.layers layer_spec``: stands for Transformer Engine.
 
 Megatron-LM's own local spec does not do: its attention refuses packed sequences, which slime always has, and slime's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host logged: the numbers of its own log lines, at full precision.
 
 slime and Miles write every dictionary that they send to wandb or TensorBoard into their log too. Those files keep

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the Megatron trainers of slime and Miles share: the flags of a small model on a CPU, and the runs."""
 
 import shlex

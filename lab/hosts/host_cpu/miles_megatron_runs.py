@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of Miles with its Megatron trainer: its fork of Megatron-LM, and a checkpoint that its own tool wrote."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of Miles, with its FSDP trainer, which needs no Megatron-LM beside Megatron-Core's wheel.
 
 That trainer does not call ``--custom-megatron-init-path``: what is wrong in our keys is refused in the first step.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs on two ranks: each is a run on one rank with another layout, and must have its numbers.
 
 They are in float32, in which rounding does not hide a difference. The hosts take bfloat16 and float16 only.

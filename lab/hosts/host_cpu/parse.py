@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives launches to a host's own parser: ``python -m host_cpu.parse HOST ANSWERS.json < LAUNCHES.json``.
 
 Reads a list of whole command lines. Writes every option that a parser of the host knew, and for each command line the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs as a table, and as a record."""
 
 import json

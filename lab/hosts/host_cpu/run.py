@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with an unmodified host on a CPU, and compares: ``python -m host_cpu.run slime``, or another of `HOSTS`.
 
 The scripts ``*_cpu.sh`` beside this package start it. Every run is a process of the host's own

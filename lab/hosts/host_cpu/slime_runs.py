@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runs of slime: Megatron-LM's trainer, our three flags, the whole loss, and slime's two other hooks."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A host's own ``train.py`` on a CPU: ``python -m host_cpu.train [--float32] HOST`` and the host's command line.
 
 Does what ``train.py`` does as a program, after `host_cpu.device.install` and a Ray of this machine alone.

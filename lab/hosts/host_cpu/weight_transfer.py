@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names for Miles' Megatron trainer, which imports every way to send weights to an engine, used or not.
 
 One of them needs Mooncake, and classes that only Miles' own SGLang has. Nothing here does anything.

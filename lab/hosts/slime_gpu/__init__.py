@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime and Miles on one GPU with a small pretrained model: the model, the tasks, and training with a Ray of its own.
 
 This folder is on the hosts' path as the package ``slime_gpu``: slime and Megatron-LM both have a package ``examples``

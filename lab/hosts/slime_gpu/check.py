@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is everything there that a host's run on one GPU needs? ``python -m slime_gpu.check HOST`` says what is missing.
 
 Prints the versions, beside those with which the run was tried.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets runs of a host that start side by side train one after the other, each alone on its machine.
 
 slime and Miles call `wait` with ``--custom-megatron-before-train-step-hook-path slime_gpu.in_turn.wait``. The

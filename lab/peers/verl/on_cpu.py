@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl on a CPU: a platform and an engine in its own registries; one of ``VERL_USE_EXTERNAL_MODULES``.
 
 The engine samples nothing: it returns random tokens with log-probs near those of a model with nearly equal logits. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records ``training.json.xz`` anew: verl's own ``main_ppo``, with Ray, on a CPU: its correction, ours, and none.
 
 verl is not part of this repository. With a clone of it at the revision of ``record.py``, and its requirements (no GPU,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands for numpy 1 where only numpy 2 is: slime's trainer refuses to start without "1." at the front of its version.
 
 Answers that one question.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What corrections do to training: many small runs at once, as lists of runs that a study can go on with.
 
 ``studies.py`` says what runs; ``ensemble.py`` trains all runs of a group in one set of batched operations, with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of results: zip archives, each with the groups of a study, or with one that is not yet among them.
 
 A group is ``GROUP.json``, what is known of the whole and a column per number, and ``GROUP/STEP/STREAM.npy``.

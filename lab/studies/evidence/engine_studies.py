@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Studies of SGLang's settings: what mismatch they have, and what training with 8-bit products needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines that sample for all runs of a group: SGLang, and a sampler whose mismatch is dialled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains all runs of a group at once: GRPO with PPO's clip, and mis_ext's correction for each run.
 
 Shapes as in ``policy.py``.

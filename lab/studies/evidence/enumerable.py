@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bias and variance of corrections, exactly: a policy whose responses can all be listed.
 
 No rollout is drawn. Every response of a small vocabulary is scored under both policies, and the mean and the variance

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The noise floor: how far runs lie apart that repeat one setting, method and seed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures that people see first: what stale weights do to training, and what healthy and sick runs look like."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained: runs, and how their engine and trainer are set."""
 
 from __future__ import annotations

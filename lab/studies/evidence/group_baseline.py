@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does rejection bias the baseline of a group? Exactly: a policy whose answers, and groups of answers, can be listed.
 
 GRPO compares an answer with the other answers to its question. An answer that a gate rejects has no gradient, but it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where engine and trainer differ, from the log-probs of real rollouts: size, tails, probability, position, length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of experts in place of a decoder's SwiGLU. Shapes as in ``policy.py``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What came out of a study's runs, and how sure that is."""
 
 from __future__ import annotations

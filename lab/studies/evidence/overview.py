@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first part of the evidence's README: how many runs there are, and each method's effect in each setting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many decoders of one shape at once: every weight has the run as its first dimension.
 
 Shapes: R runs, B sequences, S tokens of prompt and response, P of the prompt, L of the response, V vocabulary, M all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Studies of which policy is meant: without mismatch, with top-p, from a checkpoint on.
 
 Each comes in two sizes: for a GPU, and ``_small`` for a core of a CPU.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of fp16 and dithered weights: on both sides, with weights of bf16, and in the trainer alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results on disk: archives of finished groups, and the state of those that run."""
 
 from __future__ import annotations

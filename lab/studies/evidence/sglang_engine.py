@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang as the engine of a group: the weights of one run after the other."""
 
 from __future__ import annotations

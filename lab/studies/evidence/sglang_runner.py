@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's model runner in this process, for many models one after the other.
 
 What produces tokens and log-probs is SGLang's own: model code, attention backend, key-value cache, CUDA graphs and

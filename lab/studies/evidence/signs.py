@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which number of the first steps goes with a shortfall of training without correction."""
 
 from __future__ import annotations

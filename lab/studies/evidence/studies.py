@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is studied: questions, and the groups of runs that answer them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a study is, and the methods that studies compare."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report: one page and plots per study, made of everything that has run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The passes as Triton kernels: few launches, the same bits on every run, the numbers of the eager backend.
 
 Start reading at :mod:`mis_ext.correction.triton.fused`. Tokens are cut into tiles of one sequence each, so that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton backend: which kernel runs when, on which buffers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device functions written from the formulas of a plan, and the kernels that call them, with their constants."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels: where tokens, sequences and numbers lie. What is computed is generated from the formulas.
 
 First what they and generated code call. A name that is None here is a device function that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launching kernels at little cost to the host."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check at start: what the first training step would refuse, or what would do nothing, before the model loads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The correction function that slime and Miles call inside their policy loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime and Miles without logits: the model that their provider makes, and the pass that scores the rollout."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole loss in slime and Miles: which of them runs, who scores the logits there, and what is handed back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime's other hook: the whole rollout before it is trained on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an exactness audit can find (verdicts, problems, differences, evidence), and its report of all of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The audit of dumped samples, and the files that show where their streams came from.
 
 Equal bits cannot tell two engines that agree from one stream that was copied. Two kinds of file can:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sample after the other: what makes its log-probs incomparable, and else what their comparison measures.
 
 Everything that is measured is a function of one sample, so that no number depends on how samples are spread over ranks.

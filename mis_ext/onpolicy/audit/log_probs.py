@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exactness audit: are the trainer's log-probs the bits that the inference engine sampled with?"""
 
 from __future__ import annotations

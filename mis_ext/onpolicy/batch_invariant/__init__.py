@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch-invariant execution: the mode, the attention both engines can share, and the kernels under them.
 
 ``mode`` puts ``overrides`` in the place of torch's operators, which also says what passes and what is refused:

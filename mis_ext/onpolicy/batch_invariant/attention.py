@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed-block attention as a torch operator, differentiable, and torch's ``scaled_dot_product_attention`` on it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch-invariant products, sums and attention on a CPU: every product that reaches BLAS has one fixed shape.
 
 A BLAS picks its kernel, and with it the order of its sums, by the shapes and strides of the operands. Here operands are

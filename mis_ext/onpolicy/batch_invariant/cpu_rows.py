@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows and single numbers on a CPU: the same bits in any batch, any layout and with any number of threads.
 
 torch computes whole vectors with other instructions than the elements that are left over at the end of each thread's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mode: inside it a row's bits depend on the row, and not on what else is in the batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the mode puts in the place of torch's functions and operators, and what it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How sequences lie in packed tensors, and which keys their queries may attend to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention on CUDA whose every output row has the same bits in a prefill, a chunk of it or a decode.
 
 A program belongs to one run of queries and one head. Blocks of keys start at the first key that a query sees, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products and sums of rows on CUDA, in which a row depends on the same row of the left matrix and on the right one.
 
 A library chooses tiles by the number of rows, and splits a long K over several programs that add up in any order. Both

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax, mean, sum and RMSNorm on CUDA, each row in one fixed order: a program per row, in blocks from left to right.
 
 Each lane of a block adds up its own column of the blocks, and the lanes are added up last. What is added in which order

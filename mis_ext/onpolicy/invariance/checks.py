@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a row depend on what else is in the batch, or on how its sequence was fed: through rounding, or truly?
 
 The criterion of every probe is bitwise. Only where bits differ is the difference judged, by one principle: it is

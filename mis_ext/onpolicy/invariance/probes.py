@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probes of one function against one reference: compare bits, judge what differs, and report what they add up to."""
 
 from __future__ import annotations

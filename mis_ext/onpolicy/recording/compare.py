@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two recordings of the same tokens: the first module and position at which they differ, and the module to blame."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two recordings of one module: which of their common rows differ in any bit, by how much, and do its inputs."""
 
 from __future__ import annotations

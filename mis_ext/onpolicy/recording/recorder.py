@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recording of what every module of a model is given and returns, through hooks that change nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model computed, by module and token: collected forward by forward, saved, and loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which token a row of a tensor belongs to: (sequence, absolute position), whatever the order of the dimensions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of SGLang's tensor dumper (``sglang.srt.debug_utils.dumper``) as a recording."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts that an engine chose per token and layer: as SGLang and vLLM send them, or recorded in transformers.
 
 Row ``p`` belongs to the token at position ``p`` as the model's input: it is the choice made while that token was fed

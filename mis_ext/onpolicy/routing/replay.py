@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing replay in Megatron-Core: its routers take the experts that the rollout engine chose, or tell their own.
 
 ``topk_routing_with_score_function`` (Megatron-Core 0.16) asks the object in a router's ``router_replay`` slot for its

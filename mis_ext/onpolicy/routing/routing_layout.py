@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which order a trainer's routers see the tokens of a micro-batch, and the recorded experts in that order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened between two calls of one conversation, and what became of it: classes, actions and counts."""
 
 from __future__ import annotations

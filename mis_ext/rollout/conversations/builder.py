@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the calls of a conversation to training samples: what each prompt continues, and what is trained.
 
 Ids decide where they can, else the bytes of the tokens.

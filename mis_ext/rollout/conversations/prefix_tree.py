@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a conversation by the ids that are known of them: what a prompt shares with any of them, in one pass."""
 
 from __future__ import annotations

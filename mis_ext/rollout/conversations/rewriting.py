@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A conversation found again in a prompt that writes its turns another way, or with other tokens.
 
 A chat template renders earlier turns anew: white space, JSON, reasoning blocks and tokens may change where no word

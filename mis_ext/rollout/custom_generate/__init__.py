@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function of slime and Miles."""

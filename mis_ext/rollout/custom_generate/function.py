@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function for slime and Miles: ``--custom-generate-function-path mis_ext.rollout.generate``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is taken from the host: what its ``args`` ask for, its client, its tokenizer, its flag of an abort.
 
 Without slime or Miles the last three are our own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that a response says about one generation, held against each other.
 
 A response says most things more than once: ids beside log-probs, counts in ``usage``, the end in two fields.

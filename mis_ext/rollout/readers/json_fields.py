@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoded JSON of an inference server, where every doubt is an error that names the request and both values."""
 
 from __future__ import annotations

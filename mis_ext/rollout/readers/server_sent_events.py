@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streamed answers: the events of one request, joined into the response that the readers take.
 
 The readers count and compare what was joined as they do with any response. Only the order of the events is proven here,

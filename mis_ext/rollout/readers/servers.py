@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The readers: one response of SGLang, of vLLM, or of any server with OpenAI-style log-probs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``mis-ext`` command."""
 
 from __future__ import annotations

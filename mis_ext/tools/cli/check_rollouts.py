@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mis-ext check-rollouts``: what logged conversations prove about the sampled tokens."""
 
 from __future__ import annotations

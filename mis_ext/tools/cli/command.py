@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What commands share: a result, packages that one needs, what is printed for people, and how far it has come."""
 
 from __future__ import annotations

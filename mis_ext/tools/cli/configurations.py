@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands about configurations, which need no data: ``explain``, ``presets``, ``schema``, ``methods``, ``convert``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mis-ext audit`` and ``mis-ext diff``: are trainer and engine equal bit for bit, and where do they first differ?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mis-ext panel``: the three numbers that are worth an alert, with its lines, for a dashboard to import."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mis-ext report``: look at a run, choose a configuration with data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table of causes of a mismatch: the guards of a run, the report and the audit ask it.
 
 :class:`Measuring` adds up what tokens show, :func:`diagnose` names the causes in ``CAUSES`` that it points to, each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cause is, and what its rule finds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causes in the engines: how they compute, and on which tokens it shows.
 
 The numbers come from the geometry of each cause and from our own measurements (lab/evidence): bfloat16 kernels

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From tokens to what the rules look at."""
 
 from __future__ import annotations

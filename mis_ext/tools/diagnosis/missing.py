@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the data: numbers of the engine that are no log-probs, or are those of other tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of the distribution: the two log-probs are not of what was sampled from."""
 
 from __future__ import annotations

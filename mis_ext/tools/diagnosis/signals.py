@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the log-probs show about the cause of a mismatch: sums that add up over parts.
 
 Noise of the logits moves a log-prob by about ``1 - p`` times the noise: a token that is nearly certain hardly moves. So

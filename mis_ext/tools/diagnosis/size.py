@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a mismatch of this size usually is, where nothing else explains it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of other steps: by the recorded versions, by steps in which k3 returns to its floor, or by size alone.
 
 Numbers from runs of examples/train_grpo.py with ``--update-weights-interval 4``: right after a sync k3 is 4e-5 to

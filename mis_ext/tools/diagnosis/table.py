@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one table of causes, in the order in which they are looked for.
 
 What is in the data itself comes first, then what the log-probs are of, then how they were computed, then what a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples from files: what slime and Miles dump for debugging, and JSON lines.
 
 ``.pt``, each with the keys of the table below, one entry per sample, among others:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of every format as columns: what hosts write with torch, JSON lines, Parquet and safetensors."""
 
 from __future__ import annotations

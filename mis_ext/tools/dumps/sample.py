@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sample of a dump, and a file of samples, of any format."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The samples of many files, one file in memory at a time; of several ranks joined to whole samples, each once.
 
 A sample is known by its folder, rollout, number and ids. Ranks of tensor parallelism repeat each other's samples; those

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a configuration does: in words and formulas, by the Gaussian law of a mismatch, and with its known traps.
 
 :func:`explain_config` says everything at once. It needs nothing but torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a configuration, or a published method at its first update, does to a mismatch that follows the Gaussian law."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Gaussian law of a mismatch: what ratios, their products and means do if tokens are independent, and so a gate.
 
 ``d = log pi_prox - log mu`` of a token is taken as ``N(m, s^2)``. Ratios have mean 1 under the policy that sampled,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Known traps: what speaks against a configuration, on data that were measured or that the Gaussian law describes.
 
 The guards of a run, the report and ``mis-ext explain`` all warn from here.

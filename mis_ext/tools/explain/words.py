@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that is said about a configuration before it runs, in words and formulas, and in numbers by the Gaussian law."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mismatch report: where two engines disagree, and what each configuration would have done about it.
 
 Parts of a run go in (:class:`Parts` makes them of dumps, :meth:`Part.of_lists` of tensors); a :class:`Collector` keeps

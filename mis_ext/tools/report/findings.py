@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is found in the files of one run: sums of its parts, the summary, likely causes, and what they leave."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a number is chance: standard errors over prompts, and intervals of what two runs differ by."""
 
 from __future__ import annotations

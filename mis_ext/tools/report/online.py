@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's numbers of a running job, on its dashboard: once per rollout, of the samples of all ranks."""
 
 from __future__ import annotations

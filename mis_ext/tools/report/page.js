@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A button in the title of each column sorts its table: the largest first, then the smallest. What was not measured is last.
 for (const table of document.querySelectorAll("table")) {
   const body = table.tBodies[0], titles = [...table.tHead.rows[0].cells];

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report as one page of HTML that needs nothing else: ``page.html`` with its numbers. Its script only sorts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A part of a run, packed: so many samples as fit into memory, all of one step; and a stream of samples into parts."""
 
 from __future__ import annotations

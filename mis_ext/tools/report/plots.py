@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of a run: where the engines differ, what each configuration would do, and how another run compares.
 
 For print and for colour-blind readers: every line has dashes and a marker of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which configuration to take, and why: candidates, what speaks against each on the data, and their ranking."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary: what the engines' disagreement looks like, in typed numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a configuration would have done to the data, by the correction itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole report: of files, with configurations to try, another run beside it, and what moves with the mismatch."""
 
 from __future__ import annotations

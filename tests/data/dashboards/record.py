@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records ``numbers.json`` anew: what wandb, TensorBoard and MLflow give back of what docs/reference/metrics.md writes.
 
 None of them is part of the environment of the tests. In one with ``wandb``, ``tensorboard`` and ``mlflow``, from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the files in ``dumps.tar.xz`` anew: what examples/train_grpo.py dumps of three small runs, on a CPU.
 
 With what requirements/test.txt names, from the repository's root:

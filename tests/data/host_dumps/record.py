@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the files in ``dumps.tar.xz`` anew: what the saving code of slime and Miles writes, run here on a CPU.
 
 The hosts' code is not part of this repository. With a clone of each, and httpx installed, from the repository's root:

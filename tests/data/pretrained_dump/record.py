@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps 64 samples of a dump in ``dump.pt.xz``: SmolLM2-135M-Instruct, with nothing wrong.
 
     python tests/data/pretrained_dump/record.py train_data/0_0.pt

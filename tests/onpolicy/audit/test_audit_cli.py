@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext audit` on files as slime and Miles write them, and on JSON lines."""
 
 import json

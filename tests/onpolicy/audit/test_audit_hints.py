@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exactness audit: what a difference points to, and what a pass does not show."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exactness audit: bits, numbers worked out by hand, and the report that shows them."""
 
 import json

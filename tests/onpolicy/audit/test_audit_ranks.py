@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exactness audit gives the report of one process on any number of ranks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exactness audit: what never passes, and what is only a copy."""
 
 import numpy as np

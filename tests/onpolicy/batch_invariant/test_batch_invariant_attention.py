@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of packed sequences, whatever else is in the pack and however it is fed."""
 
 import math

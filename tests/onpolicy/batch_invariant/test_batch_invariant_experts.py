@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a mixture of experts is made of, in the mode: grouped products, sums of a token's experts, choices among equals.
 
 CPU and CUDA: on a machine with a GPU every test runs on both.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels under a mixture of experts: on a GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations

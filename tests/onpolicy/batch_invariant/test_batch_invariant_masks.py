@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention under masks: packs, padding, windows, groups of heads and sinks leave the bits of a query on a CPU."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in the mode, bit for bit: transformers' models, each way to run experts, and Megatron-Core's."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the batch-invariant mode holds: blocks, threads and wrapped models; and what it refuses."""
 
 import asyncio

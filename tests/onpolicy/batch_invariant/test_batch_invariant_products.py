@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products and norms of the batch-invariant mode: a row has the same bits in any batch, and is right."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a backward pass computes again is what the forward pass computed."""
 
 import pytest

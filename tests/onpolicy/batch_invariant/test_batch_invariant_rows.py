@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A number's bits depend on its own row alone, for whatever the mode lets through on a CPU."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch's own attention keeps its meaning in the batch-invariant mode."""
 
 import math

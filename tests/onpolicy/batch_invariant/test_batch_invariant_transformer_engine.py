@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batch-invariant mode refuses modules of Transformer Engine by name.
 
 Stand-ins: classes whose ``__module__`` is one of Transformer Engine's, and its empty package in ``sys.modules``. The

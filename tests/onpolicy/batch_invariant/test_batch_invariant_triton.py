@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels of batch-invariant execution: values against float64, and bits that depend on nothing but the row.
 
 On a GPU where there is one; elsewhere Triton's interpreter runs the same kernels on small shapes, without bfloat16.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demonstration with Megatron-Core's own inference as its engine."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which functions depend on the batch, and whether by rounding or truly."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each probe of invariance finds what only it can find; noise, errors and thread counts."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a position's output depends on how its sequence was fed."""
 
 import importlib.util

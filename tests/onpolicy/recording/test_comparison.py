@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparator finds planted differences exactly, and the module that caused them."""
 
 from typing import Any

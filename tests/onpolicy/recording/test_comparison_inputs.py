@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparator: when the inputs of a module count as equal, and which names are the same."""
 
 import re

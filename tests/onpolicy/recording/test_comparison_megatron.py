@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparator on Megatron-Core: planted differences, and transformers module by module."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparator: values, dtypes and rows; nothing that was not compared counts as equal."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``mis-ext diff``: recordings and SGLang's dumps, by exit code and by what is printed."""
 
 import importlib.util

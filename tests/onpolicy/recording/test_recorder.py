@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder: it changes nothing, and leaves nothing behind."""
 
 import threading

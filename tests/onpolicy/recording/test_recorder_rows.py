@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder puts every value under its token, however the tokens came."""
 
 import pytest

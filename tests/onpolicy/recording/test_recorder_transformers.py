@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder on the generation of transformers: caches and continuous batches."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the recorder calls a value, which values it takes, and which of two it keeps."""
 
 from dataclasses import dataclass

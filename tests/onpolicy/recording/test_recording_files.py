@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recording on disk: the same after loading, or an error."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine says about its experts: what is refused, whose row is whose, and how far two routings differ."""
 
 import importlib.util

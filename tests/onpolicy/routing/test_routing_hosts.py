@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of our routing layouts against the code with which slime and Miles cut theirs, from a checkout."""
 
 import argparse

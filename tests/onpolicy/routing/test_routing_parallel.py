@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing replay over real gloo processes: every rank replays its rows, and the ranks together score as one.
 
 The weights, the experts and the log-probs of one process are written down; four processes replay the same experts under

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What SGLang and vLLM send of their experts: whose row is whose, what nobody wrote, and what is refused."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing replay in Megatron-Core: whose experts are used and who weights them, what is refused, what is restored."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds of every sample, whatever agents do: 720 conversations, with a scorer that knows every context."""
 
 from __future__ import annotations

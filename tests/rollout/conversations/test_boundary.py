@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every class of turn boundary, found by proof; and no class where the proof fails."""
 
 from __future__ import annotations

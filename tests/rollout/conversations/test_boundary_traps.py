@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What agent loops do that looks like the same conversation and is another, or looks like another and is the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each policy makes of each class of boundary, and what no policy lets pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Best of n, sub-agents, interleaved conversations: each call goes on from the one whose ids its prompt holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened to the text between the sampler and the trainer."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function where the host aborts its rollout, at whatever moment."""
 
 import asyncio

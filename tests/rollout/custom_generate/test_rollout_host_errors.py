@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function: what a server may not answer, and what is asked again."""
 
 import asyncio

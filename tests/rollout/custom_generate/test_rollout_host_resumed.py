@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function: aborted samples, partial rollouts and several weight versions."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function: hosts, settings, evaluation, and log-probs of another distribution."""
 
 import asyncio

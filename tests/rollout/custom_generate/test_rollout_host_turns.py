@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function: each turn holds the earlier ones as they were sampled, within its limits."""
 
 import copy

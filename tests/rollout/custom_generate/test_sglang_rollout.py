@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The custom generate function against SGLang's real HTTP server on a CPU."""
 
 # The imports after the skip need packages that only the SGLang environment has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of which distribution a log-prob is, and what makes the trainer's comparable with it."""
 
 import math

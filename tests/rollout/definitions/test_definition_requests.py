@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request and a server say of a distribution, and what is refused."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's log-probs of a distribution: kept tokens, padding, dtypes."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of which distribution SGLang's log-probs are: a real engine against a teacher-forced float32 transformers model.
 
 With SGLANG_RETURN_ORIGINAL_LOGPROB=1 in the environment, the same is tested of its log-probs at temperature 1.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext check-rollouts` on genuine responses, and on conversations of every class of boundary."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext check-rollouts` on several files, compressed ones and pipes."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext check-rollouts`: refused responses, broken lines, logs without a token, wrong usage."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `mis-ext check-rollouts` shows is what its JSON has."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`mis-ext check-rollouts` compares the text that an agent kept with what was sampled."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines of logs are read as the JSON parser of the standard library reads them, only faster."""
 
 import json

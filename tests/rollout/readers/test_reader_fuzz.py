@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Thousands of malformed responses: each is refused by name, or read as if it were whole."""
 
 import json

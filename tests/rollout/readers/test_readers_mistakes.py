@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a response proves nothing: each mistake is refused by name."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes, text and a tokenizer prove the ids that a server sampled, or nothing does."""
 
 import pytest

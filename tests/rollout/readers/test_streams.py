@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams joined into responses: the readers give what they give without streaming.
 
 The events are cut from responses (``streamed.py``): ``test_vllm_responses.py`` and ``test_sglang_rollout.py`` join what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM 0.32.0 changes in a request on its way: of each kind answers of a real server, beside transformers' truth.
 
 ``data/rollout_responses/record_vllm.py changed defaults speculation logits`` recorded them. Each has the log-probs that

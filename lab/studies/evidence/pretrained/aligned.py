@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's half of an exact agreement with SGLang; the engine's half is ``onpolicy.sglang_scheduler``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A collapse that anybody can reproduce on one GPU: the studies, and the rule that says what collapsed.
 
 The model has 1.5 billion weights and thinks in steps: Qwen2.5-Coder-1.5B-Instruct. Its questions are prepared

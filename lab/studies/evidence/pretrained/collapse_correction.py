@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a correction saves of runs that collapse without one: arms, contrasts, who warned, and every run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of the collapse studies: the ladder and its picture, which number warned, the atlases, the first runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the collapse studies: their rows, what became of them, which number warned, and their picture."""
 
 from __future__ import annotations

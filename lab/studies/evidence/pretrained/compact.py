@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer of long answers: passes of as many tokens as fit, logits of answers alone, scored in one fused pass."""
 
 from __future__ import annotations

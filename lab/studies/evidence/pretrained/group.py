@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is trained: one run of a pretrained model."""
 
 from __future__ import annotations

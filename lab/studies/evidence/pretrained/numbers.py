@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of a rollout's log-probs, and of how its weights grew old."""
 
 from __future__ import annotations

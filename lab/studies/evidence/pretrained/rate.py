@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A learning rate that falls as k3 grows: a slower learner in place of a correction."""
 
 from __future__ import annotations

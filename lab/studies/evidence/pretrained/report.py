@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page and a plot per study of a pretrained model: the floor first, then what is above it."""
 
 from __future__ import annotations

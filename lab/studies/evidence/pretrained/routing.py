@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the trainer's routers choose other experts than the engine's."""
 
 from __future__ import annotations

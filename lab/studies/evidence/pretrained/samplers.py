@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who samples answers in words: SGLang, or transformers."""
 
 from __future__ import annotations

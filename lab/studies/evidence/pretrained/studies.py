@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is studied with a pretrained model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training of one run: Megatron-Core, an engine, and the hosts' own call of mis_ext."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process keeps from run to run: the checkpoint, an engine, Megatron-Core's groups, and who evaluates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets vLLM's processes run their Triton kernels in Triton's interpreter: no Triton for CPUs is in a package index.
 
 vLLM's newer runner, which alone returns routed experts and sampling masks, wants a Triton with a driver for CPUs. The
