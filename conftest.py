@@ -55,6 +55,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in long)
 
 
+_NVTE = {name for name in os.environ if name.startswith("NVTE_")}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """Megatron-Core writes a model's kernels of attention into the environment, and refuses those of the next model."""
+    for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
+        del os.environ[name]
+
+
 def pytest_collection_finish():
     """What was imported stays: a collector that looks through all of it takes a fifth of the time of the tests.
 
