@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
 from io import StringIO
@@ -21,6 +22,7 @@ from mis_ext.cli import main
 from mis_ext.dumps import Dumps
 from mis_ext.tools.explain.traps import traps_of
 from mis_ext.tools.report.page import render_page
+from mis_ext.tools.report.plots import Drawing
 from mis_ext.tools.report.recommendation import circumstances_of, file_candidate, preset_candidates
 from mis_ext.tools.report.whole_report import make_report
 
@@ -205,7 +207,7 @@ def test_what_has_to_be_repaired_first_leaves_nothing_to_paste(tmp_path) -> None
     report = make_report(Dumps([tmp_path / "0.jsonl"]), preset_candidates(["mis"]))
     assert report.recommendation.headline.startswith("Repair this first: placeholders")
     assert (report.recommendation.name, report.recommendation.yaml) == ("mis", "")
-    assert "To paste:" not in render_page(report)
+    assert "To paste:" not in render_page(report, defaultdict(lambda: Drawing(b"", b"")))
 
 
 @pytest.fixture(scope="module")

@@ -289,6 +289,6 @@ def test_a_run_of_one_step_has_no_picture_over_steps() -> None:
 def test_a_picture_of_the_same_numbers_is_the_same_file(report) -> None:
     picture = next(each for each in pictures(report[0]) if each.name == "steps")
     assert isinstance(picture, Picture)
-    svg = drawn(picture, file_format="svg")
-    assert svg == drawn(picture, file_format="svg")
-    assert b"Over steps" in svg
+    drawing = drawn(picture)
+    assert drawing == drawn(picture)
+    assert b"Over steps" in drawing.svg

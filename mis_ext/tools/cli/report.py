@@ -176,14 +176,16 @@ def _with_text(report: Report, path: Path) -> Report:
 
 def _write(report: Report, folder: Path, *, run: str) -> None:
     from mis_ext.tools.report.page import render_page
-    from mis_ext.tools.report.plots import write_pictures
+    from mis_ext.tools.report.plots import drawings
 
     # Before anything is written: what cannot be shown leaves nothing behind.
-    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report, run=run)
+    pictures = drawings(report)
+    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report, pictures, run=run)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", f"{summary}\n")
     write_whole(folder / "report.html", page)
-    write_pictures(report, folder)
+    for name, picture in pictures.items():
+        (folder / f"{name}.png").write_bytes(picture.png)
 
 
 def _show_report(report: Report, folder: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,7 +15,7 @@ from markupsafe import Markup
 from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
-from mis_ext.tools.report.plots import comparison_pictures, drawn, pictures
+from mis_ext.tools.report.plots import Drawing, comparison_pictures, pictures
 from mis_ext.tools.report.recommendation import Ranked
 from mis_ext.tools.report.summary import WorstToken
 from mis_ext.tools.report.whole_report import ComparedCause, ComparedNumber, Found, Report
@@ -146,7 +146,7 @@ _SHARES = ("k3_share", "kept_tokens", "live_tokens", "kept_sequences", "removed_
 """Titles of columns, and the numbers below them; shares are in percent."""
 
 
-def render_page(report: Report, *, run: str = "") -> str:
+def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "") -> str:
     """The report as one HTML page that needs no other file; ``run`` is its name and date."""
     summary, ranking, against = report.summary, report.recommendation.ranking, report.against
     rows = {
@@ -185,7 +185,7 @@ def render_page(report: Report, *, run: str = "") -> str:
     environment.filters |= {
         "breakable": _breakable,
         "count": "{:,}".format,
-        "svg": lambda picture: base64.b64encode(drawn(picture, file_format="svg")).decode(),
+        "svg": lambda picture: base64.b64encode(drawings[picture.name].svg).decode(),
     }
     return environment.get_template("page.html").render(
         report=report,
