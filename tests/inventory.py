@@ -12,8 +12,8 @@ import re
 import sys
 import tempfile
 import warnings
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from io import StringIO
 from itertools import product
@@ -35,7 +35,7 @@ import mis_ext.dumps
 import mis_ext.methods
 import mis_ext.onpolicy
 import mis_ext.rollout
-from mis_ext.cli import main
+from mis_ext.cli import main as mis_ext_command
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests" / "data" / "inventory.txt"
@@ -176,7 +176,7 @@ def commands() -> Iterator[str]:
     parse = ArgumentParser.parse_args
     noted = lambda self, *_: parsers.append(self) or parse(self, ["x"])  # noqa: E731
     with patch.object(ArgumentParser, "parse_args", noted), redirect_stderr(StringIO()), suppress(SystemExit):
-        main([])
+        mis_ext_command([])
     (choices,) = (action.choices for action in parsers[0]._actions if action.dest == "command")
     for name, parser in {"": parsers[0], **choices}.items():
         command = f"mis-ext {name}".strip()
@@ -363,7 +363,9 @@ def gone(kind: str, names: Names) -> list[str]:
     return [name for name in names if name not in today]
 
 
-def _write() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Add what is new to the file."""
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args(arguments)
     before = recorded() if FILE.is_file() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -372,4 +374,4 @@ def _write() -> None:
 
 
 if __name__ == "__main__":
-    _write()
+    main()

@@ -4,7 +4,7 @@
 import re
 
 import pytest
-from inventory import KINDS, ROOT, gone, is_there, moved, recorded
+from inventory import FILE, KINDS, ROOT, gone, is_there, main, moved, recorded
 
 RECORDED = recorded()
 
@@ -12,6 +12,15 @@ RECORDED = recorded()
 def test_every_kind_is_listed() -> None:
     assert [*RECORDED] == [*KINDS]
     assert all(RECORDED.values())
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["--check"], 2)])
+def test_what_is_no_request_to_write_writes_nothing(arguments, status, capsys) -> None:
+    before = FILE.stat().st_mtime_ns
+    with pytest.raises(SystemExit, match=str(status)):
+        main(arguments)
+    assert FILE.stat().st_mtime_ns == before
+    assert "usage" in "".join(capsys.readouterr())
 
 
 @pytest.mark.filterwarnings("ignore")
