@@ -78,7 +78,7 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_audit(parsed: argparse.Namespace) -> Result:
     """Audit the files; the exit code is 0 if they passed, else 1."""
-    from mis_ext.onpolicy.audit.dumps import audit_dumps
+    from mis_ext.onpolicy.audit.log_probs import audit_dumps
     from mis_ext.tools.dumps import Dumps
 
     # What cannot be used has a verdict of its own here.
