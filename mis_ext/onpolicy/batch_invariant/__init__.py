@@ -1,17 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant execution: the mode, the attention both engines can share, and the kernels under them.
+"""Batch-invariant execution: the mode, in which a row's bits depend on the row, and not on what else is in the batch.
 
-``mode`` puts ``overrides`` in the place of torch's operators, which also says what passes and what is refused:
+It puts ``overrides`` in the place of torch's operators, which also says what passes and what is refused:
 ``attention``, ``mixtures`` and ``cpu_rows`` compute. ``devices`` chooses the arithmetic, of ``cpu`` or of the Triton
 files; ``packed_sequences`` says how sequences lie, on both.
 """
 
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from mis_ext.onpolicy.batch_invariant.attention import attention
-from mis_ext.onpolicy.batch_invariant.devices import rms_norm
-from mis_ext.onpolicy.batch_invariant.mode import (
-    batch_invariant_forward,
-    batch_invariant_mode,
-    is_batch_invariant,
-)
+from mis_ext.onpolicy.batch_invariant.devices import check_device_type, rms_norm
+from mis_ext.onpolicy.batch_invariant.overrides import FunctionOverrides, OperatorOverrides
 
 __all__ = ["attention", "batch_invariant_forward", "batch_invariant_mode", "is_batch_invariant", "rms_norm"]
+
+_TRANSFORMER_ENGINE = "transformer_engine"
+_MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+
+
+class _Overrides(ExitStack):
+    """What a block has put onto the stacks of its thread, and how many blocks rely on it."""
+
+    num_blocks = 0
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.overrides: list[_Overrides] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def batch_invariant_mode() -> Iterator[None]:
+    """Make what this thread computes batch-invariant, on a CPU and on CUDA, or refuse it by name.
+
+    Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
+    tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum; ``log_softmax`` and
+    reductions over the last dimension, or that leave one before it, take one order per row. On a CPU elementwise
+    functions take whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error
+    elsewhere: ``overrides.py`` has the lists. A product with a bias is rounded, then added to the bias and rounded
+    again, so engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to
+    the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
+    Machines Lab, 2025.
+
+    In a mixture of experts a row of a grouped product has the bits of its own product with the matrix of its expert.
+    ``index_add``, ``scatter_add`` and ``index_put`` add rows of one destination in the order in which they lie. Of
+    equal scores ``topk`` takes the first. An expert that drops tokens at a capacity depends on the batch all the same.
+
+    The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
+    changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
+    use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
+    be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
+    computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are
+    not about a row: they run as they are. Compiled code (``torch.compile``, captured graphs, custom kernels) runs as
+    it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is imported when the block
+    begins; its functions, called without a module, are not seen.
+
+    Raises:
+        RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on, or OpenMP
+            may take fewer threads than torch says; nothing is enabled then. Or the block ends in another thread than it
+            began in.
+        NotImplementedError: In the block, an operator that has no batch-invariant form here, or a call of a module of
+            Transformer Engine.
+    """
+    thread = threading.get_ident()
+    if not is_batch_invariant() or not _thread.overrides:
+        _check_environment()
+        _thread.overrides.append(_push_missing())
+    overrides = _thread.overrides[-1]
+    overrides.num_blocks += 1
+    try:
+        yield
+    finally:
+        if threading.get_ident() != thread:
+            # Popping would take a mode off this thread's stack that was never on it.
+            raise RuntimeError("batch_invariant_mode must end in the thread that it began in")
+        overrides.num_blocks -= 1
+        if overrides.num_blocks == 0:
+            _thread.overrides.remove(overrides)
+            overrides.close()
+
+
+def is_batch_invariant() -> bool:
+    """Whether products and attention called from here are those of :func:`batch_invariant_mode`."""
+    return FunctionOverrides.is_on() and OperatorOverrides.is_on()
+
+
+def _push_missing() -> _Overrides:
+    """In a backward pass torch takes away one of the two, and its threads begin with what their caller had."""
+    overrides = _Overrides()
+    if _TRANSFORMER_ENGINE in sys.modules:
+        # Torch asks before the call of every module, which takes a microsecond.
+        overrides.enter_context(register_module_forward_pre_hook(_refuse_in_mode))
+    if not FunctionOverrides.is_on():
+        overrides.enter_context(FunctionOverrides())
+    if not OperatorOverrides.is_on():
+        overrides.enter_context(OperatorOverrides())  # type: ignore[no-untyped-call]
+    return overrides
+
+
+def _check_environment() -> None:
+    # Elementwise functions are cut for the threads that torch says it has.
+    dynamic, limit = os.environ.get("OMP_DYNAMIC", ""), os.environ.get("OMP_THREAD_LIMIT", "")
+    if dynamic.lower() in ("true", "1"):
+        raise RuntimeError(f"OMP_DYNAMIC={dynamic} lets OpenMP take fewer threads than torch says: unset it")
+    if limit.isdigit() and int(limit) < torch.get_num_threads():
+        raise RuntimeError(
+            f"OMP_THREAD_LIMIT={limit} is less than torch's {torch.get_num_threads()} threads: "
+            f"call torch.set_num_threads({limit})"
+        )
+    if torch.cuda.is_available():
+        check_device_type("cuda")
+    megatron = sys.modules.get(_MEGATRON_KERNELS)
+    if megatron is not None and megatron.is_batch_invariant_mode_enabled():
+        raise RuntimeError(
+            "Megatron-Core's batch-invariant mode is on, and would override the same operators: turn it off"
+        )
+
+
+@contextmanager
+def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
+    """Run the forwards of these modules in :func:`batch_invariant_mode`, in whichever thread they are called.
+
+    The modules inside of them too: gradient checkpointing calls some of those again in the backward pass, which may be
+    after the forward of the whole, and in a thread of autograd.
+
+    Args:
+        *modules: Each, and each module inside, gets a wrapper around its ``forward``, and its own one back after the
+            block. A copy made in the block keeps its wrapper.
+
+    Raises:
+        ValueError: A module is wrapped already.
+        NotImplementedError: A module is one of Transformer Engine.
+    """
+    for path, module in (named for model in modules for named in model.named_modules()):
+        kind: Any = type(module)
+        if _is_transformer_engine(kind):
+            raise NotImplementedError(_refusal(kind, path))
+    wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
+    for module in wrapped:
+        if hasattr(module.forward, "__batch_invariant__"):
+            raise ValueError(f"the forward of {type(module).__name__} is batch-invariant already")
+    with ExitStack() as stack:
+        for module in wrapped:
+            stack.callback(_restore_forward, module, vars(module).get("forward"))
+            module.forward = _in_mode(module, module.forward)
+        yield
+
+
+def _in_mode(module: nn.Module, forward: Callable[..., Any]) -> MethodType:
+    """A method, because a deep copy of the module then gets one of its own."""
+    function = forward.__func__ if getattr(forward, "__self__", None) is module else None  # type: ignore[attr-defined]
+
+    @wraps(function or forward)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Most modules are called by one that has entered the mode, and a decode step waits for this.
+        with nullcontext() if is_batch_invariant() else batch_invariant_mode():
+            return function(self, *args, **kwargs) if function else forward(*args, **kwargs)
+
+    wrapped.__batch_invariant__ = True  # type: ignore[attr-defined]
+    return MethodType(wrapped, module)
+
+
+def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) -> None:
+    if own_forward is None:
+        del module.forward
+    else:
+        module.forward = own_forward
+
+
+# Kernels of Transformer Engine are reached past torch's operators, so the mode refuses its modules by name.
+def _refuse_in_mode(module: nn.Module, args: tuple[Any, ...]) -> None:
+    # The hook is the process's, the mode is its thread's.
+    kind: Any = type(module)
+    if _is_transformer_engine(kind) and OperatorOverrides.is_on():
+        raise NotImplementedError(_refusal(kind))
+
+
+@cache
+def _is_transformer_engine(kind: Any) -> bool:
+    """By a base too: the modules of Megatron-Core's specification derive from Transformer Engine's."""
+    return any(base.__module__.split(".")[0] == _TRANSFORMER_ENGINE for base in kind.__mro__)
+
+
+def _refusal(kind: type[nn.Module], path: str = "") -> str:
+    where = f"{path}, a" if path else "a"
+    return (
+        f"{where} {kind.__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: build "
+        "the model of torch's modules (Megatron-Core: get_gpt_decoder_block_spec with use_transformer_engine=False; a "
+        "local layer spec alone gets Transformer Engine's final norm), or take Megatron-Core's own mode for these "
+        "modules, enable_batch_invariant_mode, on both sides and without this one"
+    )
