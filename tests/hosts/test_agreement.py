@@ -30,6 +30,7 @@ KEYS = {
 SCOPE = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout", "mis_denominator": "kept"}
 LOCAL = ("pg_loss", "train_log_probs", "rollout_log_probs")
 
+needs_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -318,10 +319,13 @@ def test_a_shared_denominator_on_one_rank_is_refused_on_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    ["eager", pytest.param("triton", marks=pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)))],
+    ("empty", "backend"),
+    [
+        pytest.param({1}, "eager", id="one rank"),
+        pytest.param({0, 1}, "eager", id="all ranks"),
+        pytest.param({1}, "triton", id="one rank, triton", marks=needs_triton),
+    ],
 )
-@pytest.mark.parametrize("empty", [{1}, {0, 1}], ids=["one rank", "all ranks"])
 def test_zero_samples_are_a_legal_call(empty, backend, monkeypatch) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     keys = {"tis_batch_normalize": True, "use_rs": True, "mis_denominator": "kept", "mis_metrics": "all"}
@@ -391,7 +395,7 @@ def test_a_rank_without_log_probs_does_not_count(keys) -> None:
             assert 0.0 < torch.cat(outcomes[cp_rank][1]).mean() < 1.0
 
 
-@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@needs_triton
 def test_the_triton_backend_carries_the_status_too(monkeypatch) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", "triton")
 
