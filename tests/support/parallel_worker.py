@@ -31,6 +31,7 @@ import mis_ext
 from mis_ext import prepare_rollout
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
+*IN_WHOLE_RUNS, _ = TOPOLOGIES.values()
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 SECONDS = 60
 MARGIN = 1e-5
@@ -224,18 +225,23 @@ class Worker:
             )
         return failures
 
-    def run_thd(self) -> list[str]:
-        # Every setting in one of the topologies of whole runs, and some in that of every run.
-        *whole_runs, _ = TOPOLOGIES.values()
+    def some(self, cases: list) -> list:
+        """A third of them in each of the topologies of whole runs, and all of them elsewhere."""
         topology = (self.cp_size, self.dp_size)
-        cases = grid()[whole_runs.index(topology) :: 3] if topology in whole_runs else grid()[::13]
-        failures = self.compare_hook(cases, "plain") + self.compare_hook(grid()[1::29], "broken")
+        return cases[IN_WHOLE_RUNS.index(topology) :: 3] if topology in IN_WHOLE_RUNS else cases
+
+    def run_thd(self) -> list[str]:
+        # Every setting in one of the topologies of whole runs.
+        settings = grid() if (self.cp_size, self.dp_size) in IN_WHOLE_RUNS else grid()[::13]
         return (
-            failures + self.compare_hook(grid()[::37], "single tokens") + self.compare_hook(grid()[::37], "all masked")
+            self.compare_hook(self.some(settings), "plain")
+            + self.compare_hook(self.some(grid()[1::29]), "broken")
+            + self.compare_hook(self.some(grid()[::37]), "single tokens")
+            + self.compare_hook(self.some(grid()[::37]), "all masked")
         )
 
     def run_bshd(self) -> list[str]:
-        return self.compare_hook(grid()[::19], "plain", max_seq_lens=True, qkv_format="bshd")
+        return self.compare_hook(self.some(grid()[::19]), "plain", max_seq_lens=True, qkv_format="bshd")
 
     def run_contiguous(self) -> list[str]:
         failures: list[str] = []
@@ -316,7 +322,7 @@ class Worker:
             made.append(WrappedGroup(group))
             return made[-1]
 
-        for keys, per_token_loss in grid()[::19]:
+        for keys, per_token_loss in self.some(grid()[::19]):
             expected = correct(calls, keys, per_token_loss=per_token_loss)[self.dp_rank]
             args = args_of(keys, per_token_loss=per_token_loss)
             output, pg_loss = self.hook(
@@ -410,8 +416,8 @@ class Worker:
         return failures
 
     def run_megatron(self) -> list[str]:
-        return self.compare_hook(grid()[::19], "plain", miles=False) + self.compare_hook(
-            grid()[::23], "broken", miles=False
+        return self.compare_hook(self.some(grid()[::19]), "plain", miles=False) + self.compare_hook(
+            self.some(grid()[::23]), "broken", miles=False
         )
 
     def run_rollout_scope(self) -> list[str]:
