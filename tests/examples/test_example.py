@@ -30,7 +30,7 @@ MISSING = [
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
 
-from example_runs import EXAMPLES, ROOT, SMALL_RUN, WHOLE_LOSS, learned, leave_a_run, on_ranks, target, train
+from example_runs import EXAMPLES, ROOT, SMALL_RUN, WHOLE_LOSS, content, learned, leave_a_run, on_ranks, target, train
 from grpo import engine_settings
 from grpo.arguments import parse_args
 from grpo.engine import Completion
@@ -50,12 +50,12 @@ PROBLEM = Problem(step=3, start=8, noise=(5, 0), num_graded=4)
 
 
 @contextmanager
-def torchrun(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Start two ranks that import this checkout, as a user does, and end them."""
+def program(*flags: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start it, with two ranks that import this checkout, as a user does, and end them."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
-        cwd=ROOT,
+        [sys.executable, str(EXAMPLES / "train_grpo.py"), *flags],
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -312,18 +312,24 @@ def test_the_whole_loss_gives_the_numbers_of_the_examples_own(topologies, topolo
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a long run, with a band that follows a target, that got Ctrl-C after a few steps."""
-    output_dir = tmp_path_factory.mktemp("interrupted")
+    """The output of a long run, with a band that follows a target, that got Ctrl-C after a few steps.
+
+    Where it began there was one before it.
+    """
+    folder = tmp_path_factory.mktemp("interrupted")
+    output_dir = folder / "runs" / "grpo_transformers_2"
+    (first := output_dir.with_name("grpo_transformers_1")).mkdir(parents=True)
+    leave_a_run(first)
+    before = content(first)
     metrics = output_dir / "metrics.jsonl"
-    command = [str(EXAMPLES / "train_grpo.py"), "--output-dir", str(output_dir), *SMALL_RUN, "--num-rollout", "100000"]
-    command += target(output_dir, gain=0.3)
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    with torchrun(*command) as process:
+    with program(*SMALL_RUN, "--num-rollout", "100000", *target(folder, gain=0.3), cwd=folder) as process:
         while len(read_metrics(metrics)) < 2 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert len(read_metrics(metrics)) >= 2, output
+    assert content(first) == before
     return output_dir
 
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from example_runs import EXAMPLES, ROOT, SMALL_RUN, leave_a_run
+from example_runs import EXAMPLES, ROOT, SMALL_RUN, content, leave_a_run
 from grpo.arguments import parse_args
 from grpo.output_dir import make_output_dir
 
@@ -17,10 +17,6 @@ SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh", "run_vll
 
 def start(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
-
-
-def content(folder: Path) -> dict[str, str]:
-    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -199,21 +195,6 @@ def test_each_run_gets_a_folder_of_its_own_by_engine_and_number(
     assert made("sglang", overwrite=True) == "runs/grpo_sglang_1"
     assert made("sglang", output_dir=Path("elsewhere/mine")) == "elsewhere/mine"
     assert (tmp_path / "elsewhere" / "mine").is_dir()
-
-
-@pytest.mark.whole_run
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_second_run_leaves_the_first_as_it_is(tmp_path: Path) -> None:
-    first = tmp_path / "runs" / "grpo_transformers_1"
-    first.mkdir(parents=True)
-    leave_a_run(first)
-    before = content(first)
-    run = start([sys.executable, str(EXAMPLES / "train_grpo.py"), *SMALL_RUN, "--num-rollout", "1"], cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert content(first) == before
-    assert "runs/grpo_transformers_2/metrics.jsonl" in run.stdout
-    assert (tmp_path / "runs" / "grpo_transformers_2" / "checkpoint.pt").exists()
 
 
 @pytest.mark.whole_run

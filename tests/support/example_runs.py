@@ -62,6 +62,11 @@ def leave_a_run(folder: Path) -> None:
         (folder / name).write_text(content)
 
 
+def content(folder: Path) -> dict[str, str]:
+    """The files of a run, as :func:`leave_a_run` left them or not."""
+    return {str(path): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
 def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Leave out what depends on the clock."""
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
