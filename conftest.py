@@ -25,7 +25,7 @@ with contextlib.suppress(ImportError):
     from hypothesis import settings
 
     # In place of its own, which draws the same each time.
-    settings.register_profile("ci", settings.get_profile("default"), max_examples=400, deadline=None)
+    settings.register_profile("ci", settings.get_profile("default"), max_examples=200, deadline=None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 
 
 def searching(percent: int) -> settings:
-    """Other examples in every run: a part of what the profile draws, 100 in the test command and 400 in CI.
+    """Other examples in every run: a part of what the profile draws, 100 in the test command and 200 in CI.
 
     A failure prints its example, and pytest at its end the seed that draws it again (``conftest.py``).
     """
