@@ -26,9 +26,11 @@ def quicken(interpreter: ModuleType) -> None:
     """Spare the interpreter what it does over and over again: half of its time.
 
     For each function that a kernel calls it patches all of Triton's language, for the type of each number it makes a
-    table of all types, and it looks for integers that overflow, as compiled kernels do not.
+    table of all types, for each tensor its shape anew, it reads the source of a function twice, and it looks for
+    integers that overflow, as compiled kernels do not.
     """
     patch, launch, types = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+    make = interpreter.tl.tensor.__init__
     patched: set[int] = set()
     known: dict[str, np.dtype] = {}
 
@@ -50,6 +52,19 @@ def quicken(interpreter: ModuleType) -> None:
             known[of.name] = types(of)
         return known[of.name]
 
+    def make_alike(self: Any, handle: Any, type: Any) -> None:
+        if (shaped := vars(type).get("shaped")) is None:
+            make(self, handle, type)
+            type.shaped = (self.shape, self.numel, self.dtype)
+        else:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = shaped
+
+    def place(self: Any) -> tuple[str, int]:
+        """For tracebacks; the line is that of the first decorator."""
+        return self.fn.__code__.co_filename, self.fn.__code__.co_firstlineno
+
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_anew, patch_once
-    interpreter._get_np_dtype = known_type
+    interpreter._get_np_dtype, interpreter.tl.tensor.__init__ = known_type, make_alike
+    interpreter.FunctionRewriter._get_jit_fn_file_line = place
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
