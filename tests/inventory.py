@@ -150,7 +150,7 @@ def _configs() -> Iterator[mis_ext.CorrectionConfig]:
     ]
     vetoes += [mis_ext.Gate(reduce="sum", low=0.5, high=2.0, target_accept=0.9, name="adapting")]
     both = {"normalize_over": "kept", "denominator": "kept", "metrics": "all"}
-    yield mis_ext.CorrectionConfig(metrics_only=True, weight=None, metrics="all")
+    yield mis_ext.CorrectionConfig(metrics_only=True, weight=None, metrics="all", staleness=True)
     for mode in mis_ext.BOUNDS:
         yield mis_ext.CorrectionConfig(weight=mis_ext.Weight(mode=mode), gates=(*gates, *vetoes), **both)
     for statistic, reduce in product(mis_ext.STATISTICS, ("token", "sum", "mean", "max", "min")):

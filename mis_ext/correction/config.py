@@ -11,7 +11,16 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 from mis_ext.correction.gates import Gate, label_gates
-from mis_ext.correction.metrics import PREFIX, MetricRow, gate_rows, mismatch_rows, outcome_rows, weight_rows
+from mis_ext.correction.metrics import (
+    PREFIX,
+    MetricRow,
+    age_rows,
+    gate_rows,
+    mismatch_rows,
+    outcome_rows,
+    weight_rows,
+)
+from mis_ext.correction.statistics import LAG
 from mis_ext.correction.weights import Denominator, NormalizeOver, Scope, Weight, WeightScale
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 
@@ -40,6 +49,8 @@ class CorrectionConfig:
         warn_only: Guards that warn instead of raising an error.
         max_reject_fraction: Warn when a larger share of tokens or sequences is rejected.
         metrics_only: Measure, and change nothing.
+        staleness: Each token comes with its lag, and metrics tell fresh tokens from stale ones. A gate on the lag and a
+            weight with ``when: stale`` ask for it too.
     """
 
     weight: Weight | None = DEFAULT_WEIGHT
@@ -53,6 +64,7 @@ class CorrectionConfig:
     warn_only: frozenset[str] = frozenset()
     max_reject_fraction: float = 0.1
     metrics_only: bool = False
+    staleness: bool = False
     _hash: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +93,7 @@ class CorrectionConfig:
         check_choice("denominator", self.denominator, get_args(Denominator))
         check_bool("per_token_loss", self.per_token_loss)
         check_bool("metrics_only", self.metrics_only)
+        check_bool("staleness", self.staleness)
         check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
         check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)
         check_known("guards", self.warn_only, GUARD_NAMES)
@@ -119,6 +132,14 @@ class CorrectionConfig:
         """Every gate, with the one that the weight implies."""
         implied = self.weight.gate if self.weight is not None else None
         return self.gates if implied is None else (implied, *self.gates)
+
+    @property
+    def needs_lag(self) -> bool:
+        """Whether every token must come with the age of the weights that sampled it."""
+        only_outside = None if self.weight is None else self.weight.only_outside
+        gates = self.gates if only_outside is None else (only_outside, *self.gates)
+        is_of_stale = self.weight is not None and self.weight.when == "stale"
+        return self.staleness or is_of_stale or any(gate.statistic == LAG for gate in gates)
 
     @property
     def needs_whole_sequences(self) -> bool:
@@ -193,6 +214,8 @@ class CorrectionConfig:
 
     def _rows(self) -> Iterator[MetricRow]:
         yield from mismatch_rows(self.metric_max)
+        if self.needs_lag:
+            yield from age_rows(self.metric_max)
         if self.metrics_only:
             return
         if self.weight is not None:

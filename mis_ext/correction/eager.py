@@ -55,9 +55,9 @@ class EagerBackend:
         self._tokens = NamedValues(self._given, plan.token)
         self._masks: dict[int, Tensor] = {}
 
-    def take_segments(self, segments_FT: Tensor) -> None:
-        """The plan's ``segment_names`` of each local token; before any other pass, where there are some."""
-        named = dict(zip(self.plan.segment_names, segments_FT.unbind(), strict=True))
+    def take_given(self, given_FT: Tensor) -> None:
+        """The plan's ``given_names`` of each local token; before any other pass, where there are some."""
+        named = dict(zip(self.plan.given_names, given_FT.unbind(), strict=True))
         self._tokens = NamedValues(self._given | named, self.plan.token)
 
     def token_statistics(self) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mis_ext.correction.formula import NUM_RESPONSE, NUM_VALID, Column, Formula, inside
 from mis_ext.correction.statistics import (
+    LAG,
     MISMATCH,
     OF_SEGMENTS,
     STATISTICS,
@@ -286,6 +287,7 @@ VETO_NAMES = {
     ("ratio", "min"): "rs_catastrophic",
     ("ratio", "max"): "rs_veto_upper",
     ("proximal_probability", "min"): "rs_veto_probability",
+    (LAG, "max"): "rs_staleness",
 }
 
 

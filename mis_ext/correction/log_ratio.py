@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from mis_ext.correction.layout import PackedLayout
 
 
+UNKNOWN_LAG = 1e6
+"""The lag of a token whose version nobody knows: above every bound, and finite, so that sums and metrics are too."""
+
+
 class TokenRatios(NamedTuple):
     """Local tokens; every field is finite everywhere, 0 where ``valid_mask_T`` is False."""
 
@@ -26,12 +30,23 @@ class Streams(NamedTuple):
     """What comes in: log-probs of the local tokens ``[T]``, nats, and the mask of whole responses ``[R]``, any dtype.
 
     ``proximal``: scored by the training engine before the update. ``behavior``: reported by the inference engine that
-    sampled the tokens. The mask is not 0 on tokens that the policy generated.
+    sampled the tokens. The mask is not 0 on tokens that the policy generated. ``lag``: by how many weight updates the
+    weights that sampled a local token are older than the trainer's, NaN where nobody knows; None if nobody says.
     """
 
     proximal_logprobs_T: Tensor
     behavior_logprobs_T: Tensor
     response_mask_R: Tensor
+    lag_T: Tensor | None = None
+
+    @property
+    def known_lag_T(self) -> Tensor:
+        """``[T]`` float32, :data:`UNKNOWN_LAG` where nobody knows: never 0, which would call the token fresh."""
+        assert self.lag_T is not None
+        lag_T = self.lag_T.detach().float()
+        # False for NaN too. No weights are newer than the trainer's: below 0 a version was misread.
+        is_known_T = (lag_T >= 0.0) & (lag_T < UNKNOWN_LAG)
+        return torch.where(is_known_T, lag_T, UNKNOWN_LAG)
 
     def token_ratios(self, layout: PackedLayout) -> TokenRatios:
         """Per-token ``log(pi_prox / mu)`` in float32, and the mask of the tokens that have one.

@@ -29,7 +29,7 @@ from mis_ext.correction.formula import (
     where_positive,
 )
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import OPEN, mean
+from mis_ext.correction.statistics import LAG, OPEN, mean
 from mis_ext.correction.weights import Weight
 
 PREFIX = "mis_"
@@ -93,7 +93,8 @@ class MetricRow:
         text: What it measures, for the documentation.
         is_core: Whether it is on the short list to watch.
         alias_of: Another row with the same values, which are not computed twice.
-        mask: Name of the mask of which a sequence needs a token to be measured; by default what ``over`` says.
+        mask: Name of the mask of which a sequence needs a token to be measured, and over which a mean over valid tokens
+            is; by default what ``over`` says.
         is_scaled: Whether the value is that of the formula times ``scale_factor``, which is known after the totals.
     """
 
@@ -114,7 +115,9 @@ class MetricRow:
     @property
     def total_formula(self) -> Formula:
         """What one sequence adds to the total of the mean."""
-        return Formula.named(Column("sum", self.token_name)) if self.over == "valid_tokens" else self.formula
+        if self.over != "valid_tokens":
+            return self.formula
+        return Formula.named(Column("sum", self.token_name, self.mask or "valid"))
 
     @property
     def amount_name(self) -> str:
@@ -430,6 +433,40 @@ def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
     )
 
 
+def age_rows(metric_max: float) -> Iterator[MetricRow]:
+    """Mismatch and staleness apart: on fresh tokens the engine alone differs, on stale ones the weights do too.
+
+    What one age shows is a number of all valid tokens, the others counting as on-policy: so it is known in each call,
+    also in one that has no token of that age.
+    """
+    dated = Column("sum", "dated", "dated")
+    lag = Formula.named(LAG)
+    yield row("lag_mean", "valid_tokens", lag, "mean lag, of tokens with a known one", core=True, mask="dated")
+    largest = Formula(
+        lambda lag, count: where(count > 0.0, lag, math.nan), (Total("max", Column("max", LAG, "dated")), *_sums(dated))
+    )
+    yield row("lag_max", "group", largest, "largest known lag", core=True)
+    yield row(
+        "unknown_lag_token_fraction",
+        "response_tokens",
+        Formula(lambda num_valid, num_dated: num_valid - num_dated, (NUM_VALID, dated)),
+        "tokens with a ratio, and weights of unknown age",
+        core=True,
+    )
+    is_stale = Formula.of(lambda lag: where(lag > 0.0, 1.0, 0.0))
+    yield row("stale_token_fraction", "valid_tokens", is_stale, "tokens whose lag is above 0, or unknown", core=True)
+    k3_of = {
+        "fresh": Formula.of(lambda lag, k3: where(lag > 0.0, 0.0, k3.clamp_max(metric_max))),
+        "stale": Formula.of(lambda lag, k3: where(lag > 0.0, k3.clamp_max(metric_max), 0.0)),
+    }
+    for age, k3 in k3_of.items():
+        other = "stale" if age == "fresh" else "fresh"
+        yield row(f"k3_kl_{age}", "valid_tokens", k3, f"what {age} tokens add to `k3_kl`", core=True)
+        needs = _sums(*(Column("sum", f"{power}{age}_ratio") for power in ("", "squared_")), NUM_VALID)
+        text = f"`ess_ratio_token` if {other} tokens had the ratio 1"
+        yield row(f"ess_ratio_token_{age}", "group", Formula(effective_share, needs), text, core=True)
+
+
 def _as_it_is(value: Tensor) -> Tensor:
     return value
 
@@ -443,7 +480,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         return log_ratio.then(lambda x: where(compare(x), 1.0, 0.0))
 
     low, high = weight.log_low, weight.log_high
-    before = Formula.named("ratio") if is_of_tokens else log_ratio.then(bounded_exp)
+    before = Formula.named("ratio") if log_ratio.names == ("log_ratio",) else log_ratio.then(bounded_exp)
     yield row("tis_weight_before_bound", over, before, "the ratio at `tis_level`")
     above = share_of(lambda x: x > high)
     if weight.bound.has_low:
@@ -510,7 +547,8 @@ def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denomin
         if weight.level == "token":
             average = Formula(mean, (Column("sum", "token_weight"), NUM_VALID))
             # The weight never falls where the ratio grows, so its extremes are the weights of the extreme ratios.
-            smallest, largest = (Formula(weight.bounded, (Column(side, "log_ratio"),)) for side in ("min", "max"))
+            (log_ratio,) = weight.log_ratio.names
+            smallest, largest = (Formula(weight.bounded, (Column(side, log_ratio),)) for side in ("min", "max"))
         text = "bounded and scaled weights, whatever the gates do: their mean over a sequence"
         yield row("is_ratio_mean_final", "sequences", average, text, core=True, scaled=True)
         yield row("is_ratio_min_final", "sequences", smallest, "their smallest", scaled=True)

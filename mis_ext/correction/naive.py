@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
+from mis_ext.correction.log_ratio import UNKNOWN_LAG
 from mis_ext.correction.weights import Weight
 
 
@@ -32,13 +33,19 @@ class _Response(NamedTuple):
     d: Tensor
     log_pi: Tensor
     log_mu: Tensor
+    lag: Tensor
     generated: Tensor
     valid: Tensor
 
 
 @torch.no_grad()
 def naive_correction(
-    *, proximal: Sequence[Tensor], behavior: Sequence[Tensor], masks: Sequence[Tensor], config: CorrectionConfig
+    *,
+    proximal: Sequence[Tensor],
+    behavior: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    config: CorrectionConfig,
+    lags: Sequence[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Weights, and what stays in the loss, of all responses of the configured ``scope``.
 
@@ -47,6 +54,7 @@ def naive_correction(
         behavior: Log-probs of the engine that sampled, in nats.
         masks: Nonzero on tokens that the policy generated.
         config: Which weight, which gates, and what scales the weights.
+        lags: Weight updates since the weights that sampled, NaN where nobody knows; where a gate or the weight asks.
 
     Returns:
         Per response ``[length]``: the weights, float64, and the keep masks, bool.
@@ -57,7 +65,8 @@ def naive_correction(
     # Where the ratio of one token is unknown, so is the product over the response, and every mean.
     needs_all = has_one_weight or any(gate.reduce in ("sum", "mean") for gate in config.all_gates)
     weights, keeps, counted, sizes = [], [], [], []
-    for streams in zip(proximal, behavior, masks, strict=True):
+    lags = [torch.full_like(each, math.nan) for each in proximal] if lags is None else lags
+    for streams in zip(proximal, behavior, masks, lags, strict=True):
         response = _read(*streams)
         is_whole = torch.equal(response.valid, response.generated)
         # A token without a ratio is never given the ratio 1, which would train it as if it were on-policy.
@@ -90,14 +99,16 @@ def naive_correction(
     return [weight * scale for weight in weights], keeps
 
 
-def _read(proximal: Tensor, behavior: Tensor, mask: Tensor) -> _Response:
+def _read(proximal: Tensor, behavior: Tensor, mask: Tensor, lag: Tensor) -> _Response:
     # d_t = log pi_t - log mu_t
     log_pi, log_mu, generated = proximal.double(), behavior.double(), mask != 0
     d = log_pi - log_mu
     valid = generated & d.isfinite()
     # Never d * mask: NaN * 0 is NaN.
     d, log_pi, log_mu = (torch.where(valid, x, 0.0) for x in (d, log_pi, log_mu))
-    return _Response(d, log_pi, log_mu, generated, valid)
+    # A token whose version nobody knows is never called fresh.
+    lag = torch.where(lag >= 0.0, lag.double().clamp(max=UNKNOWN_LAG), UNKNOWN_LAG)
+    return _Response(d, log_pi, log_mu, torch.where(valid, lag, 0.0), generated, valid)
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -108,6 +119,9 @@ def _exp(x: Tensor) -> Tensor:
 def _weight(weight: Weight, response: _Response) -> Tensor:
     """``[length]``: the ratio of each token, or that of the response for all of them, bounded."""
     d, valid = response.d, response.valid
+    if weight.when == "stale":
+        # A fresh token differs by the mismatch alone, and keeps weight 1.
+        d = torch.where(response.lag > 0.0, d, 0.0)
     # rho_t, prod_t rho_t or (prod_t rho_t)^(1/T)
     log_ratio = {"token": d, "sequence": d[valid].sum(), "geometric": d[valid].mean()}[weight.level]
     ratio = _exp(log_ratio).expand_as(d)
@@ -149,7 +163,7 @@ def _passes(gate: Gate, response: _Response, named: Mapping[str, Gate]) -> Tenso
 
 
 def _statistic(name: str, response: _Response) -> Tensor:
-    d, log_pi, log_mu, *_ = response
+    d, log_pi, log_mu, lag, *_ = response
     return {
         # Of these three the log, so that their sum becomes a product and their mean a geometric mean.
         "ratio": d,
@@ -166,6 +180,7 @@ def _statistic(name: str, response: _Response) -> Tensor:
         "probability_difference": (_exp(log_pi) - _exp(log_mu)).abs(),
         "binary_kl": _binary_kl(log_pi, log_mu),
         "reverse_binary_kl": _binary_kl(log_mu, log_pi),
+        "lag": lag,
     }[name]
 
 

@@ -144,6 +144,7 @@ def compute_correction(
     band_scales_N: Tensor | None = None,
     token_metrics: bool = False,
     failed_rank: int | None = None,
+    lag_T: Tensor | None = None,
 ) -> Correction:
     """Correct for the difference between the policy that sampled and the policy that trains.
 
@@ -161,12 +162,14 @@ def compute_correction(
         token_metrics: Also write the selected metrics per token.
         failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
             number in :attr:`Correction.status`.
+        lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
+            NaN where nobody knows. Needed, and used, only with :attr:`~mis_ext.CorrectionConfig.needs_lag`.
 
     Raises:
-        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale or the scales of
-            bands are missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
+        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale, the scales of
+            bands or lags are missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
     """
-    streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R)
+    streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, lag_T)
     backend = prepare(
         streams, layout, config, cp_group=cp_group, rollout_scale=rollout_scale, band_scales_N=band_scales_N
     )
@@ -212,11 +215,11 @@ def run_passes(
 ) -> Correction:
     """The passes of a call, and the collectives between them; arguments as of :func:`compute_correction`."""
     plan, layout = backend.plan, backend.layout
-    if plan.segments:
-        # Most runs have no gate on turns.
-        from mis_ext.correction.segments import segment_values
+    if plan.given_names:
+        # Most runs have no gate on turns, and no versions.
+        from mis_ext.correction.segments import given_rows
 
-        backend.take_segments(segment_values(backend, cp_group=cp_group))
+        backend.take_given(given_rows(backend, cp_group=cp_group))
     statistics_FS = backend.token_statistics()
     if failed_rank is not None:
         mark_failed(statistics_FS, failed_rank)
@@ -253,9 +256,10 @@ def _check(
     band_scales_N: Tensor | None,
 ) -> None:
     """Refuse what does not fit together."""
+    *log_probs_and_mask, lag_T = streams
     expected = layout.num_local_tokens, layout.num_local_tokens, layout.num_whole_tokens
-    if tuple(map(Tensor.numel, streams)) != expected:
-        for name, stream, length in zip(Streams._fields, streams, expected, strict=True):
+    if tuple(map(Tensor.numel, log_probs_and_mask)) != expected:
+        for name, stream, length in zip(Streams._fields, log_probs_and_mask, expected, strict=False):
             if stream.numel() != length:
                 raise ValueError(f"{name} has {stream.numel()} tokens, the layout says {length}")
     if layout.is_whole and cp_group is not None and group_size(cp_group) > 1:
@@ -269,6 +273,13 @@ def _check(
     # A rank without tokens takes part without scales.
     if layout.num_local_tokens == 0:
         return
+    if plan.needs_lag and lag_T is None:
+        raise ValueError(
+            "staleness, a gate on the lag or a weight with when: stale: nobody gives the lag of the tokens. In slime "
+            "and Miles mis_ext.rollout.generate and mis_ext.prepare_rollout do, elsewhere lag_T of the streams"
+        )
+    if lag_T is not None and lag_T.numel() != layout.num_local_tokens:
+        raise ValueError(f"lag_T has {lag_T.numel()} tokens, the layout says {layout.num_local_tokens}")
     if plan.config.scope == "rollout" and rollout_scale is None and plan.config.is_scaled:
         raise ValueError(
             "scope: rollout needs the scale of the rollout, which --rollout-data-postprocess-path "

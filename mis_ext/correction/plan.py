@@ -19,8 +19,8 @@ word           of a token                                            of a sequen
 =============  ====================================================  ===========================================
 
 A token stays in the mask if it is kept and its sequence too: there are ``num_kept`` of them. Given to all formulas are
-the :data:`SCALES`, for a rollout ``band_scale_of_<gate>``, and of a token ``known_segment``, ``segment_sum_<token
-formula>`` and ``segment_mean_...``, which are found before the passes.
+the :data:`SCALES`, for a rollout ``band_scale_of_<gate>``, and of a token its ``lag``, ``known_segment``,
+``segment_sum_<token formula>`` and ``segment_mean_...``, which are found before the passes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mis_ext.correction.formula import (
 )
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metrics import GROUP_FORMULAS, PREFIX, Kind, MetricRow
-from mis_ext.correction.statistics import TOKEN_FORMULAS, reduced
+from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS, reduced
 from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale, term_formulas
 
 DECISIONS = ("weighted_sequence", "kept_sequence", "sequence_weight", "num_kept")
@@ -121,7 +121,8 @@ class Plan:
         token: Formulas of a token, by name.
         sequence: Formulas of a sequence.
         segments: Reductions over the tokens of segments, see :func:`~mis_ext.correction.segments.segment_values`.
-        segment_names: The rows of what that returns; none without a gate on segments.
+        needs_lag: Whether tokens must come with their lag.
+        given_names: The rows of :func:`~mis_ext.correction.segments.given_rows`: the lag, and those of segments.
         columns: Reductions over tokens, sums first.
         column_names: All of their names.
         num_sum_columns: How many of the columns are sums.
@@ -145,7 +146,8 @@ class Plan:
     token: Mapping[str, Formula]
     sequence: Mapping[str, Formula]
     segments: tuple[Segment, ...]
-    segment_names: tuple[str, ...]
+    needs_lag: bool
+    given_names: tuple[str, ...]
     columns: tuple[Column, ...]
     column_names: tuple[str, ...]
     num_sum_columns: int
@@ -220,7 +222,11 @@ def plan_of(config: CorrectionConfig) -> Plan:
         token=token,
         sequence=sequence,
         segments=segments,
-        segment_names=(KNOWN_SEGMENT, *(segment.name for segment in segments)) if segments else (),
+        needs_lag=config.needs_lag,
+        given_names=(
+            *([LAG] if config.needs_lag else []),
+            *([KNOWN_SEGMENT, *(segment.name for segment in segments)] if segments else []),
+        ),
         columns=columns,
         column_names=tuple(map(str, columns)),
         num_sum_columns=sum(column.operation == "sum" for column in columns),

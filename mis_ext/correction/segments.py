@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments: runs of generated tokens within a response, such as the turns of an agent.
+"""What formulas of tokens are given besides log-probs: the lag, and numbers of segments.
 
-A rank may hold any part of a segment. So the values of all ranks are first laid out as whole responses, in one gather;
-then every rank adds up the same numbers in the same order, whatever the number of ranks.
+Segments are runs of generated tokens within a response, such as the turns of an agent. A rank may hold any part of a
+segment. So the values of all ranks are first laid out as whole responses, in one gather; then every rank adds up the
+same numbers in the same order, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from mis_ext.correction.collectives import Group, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
 _FAN_IN = 16
@@ -54,13 +55,27 @@ class Runs(NamedTuple):
         return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
 
 
-def segment_values(backend: Backend, *, cp_group: Group | None) -> Tensor:
+def given_rows(backend: Backend, *, cp_group: Group | None) -> Tensor:
+    """``[F, T]`` float32: the plan's ``given_names`` of each local token."""
+    plan, streams = backend.plan, backend.streams
+    if not plan.needs_lag:
+        return _segment_values(backend, {}, cp_group=cp_group)
+    # A rank without data has no lag either.
+    has_data = backend.layout.num_local_tokens > 0
+    lag_T = streams.known_lag_T if has_data else streams.proximal_logprobs_T.float()
+    lag_1T = lag_T.unsqueeze(0)
+    if not plan.segments:
+        return lag_1T
+    return torch.cat([lag_1T, _segment_values(backend, {LAG: lag_T}, cp_group=cp_group)])
+
+
+def _segment_values(backend: Backend, lag: Mapping[str, Tensor], *, cp_group: Group | None) -> Tensor:
     """``[F, T]`` float32: the plan's ``segments`` of each local token.
 
     The first row is 1 where every token of the segment has a ratio, else 0; the others count those that have one.
     """
     tokens, layout, plan = backend.tokens, backend.layout, backend.plan
-    leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T}
+    leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T, **lag}
     of_token, valid_T = NamedValues(leaves, TOKEN_FORMULAS), tokens.valid_mask_T
     response_R = backend.streams.response_mask_R.bool()
     rows = [torch.where(valid_T, of_token[segment.token], 0.0) for segment in plan.segments]

@@ -4,7 +4,8 @@
 ``TOKEN_FORMULAS`` says what a name means at one token. Its leaves are what both backends and the methods begin with:
 ``log_ratio`` (numerator minus denominator of the ratio), ``proximal`` and ``behavior`` (log-probs of the two), all 0
 where a token has no ratio, and the masks ``valid`` and ``response``. In the correction the two policies are what their
-names say; a method may ask the same of any other pair.
+names say; a method may ask the same of any other pair. The correction alone has ``lag``, and only where a configuration
+asks for it: the weight updates since the weights that sampled the token.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mis_ext.correction.formula import (
     where,
     where_positive,
 )
+from mis_ext.correction.log_ratio import UNKNOWN_LAG
 
 Policy = Literal["behavior", "proximal", "current", "reference"]
 Pair = tuple[Policy, Policy]
@@ -43,6 +45,8 @@ Reduce = HookReduce | Literal["prefix", "batch_mean", "batch_rank_mean"]
 """What stands at a token: its own value; the sum, mean, maximum or minimum over its sequence; the sum or mean over its
 segment, a run of tokens of the mask. In a method alone: the sum up to the token; the mean over the batch; the mean over
 all tokens of the batch whose value is no larger than its own."""
+LAG = "lag"
+"""The statistic, and the name of what it needs of a token."""
 OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
 
 
@@ -128,6 +132,13 @@ TOKEN_FORMULAS: dict[str, Formula] = {
     "reverse_binary_kl": Formula.of(lambda proximal, behavior: _binary_kl(behavior, proximal)),
     "is_open": Formula.of(_is_open),
     "is_raised": Formula.of(lambda is_open, log_ratio: where_positive(log_ratio, is_open)),
+    "dated": Formula.of(lambda valid, lag: valid & (lag < UNKNOWN_LAG)),
+    # By age. What nobody knows is not fresh.
+    "stale_log_ratio": Formula.of(lambda lag, log_ratio: where(lag > 0.0, log_ratio, 0.0)),
+    "stale_ratio": Formula.of(lambda lag, ratio: where(lag > 0.0, ratio, 1.0)),
+    "squared_stale_ratio": Formula.of(lambda stale_ratio: stale_ratio.square()),
+    "fresh_ratio": Formula.of(lambda lag, ratio: where(lag > 0.0, 1.0, ratio)),
+    "squared_fresh_ratio": Formula.of(lambda fresh_ratio: fresh_ratio.square()),
 }
 
 _ROWS = (
@@ -207,6 +218,14 @@ _ROWS = (
         high=1.0,
         on_policy=None,
         is_log=True,
+    ),
+    Statistic(
+        LAG,
+        "lag",
+        "updates",
+        "weight updates since the weights that sampled the token; where nobody knows, above every bound",
+        symbol="lag_t",
+        high=UNKNOWN_LAG,
     ),
 )
 

@@ -33,6 +33,8 @@ from mis_ext.validation import check_choice, check_instance, check_number
 HookLevel = Literal["token", "sequence", "geometric"]
 Level = HookLevel | Literal["prefix", "segment"]
 
+HookWhen = Literal["always", "stale"]
+
 DEFAULT_UPPER_BOUND = 2.0
 """The cap of a weight where no upper bound is given, as where the only key is `use_tis: true`."""
 
@@ -111,7 +113,8 @@ class Weight:
             outside of the gate's band. In all others the weight is the plain ratio.
         pair: Numerator and denominator of the ratio.
         power: The ratio is raised to it before it is bounded; in a method alone.
-        when: Tokens that are weighed, the others have weight 1; in a method alone.
+        when: Tokens that are weighed, the others have weight 1. ``stale``: those whose lag is above 0 or unknown, at
+            ``level: token``. Signs of the advantage in a method alone.
 
     Attributes:
         gate: The gate that the mode implies.
@@ -130,7 +133,7 @@ class Weight:
     only_outside: Gate | None = None
     pair: Pair = MISMATCH
     power: float = 1.0
-    when: When = "always"
+    when: When | HookWhen = "always"
     action: ClassVar[None] = None
     gate: Gate | None = field(init=False, repr=False, compare=False, default=None)
 
@@ -138,7 +141,7 @@ class Weight:
         check_choice("level", self.level, REDUCTIONS)
         check_choice("mode", self.mode, BOUNDS)
         check_pair(self.pair)
-        check_choice("when", self.when, get_args(When))
+        check_choice("when", self.when, dict.fromkeys((*get_args(When), *get_args(HookWhen))))
         check_number("power", self.power, low=-math.inf, high=math.inf, open_low=True, open_high=True)
         bound = self.bound
         self._open_unused_bounds(bound)
@@ -148,6 +151,8 @@ class Weight:
             raise ValueError(f"mode: {self.mode} has no low bound, got low={self.low}; write mode: clip")
         if bound.has_high:
             self._fill_bounds(bound)
+        if self.when == "stale":
+            self._check_stale(bound)
         if self.only_outside is not None:
             self._check_condition(self.only_outside)
         if bound.rejects:
@@ -171,6 +176,16 @@ class Weight:
             object.__setattr__(self, "low", check_number("low", low, low=0.0, high=math.inf))
             if not low <= high:
                 raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
+
+    def _check_stale(self, bound: Bound) -> None:
+        if self.level != "token":
+            raise ValueError(
+                f"when: stale is a choice between tokens, and level: {self.level} weighs all of them alike"
+            )
+        if bound.rejects:
+            raise ValueError(f"when: stale leaves fresh tokens as they are, and mode: {self.mode} rejects some of them")
+        if not (self.low or 0.0) <= 1.0 <= (math.inf if self.high is None else self.high):
+            raise ValueError(f"when: stale gives fresh tokens weight 1, got low={self.low} and high={self.high}")
 
     def _check_condition(self, condition: Gate) -> None:
         check_instance("only_outside", condition, Gate)
@@ -207,8 +222,8 @@ class Weight:
             return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
         if self.level not in get_args(HookLevel):
             return f"the hook has no weight of level: {self.level}; it has {', '.join(get_args(HookLevel))}"
-        if self.when != "always":
-            return f"when must be always, got {self.when}: the hook does not see the advantage"
+        if self.when not in get_args(HookWhen):
+            return f"when must be always or stale, got {self.when}: the hook does not see the advantage"
         if self.power != 1.0:
             return f"power must be 1, got {self.power:g}: the hook's weight is the ratio itself"
         if self.bound.has_high and self.high == math.inf:
@@ -235,7 +250,8 @@ class Weight:
     @property
     def log_ratio(self) -> Formula:
         """The log-ratio that the weight bounds, in nats: of a token, or reduced over its sequence."""
-        return reduced("log_ratio", self.reduce)
+        # Of a token that is not weighed it is 0, and the bounded weight 1.
+        return reduced("stale_log_ratio" if self.when == "stale" else "log_ratio", self.reduce)
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded as ``mode`` says."""

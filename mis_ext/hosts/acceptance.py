@@ -29,7 +29,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.pipeline import Correction
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.validation import check_known, check_mapping, check_number
@@ -73,10 +73,10 @@ class AcceptanceLoop:
     def needed_scales(self, correction: Correction, streams: PackedStreams, *, groups: Groups) -> Tensor:
         """``[N]``: the smallest scale of each band at which its target passes now; NaN where nothing counts."""
         tokens = streams.tokens
-        of_tokens = NamedValues(
-            {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T},
-            TOKEN_FORMULAS,
-        )
+        leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T}
+        if streams.lag_T is not None:
+            leaves[LAG] = streams.streams.known_lag_T
+        of_tokens = NamedValues(leaves, TOKEN_FORMULAS)
         needed = []
         for gate in self._gates.values():
             is_of_tokens = gate.reduce == "token"

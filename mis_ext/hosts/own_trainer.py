@@ -40,6 +40,7 @@ def correct_padded(
     behavior_logprobs: Tensor,
     response_mask: Tensor,
     dp_group: Group | None = None,
+    lag: Tensor | None = None,
 ) -> PaddedCorrection:
     """Correct a padded batch. Values under the mask are ignored.
 
@@ -51,9 +52,11 @@ def correct_padded(
         behavior_logprobs: ``[B, T]``, nats, as the inference engine reported them.
         response_mask: ``[B, T]``, nonzero on tokens that the policy generated.
         dp_group: Ranks that hold other sequences; None for one rank.
+        lag: ``[B, T]``, weight updates since the weights that sampled each token, NaN where nobody knows; for a
+            configuration with ``staleness``.
 
     Raises:
-        ValueError: The three tensors do not have one shape ``[B, T]``, or a guard of the session found wrong data.
+        ValueError: The tensors do not have one shape ``[B, T]``, or a guard of the session found wrong data.
         RuntimeError: Another rank of the session failed.
     """
     is_kept = isinstance(session, Session)
@@ -61,7 +64,8 @@ def correct_padded(
     groups = Groups.of_process_groups(dp_group=dp_group)
     with session.local_work((), groups=groups, device=device_of(response_mask)):
         shape = response_mask.shape
-        for name, tensor in (("proximal_logprobs", proximal_logprobs), ("behavior_logprobs", behavior_logprobs)):
+        given = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs}
+        for name, tensor in (given if lag is None else {**given, "lag": lag}).items():
             if len(shape) != 2 or tensor.shape != shape:
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]"
@@ -76,6 +80,7 @@ def correct_padded(
             response_mask_R=response_mask.reshape(-1),
             # A padded row is a response whose last tokens are masked.
             layout=PackedLayout.whole([length] * batch_size, device=response_mask.device),
+            lag_T=None if lag is None else lag.reshape(-1),
         )
     correction = (session.correct if is_kept else session.compute)(streams, groups=groups)
     return PaddedCorrection(
@@ -91,6 +96,7 @@ def compute_mis_weights(
     train_log_probs: list[Tensor],
     rollout_log_probs: list[Tensor],
     loss_masks: list[Tensor],
+    lags: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope and rollout.
 
@@ -99,6 +105,7 @@ def compute_mis_weights(
         train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
         rollout_log_probs: The same, as the inference engine reported them (behavior).
         loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
+        lags: Per sample ``[R_i]``, as the ``lag`` of :func:`correct_padded`.
 
     Returns:
         Per sample the weights (float32, 0 where a token has none) and the mask (the given value on kept tokens, else
@@ -114,6 +121,7 @@ def compute_mis_weights(
         behavior_logprobs_T=pack("rollout_log_probs", rollout_log_probs, lengths, device=device),
         response_mask_R=pack("loss_masks", loss_masks, lengths, device=device),
         layout=layout,
+        lag_T=None if lags is None else pack("lags", lags, lengths, device=device),
     )
     check_mask(streams.response_mask_R)
     # All the way in one step: there is no earlier rollout.

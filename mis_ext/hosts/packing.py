@@ -18,18 +18,20 @@ from mis_ext.hosts.groups import Groups
 class PackedStreams(NamedTuple):
     """One micro-batch, packed.
 
-    Log-probs of the local tokens are ``[T]`` in nats, the mask of whole responses is ``[R]``.
+    Log-probs of the local tokens are ``[T]`` in nats, the mask of whole responses is ``[R]``. ``lag_T``: see
+    :class:`~mis_ext.correction.log_ratio.Streams`.
     """
 
     proximal_logprobs_T: Tensor
     behavior_logprobs_T: Tensor
     response_mask_R: Tensor
     layout: PackedLayout
+    lag_T: Tensor | None = None
 
     @property
     def streams(self) -> Streams:
-        """The three tensors without the layout, as the passes take them."""
-        return Streams(*self[:3])
+        """The tensors without the layout, as the passes take them."""
+        return Streams(*self[:3], self.lag_T)
 
     @property
     def tokens(self) -> TokenRatios:
@@ -93,6 +95,40 @@ def pack_rollout(
     mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
     check_mask(mask_R)
     return PackedStreams(proximal_T, behavior_T, mask_R, layout)
+
+
+class TokenLags:
+    """The lag of every token of a rollout, found again in a micro-batch.
+
+    The hosts tell a correction neither which samples it sees nor anything of their versions. But what they give it of
+    the behavior log-probs are the tensors of the rollout themselves.
+
+    Args:
+        samples: Behavior log-probs of this rank's tokens, per sample.
+        lags: Per sample ``[length]``, NaN where nobody knows.
+    """
+
+    def __init__(self, samples: Sequence[Tensor], lags: Sequence[Tensor]) -> None:
+        # Both are held: no other tensor can lie at their place.
+        pairs = zip(samples, lags, strict=True)
+        self._by_place = {sample.data_ptr(): (sample, lag) for sample, lag in pairs if sample.numel()}
+
+    def of(self, samples: Sequence[Tensor]) -> list[Tensor]:
+        """The lags of some of the samples, in their order.
+
+        Raises:
+            ValueError: One is none of the rollout's.
+        """
+        found = []
+        for sample in samples:
+            known, lag = self._by_place.get(sample.data_ptr(), (sample, sample)) if sample.numel() else (sample, sample)
+            if sample.numel() and (known is lag or known.numel() != sample.numel()):
+                raise ValueError(
+                    "mis_staleness: a sample of this micro-batch is not of the rollout that mis_ext.prepare_rollout "
+                    "saw, or the host has copied its rollout_log_probs since"
+                )
+            found.append(lag)
+        return found
 
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:

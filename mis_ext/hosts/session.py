@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import Streams, TokenRatios
+from mis_ext.correction.log_ratio import TokenRatios
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.correction.plan import plan_of
 from mis_ext.correction.weights import WeightScale
@@ -28,8 +28,13 @@ from mis_ext.hosts.guards import (
     StatusMonitor,
     raise_if_failed,
 )
-from mis_ext.hosts.packing import PackedStreams
+from mis_ext.hosts.packing import PackedStreams, TokenLags, pack
 from mis_ext.keys.flat import config_given
+
+_NO_LAGS = (
+    "mis_staleness: nobody gives the lag of the tokens: in slime and Miles --rollout-data-postprocess-path "
+    "mis_ext.prepare_rollout does, elsewhere the argument lag"
+)
 
 
 class Session:
@@ -37,6 +42,8 @@ class Session:
 
     Attributes:
         rollout_scale: The scale of the current rollout, for ``scope: rollout``. The caller sets it, once per rollout.
+        token_lags: The lags of the current rollout's tokens, where the host gives none to its loss; or why there are
+            none. The caller sets them, once per rollout.
         acceptance: The bounds that adapt to a target; :meth:`adapt` moves them once per rollout.
     """
 
@@ -44,6 +51,7 @@ class Session:
         config = config_given(config)
         self._plan = plan_of(config)
         self.rollout_scale: WeightScale | None = None
+        self.token_lags: TokenLags | str = _NO_LAGS
         self.acceptance = AcceptanceLoop(config)
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
@@ -67,12 +75,12 @@ class Session:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
             RuntimeError: Another rank failed.
         """
-        *tensors, layout = streams
+        layout = streams.layout
         mask_R, scale = streams.response_mask_R, self.rollout_scale
         with self.local_work(layout.response_lengths, groups=groups, device=mask_R.device):
             self._masks.observe(mask_R)
             backend = prepare(
-                Streams(*tensors),
+                streams.streams,
                 layout,
                 self._plan,
                 cp_group=groups.cp_group,
@@ -153,6 +161,18 @@ class Session:
         """
         self.acceptance.load_state_dict(state)
 
+    def lags_of(self, samples: Sequence[Tensor], lengths: Sequence[int], *, device: torch.device) -> Tensor | None:
+        """``[T]``: the lags of a micro-batch whose behavior log-probs these are; None where no key asks for them.
+
+        Raises:
+            ValueError: Nobody has stored them.
+        """
+        if not self._plan.needs_lag:
+            return None
+        if isinstance(self.token_lags, str):
+            raise ValueError(self.token_lags)
+        return pack("lags", self.token_lags.of(samples), lengths, device=device)
+
     def join_without_data(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
         """Take part in a call without data: no token of this rank counts.
 
@@ -217,6 +237,7 @@ class Session:
             band_scales_N=self.acceptance.scales_on(streams.response_mask_R.device),
             token_metrics=token_metrics,
             failed_rank=global_rank() if fails else None,
+            lag_T=streams.lag_T,
         )
 
     def neutral(

@@ -66,6 +66,7 @@ def policy_loss_from_log_probs(
     divisors: Tensor | None = None,
     layout: PackedLayout | None = None,
     groups: Groups = ALONE,
+    lag: Tensor | None = None,
 ) -> TotalLoss:
     """The whole policy loss of a micro-batch, with its correction and metrics, from log-probs.
 
@@ -86,6 +87,8 @@ def policy_loss_from_log_probs(
         divisors: ``[S]``, each sequence's sum is divided by its own; by default by its number of response tokens.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
+        lag: Weight updates since the weights that sampled each token, NaN where nobody knows; for a correction with
+            ``mis_staleness``.
 
     Raises:
         ValueError: A key, a shape or the data of the first calls is wrong, or something is missing that the loss needs.
@@ -138,6 +141,7 @@ def policy_loss_from_log_probs(
             layout=whole,
             entropy_T=optional("entropy", entropy),
             state_values_T=optional("state_values", state_values),
+            lag_T=optional("lag", lag),
         )
         run.session.check_mask(mask_R)
         if divisors is not None and divisors.shape != (whole.num_sequences,):
@@ -310,7 +314,7 @@ def packed_loss(
     if session is not None and "behavior" in log_probs:
         # Between the behavior policy and the one whose ratio to it is not in the loss yet.
         trainer: Policy = "proximal" if settings.uses_proximal else "current"
-        streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout)
+        streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout, tokens.lag_T)
         correction = session.correct(streams, groups=groups, token_metrics=True)
         token_metrics = correction.token_metrics
     elif session is not None:

@@ -14,19 +14,22 @@ from typing import Any, get_args
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import HookReduce
+from mis_ext.correction.log_ratio import UNKNOWN_LAG
+from mis_ext.correction.statistics import LAG, HookReduce
 from mis_ext.correction.weights import (
     BOUNDS,
     DEFAULT_UPPER_BOUND,
     REDUCTIONS,
     Denominator,
     HookLevel,
+    HookWhen,
     NormalizeOver,
     Scope,
     Weight,
 )
 from mis_ext.files import read_yaml
 from mis_ext.keys.native import (
+    LEVELS,
     NATIVE_KEY,
     checked_config,
     config_from_native_keys,
@@ -55,6 +58,7 @@ _CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "tis_mode": (partial(check_choice, choices=BOUNDS), "truncate"),
     "tis_lower_bound": (partial(_bound, open_high=True), None),
     "tis_upper_bound": (partial(_bound, open_low=True), DEFAULT_UPPER_BOUND),
+    "tis_when": (partial(check_choice, choices=get_args(HookWhen)), "always"),
     "rs_level": (partial(check_choice, choices=get_args(HookLevel)), "token"),
     "rs_lower_bound": (partial(_bound, open_high=True), None),
     "rs_upper_bound": (partial(_bound, open_low=True), None),
@@ -63,6 +67,8 @@ _CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "rs_veto_upper_threshold": (partial(check_number, low=1.0, high=math.inf, open_high=True), None),
     "rs_veto_probability": (_share, None),
     "rs_veto_requires_rs": (check_bool, False),
+    "rs_max_staleness": (partial(check_number, low=0.0, high=UNKNOWN_LAG, open_high=True), None),
+    "rs_staleness_level": (partial(check_choice, choices=("token", "sequence_max")), "token"),
     "tis_batch_normalize": (check_bool, False),
     "tis_normalize_scope": (partial(check_choice, choices=get_args(Scope)), "data_parallel"),
     "tis_normalize_over": (partial(check_choice, choices=get_args(NormalizeOver)), "kept"),
@@ -70,7 +76,7 @@ _CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
 }
 """The check and the default of each key but those of :func:`~mis_ext.keys.native.reporting`; None: it follows."""
 
-REPORT_KEYS = ("mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
+REPORT_KEYS = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
 CORRECTION_KEYS = ("use_tis", *_CHECKS, *REPORT_KEYS)
 LOSS_KEYS = (
     "mis_loss_method",
@@ -153,10 +159,11 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     weight = _weight(keys, values)
     return checked_config(
         weight=weight,
-        gates=(*_band_gates(keys, values), *_vetoes(keys, values)),
+        gates=(*_band_gates(keys, values), *_vetoes(keys, values), *_staleness_gate(keys, values)),
         scaling=_scaling(keys, values, has_weight=weight is not None),
         reporting={**reporting(keys, prefix="mis_"), "per_token_loss": per_token_loss},
         measure_only=measure_only,
+        staleness_key="mis_staleness",
     )
 
 
@@ -177,23 +184,24 @@ def _weight(keys: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None
     is_inherited = values["use_rs"] and not {"rs_lower_bound", "rs_upper_bound"} <= set(keys)
     idle_bounds = [] if is_inherited else ["tis_lower_bound", "tis_upper_bound"]
     if level == "none":
-        refuse_idle(keys, ["tis_mode", *idle_bounds], because="tis_level is none")
+        refuse_idle(keys, ["tis_mode", "tis_when", *idle_bounds], because="tis_level is none")
         return None
+    kind: dict[str, Any] = {"level": level, "mode": mode, "when": values["tis_when"]}
     if not BOUNDS[mode].has_high:
         refuse_idle(keys, idle_bounds, because=f"tis_mode is {mode}")
-        return Weight(level=level, mode=mode)
+        return Weight(**kind)
     if high == math.inf:
         raise ValueError("tis_upper_bound must be in (0, inf), got inf; write tis_mode: unbounded for no bound")
     if BOUNDS[mode].has_low:
         _check_order(keys, "tis", low, high)
-        return Weight(level=level, mode=mode, low=low, high=high)
+        return Weight(**kind, low=low, high=high)
     if "tis_lower_bound" in keys and not is_inherited:
         # Existing files carry this pair: the lower bound never had an effect there.
         warnings.warn(
             f"tis_lower_bound={low:g} has no effect with tis_mode: {mode}; remove it or use tis_mode: clip",
             stacklevel=4,
         )
-    return Weight(level=level, mode=mode, high=high)
+    return Weight(**kind, high=high)
 
 
 def _check_order(keys: Mapping[str, Any], prefix: str, low: float, high: float) -> None:
@@ -237,6 +245,14 @@ def _vetoes(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, .
     if values["rs_veto_requires_rs"] and not gates:
         refuse_idle(keys, ["rs_veto_requires_rs"], because="no veto is set")
     return () if values["rs_veto_requires_rs"] and not values["use_rs"] else gates
+
+
+def _staleness_gate(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, ...]:
+    if values["rs_max_staleness"] is None:
+        refuse_idle(keys, ["rs_staleness_level"], because="rs_max_staleness is not set")
+        return ()
+    reduce = LEVELS[values["rs_staleness_level"]]
+    return (Gate(statistic=LAG, reduce=reduce, high=values["rs_max_staleness"], name="rs_staleness"),)
 
 
 def _scaling(keys: Mapping[str, Any], values: Mapping[str, Any], *, has_weight: bool) -> dict[str, Any]:

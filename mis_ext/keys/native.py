@@ -13,8 +13,8 @@ from typing import Any, TypeVar, get_args
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import Reduce
-from mis_ext.correction.weights import REDUCTIONS, Denominator, HookLevel, NormalizeOver, Scope, Weight
-from mis_ext.validation import check_choice, check_known, check_list, check_mapping, check_number
+from mis_ext.correction.weights import REDUCTIONS, Denominator, HookLevel, HookWhen, NormalizeOver, Scope, Weight
+from mis_ext.validation import check_bool, check_choice, check_known, check_list, check_mapping, check_number
 
 NATIVE_KEY = "mis"
 LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
@@ -24,9 +24,9 @@ LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(Hook
 """What the hosts' word for a level says about the tokens of a sequence."""
 
 _SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
-_REPORTING_KEYS = ("metrics", "metric_max", "guard", "max_reject_fraction")
+_REPORTING_KEYS = ("staleness", "metrics", "metric_max", "guard", "max_reject_fraction")
 NATIVE_KEYS = ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS)
-KEYS_OF_WEIGHT = ("level", "mode", "low", "high", "only_outside")
+KEYS_OF_WEIGHT = ("level", "mode", "low", "high", "only_outside", "when")
 KEYS_OF_GATE = (
     "statistic",
     "reduce",
@@ -82,7 +82,7 @@ def native_keys(config: CorrectionConfig) -> dict[str, Any]:
     default = CorrectionConfig()
     changed = {
         key: getattr(config, key)
-        for key in (*_SCALING_CHOICES, "metrics", "metric_max", "max_reject_fraction")
+        for key in (*_SCALING_CHOICES, "staleness", "metrics", "metric_max", "max_reject_fraction")
         if getattr(config, key) != getattr(default, key)
     }
     keys: dict[str, Any] = {}
@@ -108,15 +108,25 @@ def _changed_fields(part: Weight | Gate, names: Sequence[str]) -> dict[str, Any]
 
 
 def checked_config(
-    *, weight: Weight | None, gates: tuple[Gate, ...], scaling: _Mapping, reporting: _Mapping, measure_only: bool
+    *,
+    weight: Weight | None,
+    gates: tuple[Gate, ...],
+    scaling: _Mapping,
+    reporting: _Mapping,
+    measure_only: bool,
+    staleness_key: str = "staleness",
 ) -> CorrectionConfig:
     """The configuration of these parts; what is switched off is checked as if it were on."""
-    if not measure_only:
+    if weight is not None or gates or not measure_only:
         config = CorrectionConfig(weight=weight, gates=gates, **scaling, **reporting)
-        _warn_narrow_bands(config.all_gates)
-        return config
-    if weight is not None or gates:
-        CorrectionConfig(weight=weight, gates=gates, **scaling)
+        if config.needs_lag and not config.staleness:
+            raise ValueError(
+                f"a gate on the lag, or a weight of stale tokens, needs {staleness_key}: true, with which the rollout "
+                "stores the version of each token"
+            )
+        if not measure_only:
+            _warn_narrow_bands(config.all_gates)
+            return config
     return CorrectionConfig(weight=None, metrics_only=True, **reporting)
 
 
@@ -140,6 +150,8 @@ def native_weight(key: str, value: Any) -> Weight:
     if fields.get("only_outside") is not None:
         fields["only_outside"] = native_gate(f"{key}.only_outside", fields["only_outside"])
     with errors_of(key):
+        if "when" in fields:
+            check_choice("when", fields["when"], get_args(HookWhen))
         return _for_the_hook(Weight(**fields))
 
 
@@ -171,6 +183,8 @@ def reporting(keys: _Mapping, *, prefix: str) -> dict[str, Any]:
     given: dict[str, Any] = {"warn_only": _warn_only(f"{prefix}guard", keys.get(f"{prefix}guard", "error"))}
     if f"{prefix}metrics" in keys:
         given["metrics"] = _metrics(f"{prefix}metrics", keys[f"{prefix}metrics"])
+    if f"{prefix}staleness" in keys:
+        given["staleness"] = check_bool(f"{prefix}staleness", keys[f"{prefix}staleness"])
     for name, high in (("metric_max", math.inf), ("max_reject_fraction", 1.0)):
         if prefix + name in keys:
             given[name] = check_number(prefix + name, keys[prefix + name], low=0.0, high=high)

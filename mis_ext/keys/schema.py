@@ -13,8 +13,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig
 from mis_ext.correction.gates import Action
+from mis_ext.correction.log_ratio import UNKNOWN_LAG
 from mis_ext.correction.statistics import STATISTICS, HookReduce
-from mis_ext.correction.weights import BOUNDS, DEFAULT_UPPER_BOUND, Denominator, HookLevel, NormalizeOver, Scope
+from mis_ext.correction.weights import (
+    BOUNDS,
+    DEFAULT_UPPER_BOUND,
+    Denominator,
+    HookLevel,
+    HookWhen,
+    NormalizeOver,
+    Scope,
+)
 from mis_ext.keys.loss_keys import DEFAULT_SCORING
 from mis_ext.keys.native import LEVELS, NATIVE_KEY
 from mis_ext.keys.run_config import Scoring
@@ -22,6 +31,7 @@ from mis_ext.keys.strays import HOST_CLIPS, PREFIXES
 from mis_ext.loss.settings import LossDenominator, Mode, PenaltyTokens, Proximal
 
 _Node = dict[str, Any]
+_WHEN_TEXT = "stale: weighs tokens of older weights alone, others have weight 1. Needs staleness."
 
 
 def json_schema() -> _Node:
@@ -66,6 +76,7 @@ def _flat_keys() -> dict[str, _Node]:
         "tis_mode": _words(BOUNDS, _modes(), "truncate", nullable=False),
         "tis_lower_bound": _number("Lower bound of the weight. Default: 1 / tis_upper_bound.", **bound),
         "tis_upper_bound": _number("Upper bound of the weight.", DEFAULT_UPPER_BOUND, **bound, open_low=True),
+        "tis_when": _words(get_args(HookWhen), _WHEN_TEXT, "always"),
         "use_rs": _bool("Rejects what lies outside of the rs bounds.", False),
         "rs_level": _words(get_args(HookLevel), "What is compared with the rs bounds.", "token", nullable=False),
         "rs_lower_bound": _number("Lower bound of what is kept. Default: that of the weight.", **bound),
@@ -77,6 +88,15 @@ def _flat_keys() -> dict[str, _Node]:
             "Rejects a response if the trainer's probability of a token is below.", **share, open_low=True
         ),
         "rs_veto_requires_rs": _bool("The vetoes act only with use_rs.", False),
+        "rs_max_staleness": _number(
+            "Rejects tokens of weights that are more updates old. Needs mis_staleness.",
+            low=0.0,
+            high=UNKNOWN_LAG,
+            open_high=True,
+        ),
+        "rs_staleness_level": _words(
+            ("token", "sequence_max"), "Whether such a token leaves alone or with its response.", "token"
+        ),
         "tis_batch_normalize": _bool("Divides the weights by their mean.", False),
         "tis_normalize_scope": _words(get_args(Scope), "The samples of that mean.", "data_parallel"),
         "tis_normalize_over": _words(get_args(NormalizeOver), "The tokens of that mean.", "kept"),
@@ -107,6 +127,7 @@ def _reporting() -> dict[str, _Node]:
     guards = {"type": "object", "properties": dict.fromkeys(GUARD_NAMES, how), "additionalProperties": False}
     metrics = {"anyOf": [{"enum": ["core", "all"]}, {"type": "array", "items": {"type": "string"}}]}
     return {
+        "staleness": _bool("The rollout stores the version of each token: for lags, and metrics by age.", False),
         "metrics": _nullable(metrics, "core, all, or a list of names.", "core"),
         "metric_max": _number("The most that a token counts in k3.", default.metric_max, low=0.0, high=math.inf),
         "guard": _nullable({"anyOf": [how, guards]}, "What a guard does, all alike or one by one.", "error"),
@@ -123,6 +144,7 @@ def _native() -> _Node:
         "only_outside": _nullable(
             {"$ref": "#/definitions/gate"}, "The bound acts only in responses outside of this band."
         ),
+        "when": _words(get_args(HookWhen), _WHEN_TEXT, "always", nullable=False),
     }
     return _object(
         {

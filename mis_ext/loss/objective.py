@@ -98,7 +98,8 @@ class LossTokens(NamedTuple):
     ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the host
     divides each sample by, at least 1. ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None
     where nobody asks for it. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
-    ``state_values_T``: ``[T]``, the mean advantage in the token's state; None where no method asks for it. ``layout``,
+    ``state_values_T``: ``[T]``, the mean advantage in the token's state; None where no method asks for it. ``lag_T``:
+    ``[T]``, weight updates since the weights that sampled; None where the correction does not ask for it. ``layout``,
     ``cp_group``, ``cp_rank``: where the tokens lie, and who holds the others of the same sequences. ``dp_group``: who
     holds other sequences.
     """
@@ -111,6 +112,7 @@ class LossTokens(NamedTuple):
     entropy_T: Tensor | None = None
     reverse_kl_T: Tensor | None = None
     state_values_T: Tensor | None = None
+    lag_T: Tensor | None = None
     cp_group: Group | None = None
     cp_rank: int = 0
     dp_group: Group | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.statistics import Policy, Reduce
+from mis_ext.correction.statistics import LAG, Policy, Reduce
 from mis_ext.correction.weights import Weight
 from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Over, Reductions, terms_of_mean
 from mis_ext.methods.parts import Factor, Surrogate, Term, evaluate
@@ -82,6 +82,10 @@ class Method:
             for key, value in idle.items():
                 if value is not None:
                     raise ValueError(f"factors[{i}]: {key}: {value!r} has no effect in a method")
+            if (isinstance(factor, Gate) and factor.statistic == LAG) or (
+                isinstance(factor, Weight) and factor.when == "stale"
+            ):
+                raise ValueError(f"factors[{i}]: a method does not see the lag of a token, which the correction does")
 
     @property
     def _parts(self) -> tuple[Surrogate | Factor | Term, ...]:

@@ -213,6 +213,7 @@ def evaluate(factor: Factor, batch: Batch) -> Tensor:
         # bound((proximal / behavior)^power), of the token or of what the level says
         log_ratio_T = batch.log_ratio(factor.pair, factor.reduce)
         weight_T = factor.bounded(log_ratio_T if factor.power == 1.0 else log_ratio_T * factor.power)
+        assert factor.when != "stale", "refused by Method"
         return weight_T if factor.when == "always" else torch.where(batch.when(factor.when, factor.pair), weight_T, 1.0)
     # low <= statistic <= high: one comparison for each bound that there is, and at least one, which NaN fails.
     reduced = batch.worst if factor.is_veto else batch.statistic

@@ -17,7 +17,7 @@ from triton_support import DEVICE, HAS_GPU, OBSTACLE
 import mis_ext
 
 MARGIN = 1e-5
-NUM_FUSED = 9
+NUM_FUSED = 10
 # A band may reject what is on-policy, or be wide: here both are meant.
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 

@@ -29,6 +29,7 @@ def correct(*gates: mis_ext.Gate, lengths: tuple[int, ...] = (3, 2)) -> mis_ext.
         layout=mis_ext.PackedLayout.whole(lengths),
         config=mis_ext.CorrectionConfig(gates=gates, metrics="all"),
         token_metrics=True,
+        lag_T=torch.full((sum(lengths),), 0.5),
     )
 
 

@@ -34,7 +34,11 @@ def drawn_cases(count: int) -> Iterator[tuple[Point, Samples, Corrected]]:
 def test_any_correction_is_that_of_the_judge_and_of_the_pipeline() -> None:
     for point, samples, expected in drawn_cases(80):
         weights, keeps = naive_correction(
-            proximal=samples.train, behavior=samples.rollout, masks=samples.masks, config=point.config
+            proximal=samples.train,
+            behavior=samples.rollout,
+            masks=samples.masks,
+            config=point.config,
+            lags=samples.lags,
         )
         # The same few operations in float64; the sum over a response may have another order.
         wanted = flat(expected.weights)

@@ -71,6 +71,7 @@ def _one_of_every_kind() -> Iterable[CorrectionConfig]:
         Gate(statistic="proximal_probability", reduce="min", low=1e-6),
     )
     yield CorrectionConfig(metrics_only=True, weight=None)
+    yield CorrectionConfig(metrics_only=True, weight=None, staleness=True)
     for mode in BOUNDS:
         yield CorrectionConfig(
             weight=Weight(mode=mode), gates=(Gate(high=2.0), *vetoes), normalize_over="kept", denominator="kept"

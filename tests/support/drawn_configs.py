@@ -109,6 +109,8 @@ def draw_point(choose: Choose) -> Point:
         denominator=config.denominator,
         metric_max=config.metric_max,
         only_outside=None if condition is None else _judged(condition),
+        when="always" if weight is None else weight.when,
+        has_lags=config.needs_lag,
     )
     return Point(config, rules)
 
@@ -124,7 +126,8 @@ def _draw_weight(choose: Choose) -> tuple[mis_ext.Weight | None, mis_ext.Gate | 
     if level != "token" and bound.has_high and not bound.rejects and choose(["everywhere", "outside"]) == "outside":
         drawn = _draw_gate(choose, name="condition", earlier=[], reductions=("sum", "mean", "max", "min"))
         condition = dataclasses.replace(drawn, name=None, action="reject")
-    return mis_ext.Weight(level=level, mode=mode, only_outside=condition, **edges), condition
+    when = choose(["always", "stale"]) if level == "token" and not bound.rejects else "always"
+    return mis_ext.Weight(level=level, mode=mode, only_outside=condition, when=when, **edges), condition
 
 
 def _draw_gate(
@@ -155,8 +158,9 @@ def _judged(gate: mis_ext.Gate) -> JudgedGate:
 def correct_point(point: Point, samples: Samples, *, device: torch.device | str = "cpu") -> mis_ext.Correction:
     """The package's answer, with the metrics of tokens."""
     lengths = [mask.numel() for mask in samples.masks]
-    proximal_T, behavior_T, mask_R = (
-        torch.cat([torch.zeros(0), *column]).to(device) for column in (samples.train, samples.rollout, samples.masks)
+    proximal_T, behavior_T, mask_R, lag_T = (
+        torch.cat([torch.zeros(0), *column]).to(device)
+        for column in (samples.train, samples.rollout, samples.masks, samples.lags)
     )
     return mis_ext.compute_correction(
         proximal_logprobs_T=proximal_T,
@@ -165,6 +169,7 @@ def correct_point(point: Point, samples: Samples, *, device: torch.device | str 
         layout=mis_ext.PackedLayout.whole(lengths, device=device),
         config=point.config,
         token_metrics=True,
+        lag_T=lag_T,
     )
 
 

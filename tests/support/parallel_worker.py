@@ -16,6 +16,7 @@ from cases import (
     args_of,
     assert_close,
     assert_hook_output,
+    assert_values,
     correction_keys,
     flat,
     pick,
@@ -29,10 +30,17 @@ from zigzag import local_tokens, take
 
 import mis_ext
 from mis_ext import prepare_rollout
+from mis_ext.hosts.packing import TokenLags
+from mis_ext.hosts.runs import session_for
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
 *IN_WHOLE_RUNS, _ = TOPOLOGIES.values()
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
+STALE = [
+    {"use_tis": True, "mis_staleness": True, "tis_when": "stale", "rs_max_staleness": 1, "mis_metrics": "all"},
+    {"mis_staleness": True, "rs_max_staleness": 2, "rs_staleness_level": "sequence_max", "mis_metrics": "all"}
+    | {"use_tis": True, "mis_denominator": "kept", "tis_batch_normalize": True},
+]
 SECONDS = 60
 MARGIN = 1e-5
 
@@ -183,12 +191,15 @@ class Worker:
         """Call the hook on this rank's part, and return its output with the local loss that went in."""
         layout = {"padded_lengths": padded_lengths}
         train = self.local(samples.train, totals, **layout)
+        rollout = self.local(samples.rollout, totals, **layout)
+        # As prepare_rollout leaves it.
+        session_for(args).token_lags = TokenLags(rollout, self.local(samples.lags, totals, **layout))
         pg_loss = torch.linspace(-1.0, 2.0, sum(t.numel() for t in train))
         output = mis_ext.compute_mis_weights_with_cp(
             args=args,
             pg_loss=pg_loss,
             train_log_probs=train,
-            rollout_log_probs=self.local(samples.rollout, totals, **layout),
+            rollout_log_probs=rollout,
             loss_masks=samples.masks,
             total_lengths=totals,
             response_lengths=[m.numel() for m in samples.masks],
@@ -234,7 +245,7 @@ class Worker:
         # Every setting in one of the topologies of whole runs.
         settings = grid() if (self.cp_size, self.dp_size) in IN_WHOLE_RUNS else grid()[::13]
         return (
-            self.compare_hook(self.some(settings), "plain")
+            self.compare_hook([*self.some(settings), *((keys, False) for keys in STALE)], "plain")
             + self.compare_hook(self.some(grid()[1::29]), "broken")
             + self.compare_hook(self.some(grid()[::37]), "single tokens")
             + self.compare_hook(self.some(grid()[::37]), "all masked")
@@ -259,7 +270,7 @@ class Worker:
                     partition=partition,
                     device=torch.device("cpu"),
                 )
-                for keys, _ in grid()[::53]:
+                for keys in (*(keys for keys, _ in grid()[::53]), *STALE):
                     expected = correct(calls, keys)[self.dp_rank]
                     correction = mis_ext.compute_correction(
                         proximal_logprobs_T=torch.cat(self.local(samples.train, totals, partition=partition)),
@@ -269,12 +280,15 @@ class Worker:
                         config=mis_ext.config_from_mapping(keys),
                         cp_group=self.cp_group,
                         dp_group=self.dp_group,
+                        lag_T=torch.cat(self.local(samples.lags, totals, partition=partition)),
                     )
 
-                    def compare(expected=expected, own=own, correction=correction) -> None:
+                    def compare(expected=expected, own=own, correction=correction, samples=samples) -> None:
                         assert_close(correction.weights_T, flat(pick(expected.weights, own)), what="weights")
                         assert torch.equal(correction.keep_mask_T, flat(pick(expected.masks, own)) != 0)
                         assert torch.equal(correction.keep_mask_R, flat(expected.masks) != 0)
+                        values = {name: metric.value() for name, metric in correction.metrics.items()}
+                        assert_values(values, expected, samples)
 
                     self.check(failures, f"{partition}, {data}, {keys}", compare)
         return failures

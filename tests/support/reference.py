@@ -11,18 +11,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from reference_metrics import Record, add_correction_metrics, add_mismatch_metrics
+from reference_metrics import Record, add_age_metrics, add_correction_metrics, add_mismatch_metrics
 from reference_response import Response
 from reference_rules import Rules
+
+LAGS = [*[0.0] * 6, *[1.0] * 4, *[2.0] * 4, 3.0, math.nan]
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Whole responses of one call on one data-parallel rank: three lists of 1-D tensors."""
+    """Whole responses of one call on one data-parallel rank: three lists of 1-D tensors.
+
+    Each token has a lag, which follows from its log-prob: it is on the same rank, in whatever order samples are.
+    """
 
     train: list[torch.Tensor]
     rollout: list[torch.Tensor]
     masks: list[torch.Tensor]
+
+    @property
+    def lags(self) -> list[torch.Tensor]:
+        """Updates since the weights that sampled each token; NaN of some, of which nobody knows."""
+        steps = [(train.float().nan_to_num(0.0, 0.0, 0.0) * 64).round().long() % len(LAGS) for train in self.train]
+        return [torch.tensor(LAGS, device=step.device)[step] for step in steps]
 
     def __add__(self, other: "Samples") -> "Samples":
         return Samples(self.train + other.train, self.rollout + other.rollout, self.masks + other.masks)
@@ -47,8 +58,8 @@ class Corrected:
 def read(samples: Samples, rules: Rules) -> list[Response]:
     """The responses of one call; whatever dtype comes in, its exact values are judged."""
     return [
-        Response(t.double().tolist(), r.double().tolist(), [m != 0 for m in mask.tolist()], rules)
-        for t, r, mask in zip(samples.train, samples.rollout, samples.masks, strict=True)
+        Response(t.double().tolist(), r.double().tolist(), [m != 0 for m in mask.tolist()], lags.tolist(), rules)
+        for t, r, mask, lags in zip(samples.train, samples.rollout, samples.masks, samples.lags, strict=True)
     ]
 
 
@@ -92,6 +103,8 @@ def correct(
         scope = responses if rules.scope == "micro_batch" else everything
         record = Record(responses, per_token_loss=per_token_loss)
         add_mismatch_metrics(record, group, rules)
+        if rules.has_lags:
+            add_age_metrics(record, group, rules)
         weights, masks = [], []
         if rules.use_tis:
             m = mean_weight(scope, rules) if rules.normalize else 1.0

@@ -126,6 +126,30 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     record.constant("train_rollout_logprob_abs_diff_max", max(differences, default=math.nan))
 
 
+def add_age_metrics(record: Record, group: list[Response], rules: Rules) -> None:
+    """How far the engines are apart on tokens of the trainer's own weights, and on those of older ones."""
+    record.per_token("lag_mean", [r.lags for r in record.responses], over="dated")
+    known = [lag for r in group for lag, d in zip(r.lags, r.dated, strict=True) if d]
+    record.constant("lag_max", max(known, default=math.nan))
+    unknown = [[float(v and not d) for v, d in zip(r.valid, r.dated, strict=True)] for r in record.responses]
+    record.per_token("unknown_lag_token_fraction", unknown, over="response")
+    stale = [[lag > 0 for lag in r.lags] for r in record.responses]
+    record.per_token("stale_token_fraction", [[float(s) for s in each] for each in stale], over="valid")
+    for age in ("fresh", "stale"):
+        # The others differ by nothing.
+        of_age, own = (
+            [
+                [d if (lag > 0) == (age == "stale") else 0.0 for d, lag in zip(r.d, r.lags, strict=True)]
+                for r in responses
+            ]
+            for responses in (group, record.responses)
+        )
+        k3 = [[min(math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT), rules.metric_max) for d in ds] for ds in own]
+        record.per_token(f"k3_kl_{age}", k3, over="valid")
+        pairs = [(d, v) for ds, r in zip(of_age, group, strict=True) for d, v in zip(ds, r.valid, strict=True)]
+        record.constant(f"ess_ratio_token_{age}", effective_share([bounded_exp(d) for d, v in pairs if v]))
+
+
 def add_correction_metrics(record: Record, group: list[Response], scale: float, rules: Rules) -> None:
     """What the correction did; `scale` multiplies every weight, `group` are the responses of all ranks."""
     responses = record.responses
@@ -152,10 +176,7 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
         if edges == "high":
             at_level(f"tis_{rules.mode}_fraction", rules.level, highs, over="valid")
             tiny = floats(
-                [
-                    [v and x < -log(rules.high) for x, v in zip(r.statistic(rules.level), r.valid, strict=True)]
-                    for r in responses
-                ]
+                [[v and x < -log(rules.high) for x, v in zip(r.weighed, r.valid, strict=True)] for r in responses]
             )
             at_level(f"tis_{rules.mode}_fraction_low", rules.level, tiny, over="valid")
         if edges == "both":

@@ -16,6 +16,7 @@ class Response:
     train: list[float]
     rollout: list[float]
     response: list[bool]
+    lags: list[float]
     rules: Rules
     margins: list[float] = field(default_factory=list)
 
@@ -24,6 +25,9 @@ class Response:
         self.valid = [r and math.isfinite(a) and math.isfinite(b) for r, a, b in pairs]
         self.d = [a - b if v else 0.0 for v, (_, a, b) in zip(self.valid, pairs, strict=True)]
         self.valid_d = [d for d, v in zip(self.d, self.valid, strict=True) if v]
+        # What nobody knows is older than anything.
+        self.lags = [1e6 if math.isnan(lag) else lag for lag in self.lags]
+        self.dated = [v and lag < 1e6 for v, lag in zip(self.valid, self.lags, strict=True)]
         levels = [gate.level for gate in self.rules.gates] + [self.rules.level]
         whole = any(level in ("sequence", "geometric") for level in levels)
         broken = any(r and not v for r, v in zip(self.response, self.valid, strict=True))
@@ -39,7 +43,10 @@ class Response:
     def statistic(self, level: str, name: str = "ratio", *, of: list[bool] | None = None) -> list[float]:
         """A statistic at a level, once per token; `of` says which tokens count, valid ones by default."""
         tokens = zip(self.valid, self.d, self.train, self.rollout, strict=True)
-        values = [STATISTICS[name](d, t, r) if v else 0.0 for v, d, t, r in tokens]
+        if name == "lag":
+            values = [lag if v else 0.0 for v, lag in zip(self.valid, self.lags, strict=True)]
+        else:
+            values = [STATISTICS[name](d, t, r) if v else 0.0 for v, d, t, r in tokens]
         if level == "token":
             return values
         if level.startswith("segment"):
@@ -137,12 +144,15 @@ class Response:
         if rules.only_outside is not None:
             acts = self.outside(rules.only_outside)
         x = self.statistic(rules.level)
+        if rules.when == "stale":
+            x = [xi if lag > 0 else 0.0 for xi, lag in zip(x, self.lags, strict=True)]
+        self.weighed = x
         self.beyond_low = [v and self.below(xi, rules.low) for xi, v in zip(x, self.valid, strict=True)]
         self.beyond_high = [v and self.above(xi, rules.high) for xi, v in zip(x, self.valid, strict=True)]
         self.ratio = [bounded_exp(xi) if v else 0.0 for xi, v in zip(x, self.valid, strict=True)]
         bound = BOUNDS[rules.mode]
         if bound.edges == "high":
-            for xi in self.statistic(rules.level):
+            for xi in x:
                 self._note(xi, 1.0 / rules.high)
         ratios = zip(self.ratio, self.valid, acts, strict=True)
         self.bounded = [(bound.weight(w, rules.low, rules.high) if act else w) if v else 0.0 for w, v, act in ratios]

@@ -104,6 +104,8 @@ class Rules:
     denominator: str
     metric_max: float
     only_outside: Gate | None = None
+    when: str = "always"
+    has_lags: bool = False
 
     @classmethod
     def from_keys(cls, keys: Mapping) -> "Rules":
@@ -126,6 +128,9 @@ class Rules:
             gates.append(Gate(f"rs_gate{index}", extra["level"], extra["low"], extra["high"]))
         if use_rs or not keys.get("rs_veto_requires_rs", False):
             gates += vetoes_of(keys)
+        if keys.get("rs_max_staleness") is not None:
+            of_level = keys.get("rs_staleness_level", "token").removeprefix("sequence_")
+            gates.append(Gate("rs_staleness", of_level, -math.inf, keys["rs_max_staleness"], statistic="lag"))
         return cls(
             use_tis=bool(keys.get("use_tis", False)),
             level=level,
@@ -138,6 +143,8 @@ class Rules:
             over=keys.get("tis_normalize_over", "kept"),
             denominator=keys.get("mis_denominator", "fixed"),
             metric_max=keys.get("mis_metric_max", 10.0),
+            when=keys.get("tis_when", "always"),
+            has_lags=bool(keys.get("mis_staleness", False)),
         )
 
 

@@ -56,7 +56,8 @@ class TritonBackend:
     """See :class:`~mis_ext.correction.eager.EagerBackend`."""
 
     def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
-        self.streams = Streams._make([stream.contiguous() for stream in streams])
+        self.streams = streams
+        self._inputs = tuple(stream.contiguous() for stream in streams[:3])
         self.layout, self.plan, self.band_scales_N = layout, plan, band_scales_N
         self._device = streams.proximal_logprobs_T.device
         if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
@@ -64,20 +65,20 @@ class TritonBackend:
                 f"the tensors are on {self._device}, the current device is cuda:{torch.cuda.current_device()}: Triton "
                 "launches there; call torch.cuda.set_device"
             )
-        self._dtypes = dtypes_of(self.streams)
+        self._dtypes = dtypes_of(self._inputs)
         self._tiles = tiles_of(layout)
         self._programs = programs_of(plan, is_whole=layout.is_whole)
-        # Read by nobody without segments.
-        self._segments_TF = band_scales_N
+        # Read by nobody where a plan has no given_names.
+        self._given_TF = band_scales_N
 
     @property
     def tokens(self) -> TokenRatios:
         """See :class:`~mis_ext.correction.eager.EagerBackend`."""
         return self.streams.token_ratios(self.layout)
 
-    def take_segments(self, segments_FT: Tensor) -> None:
+    def take_given(self, given_FT: Tensor) -> None:
         """See :class:`~mis_ext.correction.eager.EagerBackend`."""
-        self._segments_TF = segments_FT.T.contiguous()
+        self._given_TF = given_FT.T.contiguous()
 
     def token_statistics(self) -> Tensor:
         """See :class:`~mis_ext.correction.eager.EagerBackend`."""
@@ -86,8 +87,8 @@ class TritonBackend:
         partials = self._empty(num_columns, local.num_tiles, dtype=torch.float64)
         self._programs.token_statistics(
             local.num_tiles,
-            *self.streams,
-            self._segments_TF,
+            *self._inputs,
+            self._given_TF,
             local.table,
             self.band_scales_N,
             partials,
@@ -114,8 +115,8 @@ class TritonBackend:
         keep_bits = self._empty(self._tiles.num_keep_bytes, dtype=torch.uint8)
         self._programs.keep_bits(
             whole.num_tiles,
-            *self.streams,
-            self._segments_TF,
+            *self._inputs,
+            self._given_TF,
             local.table,
             whole.table,
             self._tiles.keep_byte_S,
@@ -169,8 +170,8 @@ class TritonBackend:
         scale = rollout_scale if rollout_scale is not None else WeightScale(over_group_A, over_group_A)
         self._programs.outputs(
             local.num_tiles,
-            *self.streams,
-            self._segments_TF,
+            *self._inputs,
+            self._given_TF,
             local.table,
             sequences.rows_FS,
             sequences.totals_A,
@@ -208,7 +209,7 @@ class TritonBackend:
         launch = _whole_mask if keep_bits is None else _whole_mask_from_bits
         launch(
             whole.num_tiles,
-            self.streams.response_mask_R,
+            self._inputs[2],
             whole.table,
             self._tiles.keep_byte_S,
             keep_bits if keep_bits is not None else loss_mask_R,

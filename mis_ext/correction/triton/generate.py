@@ -19,7 +19,7 @@ from mis_ext.correction.triton import kernels
 from mis_ext.correction.triton.launch import BoundKernel, kernel
 from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale
 
-_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, segments, band_scales"
+_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, given, band_scales"
 _TOKEN_SYMBOLS = {
     "log_ratio": Symbol("log_ratio", "float32"),
     "proximal": Symbol("proximal", "float32"),
@@ -201,13 +201,12 @@ def _store_metrics(plan: Plan) -> str:
 
 
 def _token_program(plan: Plan) -> Program:
-    names = plan.segment_names
+    names = plan.given_names
     # Of one token side by side, so that its place says where they lie.
-    segments = {
-        name: Symbol(f"tl.load(segments + {index}, mask=valid, other=0.0)", "float32")
-        for index, name in enumerate(names)
+    given = {
+        name: Symbol(f"tl.load(given + {index}, mask=valid, other=0.0)", "float32") for index, name in enumerate(names)
     }
-    return Program(_TOKEN_SYMBOLS | segments | _band_symbols(plan), plan.token)
+    return Program(_TOKEN_SYMBOLS | given | _band_symbols(plan), plan.token)
 
 
 def _band_symbols(plan: Plan) -> dict[str, Symbol]:
@@ -254,7 +253,7 @@ def programs_of(plan: Plan, *, is_whole: bool) -> Programs:
         return bound(kernels.decisions_kernel, NUM_RANKS=num_ranks, BLOCK=SEQUENCES_PER_BLOCK)
 
     num_columns, num_totals = len(plan.columns), len(plan.totals) + 1
-    sizes = {"SEGMENTS": len(plan.segment_names), "TILE": kernels.TILE}
+    sizes = {"GIVEN": len(plan.given_names), "TILE": kernels.TILE}
     ((scatter, count, total),) = plan.scatters or ((-1, -1, -1),)
     return Programs(
         token_statistics=bound(kernels.token_statistics_kernel, **sizes),

@@ -116,13 +116,13 @@ def token_statistics_kernel(
     proximal,
     behavior,
     response_mask,
-    segments,
+    given_rows,
     table,
     band_scales,
     partials,
     num_tiles,
     num_pieces,
-    SEGMENTS: tl.constexpr,
+    GIVEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Sums and minima of one tile: a column of ``partials``, ``[F, num_tiles]`` float64."""
@@ -132,10 +132,8 @@ def token_statistics_kernel(
     response = tl.load(response_mask + whole_begin + lane, mask=lane < length, other=0) != 0
     token = begin + lane
     log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
-    of_segment = segments + token.to(tl.int64) * SEGMENTS
-    store_columns(
-        partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, of_segment, band_scales
-    )
+    of_token = given_rows + token.to(tl.int64) * GIVEN
+    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, of_token, band_scales)
 
 
 def sequence_statistics_kernel(
@@ -176,7 +174,7 @@ def keep_bits_kernel(
     proximal,
     behavior,
     response_mask,
-    segments,
+    given_rows,
     table,
     whole_table,
     keep_byte,
@@ -187,7 +185,7 @@ def keep_bits_kernel(
     num_whole_tiles,
     num_sequences,
     pieces_per_sequence,
-    SEGMENTS: tl.constexpr,
+    GIVEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Bits of one tile of a whole response: set where the token is on this rank and passes the gates on tokens."""
@@ -206,8 +204,8 @@ def keep_bits_kernel(
         local = response & (within >= 0) & (within < tl.load(start + piece + 1) - begin)
         token = begin + within
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, local)
-        of_segment = segments + token.to(tl.int64) * SEGMENTS
-        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, of_segment, band_scales)
+        of_token = given_rows + token.to(tl.int64) * GIVEN
+        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, of_token, band_scales)
     # Other ranks need this mask: a bit per token is an eighth of what a byte would send.
     bits = tl.reshape(keep.to(tl.int32), [TILE // 8, 8]) << tl.arange(0, 8)[None, :]
     tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
@@ -282,7 +280,7 @@ def output_kernel(
     proximal,
     behavior,
     response_mask,
-    segments,
+    given_rows,
     table,
     rows,
     totals,
@@ -303,7 +301,7 @@ def output_kernel(
     WEIGHT_ROW: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    GIVEN: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Weights, loss mask and metrics ``[M, T]`` of one tile.
@@ -324,10 +322,10 @@ def output_kernel(
     token = begin + lane
     if IS_CORRECTED:
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
-        of_segment = segments + token.to(tl.int64) * SEGMENTS
+        of_token = given_rows + token.to(tl.int64) * GIVEN
         # Generated from Weight.formula and the gates, see _token_outputs in generate.py.
         weight, weighted, kept = token_outputs(
-            log_ratio, proximal_T, behavior_T, valid, response, of_segment, band_scales
+            log_ratio, proximal_T, behavior_T, valid, response, of_token, band_scales
         )
         # Spread before they are compared: the interpreter cannot spread a bool.
         in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0

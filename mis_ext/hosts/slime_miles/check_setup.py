@@ -24,7 +24,7 @@ from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.master_weights import STEP_FLAG, dither_weights, refuse_dithering
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.packing import batch_layout
+from mis_ext.hosts.packing import TokenLags, batch_layout
 from mis_ext.hosts.runs import Run, all_arguments, current_run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, weigh_batch
@@ -125,6 +125,7 @@ def check_setup(args: Any) -> None:
     said = ["mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"]
     if entrance is not None:
         _refuse_missing_preparation(args, config)
+        _refuse_missing_versions(args, config)
         said = [summary(config)]
     _refuse_wrong_paths(args)
     if _takes_hidden_states(args):
@@ -358,7 +359,7 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
     Miles calls that function with its arguments alone, so there nobody ever has.
     """
     path = read_argument(args, "rollout_data_postprocess_path")
-    if is_miles() and path is not None and path.startswith("mis_ext."):
+    if is_miles() and path is not None and path.startswith("mis_ext.") and not config.correction.needs_lag:
         raise ValueError(
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         )
@@ -374,6 +375,27 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
             else "needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
         )
     )
+
+
+def _refuse_missing_versions(args: Any, config: RunConfig) -> None:
+    """Where tokens shall have lags: the rollout must store their versions, and somebody must count from them."""
+    if not config.correction.needs_lag or (config.whole_loss is not None and not config.whole_loss.has_correction):
+        return
+    if read_argument(args, "use_opd"):
+        raise ValueError(
+            "mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one of them"
+        )
+    replayed = read_argument(args, "load_debug_rollout_data")
+    if read_argument(args, "custom_generate_function_path") is None and not replayed:
+        raise ValueError(
+            "mis_staleness: the host's own generate function stores no version of each token: give "
+            "--custom-generate-function-path mis_ext.rollout.generate"
+        )
+    path = read_argument(args, "rollout_data_postprocess_path")
+    if path in (None, "mis_ext.log_mismatch"):
+        raise ValueError(
+            "mis_staleness: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which counts the lags"
+        )
 
 
 def _rehearse(args: Any, entrance: _Entrance, config: RunConfig) -> list[str]:
@@ -461,6 +483,7 @@ def call_once(args: Any, config: RunConfig) -> None:
 
     masks = [torch.ones(length, dtype=torch.int32) for length in response_lengths]
     rollout, trained = drawn(mean=-2.0), drawn(mean=-2.0)
+    session.token_lags = TokenLags(rollout, [*map(torch.zeros_like, rollout)])
     if loss is None:
         weigh_batch(
             Run(config, session),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,17 +14,19 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.weights import WeightScale, ratio_or_one
 from mis_ext.hosts.groups import device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import check_samples, pack_rollout
+from mis_ext.hosts.packing import PackedStreams, TokenLags, check_samples, pack_rollout
 from mis_ext.hosts.runs import session_for
 from mis_ext.hosts.session import Session
+from mis_ext.rollout.custom_generate.host import VERSIONS
 
 _REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute the numbers of the whole rollout on all ranks: adapted bounds of gates, and the scale of the weights.
+    """Compute the numbers of the whole rollout on all ranks: adapted bounds of gates, scale of weights, lags of tokens.
 
-    For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. Gates with a ``target_accept`` get the bounds of
+    For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
+    :func:`_token_lags`. Gates with a ``target_accept`` get the bounds of
     this rollout, see :mod:`mis_ext.hosts.acceptance`. With ``tis_normalize_scope: rollout`` every micro-batch is then
     scaled by the same two numbers, for any split of the rollout into micro-batches and ranks. With ``mis_denominator:
     kept``, samples that share a rollout share its denominator, as in the host's reducer.
@@ -42,6 +45,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     session = session_for(args)
     session.rollout_scale = None
     config = session.config
+    if config.needs_lag:
+        session.token_lags = _token_lags(rollout_data)
     is_over_rollout = config.scope == "rollout" and config.is_scaled
     has_targets = bool(config.adapted_gates)
     if config.metrics_only or not (is_over_rollout or has_targets or config.denominator == "kept"):
@@ -58,9 +63,15 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     groups = find_groups()
     of_sequences = groups.without_data_parallelism
     lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
+
+    def packed(key: str) -> PackedStreams:
+        streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_REMEDY)
+        sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
+        return streams._replace(lag_T=session.lags_of(*sides, device=device))
+
     if has_targets:
         session.adapt_to(
-            lambda: pack_rollout(rollout_data, groups, rollout_id, device=device, key="target_accept", remedy=_REMEDY),
+            lambda: packed("target_accept"),
             lengths,
             groups=groups,
             device=device,
@@ -79,8 +90,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
                 "tis_normalize_scope: rollout only; use that, or mis_denominator: fixed"
             )
         if is_over_rollout:
-            key = "tis_normalize_scope: rollout"
-            streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_REMEDY)
+            streams = packed("tis_normalize_scope: rollout")
     except Exception:
         gather_rows(
             _terms(over_rollout.neutral(lengths, groups=of_sequences, device=device, fails=True)), groups.dp_group
@@ -98,6 +108,33 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
             mean_weight=ratio_or_one(weight_sum, weight_count),
             denominator_factor=ratio_or_one(original_terms, kept_terms),
         )
+
+
+def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
+    """The lags of this rank's tokens, or why there are none: the loss says it, where the other ranks hear of it.
+
+    ``mis_ext.rollout.generate`` stores the version of each token where the hosts carry a number per token to the
+    trainer, the log-probs of a teacher. The trainer's own version is the number of times that it has sent its weights
+    to the engine. Neither host passes it on, nor Miles the rollout: both are read from the trainer that calls.
+    """
+    frame = sys._getframe(1)
+    trainer: Any = None
+    while frame is not None and trainer is None:
+        found = frame.f_locals.get("self")
+        if hasattr(getattr(found, "weight_updater", None), "weight_version"):
+            trainer, rollout_data = found, frame.f_locals.get("rollout_data", rollout_data)
+        frame = frame.f_back  # type: ignore[assignment]
+    if trainer is None or rollout_data is None:
+        return "mis_staleness: this trainer has no weight_updater with a weight_version, from which lags are counted"
+    # Taken out: it is nobody's log-prob, and the host would report its mean.
+    versions = rollout_data.pop(VERSIONS, None)
+    if versions is None or not rollout_data.get("rollout_log_probs"):
+        return (
+            "mis_staleness: the rollout has no version for each token: give --custom-generate-function-path "
+            "mis_ext.rollout.generate"
+        )
+    current = float(trainer.weight_updater.weight_version)
+    return TokenLags(rollout_data["rollout_log_probs"], [current - version.float() for version in versions])
 
 
 def _shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> Tensor | None:

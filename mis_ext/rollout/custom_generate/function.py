@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.custom_generate.host import (
     KEY,
+    VERSIONS,
     ChatTokenizer,
     Settings,
     abort_flag,
@@ -20,6 +22,7 @@ from mis_ext.rollout.custom_generate.host import (
     host_name,
     load_tokenizer,
     post_json,
+    stores_versions,
     template_options,
     warn_of_definition,
 )
@@ -134,17 +137,30 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
     for whole in built.samples:
         known = len(whole.tokens) - whole.response_length
         token_ids, log_probs = whole.tokens, [0.0] * known + whole.rollout_log_probs
+    # Of what the host's own function has sampled nobody stored a version. What is longer is of an earlier attempt.
+    before = (getattr(sample, VERSIONS, None) or [])[: sample.response_length]
+    version_of_each: list[float] = [*before, *[math.nan] * (sample.response_length - len(before))]
     for call in ended.calls:
         start = len(call.generation.prompt_ids)
         sampled = slice(start, start + len(call.generation.sampled_ids))
         _append(args, sample, *call.observation)
         _append(args, sample, call.text, token_ids[sampled], log_probs[sampled], call.meta_info)
+        version_of_each += [math.nan] * len(call.observation.token_ids) + _version_numbers(call.generation)
         versions = call.generation.weight_versions
         # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest.
         if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
             sample.weight_versions[-1:] = dict.fromkeys(versions)
     _append(args, sample, *ended.unsent)
+    if stores_versions(args):
+        setattr(sample, VERSIONS, [*version_of_each, *[math.nan] * len(ended.unsent.token_ids)])
     _count(sample, **built.metrics())
+
+
+def _version_numbers(generation: Generation) -> list[float]:
+    """The version that sampled each token, NaN where the server says none, or a word, as before the first update."""
+    count = len(generation.sampled_ids)
+    names: Sequence[str | None] = generation.weight_versions or [generation.weight_version] * count
+    return [float(name) if name is not None and name.isdecimal() else math.nan for name in names]
 
 
 def _append(

@@ -28,6 +28,10 @@ from mis_ext.validation import check_known, check_number
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the hosts' ``--custom-config-path`` file."""
+STALENESS = "staleness"
+VERSIONS = "teacher_log_probs"
+"""Field of a sample in which both hosts carry a number for each token of the response to the trainer, who splits it as
+he splits log-probs. It is for distillation from a teacher; without one nobody reads it."""
 Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
@@ -101,8 +105,19 @@ class Settings:
         return cast(Environment, step)
 
 
+def stores_versions(args: Any) -> bool:
+    """Whether the trainer asks for the version of each token: ``mis_staleness``, or ``staleness`` under ``mis:``."""
+    native = getattr(args, "mis", None)
+    said = [getattr(args, f"mis_{STALENESS}", None), isinstance(native, Mapping) and native.get(STALENESS)]
+    return any(said)
+
+
 def check_supported(args: Any, sample: Any) -> None:
-    """Refuse what needs more than token ids, masks and log-probs."""
+    """Refuse what needs more than token ids, masks, log-probs and versions."""
+    if stores_versions(args) and getattr(args, "use_opd", None):
+        raise ValueError(
+            f"mis_{STALENESS} stores versions where use_opd has the teacher's log-probs: unset one of them"
+        )
     lora = () if getattr(args, "lora_train_only", False) else _LORA_FLAGS
     for flag in (*_UNSUPPORTED_FLAGS, *lora):
         if getattr(args, flag, None):

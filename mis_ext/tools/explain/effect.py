@@ -276,6 +276,8 @@ def _measured(
             response_mask_R=mask_T,
             config=config.replace(metrics=(), scope="data_parallel"),
             band_scales_N=torch.ones(len(config.adapted_gates)),
+            # Of the mismatch alone: all tokens are fresh.
+            lag_T=torch.zeros_like(advantages_T),
         )
         weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
     found = first_update(

@@ -282,17 +282,21 @@ class WhatIf:
 def correct(part: Part, config: CorrectionConfig) -> Correction:
     """The correction of a part, before any normalisation: keep masks and weights are those of the hook.
 
-    A band that follows a target is as it is written: where it went in a run depends on the rollouts before.
+    A band that follows a target is as it is written: where it went in a run depends on the rollouts before. A dump
+    names the versions of a response, not of its tokens: all of them have the lag of the oldest.
     """
+    layout = part.streams.layout
+    lag_S = torch.tensor([origin.versions_behind for origin in part.origins]) if config.needs_lag else None
     one = torch.ones(())
     return compute_correction(
         proximal_logprobs_T=part.streams.proximal_logprobs_T,
         behavior_logprobs_T=part.streams.behavior_logprobs_T,
         response_mask_R=part.streams.response_mask_R,
-        layout=part.streams.layout,
+        layout=layout,
         config=_plan(config),
         rollout_scale=WeightScale(one, one),
         band_scales_N=torch.ones(len(config.adapted_gates)),
+        lag_T=None if lag_S is None else layout.index.to_tokens(lag_S),
     )
 
 

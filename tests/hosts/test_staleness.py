@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From versions in a rollout to lags in the hook: what the trainer counts, what it cannot know, and who is told."""
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hook_batches import make_batch
+
+import mis_ext
+from mis_ext import prepare_rollout
+from mis_ext.hosts.runs import session_for
+
+KEYS = {"use_tis": True, "mis_staleness": True, "tis_when": "stale", "rs_max_staleness": 1, "mis_metrics": "all"}
+VERSION = 7
+SAMPLES = ("train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+
+
+class Trainer:
+    """Calls the function at ``--rollout-data-postprocess-path`` as the trainers of both hosts do."""
+
+    def __init__(self, args: argparse.Namespace, *, version: object = VERSION) -> None:
+        self.args, self.weight_updater = args, SimpleNamespace(weight_version=version)
+
+    def train_actor(self, rollout_data: dict[str, Any], *, is_miles: bool = False) -> None:
+        if is_miles:
+            prepare_rollout(self.args)
+        else:
+            prepare_rollout(self.args, 0, rollout_data)
+
+
+def rollout(*, noise: float = 0.3) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+    """A batch, the lags of its tokens, and the rollout that a host holds of it."""
+    batch = make_batch(noise=noise)
+    generator = torch.Generator().manual_seed(1)
+    lags = [torch.randint(0, 4, each.shape, generator=generator).float() for each in batch["rollout_log_probs"]]
+    lags[2][5:9] = torch.nan
+    data = {"log_probs": batch["train_log_probs"], "teacher_log_probs": [VERSION - lag for lag in lags], **batch}
+    return batch, lags, data
+
+
+def micro_batch(batch: dict[str, Any], chosen: list[int]) -> dict[str, Any]:
+    return {name: [batch[name][index] for index in chosen] for name in SAMPLES} | {
+        "pg_loss": torch.ones(40 * len(chosen))
+    }
+
+
+@pytest.mark.parametrize("is_miles", [False, True], ids=["slime", "miles"])
+def test_the_hook_finds_the_lag_of_each_token_in_any_micro_batch(is_miles) -> None:
+    args = argparse.Namespace(**KEYS)
+    batch, lags, data = rollout()
+    Trainer(args).train_actor(data, is_miles=is_miles)
+    # It is nobody's log-prob, and the host would log it.
+    assert "teacher_log_probs" not in data
+    for chosen in ([3, 0], [2], [1], [0, 1, 2, 3]):
+        part = micro_batch(batch, chosen)
+        if is_miles:
+            # Miles gives its hook other tensors of the same memory.
+            part["rollout_log_probs"] = [each.detach() for each in part["rollout_log_probs"]]
+        loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(args, **part)
+        weights, keeps, values = mis_ext.compute_mis_weights(
+            mis_ext.config_from_mapping(KEYS),
+            **{name: part[name] for name in SAMPLES[:3]},
+            lags=[lags[index] for index in chosen],
+        )
+        assert torch.equal(loss, torch.cat(weights))
+        assert torch.equal(torch.cat(masks), torch.cat(keeps))
+        # Of samples of one length the host's mean over tokens is the mean of all that were measured.
+        assert metrics["mis_lag_max"].unique() == values["mis_lag_max"] == 3.0
+        lag_T = torch.cat([lags[index] for index in chosen])
+        is_old_T = ~(lag_T <= 1.0)
+        assert torch.equal(torch.cat(masks) == 0, is_old_T)
+        assert torch.equal(loss[lag_T == 0.0], torch.ones(int((lag_T == 0.0).sum())))
+
+
+def test_the_whole_loss_has_the_same_correction_from_lags_of_its_own() -> None:
+    keys = KEYS | {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
+    batch, lags, _ = rollout()
+    proximal, behavior = (torch.stack(batch[name]) for name in SAMPLES[:2])
+    found = mis_ext.policy_loss_from_log_probs(
+        keys,
+        current_logprobs=proximal.clone().requires_grad_(),
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        advantages=torch.ones(4),
+        response_mask=torch.ones_like(proximal),
+        lag=torch.stack(lags),
+    )
+    padded = mis_ext.correct_padded(
+        KEYS,
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        response_mask=torch.ones_like(proximal),
+        lag=torch.stack(lags),
+    )
+    kept_weights = torch.where(padded.keep_mask, padded.weights, 0.0)
+    torch.testing.assert_close(found.mean, -kept_weights.mean(), rtol=1e-6, atol=0.0)
+
+
+def test_tokens_of_a_later_version_than_the_trainers_have_an_unknown_lag() -> None:
+    args = argparse.Namespace(**KEYS)
+    batch, _, data = rollout()
+    # As after a restart, where the count began anew.
+    Trainer(args, version=0).train_actor(data)
+    _, masks, metrics = mis_ext.compute_mis_weights_with_cp(args, **batch)
+    assert torch.cat(masks).sum() == 0
+    assert metrics["mis_unknown_lag_token_fraction"].unique() == 1.0
+    assert metrics["mis_lag_mean"].isnan().all()
+
+
+def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -> None:
+    batch, _, data = rollout()
+
+    def message(prepare) -> str:
+        args = argparse.Namespace(**KEYS)
+        prepare(args)
+        with pytest.raises(ValueError, match="mis_staleness") as found:
+            mis_ext.compute_mis_weights_with_cp(args, **batch)
+        return str(found.value)
+
+    assert "mis_ext.prepare_rollout" in message(lambda args: None)
+    assert "no weight_updater with a weight_version" in message(lambda args: prepare_rollout(args, 0, data))
+    without = {name: value for name, value in data.items() if name != "teacher_log_probs"}
+    assert "mis_ext.rollout.generate" in message(lambda args: Trainer(args).train_actor(without))
+
+    def copied(args: argparse.Namespace) -> None:
+        others = [each.clone() for each in batch["rollout_log_probs"]]
+        Trainer(args).train_actor(rollout()[2] | {"rollout_log_probs": others})
+        copied.held = others
+
+    assert "copied its rollout_log_probs" in message(copied)
+    with pytest.raises(ValueError, match="nobody gives the lag of the tokens"):
+        mis_ext.correct_padded(
+            KEYS,
+            proximal_logprobs=torch.zeros(1, 2),
+            behavior_logprobs=torch.zeros(1, 2),
+            response_mask=torch.ones(1, 2),
+        )
+
+
+def test_a_micro_batch_without_samples_needs_no_lag() -> None:
+    args = argparse.Namespace(**KEYS)
+    Trainer(args).train_actor(rollout()[2])
+    loss, masks, _ = mis_ext.compute_mis_weights_with_cp(args, **micro_batch(make_batch(), []))
+    assert (len(loss), masks) == (0, [])
+
+
+@pytest.mark.parametrize("more", [{"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}, {"use_rs": True}])
+def test_what_looks_at_the_whole_rollout_knows_its_lags(more) -> None:
+    gates = {"rs_gates": [{"statistic": "lag", "reduce": "mean", "high": 1.0, "target_accept": 0.5}]}
+    args = argparse.Namespace(**KEYS | more | (gates if "use_rs" in more else {}))
+    batch, lags, data = rollout()
+    Trainer(args).train_actor(data)
+    session = session_for(args)
+    if "use_rs" in more:
+        # The mean lag of half of the responses is above 1.
+        assert session.acceptance.bounds()["rs_gate2"][1] > 1.0
+    else:
+        given = {name: batch[name] for name in SAMPLES[:3]}
+        alone = {key: value for key, value in KEYS.items() if key != "mis_metrics"}
+        weights, keeps, _ = mis_ext.compute_mis_weights(alone, **given, lags=lags)
+        expected = torch.cat(weights)[torch.cat(keeps) != 0].mean()
+        torch.testing.assert_close(session.rollout_scale.mean_weight, expected, rtol=1e-6, atol=0.0)
+
+
+START = {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp", "rank": 0, **KEYS}
+READY = {
+    "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
+    "custom_generate_function_path": "mis_ext.rollout.generate",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout_data_postprocess_path": None}, "needs --rollout-data-postprocess-path mis_ext.prepare_rollout"),
+        ({"rollout_data_postprocess_path": "mis_ext.log_mismatch"}, "needs --rollout-data-postprocess-path"),
+        ({"custom_generate_function_path": None}, "give --custom-generate-function-path mis_ext.rollout.generate"),
+        ({"use_opd": True}, "use_opd has the teacher's log-probs where versions are stored"),
+    ],
+)
+def test_what_is_missing_is_said_at_start(keys, message, capsys) -> None:
+    with pytest.raises(ValueError, match=message):
+        mis_ext.check_setup(argparse.Namespace(**START | READY | keys))
+    mis_ext.check_setup(argparse.Namespace(**START | READY))
+    assert "lag_t <= 1" in capsys.readouterr().out
