@@ -49,8 +49,8 @@ class CorrectionConfig:
         warn_only: Guards that warn instead of raising an error.
         max_reject_fraction: Warn when a larger share of tokens or sequences is rejected.
         metrics_only: Measure, and change nothing.
-        staleness: Each token comes with its lag, and metrics tell fresh tokens from stale ones. A gate on the lag and a
-            weight with ``when: stale`` ask for it too.
+        staleness: Each token comes with its lag, and metrics tell fresh tokens from stale ones. True where a gate looks
+            at the lag, or the weight has ``when: stale``.
     """
 
     weight: Weight | None = DEFAULT_WEIGHT
@@ -103,6 +103,10 @@ class CorrectionConfig:
             raise ValueError("metrics_only takes no weight and no gates")
         if not self.metrics_only and self.weight is None and not self.gates:
             raise ValueError("neither a weight nor a gate: nothing to correct; set metrics_only to measure")
+        only_outside = None if self.weight is None else self.weight.only_outside
+        looks_at_lag = any(gate.statistic == LAG for gate in (*self.gates, *filter(None, [only_outside])))
+        if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
+            object.__setattr__(self, "staleness", True)
         names = [row.name for row in self.available_rows]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -132,14 +136,6 @@ class CorrectionConfig:
         """Every gate, with the one that the weight implies."""
         implied = self.weight.gate if self.weight is not None else None
         return self.gates if implied is None else (implied, *self.gates)
-
-    @property
-    def needs_lag(self) -> bool:
-        """Whether every token must come with the age of the weights that sampled it."""
-        only_outside = None if self.weight is None else self.weight.only_outside
-        gates = self.gates if only_outside is None else (only_outside, *self.gates)
-        is_of_stale = self.weight is not None and self.weight.when == "stale"
-        return self.staleness or is_of_stale or any(gate.statistic == LAG for gate in gates)
 
     @property
     def needs_whole_sequences(self) -> bool:
@@ -214,7 +210,7 @@ class CorrectionConfig:
 
     def _rows(self) -> Iterator[MetricRow]:
         yield from mismatch_rows(self.metric_max)
-        if self.needs_lag:
+        if self.staleness:
             yield from age_rows(self.metric_max)
         if self.metrics_only:
             return

@@ -163,7 +163,7 @@ def compute_correction(
         failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
             number in :attr:`Correction.status`.
         lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
-            NaN where nobody knows. Needed, and used, only with :attr:`~mis_ext.CorrectionConfig.needs_lag`.
+            NaN where nobody knows. Needed, and used, with ``staleness`` alone.
 
     Raises:
         ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale, the scales of
@@ -273,7 +273,7 @@ def _check(
     # A rank without tokens takes part without scales.
     if layout.num_local_tokens == 0:
         return
-    if plan.needs_lag and lag_T is None:
+    if plan.config.staleness and lag_T is None:
         raise ValueError(
             "staleness, a gate on the lag or a weight with when: stale: nobody gives the lag of the tokens. In slime "
             "and Miles mis_ext.rollout.generate and mis_ext.prepare_rollout do, elsewhere lag_T of the streams"

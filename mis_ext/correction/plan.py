@@ -121,7 +121,6 @@ class Plan:
         token: Formulas of a token, by name.
         sequence: Formulas of a sequence.
         segments: Reductions over the tokens of segments, see :func:`~mis_ext.correction.segments.segment_values`.
-        needs_lag: Whether tokens must come with their lag.
         given_names: The rows of :func:`~mis_ext.correction.segments.given_rows`: the lag, and those of segments.
         columns: Reductions over tokens, sums first.
         column_names: All of their names.
@@ -146,7 +145,6 @@ class Plan:
     token: Mapping[str, Formula]
     sequence: Mapping[str, Formula]
     segments: tuple[Segment, ...]
-    needs_lag: bool
     given_names: tuple[str, ...]
     columns: tuple[Column, ...]
     column_names: tuple[str, ...]
@@ -222,9 +220,8 @@ def plan_of(config: CorrectionConfig) -> Plan:
         token=token,
         sequence=sequence,
         segments=segments,
-        needs_lag=config.needs_lag,
         given_names=(
-            *([LAG] if config.needs_lag else []),
+            *([LAG] if config.staleness else []),
             *([KNOWN_SEGMENT, *(segment.name for segment in segments)] if segments else []),
         ),
         columns=columns,

@@ -58,7 +58,7 @@ class Runs(NamedTuple):
 def given_rows(backend: Backend, *, cp_group: Group | None) -> Tensor:
     """``[F, T]`` float32: the plan's ``given_names`` of each local token."""
     plan, streams = backend.plan, backend.streams
-    if not plan.needs_lag:
+    if not plan.config.staleness:
         return _segment_values(backend, {}, cp_group=cp_group)
     # A rank without data has no lag either.
     has_data = backend.layout.num_local_tokens > 0

@@ -167,7 +167,7 @@ class Session:
         Raises:
             ValueError: Nobody has stored them.
         """
-        if not self._plan.needs_lag:
+        if not self.config.staleness:
             return None
         if isinstance(self.token_lags, str):
             raise ValueError(self.token_lags)

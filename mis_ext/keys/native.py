@@ -119,7 +119,7 @@ def checked_config(
     """The configuration of these parts; what is switched off is checked as if it were on."""
     if weight is not None or gates or not measure_only:
         config = CorrectionConfig(weight=weight, gates=gates, **scaling, **reporting)
-        if config.needs_lag and not config.staleness:
+        if config.staleness and not reporting.get("staleness"):
             raise ValueError(
                 f"a gate on the lag, or a weight of stale tokens, needs {staleness_key}: true, with which the rollout "
                 "stores the version of each token"

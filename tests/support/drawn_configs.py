@@ -110,7 +110,7 @@ def draw_point(choose: Choose) -> Point:
         metric_max=config.metric_max,
         only_outside=None if condition is None else _judged(condition),
         when="always" if weight is None else weight.when,
-        has_lags=config.needs_lag,
+        has_lags=config.staleness,
     )
     return Point(config, rules)
 

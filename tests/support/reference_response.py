@@ -105,6 +105,9 @@ class Response:
             return [False] * len(self), [False] * len(self)
         is_log = gate.statistic in LOG_STATISTICS
         pairs = list(zip(values, self.valid, strict=True))
+        if gate.statistic == "lag" and gate.level in ("token", "max", "min"):
+            # Whole numbers, which float32 compares exactly.
+            return [v and x < gate.low for x, v in pairs], [v and x > gate.high for x, v in pairs]
         too_low = [v and self.below(x, gate.low, is_log=is_log) for x, v in pairs]
         return too_low, [v and self.above(x, gate.high, is_log=is_log) for x, v in pairs]
 

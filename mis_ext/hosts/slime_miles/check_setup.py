@@ -359,7 +359,7 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
     Miles calls that function with its arguments alone, so there nobody ever has.
     """
     path = read_argument(args, "rollout_data_postprocess_path")
-    if is_miles() and path is not None and path.startswith("mis_ext.") and not config.correction.needs_lag:
+    if is_miles() and path is not None and path.startswith("mis_ext.") and not config.correction.staleness:
         raise ValueError(
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         )
@@ -379,7 +379,7 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
 
 def _refuse_missing_versions(args: Any, config: RunConfig) -> None:
     """Where tokens shall have lags: the rollout must store their versions, and somebody must count from them."""
-    if not config.correction.needs_lag or (config.whole_loss is not None and not config.whole_loss.has_correction):
+    if not config.correction.staleness or (config.whole_loss is not None and not config.whole_loss.has_correction):
         return
     if read_argument(args, "use_opd"):
         raise ValueError(

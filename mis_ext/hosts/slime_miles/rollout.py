@@ -45,7 +45,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     session = session_for(args)
     session.rollout_scale = None
     config = session.config
-    if config.needs_lag:
+    if config.staleness:
         session.token_lags = _token_lags(rollout_data)
     is_over_rollout = config.scope == "rollout" and config.is_scaled
     has_targets = bool(config.adapted_gates)

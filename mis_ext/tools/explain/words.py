@@ -118,6 +118,8 @@ def _weight_step(weight: Weight) -> Step:
     text = weight.bound.text.replace("the ratio", "x", 1).replace("`", "")
     text = re.sub(r"\b(low|high)\b", lambda found: known.get(found[0], found[0]), text)
     touches = "each response token" if weight.level == "token" else "all tokens of a response alike"
+    if weight.when == "stale":
+        touches = "each response token with lag_t > 0, or of unknown age; w = 1 for the others"
     condition = weight.only_outside
     only = "" if condition is None else f"; bounded only in responses outside of {band_of(condition)}"
     return Step(f"weight, {weight.level}", f"x = {ratio}; w = {text}{only}", touches, _LEVELS[weight.level])

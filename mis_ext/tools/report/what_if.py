@@ -286,7 +286,7 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
     names the versions of a response, not of its tokens: all of them have the lag of the oldest.
     """
     layout = part.streams.layout
-    lag_S = torch.tensor([origin.versions_behind for origin in part.origins]) if config.needs_lag else None
+    lag_S = torch.tensor([origin.versions_behind for origin in part.origins]) if config.staleness else None
     one = torch.ones(())
     return compute_correction(
         proximal_logprobs_T=part.streams.proximal_logprobs_T,
