@@ -141,7 +141,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             entropy_T=scores.entropy_T,
             reverse_kl_T=None if is_absent(batch.get("opd_reverse_kl")) else packed("opd_reverse_kl"),
             state_values_T=optional("state_values"),
-            lag_T=run.session.lags_of(batch.get("rollout_log_probs") or (), layout.local_lengths, device=device)
+            lag_T=run.session.lags_of(batch.get("rollout_log_probs"), layout.local_lengths, device=device)
             if loss.has_correction
             else None,
         )

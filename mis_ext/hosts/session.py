@@ -161,7 +161,9 @@ class Session:
         """
         self.acceptance.load_state_dict(state)
 
-    def lags_of(self, samples: Sequence[Tensor], lengths: Sequence[int], *, device: torch.device) -> Tensor | None:
+    def lags_of(
+        self, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device
+    ) -> Tensor | None:
         """``[T]``: the lags of a micro-batch whose behavior log-probs these are; None where no key asks for them.
 
         Raises:
@@ -171,7 +173,7 @@ class Session:
             return None
         if isinstance(self.token_lags, str):
             raise ValueError(self.token_lags)
-        return pack("lags", self.token_lags.of(samples), lengths, device=device)
+        return pack("lags", self.token_lags.of([] if samples is None else samples), lengths, device=device)
 
     def join_without_data(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
         """Take part in a call without data: no token of this rank counts.

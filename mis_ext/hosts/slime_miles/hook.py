@@ -104,7 +104,7 @@ def weigh_batch(
         else:
             proximal_T = pack("train_log_probs", train_log_probs, layout.local_lengths, device=device)
             behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=device)
-            lag_T = session.lags_of(rollout_log_probs or (), layout.local_lengths, device=device)
+            lag_T = session.lags_of(rollout_log_probs, layout.local_lengths, device=device)
             streams = PackedStreams(proximal_T, behavior_T, mask_R, layout, lag_T)
     if streams is None:
         session.join_without_data(response_lengths, groups=groups, device=device)

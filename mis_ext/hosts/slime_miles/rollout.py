@@ -14,7 +14,7 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.weights import WeightScale, ratio_or_one
 from mis_ext.hosts.groups import device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import PackedStreams, TokenLags, check_samples, pack_rollout
+from mis_ext.hosts.packing import PackedStreams, TokenLags, check_samples, is_absent, pack_rollout
 from mis_ext.hosts.runs import session_for
 from mis_ext.hosts.session import Session
 from mis_ext.rollout.custom_generate.host import VERSIONS
@@ -128,7 +128,7 @@ def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
         return "mis_staleness: this trainer has no weight_updater with a weight_version, from which lags are counted"
     # Taken out: it is nobody's log-prob, and the host would report its mean.
     versions = rollout_data.pop(VERSIONS, None)
-    if versions is None or not rollout_data.get("rollout_log_probs"):
+    if versions is None or is_absent(rollout_data.get("rollout_log_probs")):
         return (
             "mis_staleness: the rollout has no version for each token: give --custom-generate-function-path "
             "mis_ext.rollout.generate"
