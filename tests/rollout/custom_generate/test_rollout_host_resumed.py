@@ -164,6 +164,14 @@ def test_a_version_that_nobody_knows_is_no_number(tokenizer_folder):
     assert sample.teacher_log_probs[5:] == [8.0] * 5
 
 
+def test_versions_of_a_response_that_its_host_cleared_are_gone(tokenizer_folder):
+    sample = Sample(prompt="The weather")
+    # Miles keeps them when it samples a prompt afresh.
+    sample.teacher_log_probs = [3.0] * 9
+    run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, mis_staleness=True)
+    assert sample.teacher_log_probs == [8.0] * 5
+
+
 def test_versions_and_the_log_probs_of_a_teacher_do_not_go_together(tokenizer_folder):
     with pytest.raises(ValueError, match="mis_staleness stores versions where use_opd has the teacher's log-probs"):
         run([], tokenizer_folder, Sample(prompt="The weather"), mis_staleness=True, use_opd=True)
