@@ -162,7 +162,8 @@ def test_each_layout_has_the_host_without_a_correction_with_its_own_and_with_our
     assert ("CP 2, `--allgather-cp`, no positions" in of_layout) == (host is MILES_MEGATRON)
     for case in host.cases:
         if case.layout:
-            plain = by_name[next(name for name in everything if case.name.startswith(f"{name}_"))]
+            names = (*everything, "max_staleness")
+            plain = by_name[next(name for name in names if case.name.startswith(f"{name}_"))]
             assert (case.config, case.metrics, case.says) == (plain.config, plain.metrics, plain.says)
             assert case.flags[: len(plain.flags)] == plain.flags
             assert ("--actor-num-gpus-per-node" in case.flags) == (not case.layout.startswith("one rank"))

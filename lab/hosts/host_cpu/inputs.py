@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from .cases import MODEL, NUM_PROMPTS, NUM_ROLLOUTS, SAMPLES_PER_PROMPT
+from .cases import MODEL, NUM_PROMPTS, NUM_ROLLOUTS, OLD_VERSION, SAMPLES_PER_PROMPT, VERSION
 
 # Some tokens are far off, so that a cap of 2 cuts: exp(-1.2) and exp(1.2) = 3.3.
 SMALL_MISMATCH, LARGE_MISMATCH, LARGE_SHARE = 0.05, 1.2, 0.1
@@ -82,6 +82,8 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[
                 rollout_log_probs=(log_probs + mismatch + is_large * LARGE_MISMATCH * sign).tolist(),
                 # One token before the last is masked, as an observation is.
                 loss_mask=[1] * (response - MASKED_FROM_END) + [0, 1],
+                # As mis_ext.rollout.generate stores them of a response that was cut short, and went on after an update.
+                teacher_log_probs=[OLD_VERSION] * (response // 2) + [VERSION] * (response - response // 2),
                 status=sample_type.Status.COMPLETED,
             )
         )

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, Case, Host, flat, input_files
+from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, VERSION, Case, Host, flat, input_files
 from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, own_corrections
 from .parallel_cases import in_bfloat16, on_two_ranks
 
@@ -42,9 +42,49 @@ _HOOKS = (
     ),
 )
 
+_LAGS = tuple(
+    f"train/mis_{name}" for name in ("lag_mean", "lag_max", "k3_kl_fresh", "k3_kl_stale", "ess_ratio_token_stale")
+)
+_STALENESS = (
+    Case(
+        name="staleness",
+        title="three flags, `mis_staleness`, two versions in each response",
+        flags=("--use-tis", *HOOK, *CHECK, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        config={"tis_upper_bound": 2.0, "mis_staleness": True, "update_weight_start_version": int(VERSION)},
+        metrics=(*CORE, *_LAGS),
+        says=(CALLED,),
+        # The metrics change nothing.
+        is_alike=True,
+        is_optional=True,
+    ),
+    Case(
+        name="max_staleness",
+        title="three flags, `rs_max_staleness: 0`, two versions in each response",
+        flags=("--use-tis", *HOOK, *CHECK, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        config={
+            "tis_upper_bound": 2.0,
+            "tis_when": "stale",
+            "rs_max_staleness": 0,
+            "mis_staleness": True,
+            "update_weight_start_version": int(VERSION),
+        },
+        metrics=(*CORE, *_LAGS),
+        says=(CALLED,),
+        is_optional=True,
+    ),
+    Case(
+        name="no_versions",
+        title="`mis_staleness` without `prepare_rollout`",
+        flags=("--use-tis", *HOOK, *CHECK),
+        config={"tis_upper_bound": 2.0, "mis_staleness": True},
+        refusal="mis_staleness: needs --rollout-data-postprocess-path mis_ext.prepare_rollout",
+        is_optional=True,
+    ),
+)
+
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
-_TWO_RANKS = (in_bfloat16(OURS[0]), *on_two_ranks(_ONE_RANK))
+_TWO_RANKS = (in_bfloat16(OURS[0]), in_bfloat16(_STALENESS[1]), *on_two_ranks(_ONE_RANK))
 
 SLIME = Host(
     name="slime",
@@ -52,7 +92,7 @@ SLIME = Host(
     title="slime",
     script="lab/hosts/slime_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, *OF_THE_OPTIMIZER, *_TWO_RANKS, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *_STALENESS, *OF_THE_OPTIMIZER, *_TWO_RANKS, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),
