@@ -77,7 +77,7 @@ def test_every_key_is_there_with_what_it_is() -> None:
 def test_the_defaults_are_those_of_the_loader() -> None:
     default = {key: node["default"] for key, node in json_schema()["properties"].items() if "default" in node}
     alone = {"mis_loss_unbiased_kl", "mis_loss_kl_tokens", "tis_normalize_over", "tis_normalize_scope"}
-    alone |= {"rs_level", "rs_veto_requires_rs"}
+    alone |= {"rs_level", "rs_staleness_level", "rs_veto_requires_rs"}
     given = {key: value for key, value in default.items() if key not in alone and not key.startswith("mis_loss_")}
     assert mis_ext.config_from_mapping(given) == mis_ext.config_from_mapping({"use_tis": True})
     gate = json_schema()["definitions"]["gate"]["properties"]
