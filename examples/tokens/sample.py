@@ -35,6 +35,7 @@ class Sample:
     response_length: int = 0
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = None
     weight_versions: list[str] = field(default_factory=list)
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -27,7 +27,13 @@ START_TIMEOUT_SECONDS = 300.0
 
 @contextmanager
 def sglang_server(
-    model: Path, *, weight_version: str, seed: int = 0, dtype: str = "float32", incremental: bool = False
+    model: Path,
+    *,
+    weight_version: str,
+    seed: int = 0,
+    dtype: str = "float32",
+    incremental: bool = False,
+    returns_experts: bool = False,
 ) -> Iterator[int]:
     """Run ``sglang.launch_server`` with a model of a directory; the port it listens on.
 
@@ -37,6 +43,7 @@ def sglang_server(
         seed: Of its sampler.
         dtype: Of weights and activations.
         incremental: Whether events of a stream hold only what is new.
+        returns_experts: Whether it says which experts its tokens were routed to, when asked.
 
     Raises:
         ModuleNotFoundError: sglang is not installed.
@@ -55,6 +62,7 @@ def sglang_server(
         "skip_server_warmup": True,
         "log_level": "warning",
         **({"incremental_streaming_output": True} if incremental else {}),
+        **({"enable_return_routed_experts": True} if returns_experts else {}),
     }
     # SGLang leaves its sockets where temporary files go; their paths must be short.
     with tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True) as scratch:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mis_ext.validation import check_choice, check_integer, check_list, check_mapping
+from mis_ext.rollout.custom_generate.routed_experts import check_not_retracted
+from mis_ext.validation import check_choice, check_integer, check_list
 
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)
@@ -279,7 +280,7 @@ def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
         meta_info,
         "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
     )
-    _check_not_retracted(fields)
+    check_not_retracted(fields)
     name = check_choice("routed_experts_dtype", _or(fields.get("routed_experts_dtype"), "int32"), _SGLANG_DTYPES)
     data, dtype = _bytes(fields["routed_experts"]), _SGLANG_DTYPES[name]
     if not data or len(data) % dtype.itemsize:
@@ -319,22 +320,6 @@ def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[s
     if not fields.get("routed_experts"):
         raise ValueError(f"{name} has no routed_experts: {advice}")
     return fields
-
-
-def _check_not_retracted(fields: Mapping[str, Any]) -> None:
-    """SGLang computes the prefix of a retracted request again, and with it the experts, not the log-probs.
-
-    Miles issue 3277. SGLang before 0.5.23 does not count retractions: there several versions of the weights tell one.
-    """
-    spans = check_list("weight_versions", _or(fields.get("weight_versions"), []))
-    versions = [*dict.fromkeys(str(check_mapping("weight_versions", span).get("version")) for span in spans)]
-    count = _or(fields.get("num_retractions"), max(len(versions) - 1, 0))
-    if check_integer("num_retractions", count, low=0) > 0:
-        by = f" (weight versions {', '.join(versions)})" if len(versions) > 1 else ""
-        raise ValueError(
-            f"the request was retracted{by}: SGLang computed its experts again, and its log-probs are of the experts "
-            "before; leave it out of the replay, or update weights with pause_generation in mode in_place or abort"
-        )
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.custom_generate.host import (
@@ -26,8 +26,12 @@ from mis_ext.rollout.custom_generate.host import (
     template_options,
     warn_of_definition,
 )
+from mis_ext.rollout.custom_generate.routed_experts import FLAG, join_rows, known_rows, read_rows
 from mis_ext.rollout.generation import AbortedRequest, Generation, MalformedResponse, Tokenizer
 from mis_ext.rollout.readers.servers import read_sglang_generate
+
+if TYPE_CHECKING:
+    from mis_ext.rollout.custom_generate.routed_experts import Rows
 
 UNFINISHED = f"{KEY}_unfinished"
 """Key in ``sample.metadata`` of the turn in which a sample was aborted."""
@@ -50,10 +54,15 @@ async def generate(
     back; otherwise it stays as it came. The limit ``max_new_tokens`` is that of each turn. No token is added to
     ``sample`` before the conversation is over.
 
+    With ``use_rollout_routing_replay`` the sample gets ``rollout_routed_experts``: the experts with which each token
+    was sampled, over all turns, and over the aborts of a partial rollout. Tokens of an aborted request that came
+    without experts are not kept.
+
     Args:
         input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
             ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``
-            the router's policy and SGLang's speculative decoding are read, the last seven where they exist, and what
+            the router's policy, SGLang's speculative decoding, ``use_rollout_routing_replay`` and with it the layers
+            and experts of the model are read, the last nine where they exist, and what
             :class:`~mis_ext.rollout.custom_generate.host.Settings` describes, under ``on_policy_tokens``. Miles
             calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
             the other arguments, and the state of its rollout.
@@ -93,6 +102,7 @@ async def _generate(
         warn_of_definition(args, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
     tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_name(sample))
+    rows = known_rows(args, sample) if getattr(args, FLAG, False) and not evaluation else None
     options = partial(template_options, args, sample, evaluation=evaluation)
     prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, options)
     # What the host's own function left unfinished was a first turn.
@@ -100,23 +110,30 @@ async def _generate(
     # A host that samples a prompt afresh clears the response and keeps the metadata.
     turn = Turn(*(sample.metadata.get(UNFINISHED, first) if sample.response_length else first))
     flag = abort_flag(args, sample, state)
+    num_rows = None if rows is None else sum(map(len, rows))
     episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context, flag, options)
-    ended = await episode.run(prompt_ids, turn)
+    ended = await episode.run(prompt_ids, turn, num_rows)
     if not evaluation:
         returned = (call.meta_info for call in ended.calls if call.generation.sampled_ids)
         warn_of_definition(args, sampling_params, returned)
     num_aborted = sum(call.aborted for call in ended.calls)
+    num_discarded = sum(call.num_discarded for call in ended.calls)
     if ended.aborted and not getattr(args, "partial_rollout", False):
-        discarded = sum(len(call.generation.sampled_ids) for call in ended.calls)
-        _count(sample, aborted_requests=num_aborted, discarded_tokens=discarded)
+        num_discarded += sum(len(call.generation.sampled_ids) for call in ended.calls)
+        _count(sample, aborted_requests=num_aborted, discarded_tokens=num_discarded)
         sample.status = sample.Status.ABORTED
         return sample
     sample.tokens = prompt_ids
     # The hosts ask the first sample of a batch whether there are log-probs, also where there was no room for a token.
     sample.rollout_log_probs = sample.rollout_log_probs or []
     _append_calls(args, sample, ended, tokenizer)
+    if rows is not None:
+        rows += [call.rows for call in ended.calls if call.rows is not None]
+        if rows or not ended.aborted:
+            sample.rollout_routed_experts = join_rows(args, sample, rows)
+        _count(sample, retracted_requests=sum(bool(call.meta_info.get("num_retractions")) for call in ended.calls))
     if ended.aborted:
-        _count(sample, aborted_requests=num_aborted)
+        _count(sample, aborted_requests=num_aborted, **({"discarded_tokens": num_discarded} if num_discarded else {}))
         sample.metadata[UNFINISHED] = tuple(ended.turn)
         sample.status = sample.Status.ABORTED
         return sample
@@ -144,7 +161,9 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
         start = len(call.generation.prompt_ids)
         sampled = slice(start, start + len(call.generation.sampled_ids))
         _append(args, sample, *call.observation)
-        _append(args, sample, call.text, token_ids[sampled], log_probs[sampled], call.meta_info)
+        # slime's method would take the experts of this request alone.
+        meta_info = {key: value for key, value in call.meta_info.items() if key != "routed_experts"}
+        _append(args, sample, call.text, token_ids[sampled], log_probs[sampled], meta_info)
         version_of_each += [math.nan] * len(call.observation.token_ids) + _version_numbers(call.generation)
         versions = call.generation.weight_versions
         # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest.
@@ -254,17 +273,26 @@ class Observation(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One request and what came of it; of an aborted one the generation is what was sampled until then."""
+    """One request and what came of it; of an aborted one the generation is what was sampled until then.
+
+    ``rows`` are the experts of its tokens and of those before that had none, where they were asked for.
+    """
 
     generation: Generation
     text: str
     meta_info: Mapping[str, Any]
     observation: Observation
+    rows: Rows | None = None
 
     @property
     def aborted(self) -> bool:
         """Whether the server gave the request up."""
         return _was_aborted(self.meta_info)
+
+    @property
+    def num_discarded(self) -> int:
+        """Tokens that were sampled and not kept, as they came without experts."""
+        return len(self.meta_info.get("output_token_logprobs") or ()) - len(self.generation.sampled_ids)
 
 
 class Ended(NamedTuple):
@@ -298,12 +326,13 @@ class Episode:
     is_aborted: Callable[[], bool]
     template_options: Callable[[], Mapping[str, Any]]
 
-    async def run(self, prompt_ids: list[int], turn: Turn) -> Ended:
+    async def run(self, prompt_ids: list[int], turn: Turn, num_rows: int | None = None) -> Ended:
         """The episode from a prompt on to its end.
 
         Args:
             prompt_ids: Everything before the first request, a part of the model's turn included.
             turn: The turn that the first request samples, or that the environment has not answered yet.
+            num_rows: Tokens whose experts are known; None: nobody asks for them.
         """
         step = self.settings.load_environment()
         calls: list[Call] = []
@@ -317,9 +346,10 @@ class Episode:
                     max_new_tokens = min(max_new_tokens, self.max_context - len(known_ids))
                 if max_new_tokens <= 0:
                     return Ended(calls, turn, cut=True)
-                call = await self._request(known_ids, turn, max_new_tokens, observation)
+                call = await self._request(known_ids, turn, max_new_tokens, observation, num_rows)
                 calls.append(call)
                 known_ids, turn = known_ids + call.generation.sampled_ids, turn.after(call)
+                num_rows = num_rows if call.rows is None else len(known_ids) - 1
                 if not turn.ended:
                     return Ended(calls, turn, aborted=call.aborted)
             # The model has ended its turn; what the environment says of it comes before the next.
@@ -338,9 +368,13 @@ class Episode:
             observation = Observation(text, self.tokenizer.encode(text, add_special_tokens=False))
             known_ids, turn = [*known_ids, *observation.token_ids], Turn(turn.number + 1)
 
-    async def _request(self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation) -> Call:
+    async def _request(
+        self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation, num_rows: int | None
+    ) -> Call:
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
         request = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
+        if num_rows is not None:
+            request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
         policy = getattr(self.args, "router_policy", None) or getattr(self.args, "sglang_router_policy", None)
         key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
         response = await post_json(
@@ -359,7 +393,14 @@ class Episode:
             generation = _read_aborted(request, response, request_id)
         if generation.text is None:
             raise MalformedResponse(request_id, "response.text is missing: start SGLang with its tokenizer")
-        return Call(generation, generation.text, response["meta_info"], observation)
+        meta_info, rows = response["meta_info"], None
+        if num_rows is not None and generation.sampled_ids:
+            # A request that waited, retracted, for its turn has tokens and no experts.
+            if _was_aborted(meta_info) and not meta_info.get("routed_experts"):
+                generation = _nothing_sampled(request, request_id)
+            else:
+                rows = read_rows(self.args, meta_info, generation, num_rows)
+        return Call(generation, generation.text or "", meta_info, observation, rows)
 
 
 def _was_aborted(meta_info: Mapping[str, Any]) -> bool:
@@ -373,12 +414,21 @@ def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], reque
     meta_info, ids = response["meta_info"], request["input_ids"]
     length = len(meta_info.get("output_token_logprobs") or [])
     if not length:
-        return Generation(
-            request_id=request_id, prompt_ids=ids, sampled_ids=[], log_probs=[], finish_reason="length", text=""
-        )
+        return _nothing_sampled(request, request_id)
     # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
     cut = {"prompt_tokens": len(ids), **meta_info, "finish_reason": {"type": "length", "length": length}}
     return read_sglang_generate(request, {**response, "meta_info": cut}, request_id=request_id)
+
+
+def _nothing_sampled(request: Mapping[str, Any], request_id: str) -> Generation:
+    return Generation(
+        request_id=request_id,
+        prompt_ids=request["input_ids"],
+        sampled_ids=[],
+        log_probs=[],
+        finish_reason="length",
+        text="",
+    )
 
 
 def encode_prompt(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from mis_ext.rollout.custom_generate.routed_experts import check_replayable
 from mis_ext.rollout.definition import Speculation, define_log_probs
 from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.sampling_parameters import SamplingParameters
@@ -36,7 +37,6 @@ Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
 _UNSUPPORTED_FLAGS = (
-    "use_rollout_routing_replay",
     "use_rollout_indexer_replay",
     "use_sampling_support_replay",
     "rollout_top_logprobs_num",
@@ -113,7 +113,8 @@ def stores_versions(args: Any) -> bool:
 
 
 def check_supported(args: Any, sample: Any) -> None:
-    """Refuse what needs more than token ids, masks, log-probs and versions."""
+    """Refuse what needs more than token ids, masks, log-probs, versions and experts."""
+    check_replayable(args)
     if stores_versions(args) and getattr(args, "use_opd", None):
         raise ValueError(
             f"mis_{STALENESS} stores versions where use_opd has the teacher's log-probs: unset one of them"

@@ -7,7 +7,8 @@ With the environment of ``examples/sglang_environment.sh``, from the repository'
 
 The model is a Qwen3 of two layers with random weights, its tokenizer the English one of
 ``tests/support/tiny_tokenizers.py``, which is written to ``tokenizer.json`` next to the responses. A file has the
-request as it was sent, the HTTP status and the response as it came.
+request as it was sent, the HTTP status and the response as it came. ``generate_experts_*`` are of a mixture of eight
+experts, two a token.
 """
 
 from __future__ import annotations
@@ -148,15 +149,42 @@ def main() -> None:
             server.terminate()
             server.wait()
     tokenizer.backend_tokenizer.save(str(HERE / "tokenizer.json"), pretty=False)
+    record_experts(tokenizer, prompt)
 
 
-def save_model(folder: str, tokenizer: Any) -> None:
+def record_experts(tokenizer: Any, prompt: list[int]) -> None:
+    """A request that was aborted, and the one that goes on from there."""
+    with tempfile.TemporaryDirectory() as folder:
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        save_model(folder, tokenizer, kind="Qwen3Moe", **experts)
+        server = start(folder, "--enable-return-routed-experts")
+        try:
+            wait_until_it_answers(server)
+            params = {"max_new_tokens": 1500, "ignore_eos": True}
+            asked = {"return_logprob": True, "return_routed_experts": True, "routed_experts_start_len": 0}
+            request = {"input_ids": prompt, "sampling_params": params, **asked}
+            aborted = meanwhile(request, ("/abort_request", {"abort_all": True}))
+            save("generate_experts_abort", "/generate", request, aborted)
+            known = prompt + aborted[1]["output_ids"]
+            going_on = {
+                **request,
+                "input_ids": known,
+                "sampling_params": {**params, "max_new_tokens": 8},
+                "routed_experts_start_len": len(known) - 1,
+            }
+            save("generate_experts_continued", "/generate", going_on, post("/generate", going_on))
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def save_model(folder: str, tokenizer: Any, *, kind: str = "Qwen3", **more: Any) -> None:
     import torch
-    from transformers import Qwen3Config
+    import transformers
     from transformers.models.auto import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -170,13 +198,14 @@ def save_model(folder: str, tokenizer: Any) -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **more,
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/model")
     Path(folder, "model", "generation_config.json").unlink(missing_ok=True)
     tokenizer.save_pretrained(f"{folder}/model")
 
 
-def start(folder: str) -> subprocess.Popen[bytes]:
+def start(folder: str, *more: str) -> subprocess.Popen[bytes]:
     settings = {
         "model-path": f"{folder}/model",
         "served-model-name": "tiny",
@@ -190,7 +219,7 @@ def start(folder: str) -> subprocess.Popen[bytes]:
         "max-running-requests": "16",
         "random-seed": "0",
     }
-    flags = ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
+    flags = ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup", *more]
     arguments = [part for key, value in settings.items() for part in (f"--{key}", value)]
     environment = {
         **os.environ,

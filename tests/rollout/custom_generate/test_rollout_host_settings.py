@@ -101,7 +101,7 @@ def test_a_setting_that_is_unknown_or_out_of_range_is_named(tokenizer_folder, se
 @pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
-        ({"use_rollout_routing_replay": True}, {}, "does not support use_rollout_routing_replay .got True"),
+        ({"use_rollout_indexer_replay": True}, {}, "does not support use_rollout_indexer_replay .got True"),
         ({"use_sampling_support_replay": True}, {}, "does not support use_sampling_support_replay .got True"),
         ({"lora_rank": 8}, {}, "does not support lora_rank .got 8"),
         ({}, {"multimodal_inputs": {"images": ["a"], "videos": None}}, "takes text only, the sample has images"),

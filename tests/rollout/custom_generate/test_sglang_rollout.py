@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from tiny_tokenizers import TURN_END, english_tokenizer, render
 from tokens.sample import Sample, Status, host_args
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from mis_ext.rollout.custom_generate import function
@@ -68,10 +68,8 @@ async def step(sample, text):
 ENVIRONMENT = {"on_policy_tokens": {"environment": f"{__name__}.step"}, "rollout_max_context_len": CONTEXT}
 
 
-@pytest.fixture(scope="module")
-def model():
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
+def drawn(kind, **more):
+    config = kind(
         vocab_size=len(TOKENIZER),
         hidden_size=64,
         intermediate_size=128,
@@ -86,6 +84,7 @@ def model():
         bos_token_id=None,
         eos_token_id=END,
         pad_token_id=None,
+        **more,
     )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -95,12 +94,21 @@ def model():
     return model
 
 
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    checkpoint = tmp_path_factory.mktemp("checkpoint")
+def saved(model, checkpoint):
     model.save_pretrained(checkpoint)
     (checkpoint / "generation_config.json").unlink(missing_ok=True)
     TOKENIZER.save_pretrained(checkpoint)
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn(Qwen3Config, architectures=["Qwen3ForCausalLM"])
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    checkpoint = saved(model, tmp_path_factory.mktemp("checkpoint"))
     with sglang_server(checkpoint, weight_version="7") as port:
         yield host_args(port, checkpoint)
 
@@ -275,3 +283,30 @@ def test_what_the_server_refuses_is_an_error_in_its_words(server):
         run(server, [sample], {**SAMPLING, "max_new_tokens": 10 * CONTEXT})
     assert json.loads(call_server(server.sglang_router_port, "/get_model_info"))["weight_version"] == "7"
     assert TURN_END in TOKENIZER.get_vocab()
+
+
+@torch.no_grad()
+def own_experts(model, sample):
+    """What the routers of transformers choose for the tokens that were fed, in ascending order."""
+    layers = model(torch.tensor([sample.tokens[:-1]]), output_router_logits=True).router_logits
+    return torch.stack([each.topk(2).indices for each in layers], 1).sort(-1).values
+
+
+def test_the_experts_of_conversations_are_those_of_the_model(tmp_path):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    model = drawn(Qwen3MoeConfig, architectures=["Qwen3MoeForCausalLM"], **experts)
+    flags = {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 2, "num_experts": 8}
+    with sglang_server(saved(model, tmp_path), weight_version="7", returns_experts=True) as port:
+        args = host_args(port, tmp_path, **flags)
+        turns = [Sample(prompt=question, index=index) for index, question in enumerate(QUESTIONS)]
+        run(with_options(args, **ENVIRONMENT), turns)
+        partial = with_options(args, partial_rollout=True)
+        continued = Sample(prompt=QUESTIONS[0], index=len(turns))
+        run_and_abort(partial, continued)
+        before = len(continued.rollout_routed_experts)
+        run(partial, [continued], LONG)
+    assert max(sample.metadata["on_policy_tokens"]["generations"] for sample in turns) == 3
+    assert (continued.status, before < NUM_LONG) == (Status.TRUNCATED, True)
+    for sample in (*turns, continued):
+        rows = torch.from_numpy(sample.rollout_routed_experts).sort(-1).values
+        assert torch.equal(rows.long(), own_experts(model, sample))

@@ -6,7 +6,13 @@ called after all raises an error with its name.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NoReturn
+
+import torch
+
+# SGLang tells CUDA of the memory in which it keeps the experts, so that copies are faster: here nobody is to be told.
+torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:

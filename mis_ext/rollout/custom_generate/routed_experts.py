@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a sample, for the hosts' ``--use-rollout-routing-replay``, joined over the requests of its episode.
+
+Row ``p`` is the choice made while token ``p`` was fed forward, so a sample of ``T`` tokens has ``T - 1`` rows
+``[layers, topk]``: the last token was never fed. Tokens that nobody sampled have rows too, as the next request feeds
+them. SGLang answers each request with the rows of its whole sequence, and the hosts' own functions keep the last
+answer. Where the cache was dropped in between, as with every update of the weights, these are not the experts with
+which the earlier tokens were sampled: the engine has computed them again. So a request asks for the rows that nobody
+has yet, and what came before stays.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mis_ext.rollout.generation import Contradiction, CountMismatch, Generation, MalformedResponse
+from mis_ext.validation import check_integer, check_list, check_mapping
+
+if TYPE_CHECKING:
+    from numpy import int32
+    from numpy.typing import NDArray
+
+    Rows = NDArray[int32]
+
+FLAG = "use_rollout_routing_replay"
+SGLANG_DTYPES = ("int32", "uint16", "uint8")
+# A row of zeros in every layer has one expert twice. Of one expert a token, so many zeros are no chance.
+_MOST_ZEROS = 10
+
+
+def check_replayable(args: Any) -> None:
+    """Refuse speculative decoding along a tree: SGLang 0.5.23 moves keys and values of what it accepts, not experts."""
+    algorithm = getattr(args, "sglang_speculative_algorithm", None)
+    if not getattr(args, FLAG, False) or not algorithm:
+        return
+    topk = getattr(args, "sglang_speculative_eagle_topk", None)
+    if algorithm == "NGRAM" or topk != 1:
+        raise ValueError(
+            f"{FLAG} with sglang_speculative_algorithm={algorithm} needs sglang_speculative_eagle_topk=1 (got "
+            f"{topk}), and no NGRAM: along a tree of drafts SGLang returns the experts of rejected tokens"
+        )
+
+
+def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
+    """SGLang computes the prefix of a retracted request again, and with it the experts, not the log-probs.
+
+    Miles issue 3277. A server that does not count retractions: there several versions of the weights tell one.
+
+    Raises:
+        ValueError: It was.
+    """
+    spans = check_list("weight_versions", meta_info.get("weight_versions") or [])
+    versions = [*dict.fromkeys(str(check_mapping("weight_versions", span).get("version")) for span in spans)]
+    count = meta_info.get("num_retractions")
+    count = max(len(versions) - 1, 0) if count is None else check_integer("num_retractions", count, low=0)
+    if count > 0:
+        by = f" (weight versions {', '.join(versions)})" if len(versions) > 1 else ""
+        raise ValueError(
+            f"the request was retracted{by}: SGLang computed its experts again, and its log-probs are of the experts "
+            "before; leave it out of the replay, or update weights with pause_generation in mode in_place or abort"
+        )
+
+
+def known_rows(args: Any, sample: Any) -> list[Rows]:
+    """What a sample that goes on has: nothing before its first token, else the rows of all that was fed."""
+    import numpy
+
+    if not sample.response_length:
+        return []
+    if sample.rollout_routed_experts is None:
+        raise ValueError(f"sample {sample.index} is to be resumed with {FLAG}, and its tokens have no experts")
+    rows = numpy.asarray(sample.rollout_routed_experts)
+    # Observations at the end were not fed yet; their log-probs are 0.
+    sampled = [place for place, log_prob in enumerate(sample.rollout_log_probs) if log_prob]
+    fed = len(sample.tokens) - sample.response_length + (sampled[-1] if sampled else 0)
+    if not fed <= len(rows) < len(sample.tokens):
+        raise ValueError(
+            f"sample {sample.index} is to be resumed: its rollout_routed_experts have {len(rows)} rows, its "
+            f"{len(sample.tokens)} tokens need {fed} to {len(sample.tokens) - 1}"
+        )
+    return [rows]
+
+
+def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, start: int) -> Rows:
+    """``[rows, layers, topk]``, int32: the experts of the tokens from position ``start`` to the last but one.
+
+    Args:
+        args: The host's: ``num_layers``, and where they exist ``moe_router_topk`` and ``num_experts``.
+        meta_info: Of the response.
+        generation: What was read from it.
+        start: The ``routed_experts_start_len`` of the request.
+
+    Raises:
+        Contradiction: The request was retracted, and the weights changed: log-probs and experts are of different ones.
+        CountMismatch: They are not as many as the tokens need.
+        MalformedResponse: There are none, they are no experts, or nobody wrote them.
+    """
+    import numpy
+
+    request_id = generation.request_id
+    if not meta_info.get("routed_experts"):
+        raise MalformedResponse(
+            request_id,
+            f"meta_info has no routed_experts, for which {FLAG} asks: start SGLang with --enable-return-routed-experts "
+            "(the hosts do so for their own servers), behind a router that passes them on",
+        )
+    if len(set(generation.weight_versions or ())) > 1:
+        try:
+            check_not_retracted(meta_info)
+        except ValueError as error:
+            raise Contradiction(request_id, str(error)) from error
+    dtype = meta_info.get("routed_experts_dtype") or "int32"
+    if dtype not in SGLANG_DTYPES:
+        raise MalformedResponse(request_id, f"routed_experts_dtype must be one of {SGLANG_DTYPES}, got {dtype!r}")
+    try:
+        data = base64.b64decode(meta_info["routed_experts"], validate=True)
+        values = numpy.frombuffer(data, dtype=dtype).astype(numpy.int32)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise MalformedResponse(request_id, f"routed_experts is no base64 of {dtype}: {error}") from error
+    fed = len(generation.prompt_ids) + len(generation.sampled_ids) - 1
+    # Miles' FSDP trainer has no such argument.
+    topk = getattr(args, "moe_router_topk", None) or len(values) // max(1, args.num_layers * (fed - start))
+    count, rest = divmod(len(values), args.num_layers * max(1, topk))
+    # A server that knows no start sends all rows. Some versions feed the last token forward too.
+    first = {fed - start: 0, fed: start, fed + 1: start}.get(count)
+    if rest or first is None:
+        raise CountMismatch(
+            request_id,
+            f"routed_experts has {len(values)} values; num_layers = {args.num_layers} and topk = {topk} with {fed + 1} "
+            f"tokens from position {start} on need {(fed - start) * args.num_layers * topk}",
+        )
+    rows = values.reshape(count, args.num_layers, topk)[first : first + fed - start]
+    unwritten = ~rows.any(axis=(1, 2))
+    if unwritten.any() if topk > 1 else unwritten.all() and len(rows) >= _MOST_ZEROS:
+        raise MalformedResponse(
+            request_id,
+            f"routed_experts are 0 in every layer at position {start + int(unwritten.argmax())}: nobody wrote them",
+        )
+    num_experts = getattr(args, "num_experts", None) or int(rows.max()) + 1
+    if rows.min() < 0 or rows.max() >= num_experts:
+        raise MalformedResponse(
+            request_id, f"routed_experts must be in [0, {num_experts}), got {int(rows.min())} to {int(rows.max())}"
+        )
+    return rows
+
+
+def join_rows(args: Any, sample: Any, parts: Sequence[Rows]) -> Any:
+    """The rows of a sample in the type of its host: slime's has tensors, Miles' arrays."""
+    import numpy
+
+    if not parts:
+        raise ValueError(
+            f"sample {sample.index} has no room for a token, so the engine chose no experts, which {FLAG} needs of "
+            "every sample: leave such prompts out (rollout_max_prompt_len)"
+        )
+    shapes = sorted({part.shape[1:] for part in parts})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"sample {sample.index}: its requests differ in the layers and topk of their experts: {shapes}"
+        )
+    rows = numpy.concatenate(parts)
+    if not hasattr(sample, "append_response_tokens"):
+        return rows
+    import torch
+
+    return torch.from_numpy(rows)
