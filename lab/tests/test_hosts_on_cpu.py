@@ -223,6 +223,15 @@ def test_only_the_whole_loss_in_miles_may_be_further_off_as_miles_rounds_its_own
     assert scored.partner == "hook_no_positions"
 
 
+def test_a_replay_of_the_experts_that_does_not_show_is_a_fault() -> None:
+    own, replayed = ran("mixture"), ran("mixture_replayed")
+    (fault,) = faults_of_comparison([own, replayed])
+    assert fault == "mixture_replayed: the largest train/mis_k3_kl is 1.0, and 1.0 without the replay"
+    own.logged.steps[1]["train/mis_k3_kl"] = 2.0
+    assert faults_of_comparison([own, replayed]) == []
+    assert faults_of_comparison([replayed]) == []
+
+
 def test_another_metric_than_that_of_one_rank_is_a_fault() -> None:
     one, two = ran("hook_float32"), ran("hook_cp2")
     metrics = two.logged.steps[0]

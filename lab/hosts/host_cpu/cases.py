@@ -31,6 +31,8 @@ MODEL: dict[str, Any] = {
     "norm-epsilon": 1e-6,
     "rotary-base": 1000000,
 }
+# In the place of each dense feed-forward layer.
+EXPERTS: dict[str, Any] = {"num-experts": 8, "moe-router-topk": 2, "moe-ffn-hidden-size": 64}
 # The same in every host.
 TRAINING = shlex.split(f"""
     --actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-gpus-per-node 1
@@ -110,7 +112,7 @@ class Host:
         title: For people.
         script: Starts the runs.
         common: The flags of every run, given the folder of the inputs.
-        conversion: Words for `host_cpu.convert`, given that folder, where the host needs a checkpoint of Megatron-LM.
+        conversions: Words for `host_cpu.convert`, given that folder, where the host needs checkpoints of Megatron-LM.
         cases: Its runs, in the order of the table.
         checkouts: Repository to the variable of the environment with its folder.
         patches: Repository to the patch that its checkout has.
@@ -128,7 +130,7 @@ class Host:
     patches: dict[str, str]
     packages: tuple[str, ...]
     stand_ins: dict[str, str]
-    conversion: Callable[[Path], list[str]] | None = None
+    conversions: Callable[[Path], list[list[str]]] | None = None
 
     def chosen(self, names: Sequence[str], *, everything: bool) -> list[Case]:
         """Return the runs that a command line asks for, and those that they must be equal to.

@@ -13,6 +13,7 @@ from .logged import Logged
 
 GRAD_NORM = "train/grad_norm"
 OURS = "train/mis_"
+K3 = f"{OURS}k3_kl"
 # Without a visible correction the comparison would compare nothing.
 CORRECTED = 1e-3
 # No token of random weights is as probable as it asks for.
@@ -78,7 +79,7 @@ def faults_of_comparison(results: Iterable[Result]) -> list[str]:
     """What is wrong with the runs beside each other.
 
     Those that correct alike must have the same first gradient norm in each layout, another than without a correction,
-    and a run with a partner the partner's norm and metrics.
+    and a run with a partner the partner's norm and metrics. Replayed experts must bring trainer and engine closer.
     """
     results = list(results)
     found = []
@@ -86,7 +87,20 @@ def faults_of_comparison(results: Iterable[Result]) -> list[str]:
         found += _faults_of_layout([result for result in results if result.case.layout == layout])
     for result, partner in partners(results):
         found += _faults_of_partner(result, partner)
-    return found
+    return found + _faults_of_replay({result.case.name: result for result in results})
+
+
+def _faults_of_replay(by_name: dict[str, Result]) -> list[str]:
+    if not {"mixture", "mixture_replayed"} <= by_name.keys():
+        return []
+    # In a rollout in which both choose the same experts nothing differs.
+    own, replayed = (
+        max((step.get(K3, math.nan) for step in by_name[name].logged.steps), default=math.nan)
+        for name in ("mixture", "mixture_replayed")
+    )
+    if replayed < own:
+        return []
+    return [f"mixture_replayed: the largest {K3} is {replayed}, and {own} without the replay"]
 
 
 def _faults_of_layout(results: list[Result]) -> list[str]:

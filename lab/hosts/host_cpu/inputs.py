@@ -6,7 +6,8 @@
 HOST is its package.
 
 The rollouts stand for an engine: random tokens, with log-probs of the same model plus a drawn mismatch. They are the
-host's own samples, in the files of its ``--save-debug-rollout-data``.
+host's own samples, in the files of its ``--save-debug-rollout-data``. Below ``mixture`` is a mixture of experts, whose
+rollouts are sampled: see `host_cpu.mixture`.
 """
 
 import importlib
@@ -17,19 +18,34 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from .cases import MODEL, NUM_PROMPTS, NUM_ROLLOUTS, OLD_VERSION, SAMPLES_PER_PROMPT, VERSION
+from . import mixture
+from .cases import EXPERTS, MODEL, NUM_PROMPTS, NUM_ROLLOUTS, OLD_VERSION, SAMPLES_PER_PROMPT, VERSION
 
 # Some tokens are far off, so that a cap of 2 cuts: exp(-1.2) and exp(1.2) = 3.3.
 SMALL_MISMATCH, LARGE_MISMATCH, LARGE_SHARE = 0.05, 1.2, 0.1
 MASKED_FROM_END = 2
 
 
-def write_model(folder: Path) -> Qwen3ForCausalLM:
+def write_model(folder: Path, *, is_mixture: bool = False) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """Save model and tokenizer in Hugging Face format."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    more = {
+        "num_experts": EXPERTS["num-experts"],
+        "num_experts_per_tok": EXPERTS["moe-router-topk"],
+        "moe_intermediate_size": EXPERTS["moe-ffn-hidden-size"],
+        "norm_topk_prob": True,
+        # Larger than usual, so that other experts make another token.
+        "initializer_range": 0.1,
+    }
+    config = (Qwen3MoeConfig if is_mixture else Qwen3Config)(
         vocab_size=MODEL["vocab-size"],
         hidden_size=MODEL["hidden-size"],
         intermediate_size=MODEL["ffn-hidden-size"],
@@ -41,9 +57,10 @@ def write_model(folder: Path) -> Qwen3ForCausalLM:
         rope_theta=float(MODEL["rotary-base"]),
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        **(more if is_mixture else {}),
     )
     # The file's weights are of bfloat16, as in a real checkpoint.
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = (Qwen3MoeForCausalLM if is_mixture else Qwen3ForCausalLM)(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -101,6 +118,8 @@ def main() -> None:
         torch.save({"rollout_id": rollout_id, "samples": samples}, folder / "rollouts" / f"{rollout_id}.pt")
     prompts = [json.dumps({"text": f"t{i + 2} t{i + 3}", "label": "1"}) for i in range(16)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    write_model(folder / "mixture" / "model", is_mixture=True)
+    mixture.write(host, folder / "mixture", sample_type, NUM_ROLLOUTS)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from .context_parallel import zigzag_places
+
+# Megatron-LM's router asks whether it is None, and without Transformer Engine nobody defines it.
+moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
 class PackedAttention(MegatronModule):
@@ -110,8 +115,40 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
+class Matrices(torch.nn.Module):
+    """A matrix for each expert, with the parameter names of ``TEGroupedLinear``."""
+
+    def __init__(self, num_experts: int, rows: int, columns: int, config: TransformerConfig) -> None:
+        super().__init__()
+        for expert in range(num_experts):
+            matrix = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
+            config.init_method(matrix)
+            self.register_parameter(f"weight{expert}", matrix)
+
+
+class Experts(MegatronModule):
+    """The experts of a layer, one after the other; no parallelism."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        size, inner = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = Matrices(num_local_experts, 2 * inner, size, config)
+        self.linear_fc2 = Matrices(num_local_experts, size, inner, config)
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Tokens in the order of their experts, each output times its probability."""
+        counts, outputs = tokens_per_expert.tolist(), []
+        pieces = zip(hidden.split(counts), probs.split(counts), strict=True)
+        for expert, (x, p) in enumerate(pieces):
+            gate, up = linear(x, getattr(self.linear_fc1, f"weight{expert}")).chunk(2, -1)
+            # The probability comes before the last product, in float32, as in Megatron-LM.
+            gated = ((silu(gate) * up).float() * p.unsqueeze(-1)).to(x.dtype)
+            outputs.append(linear(gated, getattr(self.linear_fc2, f"weight{expert}")))
+        return torch.cat(outputs), None
+
+
 def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Dense decoder layers, those of this pipeline stage, and the final norm."""
+    """Decoder layers, those of this pipeline stage, and the final norm."""
     # The tool that writes Miles' checkpoint has no such flag.
     is_contiguous = getattr(args, "allgather_cp", False)
     qk_norm = Norm if args.qk_layernorm else IdentityOp
@@ -122,15 +159,20 @@ def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None 
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+    if config.num_moe_experts:
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=ModuleSpec(module=Experts)))
     layer = TransformerLayerSubmodules(
         input_layernorm=IdentityOp,
         self_attention=ModuleSpec(
             module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
         ),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=IdentityOp,
-        mlp=ModuleSpec(module=MLP, submodules=mlp),
+        pre_mlp_layernorm=Norm if config.num_moe_experts else IdentityOp,
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
     )
     num_layers = get_num_layers_to_build(config, vp_stage)

@@ -4,7 +4,20 @@
 import shlex
 from dataclasses import replace
 
-from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, LOSS, MEASURED, MODEL, PROVIDER, SAME, Case, flat
+from .cases import (
+    CHECK,
+    CLOSE_IN_BFLOAT16,
+    CORE,
+    EXPERTS,
+    HOOK,
+    LOSS,
+    MEASURED,
+    MODEL,
+    PROVIDER,
+    SAME,
+    Case,
+    flat,
+)
 
 # Without Transformer Engine and CUDA kernels.
 MODEL_FLAGS = [
@@ -15,6 +28,14 @@ MODEL_FLAGS = [
     --transformer-impl local --spec host_cpu.layers layer_spec --attention-backend auto
     --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
     --no-masked-softmax-fusion --no-persist-layer-norm --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+    """),
+]
+
+EXPERT_FLAGS = [
+    *flat({f"--{name}": value for name, value in EXPERTS.items()}),
+    *shlex.split("""
+    --moe-router-score-function softmax --moe-router-load-balancing-type none --moe-aux-loss-coeff 0
+    --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall
     """),
 ]
 
@@ -115,6 +136,36 @@ OURS = (
         is_optional=True,
     ),
 )
+
+
+def of_a_mixture(load: str, path: str) -> tuple[Case, Case]:
+    """Three flags on a mixture of experts, without and with the host's replay of the experts that sampled.
+
+    Args:
+        load: The host's flag for its checkpoint.
+        path: That checkpoint, in the folder of a run.
+    """
+    flags = (
+        *EXPERT_FLAGS,
+        *flat({"--hf-checkpoint": "inputs/mixture/model", load: path}),
+        *("--load-debug-rollout-data", "inputs/mixture/rollouts/{rollout_id}.pt"),
+    )
+    off = Case(
+        name="mixture",
+        title="three flags, 8 experts",
+        flags=("--use-tis", *HOOK, *CHECK, *flags),
+        config="mis.yaml",
+        metrics=CORE,
+        says=(CALLED,),
+        is_optional=True,
+    )
+    return off, replace(
+        off,
+        name="mixture_replayed",
+        title="three flags, 8 experts, `--use-rollout-routing-replay`",
+        flags=(*off.flags, "--use-rollout-routing-replay"),
+    )
+
 
 _FP16 = Case(
     name="fp16",

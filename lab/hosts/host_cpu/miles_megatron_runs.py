@@ -5,7 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from .cases import CHECK, CLOSE_IN_BFLOAT16, CORE, HOOK, TRAINING, Case, Host, flat, input_files
-from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, own_corrections
+from .megatron_cases import (
+    CALLED,
+    EXPERT_FLAGS,
+    MODEL_FLAGS,
+    OF_THE_OPTIMIZER,
+    OURS,
+    REFUSED,
+    of_a_mixture,
+    own_corrections,
+)
 from .miles_runs import MILES
 from .parallel_cases import allgather_cp, on_two_ranks
 
@@ -20,8 +29,13 @@ def _common(inputs: Path) -> list[str]:
     return [*MODEL_FLAGS, *_BACKEND, *TRAINING, *flat(input_files(inputs) | {"--ref-load": _checkpoint(inputs)})]
 
 
-def _conversion(inputs: Path) -> list[str]:
-    return [*MODEL_FLAGS, "--hf-checkpoint", input_files(inputs)["--hf-checkpoint"], "--save", _checkpoint(inputs)]
+def _conversions(inputs: Path) -> list[list[str]]:
+    dense = [*MODEL_FLAGS, "--hf-checkpoint", input_files(inputs)["--hf-checkpoint"], "--save", _checkpoint(inputs)]
+    mixture = inputs / "mixture"
+    return [
+        dense,
+        [*MODEL_FLAGS, *EXPERT_FLAGS, *flat({"--hf-checkpoint": mixture / "model", "--save": mixture / "megatron"})],
+    ]
 
 
 def _refused() -> tuple[Case, ...]:
@@ -50,6 +64,7 @@ def _rounded(case: Case) -> Case:
 
 
 _TWO_RANKS = tuple(_rounded(case) for case in (*on_two_ranks(_ONE_RANK), *allgather_cp(_ONE_RANK)))
+_MIXTURE = of_a_mixture("--ref-load", "inputs/mixture/megatron")
 
 MILES_MEGATRON = Host(
     name="miles_megatron",
@@ -57,8 +72,8 @@ MILES_MEGATRON = Host(
     title="Miles' Megatron trainer",
     script="lab/hosts/miles_megatron_cpu.sh",
     common=_common,
-    conversion=_conversion,
-    cases=(*_ONE_RANK, _WITHOUT_SCORING, *OF_THE_OPTIMIZER, *_TWO_RANKS, *_refused()),
+    conversions=_conversions,
+    cases=(*_ONE_RANK, _WITHOUT_SCORING, *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *_refused()),
     checkouts={"Miles": "MILES_DIR", "Megatron-LM, Miles' fork": "MILES_MEGATRON_DIR"},
     patches={},
     packages=(*(name for name in MILES.packages if name != "megatron-core"), "mbridge"),

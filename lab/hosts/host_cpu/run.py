@@ -44,8 +44,8 @@ ENVIRONMENT = {
 def prepare(host: Host, *, inputs: Path, folder: Path) -> None:
     """Write what every run reads."""
     modules = [["host_cpu.inputs", host.package, str(inputs)]]
-    if host.conversion is not None:
-        modules.append(["host_cpu.convert", *host.conversion(inputs)])
+    if host.conversions is not None:
+        modules += [["host_cpu.convert", *words] for words in host.conversions(inputs)]
     with (folder / "inputs.log").open("w") as out:
         for words in modules:
             command = [sys.executable, "-m", *words]

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, VERSION, Case, Host, flat, input_files
-from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, own_corrections
+from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, of_a_mixture, own_corrections
 from .parallel_cases import in_bfloat16, on_two_ranks
 
 _TWO_STEPS = ("--global-batch-size", str(SAMPLES_PER_ROLLOUT // 2))
@@ -85,6 +85,7 @@ _STALENESS = (
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
 _TWO_RANKS = (in_bfloat16(OURS[0]), in_bfloat16(_STALENESS[1]), *on_two_ranks(_ONE_RANK))
+_MIXTURE = of_a_mixture("--load", "inputs/mixture/model")
 
 SLIME = Host(
     name="slime",
@@ -92,7 +93,7 @@ SLIME = Host(
     title="slime",
     script="lab/hosts/slime_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, *_STALENESS, *OF_THE_OPTIMIZER, *_TWO_RANKS, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *_STALENESS, *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),
