@@ -3,7 +3,7 @@
 
 The ``read_*`` functions read one response. :func:`build_samples` joins the calls of a conversation.
 :func:`detect_post_processing` says how a text was changed. :func:`define_log_probs` says from which distribution a
-log-prob is. :func:`generate` does all of it in slime and Miles.
+log-prob is. :class:`Canary` says whether new weights arrived. :func:`generate` does all of it in slime and Miles.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mis_ext.rollout.canary import Canary as Canary
+    from mis_ext.rollout.canary import CanaryResult as CanaryResult
+    from mis_ext.rollout.canary import StaleWeightsError as StaleWeightsError
+    from mis_ext.rollout.canary import StaleWeightsWarning as StaleWeightsWarning
     from mis_ext.rollout.comparable_log_probs import BehaviorLogProbs as BehaviorLogProbs
     from mis_ext.rollout.comparable_log_probs import TrainerLogProbs as TrainerLogProbs
     from mis_ext.rollout.comparable_log_probs import behavior_log_probs as behavior_log_probs
