@@ -51,10 +51,21 @@ Script = Callable[[int, dict], tuple[int, object]]
 
 
 @contextmanager
-def loopback_server(script: Script) -> Iterator[Recorded]:
-    """Serve what ``script(number of the request, its body)`` says: a status, and bytes or what becomes JSON."""
+def loopback_server(script: Script, pages: Callable[[str], object] = lambda path: None) -> Iterator[Recorded]:
+    """Serve what ``script(number of the request, its body)`` says: a status, and bytes or what becomes JSON.
+
+    ``pages`` says what a GET of a path gives, None for HTTP 404.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            page = pages(self.path)
+            body = json.dumps(page).encode()
+            self.send_response(404 if page is None else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             recorded.requests.append({"path": self.path, **request})

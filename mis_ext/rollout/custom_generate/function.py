@@ -12,7 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.custom_generate.engine_weights import VERDICTS, EngineWeights, engine_weights
 from mis_ext.rollout.custom_generate.host import (
+    CANARY,
     KEY,
     VERSIONS,
     ChatTokenizer,
@@ -132,6 +134,7 @@ async def _generate(
         if rows or not ended.aborted:
             sample.rollout_routed_experts = join_rows(args, sample, rows)
         _count(sample, retracted_requests=sum(bool(call.meta_info.get("num_retractions")) for call in ended.calls))
+    _note_weights(sample, ended, evaluation=evaluation)
     if ended.aborted:
         _count(sample, aborted_requests=num_aborted, **({"discarded_tokens": num_discarded} if num_discarded else {}))
         sample.metadata[UNFINISHED] = tuple(ended.turn)
@@ -212,6 +215,19 @@ def _append(
         sample.update_from_meta_info(args, dict(meta_info))
 
 
+def _note_weights(sample: Any, ended: Ended, *, evaluation: bool) -> None:
+    """Count what is known of the engines' weights, and leave the canary's word where the host's dump has it."""
+    verdicts = [call.weights.verdict for call in ended.calls if call.weights is not None and call.weights.canaries]
+    counts = {f"canary_{verdict}": verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
+    if any(call.is_outdated for call in ended.calls):
+        counts["outdated_prefixes"] = sum(call.is_outdated for call in ended.calls)
+    _count(sample, **counts)
+    if verdicts and not evaluation:
+        known = getattr(sample, "train_metadata", None) or {}
+        worst = min([*verdicts, *filter(None, [known.get(CANARY)])], key=VERDICTS.index)
+        sample.train_metadata = {**known, CANARY: worst}
+
+
 def _count(sample: Any, **counts: int) -> None:
     kept = sample.metadata.setdefault(KEY, {})
     for name, count in counts.items():
@@ -276,6 +292,8 @@ class Call(NamedTuple):
     """One request and what came of it; of an aborted one the generation is what was sampled until then.
 
     ``rows`` are the experts of its tokens and of those before that had none, where they were asked for.
+    ``weights`` are those of the engines before it, where a setting asks for them. It ``is_outdated`` where the engine
+    took others afterwards, and read keys and values of the old ones.
     """
 
     generation: Generation
@@ -283,6 +301,8 @@ class Call(NamedTuple):
     meta_info: Mapping[str, Any]
     observation: Observation
     rows: Rows | None = None
+    weights: EngineWeights | None = None
+    is_outdated: bool = False
 
     @property
     def aborted(self) -> bool:
@@ -377,30 +397,40 @@ class Episode:
             request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
         policy = getattr(self.args, "router_policy", None) or getattr(self.args, "sglang_router_policy", None)
         key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
-        response = await post_json(
-            f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate",
-            request,
-            host=host_name(self.sample),
-            max_attempts=self.settings.max_attempts,
-            headers={"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {},
-        )
+        for is_last in (False, True):
+            weights = await engine_weights(self.args, self.settings, self.tokenizer)
+            if weights is not None and self.settings.cache_by_version:
+                request["extra_key"] = weights.cache_key
+            response = await post_json(
+                f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate",
+                request,
+                host=host_name(self.sample),
+                max_attempts=self.settings.max_attempts,
+                headers={"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {},
+            )
+            meta_info = response.get("meta_info") or {}
+            is_outdated = "extra_key" in request and weights is not None and weights.is_outdated(meta_info)
+            # Only when it began decides, and not what came of it: so asking again favours no answer. A server that does
+            # not say when it began would favour the short ones.
+            if is_last or not is_outdated or _was_aborted(meta_info) or not meta_info.get("weight_versions"):
+                break
         request_id = f"sample {self.sample.index}, turn {turn.number}"
         try:
             generation = read_sglang_generate(request, response, request_id=request_id)
         except AbortedRequest:
-            if not _was_aborted(response.get("meta_info") or {}):
+            if not _was_aborted(meta_info):
                 raise
             generation = _read_aborted(request, response, request_id)
         if generation.text is None:
             raise MalformedResponse(request_id, "response.text is missing: start SGLang with its tokenizer")
-        meta_info, rows = response["meta_info"], None
+        rows = None
         if num_rows is not None and generation.sampled_ids:
             # A request that waited, retracted, for its turn has tokens and no experts.
             if _was_aborted(meta_info) and not meta_info.get("routed_experts"):
                 generation = _nothing_sampled(request, request_id)
             else:
                 rows = read_rows(self.args, meta_info, generation, num_rows)
-        return Call(generation, generation.text or "", meta_info, observation, rows)
+        return Call(generation, generation.text or "", meta_info, observation, rows, weights, is_outdated)
 
 
 def _was_aborted(meta_info: Mapping[str, Any]) -> bool:

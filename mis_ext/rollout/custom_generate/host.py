@@ -19,13 +19,13 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from mis_ext.rollout.custom_generate.routed_experts import check_replayable
 from mis_ext.rollout.definition import Speculation, define_log_probs
 from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.sampling_parameters import SamplingParameters
-from mis_ext.validation import check_known, check_number
+from mis_ext.validation import check_bool, check_known, check_number
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the hosts' ``--custom-config-path`` file."""
@@ -33,6 +33,8 @@ STALENESS = "staleness"
 VERSIONS = "teacher_log_probs"
 """Field of a sample in which both hosts carry a number for each token of the response to the trainer, who splits it as
 he splits log-probs. It is for distillation from a teacher; without one nobody reads it."""
+CANARY = f"{KEY}_canary"
+"""Key in ``sample.train_metadata`` of what the canary says of the engines; the report looks for it in dumps."""
 Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
@@ -54,11 +56,17 @@ class Settings:
             appended as it stands, or None when the conversation is over. Without an environment there is one turn.
         max_turns: Turns of the model, 1 to 10,000; a conversation that would go on is truncated.
         max_attempts: How often a request is sent while the server does not answer, 1 to 1,000, a second apart.
+        cache_by_version: Whether a request names the version of the weights as ``extra_key``, so that SGLang's prefix
+            cache gives it nothing that was computed with others. The engines are asked for it before each request.
+        canary: What happens when an engine scores a fixed text as it did with an earlier version: ``"warn"`` or
+            ``"stop"``. None: it is not asked to.
     """
 
     environment: str | None = None
     max_turns: int = 16
     max_attempts: int = 60
+    cache_by_version: bool = False
+    canary: Literal["warn", "stop"] | None = None
 
     def __post_init__(self) -> None:
         for name, high in (("max_turns", 10_000), ("max_attempts", 1_000)):
@@ -68,6 +76,9 @@ class Settings:
                 raise TypeError(f"{KEY}.{name} must be an integer in [1, {high}], got {value!r}")
         if self.environment is not None and (not isinstance(self.environment, str) or "." not in self.environment):
             raise ValueError(f"{KEY}.environment must be a dotted path such as my_agent.step, got {self.environment!r}")
+        check_bool(f"{KEY}.cache_by_version", self.cache_by_version)
+        if self.canary not in (None, "warn", "stop"):
+            raise ValueError(f"{KEY}.canary must be warn or stop, got {self.canary!r}")
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:
@@ -282,25 +293,32 @@ async def post_json(
     Raises:
         ConnectionError: No answer; the message has the URL, the attempts and what the server last said.
     """
-    if host is not None:
-        client = importlib.import_module(f"{host}.utils.http_utils")
-        # Not every version takes headers.
-        options: dict[str, Any] = {"headers": dict(headers)} if headers else {}
-        try:
-            answer = await client.post(url, payload, max_retries=max_attempts, **options)
-        except Exception as error:
-            raise ConnectionError(f"{url}: no answer after {max_attempts} attempts: {error}") from error
-    else:
-        answer = await _post_from_thread(url, json.dumps(payload).encode(), max_attempts=max_attempts, headers=headers)
+    if host is None:
+        return await ask_json(url, payload, max_attempts=max_attempts, headers=headers)
+    client = importlib.import_module(f"{host}.utils.http_utils")
+    # Not every version takes headers.
+    options: dict[str, Any] = {"headers": dict(headers)} if headers else {}
+    try:
+        answer = await client.post(url, payload, max_retries=max_attempts, **options)
+    except Exception as error:
+        raise ConnectionError(f"{url}: no answer after {max_attempts} attempts: {error}") from error
+    return _json_object(url, answer)
+
+
+def _json_object(url: str, answer: Any) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ConnectionError(f"{url}: the answer is no JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
     return cast(dict[str, Any], answer)
 
 
-async def _post_from_thread(url: str, body: bytes, *, max_attempts: int, headers: Mapping[str, str]) -> Any:
+async def ask_json(
+    url: str, payload: Mapping[str, Any] | None = None, *, max_attempts: int, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """As :func:`post_json` without a host; without a payload it is a GET."""
+    body = None if payload is None else json.dumps(payload).encode()
     for attempt in range(1, max_attempts + 1):
         try:
-            return await asyncio.to_thread(_post, url, body, headers)
+            answer = await asyncio.to_thread(_ask, url, body, headers or {})
         except urllib.error.HTTPError as error:
             # Read here: the connection is closed with the error.
             failure = f"HTTP {error.code}: {error.read().decode(errors='replace')[:_BODY_CHARACTERS]}"
@@ -309,12 +327,14 @@ async def _post_from_thread(url: str, body: bytes, *, max_attempts: int, headers
                 raise ConnectionError(f"{url} refused the request: {failure}") from error
         except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
             failure = str(error) or type(error).__name__
+        else:
+            return _json_object(url, answer)
         if attempt < max_attempts:
             await asyncio.sleep(_SECONDS_BETWEEN_ATTEMPTS)
     raise ConnectionError(f"{url}: no answer after {max_attempts} attempts: {failure}")
 
 
-def _post(url: str, body: bytes, headers: Mapping[str, str]) -> Any:
+def _ask(url: str, body: bytes | None, headers: Mapping[str, str]) -> Any:
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers})
     with _OPENER.open(request, timeout=_TIMEOUT_SECONDS) as answer:
         return json.loads(answer.read())

@@ -4,6 +4,7 @@
 # The imports after the skip need packages that only the SGLang environment has.
 
 import asyncio
+import copy
 import importlib.util
 import json
 import sys
@@ -26,6 +27,7 @@ from tokens.sample import Sample, Status, host_args
 from transformers import Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
+from mis_ext.rollout import StaleWeightsWarning
 from mis_ext.rollout.custom_generate import function
 from mis_ext.rollout.custom_generate.function import generate
 from mis_ext.rollout.generation import CountMismatch
@@ -235,6 +237,48 @@ def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model)
     assert sample.weight_versions == ["7", "8"]
     assert sample.loss_mask == [1] * NUM_LONG
     assert largest_difference(model, [sample]) < TOLERANCE
+
+
+def test_a_cache_key_keeps_old_keys_and_values_from_new_weights_and_a_canary_sees_them(
+    server, model, responses, tmp_path
+):
+    """The host does not flush the cache, as Miles does not where a pause leaves requests in place."""
+    new = copy.deepcopy(model)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight += 0.05 * torch.randn_like(weight)
+    new.save_pretrained(tmp_path)
+    keyed = with_options(server, on_policy_tokens={"cache_by_version": True, "canary": "warn"})
+    update = {"flush_cache": False, "abort_all_requests": False}
+
+    def sampled(args):
+        sample = Sample(prompt=QUESTIONS[2])
+        run(args, [sample])
+        return sample, responses[-1][1]["meta_info"]["cached_tokens"], sample.metadata["on_policy_tokens"]
+
+    port = server.sglang_router_port
+    call_server(port, "/flush_cache", {})
+    # Within a version the prefix is shared.
+    plain, in_key = [sampled(server) for _ in range(2)], [sampled(keyed) for _ in range(2)]
+    assert [cached > 0 for _, cached, _ in plain] == [cached > 0 for _, cached, _ in in_key] == [False, True]
+    assert largest_difference(model, [sample for sample, *_ in (*plain, *in_key)]) < TOLERANCE
+    assert all(counts["canary_first"] == 1 for *_, counts in in_key)
+    try:
+        call_server(port, "/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "8", **update})
+        (old, cached_old, _), (fresh, cached_fresh, counts) = sampled(server), sampled(keyed)
+        assert cached_old > 0 == cached_fresh
+        assert largest_difference(new, [old]) > 100 * TOLERANCE
+        assert largest_difference(new, [fresh]) < TOLERANCE
+        assert counts["canary_arrived"] == 1
+        # A name without weights.
+        call_server(port, "/update_weight_version", {"new_version": "9", **update})
+        with pytest.warns(StaleWeightsWarning, match="the weights called 9 are those of version 8"):
+            *_, counts = sampled(keyed)
+        assert counts["canary_old"] == 1
+    finally:
+        body = {"model_path": server.hf_checkpoint, "weight_version": "7", "flush_cache": True}
+        call_server(port, "/update_weights_from_disk", body)
 
 
 def streamed(port, **changes):

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines behind the host's router say of their weights, asked before a request: versions, and a canary."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mis_ext.rollout.canary import Canary, CanaryResult, StaleWeightsError, StaleWeightsWarning, Verdict
+from mis_ext.rollout.custom_generate.host import KEY, Settings, ask_json
+from mis_ext.rollout.generation import Tokenizer
+
+# Prose, figures and code, as models have them in their prompts and answers; a few hundred tokens in most vocabularies.
+CANARY_TEXT = """
+A ship leaves the harbour at six in the morning with 48 boxes of oranges and 17 boxes of lemons. Each box of oranges
+weighs 12 kilograms, and each box of lemons weighs half as much. How heavy is the freight? First we count the oranges:
+48 * 12 = 576. The lemons weigh 17 * 6 = 102. Together that is 678 kilograms. The captain writes the number into her
+book, looks at the sky, and decides to wait for an hour, because the wind comes from the west.
+
+def freight(boxes: list[tuple[int, float]]) -> float:
+    total = 0.0
+    for count, weight in boxes:
+        if count < 0:
+            raise ValueError(f"a negative number of boxes: {count}")
+        total += count * weight
+    return total
+
+Some words about the tide. Water rises and falls twice a day, since the Moon pulls the near side of the Earth more than
+its centre, and the far side less. Who wants to leave a shallow bay should know the hour of high water; it comes about
+fifty minutes later every day. Therefore the answer is: {"freight": 678, "unit": "kg", "departure": "07:00"}.
+"""
+
+
+VERDICTS: tuple[Verdict, ...] = ("old", "other", "unknown", "first", "arrived")
+"""The worst first."""
+
+
+class EngineWeights(NamedTuple):
+    """The weights of all engines at one moment.
+
+    Attributes:
+        versions: What each engine calls its weights.
+        canaries: What the canary says of each; empty where it was not asked for.
+    """
+
+    versions: tuple[str, ...]
+    canaries: tuple[CanaryResult, ...] = ()
+
+    @property
+    def cache_key(self) -> str:
+        """Equal as long as no engine has other weights: one version, or that of each engine where they differ."""
+        return ",".join(self.versions if len({*self.versions}) > 1 else self.versions[:1])
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all engines, by :data:`VERDICTS`."""
+        return min((result.verdict for result in self.canaries), key=VERDICTS.index)
+
+    def is_outdated(self, meta_info: Mapping[str, Any]) -> bool:
+        """Whether an answer began with weights that came later, behind a prefix out of the cache of these."""
+        spans = meta_info.get("weight_versions")
+        began = str(spans[0]["version"] if spans else meta_info.get("weight_version"))
+        return bool(meta_info.get("cached_tokens")) and began not in self.versions
+
+
+@dataclass(eq=False)
+class Watch:
+    """The engines of one address, that of a router or of an engine. Requests that ask at one time get one answer."""
+
+    address: str
+    _reading: asyncio.Task[EngineWeights] | None = None
+    _canaries: dict[str, tuple[Canary, CanaryResult]] = field(default_factory=dict)
+    _with_keys: set[str] = field(default_factory=set)
+
+    async def read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
+        """The weights now, or at most as old as an answer that is under way.
+
+        Raises:
+            ConnectionError: An engine does not answer.
+            StaleWeightsError: An engine has old weights, and the run shall stop then.
+            ValueError: An engine names no version, or has one cache for all keys.
+        """
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read(settings, tokenizer))
+        # A request that is given up does not take the answer away from the others.
+        return await asyncio.shield(self._reading)
+
+    async def _read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
+        engines = await _engines(self.address, settings.max_attempts)
+        versions = await asyncio.gather(*(_version(engine, settings.max_attempts) for engine in engines))
+        for engine in engines if settings.cache_by_version else ():
+            if engine not in self._with_keys:
+                await _check_keys(engine, tokenizer, settings.max_attempts)
+                self._with_keys.add(engine)
+        if settings.canary is None:
+            return EngineWeights(tuple(versions))
+        found = zip(engines, versions, strict=True)
+        results = await asyncio.gather(*(self._check(*each, settings, tokenizer) for each in found))
+        for engine, result in zip(engines, results, strict=True):
+            if result.verdict == "old":
+                message = f"{engine}: {result.explain()}"
+                if settings.canary == "stop":
+                    raise StaleWeightsError(message)
+                # Python shows the same text once.
+                warnings.warn(message, StaleWeightsWarning, stacklevel=1)
+        return EngineWeights(tuple(versions), tuple(results))
+
+    async def _check(self, engine: str, version: str, settings: Settings, tokenizer: Tokenizer) -> CanaryResult:
+        canary, result = self._canaries.get(engine, (Canary(), None))
+        if result is None or result.version != version:
+            ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
+            # Twice, which measures the engine's noise. What it had when it scored is what it says of that.
+            for _ in range(2):
+                scored, log_probs = await _score(engine, ids, settings.max_attempts)
+                result = canary.check(scored, log_probs)
+            assert result is not None
+            self._canaries[engine] = canary, result
+        return result
+
+
+_WATCHES: dict[str, Watch] = {}
+
+
+async def engine_weights(args: Any, settings: Settings, tokenizer: Tokenizer) -> EngineWeights | None:
+    """The weights of the host's engines, if a setting asks for them."""
+    if settings.canary is None and not settings.cache_by_version:
+        return None
+    address = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    return await _WATCHES.setdefault(address, Watch(address)).read(settings, tokenizer)
+
+
+async def _engines(address: str, max_attempts: int) -> list[str]:
+    """The addresses behind a router, of SGLang or of Miles; the address itself where it is an engine's."""
+    for path in ("/workers", "/list_workers"):
+        answer = await _ask_or_none(f"{address}{path}", max_attempts)
+        if answer is not None:
+            workers = answer.get("workers", answer.get("urls")) or []
+            return [each["url"] if isinstance(each, Mapping) else each for each in workers] or [address]
+    return [address]
+
+
+async def _version(engine: str, max_attempts: int) -> str:
+    # Older servers know the second name only.
+    for path in ("/model_info", "/get_model_info"):
+        answer = await _ask_or_none(f"{engine}{path}", max_attempts)
+        if answer is not None and answer.get("weight_version") is not None:
+            return str(answer["weight_version"])
+    raise ValueError(
+        f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: leave "
+        "them out, or take an SGLang that has it"
+    )
+
+
+async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> None:
+    """Refuse a server that does not know the key, and so ignores it without a word: it would hide old prefixes."""
+    ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
+    request = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+    for key in ("first", "second"):
+        answer = await ask_json(
+            f"{engine}/generate", {**request, "extra_key": f"mis_ext {key} {uuid.uuid4()}"}, max_attempts=max_attempts
+        )
+    if cached := (answer.get("meta_info") or {}).get("cached_tokens"):
+        raise ValueError(
+            f"{engine} reads {cached} tokens out of the prefix cache of another extra_key, so it does not know this "
+            f"field: leave out {KEY}.cache_by_version and flush the cache at every update, or take a newer SGLang"
+        )
+
+
+async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:
+    try:
+        return await ask_json(url, max_attempts=max_attempts)
+    except ConnectionError as error:
+        if isinstance(error.__cause__, urllib.error.HTTPError) and error.__cause__.code == 404:
+            return None
+        raise
+
+
+async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, list[float]]:
+    """With which version the engine scored the text, and its log-probs of all tokens but the first."""
+    request = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = await ask_json(f"{engine}/generate", request, max_attempts=max_attempts)
+    meta = answer.get("meta_info") or {}
+    rows = meta.get("input_token_logprobs") or []
+    if [row[1] for row in rows] != ids or meta.get("weight_version") is None:
+        raise ValueError(
+            f"{engine} did not score the canary: {len(rows)} log-probs of {len(ids)} tokens, weight_version "
+            f"{meta.get('weight_version')!r}"
+        )
+    return str(meta["weight_version"]), [row[0] for row in rows[1:]]
