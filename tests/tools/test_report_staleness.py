@@ -12,6 +12,8 @@ from engines import COUNT, engines
 from mis_ext.diagnosis import Diagnosis
 from mis_ext.dumps import Dumps
 from mis_ext.report import Collector, Origin, Part, Parts
+from mis_ext.rollout.custom_generate import host
+from mis_ext.tools.dumps.formats import CANARY
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).parents[1] / "data" / "example_dumps" / "dumps.tar.xz"
@@ -179,3 +181,66 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
 def test_one_jump_is_no_drift() -> None:
     sizes = (0.020, 0.021, 0.022, 0.120, 0.121, 0.122)
     assert only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes)))).cause == "bf16_or_low_precision"
+
+
+# --- what the canary of mis_ext.rollout.generate said
+
+
+def dump_of(seed: int, path: Path, canaries: list[str | None], *, kernels: list[float], versions: bool) -> Path:
+    """A dump as slime writes it, a third of its samples for each word of the canary; the versions all say fresh."""
+    samples = []
+    for word, size in zip(canaries, kernels, strict=True):
+        for proximal, behavior in zip(*engines(seed, kernels=size).sampled(), strict=True):
+            sample = {"log_probs": proximal, "rollout_log_probs": behavior}
+            if word is not None:
+                sample["metadata"] = {"mine": 1, CANARY: word}
+            if versions:
+                sample |= {"weight_versions": ["8"], "train_weight_version": 8}
+            samples.append(sample)
+    torch.save({"format_version": 2, "rollout_id": 3, "samples": samples}, path)
+    return path
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("versions", [False, True])
+def test_the_canary_is_believed_before_versions_and_the_contradiction_is_said(tmp_path, seed, versions) -> None:
+    path = dump_of(seed, tmp_path / "0.pt", ["arrived", "old"], kernels=[0.01, 0.3], versions=versions)
+    found = collected(*Parts(Dumps([path]))).diagnoses()[0]
+    assert (found.cause, found.confidence) == ("stale_weights", "likely")
+    assert f"{COUNT} of {2 * COUNT} samples" in found.evidence
+    assert ("although the weight versions agree" in found.evidence) == versions
+    assert found.k3_share > 0.9
+    assert "an update that changed no weight, as at a learning rate of 0" in found.alternatives
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("word", [None, "first", "arrived", "unknown"])
+def test_a_canary_that_found_nothing_old_changes_nothing(tmp_path, seed, word) -> None:
+    path = dump_of(seed, tmp_path / "0.pt", [word], kernels=[0.01], versions=True)
+    assert [each.cause for each in collected(*Parts(Dumps([path]))).diagnoses()] == ["bf16_kernels"]
+
+
+def test_where_all_samples_are_of_such_an_engine_nothing_tells_how_much_it_is(tmp_path) -> None:
+    path = dump_of(0, tmp_path / "0.pt", ["old"], kernels=[0.3], versions=True)
+    found = collected(*Parts(Dumps([path]))).diagnoses()[0]
+    assert (found.cause, found.k3_share, found.is_up_to) == ("stale_weights", 1.0, True)
+
+
+@pytest.mark.parametrize("metadata", [7, "old", {"on_policy_tokens_canary": None}, {}])
+def test_metadata_of_anybody_else_is_passed_over(tmp_path, metadata) -> None:
+    path = dump_of(0, tmp_path / "0.pt", [None], kernels=[0.01], versions=True)
+    content = torch.load(path)
+    content["samples"][0]["metadata"] = metadata
+    torch.save(content, path)
+    assert {sample.canary for sample in Dumps([path])} == {None}
+
+
+def test_steps_that_look_stale_contradict_versions_that_say_fresh() -> None:
+    parts = [step_of(seed, 0.3 if seed == 2 else 0.01, behind=0.0) for seed in range(4)]
+    found = only(collected(*parts))
+    assert found.cause == "stale_weights"
+    assert found.evidence.endswith(", although the weight versions agree")
+
+
+def test_the_key_of_the_canary_is_the_one_that_generate_writes() -> None:
+    assert host.CANARY == CANARY

@@ -102,13 +102,20 @@ def decoding(measured: Measured, signals: Signals) -> Finding | None:
     )
 
 
+_PREFIX_ADVICE = (
+    "Flush the engine's prefix cache at every weight update. Or let each request name the version of the weights: in "
+    "slime and Miles with cache_by_version: true under on_policy_tokens, elsewhere as extra_key (SGLang) or cache_salt "
+    "(vLLM)."
+)
+
+
 @cause(
     name="stale_prefix_cache",
     title="a prefix in the cache that was computed with old weights",
     looks_like="the first 8 or 32 tokens of a turn differ twice as much as the 65th to 256th, or have 5 times "
     "their k3; or turns after the first do",
     needs=("signals",),
-    advice="Flush the engine's prefix cache at every weight update.",
+    advice=_PREFIX_ADVICE,
     hides=TAILS,
 )
 def prefix(measured: Measured, signals: Signals) -> Finding | None:
@@ -147,8 +154,7 @@ def prefix(measured: Measured, signals: Signals) -> Finding | None:
         f"{others.shift.value:.2g} in later ones",
         k3_share=others.excess_over(one) / total if total else math.nan,
         hides=("late_positions",),
-        advice="Flush the engine's prefix cache at every weight update. If that is done, check that later turns are "
-        "scored with the ids that were sampled.",
+        advice=f"{_PREFIX_ADVICE} If that is done, check that later turns are scored with the ids that were sampled.",
         alternatives=("turns that were tokenised again",),
     )
 

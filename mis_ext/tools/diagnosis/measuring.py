@@ -33,7 +33,7 @@ from mis_ext.tools.diagnosis.signals import Signals, Turns, turns_of
 
 COLUMNS = (
     *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
-    *("largest_id", "lag", "num_lagged", "k3_lagged", "num_zeros", "gap_zeros", "k3_zeros"),
+    *("has_old_weights", "largest_id", "lag", "num_lagged", "k3_lagged", "num_zeros", "gap_zeros", "k3_zeros"),
 )
 
 Kind = Literal["near", "far", "other_ids", "zeros"]
@@ -165,6 +165,7 @@ class Measuring:
         response_mask_R: Tensor,
         versions_behind: Sequence[float] | None = None,
         has_other_ids: Sequence[bool | None] | None = None,
+        has_old_weights: Sequence[bool | None] | None = None,
         token_ids: Sequence[Any] | None = None,
         step: str = "0",
         position_T: Tensor | None = None,
@@ -178,6 +179,7 @@ class Measuring:
             response_mask_R: Which tokens are trained.
             versions_behind: The trainer's weight version minus the engine's; NaN where it is not known.
             has_other_ids: Whether the engine sampled other ids than the trainer scored; None where it is not known.
+            has_old_weights: Whether a canary says that the engine had older weights than it named; None likewise.
             token_ids: Of the response; None where they are not known.
             step: Its name.
             position_T: Of each token in its response, where it is known already.
@@ -197,7 +199,10 @@ class Measuring:
         unknown = [math.nan] * len(lag_S)
         known = (
             unknown if versions_behind is None else versions_behind,
-            unknown if has_other_ids is None else [math.nan if x is None else float(x) for x in has_other_ids],
+            *(
+                unknown if each is None else [math.nan if x is None else float(x) for x in each]
+                for each in (has_other_ids, has_old_weights)
+            ),
             unknown if token_ids is None else [*map(_largest_id, token_ids)],
         )
         columns = [
@@ -241,7 +246,7 @@ class Measuring:
     @classmethod
     def of_other_ids(cls) -> Measuring:
         """A sample whose ids differ: nothing of it is compared."""
-        known = {"versions_behind": math.nan, "has_other_ids": 1.0, "largest_id": math.nan}
+        known = dict.fromkeys(("versions_behind", "has_old_weights", "largest_id"), math.nan) | {"has_other_ids": 1.0}
         columns = [known.get(name, 0.0) for name in COLUMNS]
         return cls(_samples=[Samples(torch.tensor([columns], dtype=torch.float64), ["0"])])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of other steps: by the recorded versions, by steps in which k3 returns to its floor, or by size alone.
+"""Weights of other steps: by a canary, by recorded versions, by steps in which k3 returns to its floor, or by size.
 
 Numbers from runs of examples/train_grpo.py with ``--update-weights-interval 4``: right after a sync k3 is 4e-5 to
 7e-5, a step later 10 to 4,000 times that.
@@ -31,8 +31,8 @@ MAX_EXPLAINED = 0.3
 @cause(
     name="stale_weights",
     title="stale weights: tokens that were sampled with weights of another step",
-    looks_like="k3 grows with the recorded versions, or over steps (steadily, or back to its floor), or the "
-    "mean difference exceeds 0.3 nats",
+    looks_like="the canary of mis_ext.rollout.generate says so, or k3 grows with the recorded versions, or over steps "
+    "(steadily, or back to its floor), or the mean difference exceeds 0.3 nats",
     needs=("samples",),
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
     "trainer in fp16. Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained "
@@ -43,9 +43,32 @@ def stale(measured: Measured, samples: Samples) -> Finding | None:
     """Weights of other steps. What versions say is not guessed from steps and sizes."""
     samples = samples.measured
     behind = samples["versions_behind"]
+    if bool((samples["has_old_weights"] == 1.0).any()):
+        return _by_canary(samples)
     if bool((behind.abs() > 0.0).any()):
         return _by_version(samples.where(~behind.isnan()))
     return _by_step(samples, measured.typical_gaps or {}) or _by_size(samples, measured)
+
+
+def _by_canary(samples: Samples) -> Finding:
+    """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
+    is_old_S = samples["has_old_weights"] == 1.0
+    old, others = (samples.where(each) for each in (is_old_S, ~is_old_S))
+    groups = [_Group.of(math.nan, each) for each in (old, others) if len(each)]
+    words = "" if len(others) == 0 else f", and {groups[1].k3:.2g} in the others"
+    return Finding(
+        confidence="likely",
+        evidence=f"{len(old)} of {len(samples)} samples are of an engine that scored a fixed text as with earlier "
+        f"weights (the canary){_agree(old)}; their k3 is {groups[0].k3:.2g}{words}",
+        k3_share=_share_above(groups[1].k3, groups) if len(others) else 1.0,
+        is_up_to=len(others) == 0,
+        alternatives=("an update that changed no weight, as at a learning rate of 0",),
+    )
+
+
+def _agree(samples: Samples) -> str:
+    """The contradiction, where there is one: log-probs are old, and what the engine names is not."""
+    return ", although the weight versions agree" if bool((samples["versions_behind"] == 0.0).all()) else ""
 
 
 class _Group(NamedTuple):
@@ -146,7 +169,10 @@ def _by_step(samples: Samples, typical: Mapping[str, float]) -> Finding | None:
     if not evidence:
         return None
     return Finding(
-        confidence="possible", evidence=evidence, k3_share=_share_above(usual, steps), alternatives=alternatives
+        confidence="possible",
+        evidence=evidence + _agree(samples),
+        k3_share=_share_above(usual, steps),
+        alternatives=alternatives,
     )
 
 
@@ -209,11 +235,10 @@ def _by_size(samples: Samples, measured: Measured) -> Finding | None:
     gap = tokens.gap_rest / tokens.num_rest if tokens.num_rest else 0.0
     if gap <= MAX_MEAN_ABS_DIFF or measured.explained > MAX_EXPLAINED:
         return None
-    agree = ", although the weight versions agree" if bool((samples["versions_behind"] == 0.0).all()) else ""
     return Finding(
         confidence="possible",
         evidence=f"the log-probs differ by {gap:.2g} nats per token on average, more than {MAX_MEAN_ABS_DIFF:g} and "
-        f"far more than kernels gave in any model of ours (at most 0.1 in bfloat16){agree}",
+        f"far more than kernels gave in any model of ours (at most 0.1 in bfloat16){_agree(samples)}",
         k3_share=1.0 - measured.explained,
         is_up_to=True,
         alternatives=(

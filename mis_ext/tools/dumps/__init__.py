@@ -28,6 +28,7 @@
 | ``sample_indices`` | optional: the host's number of the sample, by which files are joined |
 | ``advantages``, ``rewards`` | optional: a number per response token or one per sample; one per sample |
 | ``group_indices`` (``group_index``) | optional: one for the samples of a prompt; else prompt ids tell |
+| ``metadata`` | optional: of a sample; under ``on_policy_tokens_canary`` what the canary said of the engine |
 """
 
 from mis_ext.tools.dumps.sample import DumpedSample, Skipped

@@ -32,9 +32,12 @@ KEYS = {
     "advantages": ("advantage",),
     "rewards": ("reward",),
     "group_indices": ("group_index", "group_id"),
+    "metadata": (),
 }
 """The other names that a key of a column has in a row."""
-OPTIONAL = ("advantages", "rewards", "group_indices")
+CANARY = "on_policy_tokens_canary"
+"""Under ``metadata``, as :func:`mis_ext.rollout.generate` leaves it there."""
+OPTIONAL = ("advantages", "rewards", "group_indices", "metadata")
 """Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
 VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.tools.dumps.formats import KEYS, OPTIONAL, VERSION_OF_FILE, Columns, read_columns
+from mis_ext.tools.dumps.formats import CANARY, KEYS, OPTIONAL, VERSION_OF_FILE, Columns, read_columns
 
 
 class ContextPart(NamedTuple):
@@ -52,6 +52,7 @@ class DumpedSample:
         advantages: Of each token ``[T]``, or one number for all, 0-dim.
         reward: As the host dumped it.
         group_index: Of the samples with one prompt, as the host dumped it.
+        canary: What the canary of :func:`mis_ext.rollout.generate` said of the engine's weights.
     """
 
     proximal_log_probs: Tensor | None
@@ -72,6 +73,7 @@ class DumpedSample:
     advantages: Tensor | None = None
     reward: float | None = None
     group_index: Any = None
+    canary: str | None = None
 
     @property
     def name(self) -> str:
@@ -154,6 +156,7 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
                 advantages=None if row.get("advantages") is None else torch.as_tensor(row["advantages"]).float(),
                 reward=_reward(row.get("rewards")),
                 group_index=row.get("group_indices"),
+                canary=metadata.get(CANARY) if isinstance(metadata := row.get("metadata"), Mapping) else None,
                 part=_part(row, content),
                 problem=_problem_of_mask(row.get("loss_masks")) if content.has_trainer else _NO_TRAINER,
                 path=path,

@@ -91,6 +91,7 @@ class Collector:
             response_mask_R=part.streams.response_mask_R,
             versions_behind=[origin.versions_behind for origin in part.origins],
             has_other_ids=[origin.has_other_ids for origin in part.origins],
+            has_old_weights=[origin.has_old_weights for origin in part.origins],
             token_ids=[origin.token_ids for origin in part.origins],
             step=part.step,
             position_T=part.position_T,

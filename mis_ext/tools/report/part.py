@@ -39,6 +39,8 @@ class Origin(NamedTuple):
     """Whether the engine sampled other ids than the trainer scored."""
     group: Hashable = None
     """A label that all samples of one prompt share."""
+    has_old_weights: bool | None = None
+    """Whether the canary says that the engine had older weights than it named."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -293,4 +295,5 @@ def _origin(sample: DumpedSample) -> Origin:
         token_ids=ids,
         has_other_ids=not torch.equal(torch.as_tensor(ids), torch.as_tensor(sampled)) if is_known else None,
         group=group,
+        has_old_weights=None if sample.canary is None else sample.canary == "old",
     )
