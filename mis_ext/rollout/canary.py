@@ -56,7 +56,7 @@ class CanaryResult:
         trainer = "" if math.isnan(self.k3) else f"; k3 to the trainer {self.k3:.2g}, usually {self.usual_k3:.2g}"
         noise = "" if math.isnan(self.noise) else f", two scorings of one version {self.noise:.2g}"
         moved = f"{self.movement:.2g} nats per token away{noise}{trainer}"
-        lazy = " (or no weight changed, as at a learning rate of 0)" if math.isnan(self.k3) else ""
+        lazy = " (or no weight changed, as where a small update is rounded away)" if math.isnan(self.k3) else ""
         return {
             "first": f"version {self.version}: the first that is scored{trainer}",
             "arrived": f"version {self.version} arrived: version {self.nearest} is {moved}",
@@ -128,8 +128,8 @@ class Canary:
             if scores.trainer is not None and kept.trainer is not None and kept.trainer != scores.trainer
         }
         found = margins or gaps
-        # Equal in all tokens, while the trainer has moved as far as anybody knows.
-        equal = [other for other in found if gaps[other] == 0.0 and (margins or scores.trainer is None)]
+        # To the trainer's numbers it matters how far it moved: an engine may round a small update away.
+        equal = [other for other in gaps if gaps[other] == 0.0 and scores.trainer is None]
         nearest = equal[0] if equal else min(found, key=lambda other: found[other])
         # Not measured, the noise is NaN, and the larger one is 0.
         far = margins[nearest] > _ERRORS if margins else gaps[nearest] > max(0.0, _NOISE_FACTOR * self._noise)

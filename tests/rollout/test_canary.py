@@ -117,6 +117,14 @@ def test_an_update_that_changes_nothing_is_no_old_weight_to_a_trainer_that_says_
 
 
 @seeds
+@pytest.mark.parametrize("has_new", [False, True])
+def test_an_update_below_what_kernels_do_cannot_be_told(seed, has_new):
+    truth = Truth(seed, rate=1e-4)
+    found = verdicts(truth, truth.weights if has_new else [truth.weights[0]] * VERSIONS)
+    assert [verdict for verdict, _ in found] == ["first", "unknown", "unknown", "unknown"]
+
+
+@seeds
 def test_weights_of_something_else_are_neither_new_nor_old(seed):
     truth = Truth(seed)
     else_ = Truth(seed + 100).weights[0]
@@ -143,6 +151,18 @@ def test_k3_stands_beside_its_own_history():
     assert results[3].k3 == pytest.approx(k3, rel=1e-6)
     assert results[3].usual_k3 == sorted(result.k3 for result in results[:3])[1]
     assert math.isnan(results[0].usual_k3)
+
+
+def test_what_was_not_the_trainers_is_no_part_of_the_history_of_k3():
+    truth = Truth(0)
+    canary = Canary()
+    has = [truth.weights[0], truth.weights[1], truth.weights[0], truth.weights[3]]
+    results = [
+        canary.check(version, truth.engine(weights), trainer=truth.trainer(version))
+        for version, weights in enumerate(has)
+    ]
+    assert results[2].verdict == "old"
+    assert results[3].usual_k3 == (results[0].k3 + results[1].k3) / 2 < results[2].k3
 
 
 @pytest.mark.parametrize(
