@@ -88,6 +88,14 @@ def test_an_engine_that_goes_back_to_the_weights_it_began_with_has_the_first_ver
 
 
 @seeds
+@sides
+def test_an_engine_that_never_gets_weights_has_those_it_began_with(seed, with_trainer):
+    truth = Truth(seed)
+    found = verdicts(truth, [truth.weights[0]] * VERSIONS, with_trainer=with_trainer)
+    assert found == [("first", None), *[("old", "0")] * 3]
+
+
+@seeds
 def test_noise_of_the_engine_is_not_taken_for_new_weights(seed):
     truth = Truth(seed)
     stuck = [truth.weights[0]] * VERSIONS
