@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from evidence import group_baseline
-from evidence.group_baseline import CASES, GROUP, Question
+from evidence.group_baseline import CASES, GROUP, RULES, Group, Kind, Question, Rule
 
 import mis_ext
 
@@ -27,26 +27,54 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Question:
     return question
 
 
-@pytest.mark.parametrize("counts_rejected", [True, False])
-def test_the_moments_are_those_of_all_groups(small: Question, counts_rejected: bool) -> None:
-    kept = torch.tensor([True, True, False, True, True, False, True])
-    gradient = small._gradients("token")
+def listed(kinds: list[Kind], gradient: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, float]:
+    """Mean and mean squared length of the gradient, from every group of three answers, one after the other."""
+    drawn = [(index, kind) for kind in kinds for index in range(len(gradient)) if kind.share[index] > 0.0]
     mean, square = torch.zeros(gradient.shape[1], dtype=torch.float64), 0.0
-    for group in itertools.product(range(7), repeat=3):
-        members = [*group]
-        counted = [each for each in members if counts_rejected or kept[each]]
-        rewards = small.is_right[counted].double()
+    for group in itertools.product(drawn, repeat=3):
         total = torch.zeros_like(mean)
-        if len(counted) > 1 and rewards.std() > 0:
-            for each in members:
-                if kept[each]:
-                    total += (small.is_right[each].double() - rewards.mean()) / rewards.std() * gradient[each] / 3
-        chance = small.probability[members].prod()
+        for me, (index, kind) in enumerate(group):
+            voices = [
+                (other, each.reward)
+                for other, (_, each) in enumerate(group)
+                if each.kept or rule.counts_rejected
+                for _ in range(each.size)
+            ]
+            rewards = torch.tensor([reward for _, reward in voices], dtype=torch.float64)
+            others = [reward for other, reward in voices if other != me or not rule.leaves_out]
+            advantage = kind.reward - sum(others) / len(others) if others else 0.0
+            if not rule.has_baseline:
+                advantage = kind.reward
+            if rule.deviation:
+                advantage = advantage / float(rewards.std()) if len(rewards) > 1 and rewards.std() > 0 else 0.0
+            divisor = sum(each.kept for _, each in group) if rule.divides_by_kept else 3
+            if kind.kept:
+                total += advantage * gradient[index] / divisor
+        chance = math.prod(float(kind.share[index]) for index, kind in group)
         mean += chance * total
         square += float(chance * total.square().sum())
-    found = small._group(small.probability, gradient, kept, counts_rejected=counts_rejected)
-    torch.testing.assert_close(found[0], mean)
-    assert found[1] == pytest.approx(square)
+    return mean, square
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_moments_are_those_of_all_groups(small: Question, rule: Rule) -> None:
+    kept = torch.tensor([True, True, False, True, True, False, True])
+    gradient = small.gradients("token")
+    kinds = group_baseline._kept_and_right(small.probability, kept, small.is_right)
+    found, expected = Group(kinds, gradient).gradient(rule), listed(kinds, gradient, rule)
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1] == pytest.approx(expected[1])
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(counts_rejected=False, deviation=False)])
+def test_so_are_those_of_answers_that_may_fail_and_of_trajectories_of_several_samples(small, rule) -> None:
+    alive = torch.where(small.is_right, small.probability, 0.0) * 0.75
+    wrong = torch.where(small.is_right, 0.0, small.probability)
+    failed = Kind(small.probability - alive - wrong, -1.0, kept=False)
+    kinds, gradient = [Kind(alive, 1.0, size=2), Kind(wrong, 0.0), failed], small.gradients(None)
+    found, expected = Group(kinds, gradient).gradient(rule), listed(kinds, gradient, rule)
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1] == pytest.approx(expected[1])
 
 
 def test_without_mismatch_and_gate_the_gradient_is_parallel_to_the_policy_gradient() -> None:
@@ -54,7 +82,7 @@ def test_without_mismatch_and_gate_the_gradient_is_parallel_to_the_policy_gradie
     logits = question._softmax.log().requires_grad_()
     reward = (question._log_probs(logits).sum(1).exp() * question.is_right).sum()
     (policy_gradient,) = torch.autograd.grad(reward, logits)
-    cosine = torch.nn.functional.cosine_similarity(question._true, policy_gradient.flatten(), dim=0)
+    cosine = torch.nn.functional.cosine_similarity(question._true.gradient(Rule())[0], policy_gradient.flatten(), dim=0)
     assert float(cosine) == pytest.approx(1.0, abs=1e-12)
 
 

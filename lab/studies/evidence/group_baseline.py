@@ -5,6 +5,8 @@ GRPO compares an answer with the other answers to its question. An answer that a
 may still count in the mean and the deviation of its group (*in*), or not (*out*). With a reward of 0 or 1 an answer is
 one of four kinds: kept or rejected, right or wrong. Answers are drawn independently, so all that matters of a group is
 how many it has of each kind, and the mean and the variance of its gradient are sums over these numbers.
+
+So are those of other baselines (:class:`Rule`), of answers whose reward is lost, and of trajectories of several turns.
 """
 
 from __future__ import annotations
@@ -99,6 +101,9 @@ def report(output: Path) -> None:
         "",
         *_lost(found),
         *_by_real_length(),
+        *_choices(found),
+        *_lost_rewards(),
+        *_turns(),
     ]
     _draw(medians, output / "group_baseline.png")
     (output / "group_baseline.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -123,6 +128,55 @@ class Moments:
     def groups(self) -> float:
         """As many have a noise as large as the bias."""
         return (self.noise / self.bias) ** 2
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an advantage comes from the rewards of a group.
+
+    Attributes:
+        counts_rejected: Whether rejected answers count.
+        leaves_out: Whether an answer is compared with the others alone; without any, its advantage is 0.
+        deviation: Whether the difference is divided by the deviation of all that count.
+        has_baseline: Without one, the advantage is the reward.
+        divides_by_kept: Whether the gradient is divided by the kept answers, not by the whole group.
+    """
+
+    counts_rejected: bool = True
+    leaves_out: bool = False
+    deviation: bool = True
+    has_baseline: bool = True
+    divides_by_kept: bool = False
+
+
+RULES = {
+    "mean and deviation, in": Rule(),
+    "mean and deviation, out": Rule(counts_rejected=False),
+    "mean, in": Rule(deviation=False),
+    "mean, out": Rule(counts_rejected=False, deviation=False),
+    "leave-one-out, in": Rule(leaves_out=True, deviation=False),
+    "leave-one-out, out": Rule(counts_rejected=False, leaves_out=True, deviation=False),
+    "leave-one-out and deviation, out": Rule(counts_rejected=False, leaves_out=True),
+    "no baseline": Rule(deviation=False, has_baseline=False),
+    "mean and deviation, in, over kept answers": Rule(divides_by_kept=True),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Answers that are alike in all that a baseline looks at.
+
+    Attributes:
+        share: ``[N]``, the probability that an answer is drawn, and is of this kind.
+        reward: Of each.
+        kept: Whether its gradient counts.
+        size: Samples that a trajectory is cut into, each of which counts in the mean.
+    """
+
+    share: Tensor
+    reward: float
+    kept: bool = True
+    size: int = 1
 
 
 class Question:
@@ -181,43 +235,31 @@ class Question:
 
     def moments(self, cases: Sequence[Case]) -> list[Moments]:
         """Of the engine's groups, with gradients of the answers that are kept, for each of the ``cases``."""
-        gradients = {weight: self._gradients(weight) for weight, _, _ in cases}
-        true = self._true
-        found = []
-        for weight, gate, baseline in cases:
-            kept = torch.ones_like(self.is_right) if gate is None else self.kept(gate)
-            mean, second = self._group(self.probability, gradients[weight], kept, counts_rejected=baseline != "out")
-            scale = float(mean @ true / true.square().sum())
-            bias = float((mean - scale * true).norm() / true.norm())
-            noise = math.sqrt(max(0.0, second - float(mean.square().sum()))) / float(true.norm())
-            found.append(Moments(scale, bias / scale, noise / scale))
-        return found
+        return [
+            self.compared(self.group(weight, gate), Rule(counts_rejected=baseline != "out"))
+            for weight, gate, baseline in cases
+        ]
+
+    def group(self, weight: str | None, gate: str | None) -> Group:
+        """The engine's: answers are kept or rejected, right or wrong."""
+        kept = torch.ones_like(self.is_right) if gate is None else self.kept(gate)
+        return Group(_kept_and_right(self.probability, kept, self.is_right), self.gradients(weight))
+
+    def compared(self, group: Group, rule: Rule) -> Moments:
+        """Beside the gradient without mismatch and gate, of the same rule."""
+        mean, second = group.gradient(rule)
+        true, _ = self._true.gradient(rule)
+        scale = float(mean @ true / true.square().sum())
+        bias = float((mean - scale * true).norm() / true.norm())
+        noise = math.sqrt(max(0.0, second - float(mean.square().sum()))) / float(true.norm())
+        return Moments(scale, bias / scale, noise / scale)
 
     @cached_property
-    def _true(self) -> Tensor:
+    def _true(self) -> Group:
+        """The trainer's own answers, all kept."""
         everything = torch.ones_like(self.is_right)
-        return self._group(self.proximal.sum(1).exp(), self._gradients(None), everything, counts_rejected=True)[0]
-
-    def _group(
-        self, probability: Tensor, gradient: Tensor, kept: Tensor, *, counts_rejected: bool
-    ) -> tuple[Tensor, float]:
-        """Mean of the gradient of a group, and the mean of its squared length."""
-        kinds = [kept & self.is_right, kept & ~self.is_right, ~kept & self.is_right, ~kept & ~self.is_right]
-        chance = torch.stack([probability[kind].sum() for kind in kinds])
-        # Of an answer of each of the two kinds that are kept.
-        means = [probability[kind] @ gradient[kind] / probability[kind].sum() for kind in kinds[:2]]
-        squares = [
-            float(probability[kind] @ gradient[kind].square().sum(1) / probability[kind].sum()) for kind in kinds[:2]
-        ]
-        counts, chances = _groups(chance / chance.sum())
-        advantages = _advantages(counts, counts_rejected=counts_rejected) / GROUP
-        # Answers of one kind are independent: what they have beyond the mean of their kind adds up as squares.
-        times = counts[:, :2] * advantages
-        mean_of_kinds = torch.stack(means)
-        of_groups = times @ mean_of_kinds
-        beyond = torch.tensor(squares, dtype=torch.float64) - mean_of_kinds.square().sum(1)
-        second = (counts[:, :2] * advantages.square()) @ beyond + of_groups.square().sum(1)
-        return chances @ of_groups, float(chances @ second)
+        kinds = _kept_and_right(self.proximal.sum(1).exp(), everything, self.is_right)
+        return Group(kinds, self.gradients(None))
 
     def _weights(self, level: str) -> Tensor:
         bounded = {"mode": "truncate", "high": 2.0} if level == "token" else {"mode": "unbounded"}
@@ -228,7 +270,7 @@ class Question:
             response_mask=self.mask.float(),
         ).weights.double()
 
-    def _gradients(self, weight: str | None) -> Tensor:
+    def gradients(self, weight: str | None) -> Tensor:
         """``[N, logits]``: of the weighted log-probability of each answer."""
         weights = torch.ones_like(self.proximal) if weight is None else self._weights(weight)
         at = self._nodes.clamp_min(0)
@@ -259,28 +301,70 @@ def _answers() -> tuple[Tensor, Tensor]:
     return torch.tensor(tokens), torch.tensor(nodes)
 
 
-def _groups(chance: Tensor) -> tuple[Tensor, Tensor]:
-    """How many answers of each of the four kinds a group may have, and with which probability."""
-    counts = [
-        (a, b, c, GROUP - a - b - c) for a, b, c in itertools.product(range(GROUP + 1), repeat=3) if a + b + c <= GROUP
+def _kept_and_right(probability: Tensor, kept: Tensor, is_right: Tensor) -> list[Kind]:
+    return [
+        Kind(torch.where(each & right, probability, 0.0), reward, is_kept)
+        for is_kept, each in ((True, kept), (False, ~kept))
+        for reward, right in ((1.0, is_right), (0.0, ~is_right))
     ]
+
+
+class Group:
+    """Answers that are drawn independently, of kinds whose shares sum to 1, with the gradient of each answer."""
+
+    def __init__(self, kinds: Sequence[Kind], gradient: Tensor) -> None:
+        self._kinds = [kind for kind in kinds if float(kind.share.sum()) > 0.0]
+        share_KN = torch.stack([kind.share for kind in self._kinds])
+        chance = share_KN.sum(1)
+        # Of an answer of each kind.
+        self._mean_K = share_KN @ gradient / chance[:, None]
+        self._square_K = share_KN @ gradient.square().sum(1) / chance
+        self._counts, self._chances = _groups(chance / chance.sum())
+        self._kept = torch.tensor([float(kind.kept) for kind in self._kinds], dtype=torch.float64)
+
+    def gradient(self, rule: Rule) -> tuple[Tensor, float]:
+        """Its mean, and the mean of its squared length."""
+        divisor = (self._counts @ self._kept).clamp_min(1)[:, None] if rule.divides_by_kept else GROUP
+        advantages = _advantages(self._counts, self._kinds, rule) * self._kept / divisor
+        # Answers of one kind are independent: what they have beyond the mean of their kind adds up as squares.
+        of_groups = (self._counts * advantages) @ self._mean_K
+        beyond = self._square_K - self._mean_K.square().sum(1)
+        second = (self._counts * advantages.square()) @ beyond + of_groups.square().sum(1)
+        return self._chances @ of_groups, float(self._chances @ second)
+
+
+def _groups(chance: Tensor) -> tuple[Tensor, Tensor]:
+    """How many answers of each kind a group may have, and with which probability."""
+    counts = [(*part, GROUP - sum(part)) for part in _parts(GROUP, len(chance) - 1)]
     ways = [math.factorial(GROUP) / math.prod(map(math.factorial, each)) for each in counts]
     found = torch.tensor(counts, dtype=torch.float64)
     return found, torch.tensor(ways, dtype=torch.float64) * chance.pow(found).prod(1)
 
 
-def _advantages(counts: Tensor, *, counts_rejected: bool) -> Tensor:
-    """``[groups, 2]``: of a right and of a wrong answer. Where all that counts earned the same, 0."""
-    num_right, num_wrong = counts[:, 0], counts[:, 1]
-    if counts_rejected:
-        num_right, num_wrong = num_right + counts[:, 2], num_wrong + counts[:, 3]
-    number = num_right + num_wrong
-    mean = num_right / number.clamp_min(1)
+def _parts(most: int, number: int) -> list[tuple[int, ...]]:
+    if number == 0:
+        return [()]
+    return [(first, *rest) for first in range(most + 1) for rest in _parts(most - first, number - 1)]
+
+
+def _advantages(counts: Tensor, kinds: Sequence[Kind], rule: Rule) -> Tensor:
+    """``[groups, K]``: of an answer of each kind. Where all that counts earned the same, 0."""
+    reward = torch.tensor([kind.reward for kind in kinds], dtype=torch.float64)
+    if not rule.has_baseline:
+        return reward.expand_as(counts)
+    own = torch.tensor([kind.size * (kind.kept or rule.counts_rejected) for kind in kinds], dtype=torch.float64)
+    voices = counts * own
+    number, total = voices.sum(1, keepdim=True), (voices * reward).sum(1, keepdim=True)
+    mean = total / number.clamp_min(1)
+    difference = reward - mean
+    if rule.leaves_out:
+        others = number - own
+        difference = torch.where(others > 0, reward - (total - own * reward) / others.clamp_min(1), 0.0)
+    if not rule.deviation:
+        return difference
     # As torch.std has it: of a sample.
-    deviation = (num_right * num_wrong / (number * (number - 1)).clamp_min(1)).sqrt()
-    differs = deviation > 0
-    scale = torch.where(differs, 1 / torch.where(differs, deviation, 1.0), 0.0)
-    return torch.stack([(1 - mean) * scale, -mean * scale], 1)
+    deviation = ((voices * (reward - mean).square()).sum(1, keepdim=True) / (number - 1).clamp_min(1)).sqrt()
+    return torch.where(deviation > 0, difference / torch.where(deviation > 0, deviation, 1.0), 0.0)
 
 
 def _row(key: tuple[Any, ...], found: Moments, questions: list[Question]) -> str:
@@ -367,13 +451,113 @@ def _rejected(gate: str, k3: float, length: int, width: float) -> float:
     return 1 - (norm.cdf(width, mean, deviation) - norm.cdf(-width, mean, deviation))
 
 
+def _span(numbers: Sequence[float]) -> str:
+    return f"{np.median(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
+
+
+def _choices(found: dict[tuple[str, float], list[Question]]) -> list[str]:
+    """A section: other baselines, beside the one that hosts have."""
+    medians: dict[str, list[Moments]] = {name: [] for name in RULES}
+    for questions in found.values():
+        for weight, gate in itertools.product(("token", "sequence"), GATES[:3]):
+            groups = [question.group(weight, gate) for question in questions]
+            for name, rule in RULES.items():
+                of_rule = [each.compared(group, rule) for each, group in zip(questions, groups, strict=True)]
+                medians[name].append(_median(of_rule))
+    first = medians[next(iter(RULES))]
+    lines = [
+        "",
+        "## Which baseline",
+        "",
+        f"Over the first row of the same setting, median and range of {len(first)} settings (reward, noise, weight,",
+        "the first three gates). *Scale* is beside the same rule without mismatch and gate. With all answers in,",
+        f"leave-one-out is {GROUP}/{GROUP - 1} of the mean: another learning rate, and nothing else. The last row",
+        "divides by the kept answers of the group.",
+        "",
+        "| baseline | bias | noise | scale |",
+        "|---|---|---|---|",
+    ]
+    for name, moments in medians.items():
+        ratios = [
+            _span([getattr(each, what) / getattr(other, what) for each, other in zip(moments, first, strict=True)])
+            for what in ("bias", "noise")
+        ]
+        lines.append(f"| {name} | {' | '.join(ratios)} | {_span([each.scale for each in moments])} |")
+    return lines
+
+
+def _lost_rewards() -> list[str]:
+    """A section: answers that are removed before training, with a reward that says nothing."""
+    lines = [
+        "",
+        "## Answers that failed",
+        "",
+        f"An environment loses {REJECTED:.0%} of the answers and removes them; their reward reads 0 or -1. Failures",
+        "are independent of the answer, or grow with its length. Likely answers are right; no mismatch, and no gate.",
+        "Medians over the policies.",
+        "",
+        "| failures | reward reads | baseline | scale | bias | noise |",
+        "|---|---|---|---|---|---|",
+    ]
+    questions = [Question(0.0, seed, agreement=1.0) for seed in range(NUM_POLICIES)]
+    for failures, reads in itertools.product(("independent", "by length"), (0, -1)):
+        groups = [_failing(question, by_length=failures == "by length", reads=reads) for question in questions]
+        for name in [*RULES][:6]:
+            moments = [each.compared(group, RULES[name]) for each, group in zip(questions, groups, strict=True)]
+            lines.append(f"| {failures} | {reads} | {name} | {_numbers(_median(moments))} |")
+    return lines
+
+
+def _failing(question: Question, *, by_length: bool, reads: float) -> Group:
+    weight = question.lengths.double() if by_length else torch.ones_like(question.probability)
+    fails = (REJECTED * weight / (question.probability @ weight)).clamp_max(1.0)
+    alive, right = question.probability * (1 - fails), question.is_right
+    kinds = [Kind(torch.where(right, alive, 0.0), 1.0), Kind(torch.where(right, 0.0, alive), 0.0)]
+    return Group([*kinds, Kind(question.probability * fails, reads, kept=False)], question.gradients(None))
+
+
+def _turns() -> list[str]:
+    """A section: trajectories that become several samples."""
+    lines = [
+        "",
+        "## Trajectories of several samples",
+        "",
+        f"Answers of {', '.join(f'{low} to {high}' for low, high in LENGTHS)} tokens become 1, 2 and 3 samples, each",
+        "with the reward of the whole. What is averaged is the samples, or each trajectory once. No mismatch, and no",
+        "gate. Medians over the policies.",
+        "",
+        "| reward | baseline | averaged | scale | bias | noise |",
+        "|---|---|---|---|---|---|",
+    ]
+    for agreement, counted in itertools.product(AGREEMENTS, ("samples", "trajectories")):
+        questions = [Question(0.0, seed, agreement=AGREEMENTS[agreement]) for seed in range(NUM_POLICIES)]
+        groups = [_of_turns(question, counts_samples=counted == "samples") for question in questions]
+        for name in ("mean and deviation, in", "mean, in"):
+            moments = [each.compared(group, RULES[name]) for each, group in zip(questions, groups, strict=True)]
+            lines.append(f"| {agreement} | {name.removesuffix(', in')} | {counted} | {_numbers(_median(moments))} |")
+    return lines
+
+
+def _of_turns(question: Question, *, counts_samples: bool) -> Group:
+    kinds = []
+    for turns, (low, high) in enumerate(LENGTHS, 1):
+        here = (question.lengths >= low) & (question.lengths <= high)
+        for reward, right in ((1.0, question.is_right), (0.0, ~question.is_right)):
+            share = torch.where(here & right, question.probability, 0.0)
+            kinds.append(Kind(share, reward, size=turns if counts_samples else 1))
+    return Group(kinds, question.gradients(None))
+
+
+def _numbers(found: Moments) -> str:
+    return f"{found.scale:.2f} | {found.bias:.3f} | {found.noise:.1f}"
+
+
 def _answer(medians: dict[tuple[Any, ...], Moments]) -> list[str]:
     """What the table says, in numbers of the table."""
     pairs = [(found, medians[(*key[:-1], "out")]) for key, found in medians.items() if key[-1] == "in"]
 
     def span(name: str) -> str:
-        ratios = [getattr(out, name) / getattr(inside, name) for inside, out in pairs]
-        return f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        return _span([getattr(out, name) / getattr(inside, name) for inside, out in pairs])
 
     scales = [inside.scale for inside, _ in pairs]
     return [
@@ -382,7 +566,13 @@ def _answer(medians: dict[tuple[Any, ...], Moments]) -> list[str]:
         "",
         f"Out over in, median and range of {len(pairs)} settings (reward, noise, gate, weight): bias {span('bias')},",
         f"noise {span('noise')}, scale {span('scale')}. Scale with rejected answers in the baseline:",
-        f"{np.median(scales):.2f} ({min(scales):.2f} to {max(scales):.2f}).",
+        f"{_span(scales)}.",
+        "",
+        "[Leave-one-out](#which-baseline) changes the learning rate, not the bias. It is otherwise with answers that",
+        "[failed](#answers-that-failed), whose reward says nothing: in, they widen the deviation, which shrinks every",
+        "gradient, and add bias where failures depend on the answer. A trajectory that became",
+        "[several samples](#trajectories-of-several-samples) must count once, or its length biases the baseline.",
+        "So with `mis_ext.group_rewards` removed answers are out, rejected ones in, and trajectories count once.",
         "",
         "Not measured: what follows for a training run.",
     ]
