@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp as compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.model_provider import model_provider as model_provider
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss as policy_loss
+    from mis_ext.hosts.slime_miles.rollout import group_rewards as group_rewards
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout as prepare_rollout
     from mis_ext.hosts.whole_loss import TotalLoss as TotalLoss
     from mis_ext.hosts.whole_loss import policy_loss_from_hidden as policy_loss_from_hidden
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from mis_ext.keys.flat import config_from_mapping as config_from_mapping
     from mis_ext.keys.presets import load_config as load_config
     from mis_ext.keys.presets import preset as preset
+    from mis_ext.loss.groups import group_advantages as group_advantages
     from mis_ext.scoring.hidden import score_hidden as score_hidden
     from mis_ext.scoring.passes import KeptColumns as KeptColumns
     from mis_ext.scoring.scores import score_tokens as score_tokens

@@ -20,6 +20,7 @@ from mis_ext.hosts.groups import ALONE, Groups
 from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.runs import current_run, read_argument
 from mis_ext.hosts.session import Session
+from mis_ext.keys.flat import refuse_group_keys
 from mis_ext.keys.run_config import WholeLoss
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, num_tokens
@@ -99,6 +100,8 @@ def policy_loss_from_log_probs(
     loss = run.config.whole_loss
     assert loss is not None
     settings = loss.settings
+    if run.config.group is not None:
+        refuse_group_keys(run.config.group.said)
     if loss.reducer_path is not None:
         raise ValueError(
             "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"

@@ -7,10 +7,10 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
@@ -47,6 +47,8 @@ from mis_ext.keys.strays import (
 )
 from mis_ext.validation import check_bool, check_choice, check_known, check_mapping, check_number
 
+Baseline = Literal["mean", "leave_one_out"]
+BaselineOver = Literal["all", "trained", "kept"]
 Keys = Mapping[str, Any] | str | Path
 """What spells a configuration: a mapping, or the path of a YAML file."""
 
@@ -78,6 +80,12 @@ _CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
 
 REPORT_KEYS = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
 CORRECTION_KEYS = ("use_tis", *_CHECKS, *REPORT_KEYS)
+GROUP_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "mis_group_baseline": partial(check_choice, choices=get_args(Baseline)),
+    "mis_group_over": partial(check_choice, choices=get_args(BaselineOver)),
+    "mis_prompt_mean": check_bool,
+}
+"""Of what answers to one prompt share; functions of the whole rollout read them, in slime and Miles."""
 LOSS_KEYS = (
     "mis_loss_method",
     "mis_loss_mode",
@@ -92,7 +100,7 @@ LOSS_KEYS = (
     "mis_loss_inplace",
 )
 """Keys of the whole loss; what else it reads are flags of the hosts. The last two say how, not what, it computes."""
-FLAT_KEYS = (*CORRECTION_KEYS, *LOSS_KEYS)
+FLAT_KEYS = (*CORRECTION_KEYS, *GROUP_CHECKS, *LOSS_KEYS)
 HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
 READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
 """Every key that is read; the names of all others are only compared with ours."""
@@ -144,6 +152,9 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     measure_only = not check_bool("use_tis", given.get("use_tis", not host["get_mismatch_metrics"]))
     if host["get_mismatch_metrics"] or not measure_only:
         refuse_host_clips(given)
+    for key, check in GROUP_CHECKS.items():
+        if key in given:
+            check(key, given[key])
     keys = {key: given[key] for key in CORRECTION_KEYS if key in given}
     if NATIVE_KEY in every:
         mixed = sorted(set(keys) - {"use_tis"})
@@ -271,9 +282,20 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
     if isinstance(config, CorrectionConfig):
         return config
     if isinstance(config, Mapping):
-        return config_from_mapping(config)
+        found = config_from_mapping(config)
+        refuse_group_keys([key for key in GROUP_CHECKS if config.get(key) is not None])
+        return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")
+
+
+def refuse_group_keys(keys: Sequence[str]) -> None:
+    """Refuse what only a function of the whole rollout reads, where there is none."""
+    if keys:
+        raise ValueError(
+            f"{', '.join(keys)}: no effect here: slime and Miles alone show mis_ext the answers to a prompt; compute "
+            "advantages with mis_ext.group_advantages, and give the loss divisors"
+        )
 
 
 def read_keys(keys: Keys) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.flat import LOSS_KEYS, READ_KEYS, config_from_mapping
+from mis_ext.keys.flat import GROUP_CHECKS, LOSS_KEYS, READ_KEYS, Baseline, BaselineOver, config_from_mapping
 from mis_ext.keys.strays import HOST_CLIPS
 
 if TYPE_CHECKING:
@@ -49,11 +49,20 @@ SCORING_FACTS = (
 )
 """Flags of the hosts that say how they score."""
 
+REWARD_FLAG, ROLLOUT_FLAG = "custom_reward_post_process_path", "rollout_data_postprocess_path"
+_ADVANTAGE_FACTS = ("custom_advantage_function_path", "normalize_advantages", "rewards_normalization")
+GROUP_FACTS = (REWARD_FLAG, ROLLOUT_FLAG, *_ADVANTAGE_FACTS, "grpo_std_normalization")
+"""Flags of the hosts that say what becomes of the rewards of a prompt."""
+ESTIMATORS = ("grpo", "gspo", "cispo")
+"""Of the hosts, those in which the advantage of every token is the normalized reward."""
+
 _FACTS = ("loss_type", "qkv_format", "rollout_temperature", "skip_actor_forward_only", "train_backend")
 _BATCH_SIZES = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")
 _STEP_FACTS = ("num_steps_per_rollout", *_BATCH_SIZES, "use_dynamic_global_batch_size")
 
-ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS, *SCORING_FACTS, *_STEP_FACTS)))
+ARGUMENTS = tuple(
+    dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS, *SCORING_FACTS, *GROUP_FACTS, *_STEP_FACTS))
+)
 """Every argument that is read; the names of all others are only compared with ours."""
 
 
@@ -101,6 +110,37 @@ class WholeLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """What the answers to one prompt share.
+
+    Attributes:
+        baseline: ``mis_group_baseline``: what a reward is compared with.
+        over: ``mis_group_over``: which trajectories count in it: ``all``, those that are ``trained``, or those of
+            which the correction has ``kept`` a token.
+        prompt_mean: ``mis_prompt_mean``: every prompt weighs the same.
+        with_deviation: The difference is divided by the deviation (``grpo_std_normalization``).
+        num_answers: ``n_samples_per_prompt``, or None.
+        per_token_loss: The host divides by all tokens of a step.
+        said: The keys that were given.
+    """
+
+    baseline: Baseline
+    over: BaselineOver
+    prompt_mean: bool
+    with_deviation: bool
+    num_answers: int | None
+    per_token_loss: bool
+    said: tuple[str, ...]
+
+    @property
+    def needs_rollout(self) -> str | None:
+        """The key for which the scored rollout must be seen, or None."""
+        if self.over == "kept":
+            return "mis_group_over: kept"
+        return "mis_prompt_mean: true" if self.prompt_mean else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """One run of slime, Miles, or a loop with their names.
 
@@ -111,6 +151,7 @@ class RunConfig:
         also_measures: ``get_mismatch_metrics`` is set.
         divides_by_kept: The host divides by the tokens that are left (Miles' FSDP backend).
         whole_loss: None where the host's own loss runs, and calls the hook.
+        group: What answers to one prompt share; None where no key says anything about it.
     """
 
     correction: CorrectionConfig
@@ -119,6 +160,7 @@ class RunConfig:
     also_measures: bool
     divides_by_kept: bool
     whole_loss: WholeLoss | None
+    group: GroupConfig | None
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
@@ -136,6 +178,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         also_measures=bool(given.get("get_mismatch_metrics")),
         divides_by_kept=given.get("train_backend") == "fsdp",
         whole_loss=loss,
+        group=read_group(given, denominator=correction.denominator) if says_group(given) else None,
     )
     idle = [key for key in LOSS_KEYS if given.get(key) is not None]
     if idle and given.get("loss_type") not in (None, "custom_loss"):
@@ -145,6 +188,59 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         )
     if config.divides_by_kept:
         _refuse_two_denominators(config)
+    return config
+
+
+def says_group(given: Mapping[str, Any]) -> bool:
+    """Whether a key says what the answers to one prompt share."""
+    return any(given.get(key) is not None for key in GROUP_CHECKS)
+
+
+def read_group(given: Mapping[str, Any], *, denominator: str = "fixed") -> GroupConfig:
+    """What arguments say about the answers to one prompt; flags that are not there are not looked at.
+
+    Args:
+        given: Arguments by name.
+        denominator: Of the correction.
+
+    Raises:
+        ValueError: A flag of the host makes a key wrong, or is needed for it and not set.
+    """
+    keys = {key: check(key, given[key]) for key, check in GROUP_CHECKS.items() if given.get(key) is not None}
+    estimator = given.get("advantage_estimator") or ESTIMATORS[0]
+    config = GroupConfig(
+        baseline=keys.get("mis_group_baseline", "mean"),
+        over=keys.get("mis_group_over", "trained"),
+        prompt_mean=keys.get("mis_prompt_mean", False),
+        with_deviation=given.get("grpo_std_normalization") is not False and estimator in ESTIMATORS,
+        num_answers=given.get("n_samples_per_prompt"),
+        per_token_loss=bool(given.get("calculate_per_token_loss")),
+        said=tuple(keys),
+    )
+    of_rewards = ", ".join(f"{key}: {keys[key]}" for key in ("mis_group_baseline", "mis_group_over") if key in keys)
+    if config.needs_rollout is not None and ROLLOUT_FLAG in given and given[ROLLOUT_FLAG] is None:
+        flag = "--rollout-data-postprocess-path mis_ext.prepare_rollout"
+        raise ValueError(f"{config.needs_rollout} needs {flag}, in slime; Miles has nothing for it")
+    if of_rewards and config.over != "kept" and REWARD_FLAG in given and given[REWARD_FLAG] is None:
+        raise ValueError(f"{of_rewards} needs --custom-reward-post-process-path mis_ext.group_rewards")
+    if of_rewards and estimator not in (*ESTIMATORS, "reinforce_plus_plus_baseline"):
+        raise ValueError(f"{of_rewards}: --advantage-estimator {estimator} compares no answers to one prompt")
+    if of_rewards and given.get("rewards_normalization") is False:
+        raise ValueError(f"{of_rewards}: no effect with --disable-rewards-normalization; remove one of them")
+    changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
+    if config.over == "kept" and (changes or estimator not in ESTIMATORS):
+        raise ValueError(
+            f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage "
+            "is not what the rewards of a prompt say; write trained"
+        )
+    others = [f"mis_denominator: {denominator}"] * (denominator != "fixed")
+    others += [
+        f"{name}: {given[name]}"
+        for name in ("mis_loss_denominator", "custom_pg_loss_reducer_function_path")
+        if given.get(name) not in (None, "original")
+    ]
+    if config.prompt_mean and others:
+        raise ValueError(f"mis_prompt_mean: true and {', '.join(others)} are two denominators; remove one of them")
     return config
 
 

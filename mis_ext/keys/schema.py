@@ -24,6 +24,7 @@ from mis_ext.correction.weights import (
     NormalizeOver,
     Scope,
 )
+from mis_ext.keys.flat import Baseline, BaselineOver
 from mis_ext.keys.loss_keys import DEFAULT_SCORING
 from mis_ext.keys.native import LEVELS, NATIVE_KEY
 from mis_ext.keys.run_config import Scoring
@@ -101,6 +102,9 @@ def _flat_keys() -> dict[str, _Node]:
         "tis_normalize_scope": _words(get_args(Scope), "The samples of that mean.", "data_parallel"),
         "tis_normalize_over": _words(get_args(NormalizeOver), "The tokens of that mean.", "kept"),
         "mis_denominator": _words(get_args(Denominator), "Whether rejected tokens still count in it.", "fixed"),
+        "mis_group_baseline": _words(get_args(Baseline), "What a reward is compared with.", "mean"),
+        "mis_group_over": _words(get_args(BaselineOver), "Which trajectories of a prompt count in it.", "trained"),
+        "mis_prompt_mean": _bool("Every prompt weighs the same.", False),
         "mis_loss_method": _method(),
         "mis_loss_mode": _words(get_args(Mode), "What the policy loss of mis_ext computes.", "baseline"),
         "mis_loss_denominator": _words(get_args(LossDenominator), "What a response is divided by.", "original"),

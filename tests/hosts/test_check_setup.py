@@ -253,6 +253,8 @@ STEP, SCORING = "custom_megatron_before_train_step_hook_path", "custom_megatron_
         (STEP, "mis_ext.prepare_rollout", "this one is for --rollout-data-postprocess-path"),
         ("rollout_data_postprocess_path", "mis_ext.prepare_rollouts", "has no attribute 'prepare_rollouts'"),
         ("rollout_data_postprocess_path", "mis_ext.dither_weights", "mis_ext.prepare_rollout or mis_ext.log_mismatch"),
+        ("custom_reward_post_process_path", "mis_ext.group_reward", "has no attribute 'group_reward'"),
+        ("custom_reward_post_process_path", "mis_ext.prepare_rollout", "the flag takes mis_ext.group_rewards"),
         ("custom_generate_function_path", "mis_ext.generate", "has no attribute 'generate'"),
         ("custom_generate_function_path", "mis_ext.policy_loss", "the flag takes mis_ext.rollout.generate"),
         ("rollout_function_path", "mis_ext.rollout.generate", "this one is for --custom-generate-function-path"),
@@ -275,6 +277,7 @@ def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_no
     start(
         HOOK
         | {"bf16": True, STEP: "mis_ext.dither_weights", "custom_generate_function_path": "mis_ext.rollout.generate"}
+        | {"custom_reward_post_process_path": "mis_ext.group_rewards", "mis_group_baseline": "leave_one_out"}
     )
     for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch", "mis_ext.report.online.log_mismatch"):
         start(HOOK | {"rollout_data_postprocess_path": path})
@@ -288,9 +291,10 @@ def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_no
 TARGET = {"rs_gates": [{"reduce": "token", "low": 0.5, "high": 2.0, "target_accept": 0.9}], "use_rs": True}
 TARGET |= {"rs_lower_bound": 0.1, "rs_upper_bound": 9.0}
 SCALED = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
+PROMPTS = {"mis_prompt_mean": True}
 
 
-@pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
+@pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS], ids=["target", "scope", "prompts"])
 def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs) -> None:
     for switches in (HOOK, LOSS | {"use_tis": True}):
         with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
@@ -298,7 +302,7 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
         start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 
-@pytest.mark.parametrize("needs", [TARGET, SCALED, {}], ids=["target", "scope", "nothing"])
+@pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS, {}], ids=["target", "scope", "prompts", "nothing"])
 def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}
 
@@ -329,6 +333,8 @@ def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_t
         start(switches | {"rollout_data_postprocess_path": path})
         with pytest.raises(ValueError, match="Miles passes no rollout data; write fixed bounds, and tis_normalize_sco"):
             start(switches | needs | {"rollout_data_postprocess_path": path})
+        with pytest.raises(ValueError, match=r"prompt_mean: true.*Miles (passes no rollout data; remove|has nothing)"):
+            start(switches | PROMPTS | {"rollout_data_postprocess_path": path})
 
 
 @pytest.mark.parametrize("path", ["mis_ext.prepare_rollout", "mis_ext.log_mismatch"])

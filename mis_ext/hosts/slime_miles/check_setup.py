@@ -90,10 +90,12 @@ _TAKEN: dict[str, tuple[str, ...]] = {
     "--custom-megatron-before-log-prob-hook-path": (),
     "--rollout-data-postprocess-path": ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"),
     "--custom-generate-function-path": ("mis_ext.rollout.generate",),
+    "--custom-reward-post-process-path": ("mis_ext.group_rewards",),
     MODEL_FLAG: ("mis_ext.model_provider",),
 }
 """Which functions of ours a flag is for."""
-_CALLED_HERE = [flag for flag in _TAKEN if flag not in (_HOOK.flag, _LOSS.flag, "--custom-generate-function-path")]
+_CALLED_ELSEWHERE = ("--custom-generate-function-path", "--custom-reward-post-process-path")
+_CALLED_HERE = [flag for flag in _TAKEN if flag not in (_HOOK.flag, _LOSS.flag, *_CALLED_ELSEWHERE)]
 """Whatever these name the host loads on this rank; others perhaps in a process that has other packages."""
 
 
@@ -333,6 +335,8 @@ def _not_called(args: Any, why: str) -> ValueError:
 def _needs_of_rollout(config: RunConfig) -> list[str]:
     """What looks at the whole rollout before its first micro-batch."""
     needs = [f"a gate with target_accept ({name})" for name in config.correction.adapted_gates]
+    if config.group is not None and config.group.needs_rollout is not None:
+        needs.append(config.group.needs_rollout)
     return needs + ["scope: rollout"] * (config.correction.scope == "rollout" and config.correction.is_scaled)
 
 
@@ -363,6 +367,9 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
         raise ValueError(
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         )
+    of_prompts = None if config.group is None else config.group.needs_rollout
+    if is_miles() and of_prompts is not None:
+        raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
     needs = _needs_of_rollout(config)
     is_corrected = config.whole_loss is None or config.whole_loss.has_correction
     if not needs or not is_corrected or (path is not None and not is_miles()):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slime's other hook: the whole rollout before it is trained on."""
+"""The hosts' hooks of a whole rollout: its rewards (slime and Miles), and what is scored before training (slime)."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,18 +13,62 @@ from torch import Tensor
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.weights import WeightScale, ratio_or_one
-from mis_ext.hosts.groups import device_of, find_groups, initialized_megatron
+from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import PackedStreams, TokenLags, check_samples, is_absent, pack_rollout
-from mis_ext.hosts.runs import session_for
+from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
+from mis_ext.keys.run_config import GroupConfig, read_group
+from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
 
+_UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_loss"
 _REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"
 
 
+def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """The rewards, and what is left of them over the baseline of each prompt.
+
+    For ``--custom-reward-post-process-path mis_ext.group_rewards``. A prompt is told by ``group_index``, however many
+    samples there are of it; the samples of a ``rollout_id`` are one trajectory, and count once. A sample that is not
+    trained (``remove_sample``, or an empty ``loss_mask``) does not count, unless ``mis_group_over: all`` says so:
+    its reward is often no reward. What a correction rejects is not known yet, see :func:`prepare_rollout`.
+
+    Args:
+        args: The host's arguments, with the keys of mis_ext among them.
+        samples: The host's ``Sample`` objects of one rollout.
+
+    Raises:
+        ValueError: A flag contradicts a key, a sample has no ``group_index``, or a trajectory has several rewards.
+    """
+    config = read_group(all_arguments(args))
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    unknown = [place for place, sample in enumerate(samples) if sample.group_index is None]
+    if unknown:
+        raise ValueError(
+            f"mis_ext.group_rewards: samples {unknown[:8]} have no group_index: the rollout function must keep that of "
+            "the data source"
+        )
+    # As Miles tells them apart, and slime where each sample has a number of its own.
+    numbers = [(sample.rollout_id, sample.index, -1 - place) for place, sample in enumerate(samples)]
+    trajectories = [next(number for number in each if number is not None) for each in numbers]
+    trained = [
+        not sample.remove_sample and sample.response_length > 0 and (sample.loss_mask is None or any(sample.loss_mask))
+        for sample in samples
+    ]
+    advantages = group_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor([sample.group_index for sample in samples]),
+        trajectories=torch.tensor(trajectories),
+        counted=None if config.over == "all" else torch.tensor(trained),
+        leave_one_out=config.baseline == "leave_one_out",
+        with_deviation=config.with_deviation,
+    )
+    return rewards, advantages.tolist()
+
+
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute the numbers of the whole rollout on all ranks: adapted bounds of gates, scale of weights, lags of tokens.
+    """Compute what needs the whole rollout on all ranks: bounds of gates, scale of weights, lags, baselines of prompts.
 
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
     :func:`_token_lags`. Gates with a ``target_accept`` get the bounds of
@@ -31,27 +76,37 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     scaled by the same two numbers, for any split of the rollout into micro-batches and ranks. With ``mis_denominator:
     kept``, samples that share a rollout share its denominator, as in the host's reducer.
 
+    With ``mis_group_over: kept`` a trajectory of which the correction keeps no token leaves the baseline of its
+    prompt. With ``mis_prompt_mean`` every prompt weighs the same. Both change ``advantages``, in which the policy
+    gradient is linear; KL and entropy terms keep the host's denominators. slime's data source numbers samples prompt by
+    prompt, so a prompt is told by ``sample_indices`` and ``n_samples_per_prompt``.
+
     Args:
         args: The host's arguments.
         rollout_id: Number of the rollout, for messages.
         rollout_data: This rank's samples: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
-            ``response_lengths``, and ``rollout_mask_sums`` where the host has them.
+            ``response_lengths``, and ``rollout_mask_sums`` where the host has them. For baselines and prompts also
+            ``advantages``, which are changed, ``rewards``, ``sample_indices``, ``rollout_ids``, and the schedule.
 
     Raises:
         ValueError: The host gives no rollout data (Miles), has not scored the rollout before training, or lets samples
             share denominators that ``mis_denominator: kept`` cannot know in another scope.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    session = session_for(args)
+    run = current_run(args)
+    session, of_prompts = run.session, run.config.group
     session.rollout_scale = None
     config = session.config
     if config.staleness:
         session.token_lags = _token_lags(rollout_data)
     is_over_rollout = config.scope == "rollout" and config.is_scaled
     has_targets = bool(config.adapted_gates)
-    if config.metrics_only or not (is_over_rollout or has_targets or config.denominator == "kept"):
+    key = None if of_prompts is None else of_prompts.needs_rollout
+    if key is None and (config.metrics_only or not (is_over_rollout or has_targets or config.denominator == "kept")):
         return
     if rollout_data is None:
+        if key is not None:
+            raise ValueError(f"{key}: Miles passes no rollout data; remove it")
         if has_targets:
             raise ValueError("target_accept: this host passes no rollout data; write fixed bounds")
         if is_over_rollout:
@@ -64,8 +119,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     of_sequences = groups.without_data_parallelism
     lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
 
-    def packed(key: str) -> PackedStreams:
-        streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_REMEDY)
+    def packed(key: str, remedy: str = _REMEDY) -> PackedStreams:
+        streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=remedy)
         sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
         return streams._replace(lag_T=session.lags_of(*sides, device=device))
 
@@ -76,7 +131,9 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
             groups=groups,
             device=device,
         )
-    if not (is_over_rollout or config.denominator == "kept"):
+    if of_prompts is not None and key is not None:
+        _compare_prompts(of_prompts, session, rollout_data, packed, groups=groups, device=device)
+    if config.metrics_only or not (is_over_rollout or config.denominator == "kept"):
         return
     over_rollout = Session(config.replace(scope="micro_batch", metrics=()))
     over_rollout.acceptance = session.acceptance
@@ -135,6 +192,117 @@ def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
         )
     current = float(trainer.weight_updater.weight_version)
     return TokenLags(rollout_data["rollout_log_probs"], [current - version.float() for version in versions])
+
+
+_SAMPLE = ("prompt", "trajectory", "reward", "step", "kept", "tokens", "divisor", "terms")
+"""What ranks tell each other of a sample."""
+
+
+def _compare_prompts(
+    of_prompts: GroupConfig,
+    session: Session,
+    rollout_data: dict[str, Any],
+    packed: Callable[[str, str], PackedStreams],
+    *,
+    groups: Groups,
+    device: torch.device,
+) -> None:
+    """Change this rank's advantages, by all samples of the rollout on all ranks."""
+    config, alone = session.config, groups.without_data_parallelism
+    key = str(of_prompts.needs_rollout)
+    lengths = rollout_data.get("response_lengths") or ()
+    measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
+    measuring.acceptance = session.acceptance
+    streams = None
+    try:
+        own = _samples_of(of_prompts, rollout_data, key=key, device=device)
+        if not config.metrics_only:
+            streams = packed(key, _UNSCORED)
+    except Exception:
+        failed = measuring.neutral(lengths, groups=alone, device=device, fails=True).status
+        gather_rows(torch.stack([torch.zeros_like(failed), failed]), groups.dp_group)
+        raise
+    if streams is None:
+        status = measuring.neutral(lengths, groups=alone, device=device).status
+    else:
+        correction = measuring.compute(streams, groups=alone)
+        status, own["kept"] = correction.status, correction.sequences["num_kept"].double()
+    number = torch.full_like(status, len(own["reward"]))
+    number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
+    raise_if_failed(float(status_W.amin()))
+    numbers = [int(each) for each in number_W.tolist()]
+    # From here on every rank has the same numbers, and raises the same errors.
+    rows = torch.zeros(max(numbers), len(_SAMPLE), dtype=torch.float64, device=device)
+    rows[: len(own["reward"])] = torch.stack([own[name] for name in _SAMPLE], -1)
+    rows_W = gather_rows(rows, groups.dp_group).cpu()
+    every = torch.cat([each[:count] for each, count in zip(rows_W, numbers, strict=True)])
+    sample = dict(zip(_SAMPLE, every.unbind(-1), strict=True))
+    added_N, factor_N = torch.zeros_like(sample["reward"]), torch.ones_like(sample["reward"])
+    if of_prompts.over == "kept":
+        refuse_uncentered(sample["reward"], sample["prompt"], sample["trajectory"])
+        anew_N = group_advantages(
+            sample["reward"],
+            sample["prompt"],
+            trajectories=sample["trajectory"],
+            counted=sample["kept"] > 0.0,
+            leave_one_out=of_prompts.baseline == "leave_one_out",
+            with_deviation=of_prompts.with_deviation,
+        )
+        added_N = anew_N - sample["reward"]
+    if of_prompts.prompt_mean:
+        factor_N = prompt_factors(
+            group_N=sample["prompt"],
+            step_N=sample["step"],
+            kept_N=sample["kept"],
+            tokens_N=sample["tokens"],
+            divisor_N=sample["divisor"],
+            terms_N=None if of_prompts.per_token_loss else sample["terms"],
+        )
+    first = sum(numbers[: groups.dp_rank])
+    here = slice(first, first + len(own["reward"]))
+    rollout_data["advantages"] = [
+        (advantage + added) * factor
+        for advantage, added, factor in zip(
+            rollout_data["advantages"], added_N[here].tolist(), factor_N[here].tolist(), strict=True
+        )
+    ]
+
+
+def _samples_of(
+    of_prompts: GroupConfig, rollout_data: dict[str, Any], *, key: str, device: torch.device
+) -> dict[str, Tensor]:
+    """``[S]`` each, float64: this rank's samples. Without a correction what is trained is kept."""
+    needed = ["advantages", "rewards", "sample_indices", "rollout_ids", "loss_masks"]
+    if of_prompts.prompt_mean:
+        needed += ["global_batch_sizes", "num_microbatches", "micro_batch_indices"]
+    missing = [name for name in needed if rollout_data.get(name) is None]
+    if missing or of_prompts.num_answers is None:
+        raise ValueError(f"{key}: rollout_data has no {', '.join(missing) or 'n_samples_per_prompt'}; remove the key")
+    if any(index is None for index in rollout_data["sample_indices"]):
+        raise ValueError(f"{key}: samples have no index, by which slime's data source numbers the answers to a prompt")
+
+    def column(values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.float64, device=device)
+
+    masks = rollout_data["loss_masks"]
+    tokens_S = torch.stack([(mask != 0).sum() for mask in masks]).double() if masks else column([])
+    shared = rollout_data.get("rollout_mask_sums")
+    steps, terms = [0] * len(masks), [0] * len(masks)
+    if of_prompts.prompt_mean:
+        micro_batches = iter(rollout_data["micro_batch_indices"])
+        for step, number in enumerate(rollout_data["num_microbatches"]):
+            for place in (place for _ in range(number) for place in next(micro_batches)):
+                steps[place], terms[place] = step, rollout_data["global_batch_sizes"][step]
+    return {
+        "prompt": column(rollout_data["sample_indices"]).div(of_prompts.num_answers, rounding_mode="floor"),
+        "trajectory": column(rollout_data["rollout_ids"]),
+        "reward": column(rollout_data["rewards"]),
+        "step": column(steps),
+        "kept": tokens_S,
+        "tokens": tokens_S,
+        "divisor": (tokens_S if shared is None else column(shared)).clamp_min(1.0),
+        "terms": column(terms),
+    }
 
 
 def _shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> Tensor | None:

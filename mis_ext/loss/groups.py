@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the answers to one prompt share: the baseline of their advantages, and how much their prompt weighs.
+
+With rewards ``R_j``, one for each trajectory ``j`` that counts, and ``S`` their deviation (as of a sample):
+
+    mean            A_i = (R_i - mean_j R_j) / (S + 1e-6)
+    leave-one-out   A_i = (R_i - mean_{j != i} R_j) / (S + 1e-6)
+
+Both are linear in the rewards but for a factor and a constant of the prompt. So they can be computed anew from what
+another baseline has left, over other trajectories.
+
+A trajectory may have become several samples (turns, sub-agents), each with its reward: it still counts once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6
+"""What the hosts add to a deviation."""
+_CENTERED = 1e-4
+"""Rewards that were centered in float32 have a mean of at most this, over the largest of all."""
+
+
+@torch.no_grad()
+def group_advantages(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    trajectories: Tensor | None = None,
+    counted: Tensor | None = None,
+    leave_one_out: bool = False,
+    with_deviation: bool = True,
+) -> Tensor:
+    """``[N]``: the advantage of each sample over the trajectories of its prompt that count.
+
+    It is 0 for a trajectory that does not count, and where there is no other one.
+
+    Args:
+        rewards: ``[N]``, of each sample.
+        groups: ``[N]``, which prompt it answers.
+        trajectories: ``[N]``, which samples of a prompt are one trajectory. None: each is its own.
+        counted: ``[N]`` bool, False for a sample that is not trained. A trajectory counts if one of its samples does.
+            None: all count.
+        leave_one_out: Whether a trajectory is compared with the others alone.
+        with_deviation: Whether the difference is divided by the deviation of all that count.
+
+    Raises:
+        ValueError: Samples of a trajectory that count have different rewards, or a shape is wrong.
+
+    References:
+        Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; Ahmadian et al., Back to Basics (RLOO), arXiv:2402.14740.
+    """
+    given = (rewards, groups, trajectories, counted)
+    shapes = [[*each.shape] for each in given if each is not None]
+    if any(shape != [rewards.numel()] for shape in shapes):
+        raise ValueError(f"rewards, groups, trajectories and counted must be [N], got {shapes}")
+    rewards_N = rewards.double()
+    own_N = torch.arange(len(rewards), device=rewards.device) if trajectories is None else trajectories
+    pairs_K, trajectory_N = _distinct(groups, own_N)
+    (prompts_G,), prompt_K = _distinct(pairs_K[0])
+    counted_N = torch.ones_like(rewards_N) if counted is None else (counted != 0).double()
+
+    def of_trajectories(values_N: Tensor, how: str) -> Tensor:
+        found_K = values_N.new_zeros(len(prompt_K))
+        return found_K.scatter_reduce(0, trajectory_N, values_N, how, include_self=False)
+
+    counts_K = of_trajectories(counted_N, "amax")
+    # What does not count says nothing of the reward of its trajectory.
+    highest_K, lowest_K = (
+        torch.where(counts_K > 0.0, of_trajectories(torch.where(counted_N > 0.0, rewards_N, other), how), 0.0)
+        for how, other in (("amax", -torch.inf), ("amin", torch.inf))
+    )
+    if bool((highest_K != lowest_K).any()):
+        worst = int((highest_K - lowest_K).argmax())
+        raise ValueError(
+            f"trajectory {int(pairs_K[1, worst])} of prompt {int(pairs_K[0, worst])} has samples with rewards "
+            f"{float(lowest_K[worst]):g} and {float(highest_K[worst]):g}: give all samples of a trajectory its reward"
+        )
+    reward_K = highest_K
+
+    def sums(values_K: Tensor) -> Tensor:
+        return reward_K.new_zeros(len(prompts_G)).index_add(0, prompt_K, values_K)[prompt_K]
+
+    number_K, total_K = sums(counts_K), sums(counts_K * reward_K)
+    difference_K = reward_K - total_K / number_K.clamp_min(1.0)
+    deviation_K = (sums(counts_K * difference_K.square()) / (number_K - 1.0).clamp_min(1.0)).sqrt()
+    if leave_one_out:
+        # R_i - (sum - R_i) / (n - 1) = n / (n - 1) (R_i - mean)
+        difference_K = difference_K * number_K / (number_K - 1.0).clamp_min(1.0)
+    if with_deviation:
+        difference_K = difference_K / (deviation_K + EPSILON)
+    is_compared_K = (counts_K > 0.0) & (number_K > 1.0)
+    return torch.where(is_compared_K, difference_K, 0.0)[trajectory_N].to(rewards.dtype)
+
+
+def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) -> None:
+    """Refuse rewards of which no mean over the trajectories of their prompt was subtracted.
+
+    Raises:
+        ValueError: The mean of a prompt is not 0.
+    """
+    pairs_K, place_N = _distinct(group_N, trajectory_N)
+    reward_K = rewards_N.new_zeros(pairs_K.shape[1]).index_copy(0, place_N, rewards_N)
+    (prompts_G,), prompt_K = _distinct(pairs_K[0])
+    total_G, number_G = (
+        rewards_N.new_zeros(len(prompts_G)).index_add(0, prompt_K, each)
+        for each in (reward_K, torch.ones_like(reward_K))
+    )
+    mean_G = total_G / number_G
+    if len(mean_G) == 0 or float(mean_G.abs().max()) <= _CENTERED * float(rewards_N.abs().max()):
+        return
+    worst = int(mean_G.abs().argmax())
+    raise ValueError(
+        f"mis_group_over: kept: the {int(number_G[worst])} trajectories of prompt {int(prompts_G[worst])} have "
+        f"rewards with the mean {float(mean_G[worst]):.3g}, not 0: the host compared them with others, or dropped "
+        "some. Give --custom-reward-post-process-path mis_ext.group_rewards, and a global batch size that divides the "
+        "rollouts"
+    )
+
+
+def prompt_factors(
+    *, group_N: Tensor, step_N: Tensor, kept_N: Tensor, tokens_N: Tensor, divisor_N: Tensor, terms_N: Tensor | None
+) -> Tensor:
+    """``[N]``: by what the loss of each sample is multiplied so that every prompt of a step weighs the same.
+
+    The host computes ``1 / terms * sum_i 1 / divisor_i * sum_t l_it``. With the factors it is a mean over the prompts
+    that have a kept token, each the mean of its kept tokens. A prompt of several steps is one prompt in each.
+
+    Args:
+        group_N: Which prompt a sample answers.
+        step_N: The optimizer step that it is trained in.
+        kept_N: Its kept tokens.
+        tokens_N: Its tokens.
+        divisor_N: What the host divides its sum by.
+        terms_N: What the host divides the sum over all samples of its step by. None: its tokens, and nothing else.
+    """
+    (steps_P, _), place_N = _distinct(step_N, group_N)
+    (steps_U,), step_P = _distinct(steps_P)
+    zeros_P, zeros_U = kept_N.new_zeros(len(steps_P)), kept_N.new_zeros(len(steps_U))
+    kept_P = zeros_P.index_add(0, place_N, kept_N)
+    prompts_P = zeros_U.index_add(0, step_P, (kept_P > 0).to(kept_P.dtype))[step_P]
+    if terms_N is None:
+        # As the hosts count, a sample has a token.
+        of_step_P = zeros_U.index_add(0, step_P, zeros_P.index_add(0, place_N, tokens_N.clamp_min(1.0)))[step_P]
+        scale_N = of_step_P[place_N]
+    else:
+        scale_N = divisor_N * terms_N
+    # Of a prompt without a kept token nothing is left to multiply.
+    share_P = torch.where(kept_P > 0, 1.0 / (prompts_P * kept_P).clamp_min(1.0), 0.0)
+    return scale_N * share_P[place_N]
+
+
+def _distinct(*keys_N: Tensor) -> tuple[Tensor, Tensor]:
+    """``[keys, K]``, what there is, sorted; ``[N]``, where each lies in it."""
+    found: tuple[Tensor, Tensor] = torch.unique(torch.stack(keys_N), dim=1, return_inverse=True)
+    return found

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the answers to one prompt share: their baseline before and after rejection, and the weight of their prompt."""
+
+import argparse
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reference_groups import Answer, advantages, loss_of_prompts
+from thread_ranks import Rank, run_ranks
+from zigzag import take
+
+import mis_ext
+from mis_ext import group_advantages, group_rewards, prepare_rollout
+from mis_ext.keys.run_config import read_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:a geometric gate with bounds")
+
+LAYOUTS = {"one rank": (1, 1), "DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+ESTIMATES = pytest.mark.parametrize("leave_one_out", [False, True], ids=["mean", "leave-one-out"])
+DEVIATION = pytest.mark.parametrize("with_deviation", [False, True], ids=["no deviation", "deviation"])
+
+
+def drawn(seed: int) -> list[Answer]:
+    """Prompts of one to six trajectories, of one to three samples, in any order; some samples do not count."""
+    chance = random.Random(seed)
+    answers = [
+        Answer(prompt, trajectory, reward, counts=chance.random() > 0.2)
+        for prompt in (3, 5, 11)
+        for trajectory in range(chance.randint(1, 6))
+        for reward in [chance.choice([0.0, 0.5, 1.0])]
+        for _ in range(chance.randint(1, 3))
+    ]
+    chance.shuffle(answers)
+    return answers
+
+
+@DEVIATION
+@ESTIMATES
+def test_an_advantage_is_over_the_trajectories_of_its_prompt_that_count(leave_one_out, with_deviation) -> None:
+    for seed in range(20):
+        answers = drawn(seed)
+        prompt, trajectory, reward, counts, *_ = map(torch.tensor, zip(*answers, strict=True))
+        settings = {"leave_one_out": leave_one_out, "with_deviation": with_deviation}
+        found = group_advantages(reward.double(), prompt, trajectories=trajectory, counted=counts, **settings)
+        expected = torch.tensor(advantages(answers, **settings), dtype=torch.float64)
+        # A trajectory counts if one of its samples does.
+        torch.testing.assert_close(found[counts], expected[counts])
+        own = [each._replace(trajectory=place, counts=True) for place, each in enumerate(answers)]
+        torch.testing.assert_close(
+            group_advantages(reward, prompt, **settings).double(),
+            torch.tensor(advantages(own, **settings), dtype=torch.float64),
+            rtol=1e-6,
+            atol=1e-6,
+        )
+
+
+def test_what_another_baseline_has_left_gives_the_same() -> None:
+    prompt, reward = torch.tensor([0] * 5 + [1] * 3), torch.tensor([0.0, 1, 1, 0.5, 7, 2, 2, 3], dtype=torch.float64)
+    counted = torch.tensor([True, True, False, True, True, True, False, True])
+    for before in ({}, {"leave_one_out": True}, {"with_deviation": False}):
+        left = group_advantages(reward, prompt, **before)
+        anew, direct = (group_advantages(each, prompt, counted=counted) for each in (left, reward))
+        # But for what is added to the deviation.
+        torch.testing.assert_close(anew, direct, rtol=1e-5, atol=0.0)
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"must be \[N\], got \[\[2\], \[3\]\]"):
+        group_advantages(torch.zeros(2), torch.zeros(3))
+
+
+# --- rewards, as a host hands them over
+
+
+@dataclass
+class Sample:
+    """What is read of the hosts' samples."""
+
+    group_index: int | None
+    reward: float
+    rollout_id: int | None = None
+    remove_sample: bool = False
+    response_length: int = 3
+    loss_mask: list[int] | None = None
+    index: int | None = None
+
+    def get_reward_value(self, args: argparse.Namespace) -> float:
+        return self.reward
+
+
+def host_args(**changes: Any) -> argparse.Namespace:
+    host = {"advantage_estimator": "grpo", "rewards_normalization": True, "grpo_std_normalization": True}
+    flags = {"custom_reward_post_process_path": "mis_ext.group_rewards", "rollout_data_postprocess_path": "a.b"}
+    return argparse.Namespace(**host | flags | {"n_samples_per_prompt": 4, "use_tis": False} | changes)
+
+
+FAN_OUT = [
+    # Three samples of one trajectory, of a prompt of two; slime 2302.
+    *(Sample(0, 1.0, rollout_id=7) for _ in range(3)),
+    Sample(0, 0.0),
+    # Another number of answers, and one that earned nothing because its environment failed.
+    Sample(4, 1.0, rollout_id=0),
+    Sample(4, 0.0),
+    Sample(4, -1.0, remove_sample=True),
+    Sample(4, -1.0, loss_mask=[0, 0, 0]),
+    # Nor does its last turn say what the trajectory of the first earned.
+    Sample(4, -1.0, rollout_id=0, remove_sample=True),
+]
+
+
+def test_a_trajectory_counts_once_and_what_is_not_trained_does_not() -> None:
+    raw, found = group_rewards(host_args(grpo_std_normalization=False), FAN_OUT)
+    assert raw == [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, -1.0, -1.0, -1.0]
+    assert found == [0.5, 0.5, 0.5, -0.5, 0.5, -0.5, 0.0, 0.0, 0.5]
+    _, found = group_rewards(host_args(), FAN_OUT)
+    half = 0.5**0.5
+    assert found == pytest.approx([half, half, half, -half, half, -half, 0.0, 0.0, half], rel=1e-5)
+
+
+def test_all_count_where_the_key_says_so_and_others_alone_are_compared() -> None:
+    args = host_args(grpo_std_normalization=False, mis_group_over="all", mis_group_baseline="leave_one_out")
+    _, found = group_rewards(args, FAN_OUT[:-1])
+    assert found == pytest.approx([1.0, 1.0, 1.0, -1.0, 1 + 2 / 3, 1 / 3, -1.0, -1.0])
+    # As the host: no deviation with this estimator.
+    args = host_args(advantage_estimator="reinforce_plus_plus_baseline")
+    assert group_rewards(args, FAN_OUT)[1][:4] == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_samples_without_a_rollout_are_told_apart_by_their_number() -> None:
+    samples = [Sample(0, 1.0, index=7), Sample(0, 1.0, index=7), Sample(0, 0.0, index=8), Sample(0, 0.5)]
+    assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5, 0.0]
+
+
+def test_rewards_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"samples \[1\] have no group_index"):
+        group_rewards(host_args(), [Sample(0, 1.0), Sample(None, 1.0)])
+    with pytest.raises(ValueError, match="trajectory 7 of prompt 2 has samples with rewards 0 and 1"):
+        group_rewards(host_args(), [Sample(2, 1.0, rollout_id=7), Sample(2, 0.0, rollout_id=7)])
+
+
+# --- the scored rollout, on ranks
+
+GATE = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "geometric"}
+BAND = {"rs_lower_bound": 0.9, "rs_upper_bound": 1.1}
+LENGTHS = [5, 17, 3, 9, 12, 4, 8, 6, 11]
+PROMPTS = [0, 0, 0, 0, 0, 1, 1, 1, 1]
+# The second trajectory has two samples. Prompt 0 has answers in both steps.
+TRAJECTORIES = [0, 1, 1, 2, 3, 4, 5, 6, 7]
+INDICES = [0, 1, 1, 2, 3, 4, 5, 6, 7]
+REWARDS = [0.0, 1.0, 1.0, 0.5, 0.0, 1.0, 0.0, 1.0, 0.0]
+REJECTED = (0, 2, 6)
+STEPS = [0, 0, 0, 0, 1, 1, 1, 1, 1]
+# Of each data-parallel rank, by step.
+SHARDS = {1: [([0, 1, 2, 3], [4, 5, 6, 7, 8])], 2: [([0, 2], [5, 8, 6]), ([3, 1], [7, 4])]}
+
+
+def whole_rollout() -> dict[str, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    train = [-torch.rand(length, generator=generator) - 0.5 for length in LENGTHS]
+    rollout = [each - (0.3 if place in REJECTED else 0.01) for place, each in enumerate(train)]
+    masks = [torch.ones(length, dtype=torch.int32) for length in LENGTHS]
+    masks[3][2:5] = 0
+    return {"log_probs": train, "rollout_log_probs": rollout, "loss_masks": masks}
+
+
+def answers_of(keys: dict[str, Any], masks: list[torch.Tensor]) -> list[Answer]:
+    over_kept = keys.get("mis_group_over") == "kept"
+    tokens = [int(mask.sum()) for mask in masks]
+    kept = [0 if place in REJECTED else count for place, count in enumerate(tokens)]
+    counts = [not over_kept or count > 0 for count in kept]
+    return [Answer(*each) for each in zip(PROMPTS, TRAJECTORIES, REWARDS, counts, STEPS, kept, tokens, strict=True)]
+
+
+def data_of(rank: Rank, whole: dict[str, list[torch.Tensor]], rewards: list[float]) -> dict[str, Any]:
+    """This rank's rollout data, as slime has them when the hook is called."""
+    by_step = SHARDS[rank.groups.dp_size][rank.dp_rank]
+    places = [place for step in by_step for place in step]
+    totals = [LENGTHS[place] + 3 + place for place in places]
+    where = {"total_lengths": totals, "cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size}
+    mine = {name: [whole[name][place] for place in places] for name in whole}
+    for name in ("log_probs", "rollout_log_probs"):
+        mine[name] = take(mine[name], **where)
+    sums = [sum(int(whole["loss_masks"][j].sum()) for j in range(9) if TRAJECTORIES[j] == t) for t in TRAJECTORIES]
+    counts = [len(step) for step in by_step]
+    return mine | {
+        "total_lengths": totals,
+        "response_lengths": [LENGTHS[place] for place in places],
+        "rewards": [rewards[place] for place in places],
+        "advantages": [torch.full_like(each, rewards[j]) for each, j in zip(mine["log_probs"], places, strict=True)],
+        "sample_indices": [INDICES[place] for place in places],
+        "rollout_ids": [TRAJECTORIES[place] for place in places],
+        "rollout_mask_sums": torch.tensor([float(sums[place]) for place in places]),
+        # One micro-batch in the first step, two in the second.
+        "num_microbatches": [1, 2],
+        "micro_batch_indices": [[*range(counts[0])], [counts[0]], [*range(counts[0] + 1, sum(counts))]],
+        "global_batch_sizes": [3, 5],
+        "places": places,
+    }
+
+
+def host_loss(rank: Rank, args: argparse.Namespace, data: dict[str, Any], *, step: int) -> float:
+    """What slime makes of a loss of minus the advantage on every token: this rank's part."""
+    total = 0.0
+    for place, whole_place in enumerate(data["places"]):
+        if STEPS[whole_place] != step:
+            continue
+        lists = {
+            "train_log_probs": data["log_probs"],
+            **{name: data[name] for name in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")},
+        }
+        sample = {name: each[place : place + 1] for name, each in lists.items()}
+        # Ranks have other numbers of samples: they are not called together.
+        state = SimpleNamespace(cp=rank.parallel_state.cp, intra_dp=SimpleNamespace(rank=0, size=1, group=None))
+        pg_loss, masks, _ = mis_ext.compute_mis_weights_with_cp(
+            args, **sample, pg_loss=-data["advantages"][place], parallel_state=state, max_seq_lens=None
+        )
+        where = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size, "total_lengths": sample["total_lengths"]}
+        (mask,) = take(masks, **where)
+        divisor = 1.0 if args.calculate_per_token_loss else float(data["rollout_mask_sums"][place])
+        total += float((pg_loss.double() * mask).sum()) / divisor
+    return total
+
+
+KEYS: dict[str, dict[str, Any]] = {
+    "kept": {"mis_group_over": "kept"},
+    "kept, leave-one-out": {"mis_group_over": "kept", "mis_group_baseline": "leave_one_out"},
+    "prompts": {"mis_prompt_mean": True},
+    "both": {"mis_group_over": "kept", "mis_prompt_mean": True},
+    "both, no deviation": {"mis_group_over": "kept", "mis_prompt_mean": True, "grpo_std_normalization": False},
+    "both, by tokens": {"mis_group_over": "kept", "mis_prompt_mean": True, "calculate_per_token_loss": True},
+}
+
+
+@layouts
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys) -> None:
+    cp_size, dp_size = layout
+    whole = whole_rollout()
+    with_deviation = keys.get("grpo_std_normalization", True)
+    every = [each._replace(counts=True) for each in answers_of({}, whole["loss_masks"])]
+    before = advantages(every, leave_one_out=False, with_deviation=with_deviation)
+
+    def on_rank(rank: Rank) -> list[float]:
+        args = host_args(**{"calculate_per_token_loss": False} | GATE | BAND | keys)
+        data = data_of(rank, whole, before)
+        prepare_rollout(args, 0, data)
+        return [host_loss(rank, args, data, step=step) for step in (0, 1)]
+
+    parts = run_ranks(on_rank, cp_size=cp_size, dp_size=dp_size)
+    assert all(isinstance(part, list) for part in parts), parts
+    answers = answers_of(keys, whole["loss_masks"])
+    now = before
+    if "mis_group_over" in keys:
+        leaves_out = keys.get("mis_group_baseline") == "leave_one_out"
+        now = advantages(answers, leave_one_out=leaves_out, with_deviation=with_deviation)
+    losses = [-advantage * each.kept for advantage, each in zip(now, answers, strict=True)]
+    for step, rollouts in enumerate((3, 5)):
+        found = sum(part[step] for part in parts)
+        if keys.get("mis_prompt_mean"):
+            terms = rollouts
+            if keys.get("calculate_per_token_loss"):
+                terms = sum(each.tokens for each in answers if each.step == step)
+            expected = terms * loss_of_prompts(answers, losses, step=step)
+        else:
+            sums = {t: sum(each.tokens for each in answers if each.trajectory == t) for t in TRAJECTORIES}
+            expected = sum(
+                loss / sums[each.trajectory] for each, loss in zip(answers, losses, strict=True) if each.step == step
+            )
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+@layouts
+def test_a_rank_whose_samples_are_wrong_is_named_on_all_others(layout) -> None:
+    cp_size, dp_size = layout
+    whole, failing = whole_rollout(), cp_size * dp_size - 1
+    before = advantages(answers_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
+
+    def on_rank(rank: Rank) -> None:
+        data = data_of(rank, whole, before)
+        if rank.number == failing:
+            data["rollout_log_probs"][1] = data["rollout_log_probs"][1].new_zeros(40)
+        prepare_rollout(host_args(**GATE | BAND, mis_group_over="kept"), 0, data)
+
+    for number, outcome in enumerate(run_ranks(on_rank, cp_size=cp_size, dp_size=dp_size)):
+        assert isinstance(outcome, ValueError if number == failing else RuntimeError)
+        assert ("rollout_log_probs has samples" if number == failing else f"failed on rank {failing};") in str(outcome)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_rewards_that_were_compared_with_others_are_refused_on_every_rank(dp_size) -> None:
+    """slime takes all samples for one prompt where their number is not what it expects (slime 1414)."""
+    whole = whole_rollout()
+    together = [
+        each._replace(prompt=0, trajectory=place) for place, each in enumerate(answers_of({}, whole["loss_masks"]))
+    ]
+    before = advantages(together, leave_one_out=False, with_deviation=True)
+
+    def on_rank(rank: Rank) -> None:
+        prepare_rollout(host_args(**GATE | BAND, mis_group_over="kept"), 0, data_of(rank, whole, before))
+
+    for outcome in run_ranks(on_rank, dp_size=dp_size):
+        assert isinstance(outcome, ValueError)
+        assert "mis_ext.group_rewards" in str(outcome)
+
+
+def test_without_a_correction_the_samples_that_are_trained_are_kept() -> None:
+    whole = whole_rollout()
+    whole["loss_masks"][6].zero_()
+    before = advantages(answers_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
+
+    def on_rank(rank: Rank) -> list[torch.Tensor]:
+        data = data_of(rank, whole, before)
+        # Nobody has scored it.
+        del data["log_probs"]
+        prepare_rollout(host_args(mis_group_over="kept"), 0, data)
+        return data["advantages"]
+
+    (found,) = run_ranks(on_rank)
+    answers = answers_of({}, whole["loss_masks"])
+    answers[6] = answers[6]._replace(counts=False)
+    now = advantages(answers, leave_one_out=False, with_deviation=True)
+    assert [float(each[0]) for place, each in enumerate(found) if place != 6] == pytest.approx(
+        [each for place, each in enumerate(now) if place != 6], rel=1e-5
+    )
+
+
+def test_a_rollout_that_lacks_something_is_refused() -> None:
+    (rank,) = run_ranks(lambda rank: rank)
+    whole = whole_rollout()
+    args = host_args(mis_prompt_mean=True)
+    for name in ("micro_batch_indices", "advantages"):
+        data = data_of(rank, whole, REWARDS)
+        del data[name]
+        with pytest.raises(ValueError, match=f"mis_prompt_mean: true: rollout_data has no {name}"):
+            prepare_rollout(args, 0, data)
+    data = data_of(rank, whole, REWARDS) | {"sample_indices": [None] * 9}
+    with pytest.raises(ValueError, match="samples have no index"):
+        prepare_rollout(args, 0, data)
+    # Miles gives none at all.
+    with pytest.raises(ValueError, match="mis_prompt_mean: true: Miles passes no rollout data"):
+        prepare_rollout(args)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no hook of the rollout": (
+        {"mis_prompt_mean": True, "rollout_data_postprocess_path": None},
+        "needs --rollout-data-postprocess-path mis_ext.prepare_rollout",
+    ),
+    "no function of rewards": (
+        {"mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None},
+        "mis_group_baseline: leave_one_out needs --custom-reward-post-process-path mis_ext.group_rewards",
+    ),
+    "a critic": ({"mis_group_baseline": "mean", "advantage_estimator": "ppo"}, "compares no answers to one prompt"),
+    "no normalization": ({"mis_group_over": "all", "rewards_normalization": False}, "no effect with"),
+    "whitened": ({"mis_group_over": "kept", "normalize_advantages": True}, "with normalize_advantages an advantage"),
+    "whitened by name": (
+        {"mis_group_over": "kept", "advantage_estimator": "reinforce_plus_plus_baseline"},
+        "with --advantage-estimator reinforce_plus_plus_baseline",
+    ),
+    "two denominators": (
+        {"mis_prompt_mean": True, "use_tis": True, "mis_denominator": "kept"},
+        "mis_prompt_mean: true and mis_denominator: kept are two denominators",
+    ),
+    "two denominators, native": (
+        {"mis_prompt_mean": True, "use_tis": True, "mis": {"weight": {}, "denominator": "kept"}},
+        "and mis_denominator: kept are two",
+    ),
+    "a denominator of the loss": (
+        {"mis_prompt_mean": True, "mis_loss_denominator": "constant"},
+        "and mis_loss_denominator: constant are two",
+    ),
+    "a word": ({"mis_group_baseline": "median"}, "mis_group_baseline must be one of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_contradicts_a_key_is_refused_by_name(name) -> None:
+    keys, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        read_config(vars(host_args(**keys)), whole_loss=False)
+
+
+def test_a_file_alone_is_not_asked_for_flags_and_a_loop_of_ones_own_is_told_that_nothing_reads_them() -> None:
+    found = read_config({"mis_group_over": "kept", "mis_prompt_mean": True}, whole_loss=False).group
+    assert found is not None
+    assert (found.over, found.prompt_mean, found.needs_rollout) == ("kept", True, "mis_group_over: kept")
+    assert read_config({"use_tis": True}, whole_loss=False).group is None
+    for use in (mis_ext.Session, lambda keys: mis_ext.policy_loss_from_log_probs(keys, **_loss())):
+        with pytest.raises(ValueError, match="mis_prompt_mean: no effect here"):
+            use({"mis_prompt_mean": True})
+
+
+def _loss() -> dict[str, torch.Tensor]:
+    names = ("current_logprobs", "behavior_logprobs", "advantages", "response_mask")
+    return {name: torch.ones(1, 3) for name in names}

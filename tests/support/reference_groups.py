@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Baselines of prompts, and their weights, one sample after the other: imports nothing from the package."""
+
+import statistics
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """A sample: what it answers, whose trajectory it is part of, and what it earned."""
+
+    prompt: int
+    trajectory: int
+    reward: float
+    counts: bool = True
+    step: int = 0
+    kept: int = 1
+    tokens: int = 1
+
+
+def advantages(answers: list[Answer], *, leave_one_out: bool, with_deviation: bool) -> list[float]:
+    """Of each sample: its reward beside those of the trajectories of its prompt that count."""
+    found = []
+    for mine in answers:
+        rewards = {each.trajectory: each.reward for each in answers if each.prompt == mine.prompt and each.counts}
+        others = [reward for name, reward in rewards.items() if name != mine.trajectory]
+        if mine.trajectory not in rewards or not others:
+            found.append(0.0)
+            continue
+        compared = others if leave_one_out else [*rewards.values()]
+        difference = mine.reward - statistics.fmean(compared)
+        found.append(difference / (statistics.stdev(rewards.values()) + 1e-6) if with_deviation else difference)
+    return found
+
+
+def loss_of_prompts(answers: list[Answer], losses: list[float], *, step: int) -> float:
+    """The mean over the prompts of a step of the mean over their kept tokens; ``losses`` are sums over kept tokens."""
+    here = [(each, loss) for each, loss in zip(answers, losses, strict=True) if each.step == step]
+    means = []
+    for prompt in {each.prompt for each, _ in here}:
+        kept = sum(each.kept for each, _ in here if each.prompt == prompt)
+        if kept:
+            means.append(sum(loss for each, loss in here if each.prompt == prompt) / kept)
+    return statistics.fmean(means)
