@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.hosts.host_cpu import device, documented, weight_transfer
+from lab.hosts.host_cpu import device, documented, inputs, weight_transfer
+from lab.hosts.host_cpu.by_hand import ByHand
 from lab.hosts.host_cpu.cases import CHECK, Host
 from lab.hosts.host_cpu.comparison import Result, faults_of_comparison, faults_of_run, off
 from lab.hosts.host_cpu.context_parallel import zigzag_places
 from lab.hosts.host_cpu.logged import MODEL_BUILT, Logged, read_log
 from lab.hosts.host_cpu.miles_megatron_runs import MILES_MEGATRON
 from lab.hosts.host_cpu.miles_runs import MILES
-from lab.hosts.host_cpu.report import page, record, table
+from lab.hosts.host_cpu.report import page, record, table, write
 from lab.hosts.host_cpu.slime_runs import SLIME
 
 ROOT = Path(__file__).parents[2]
@@ -147,9 +148,11 @@ def test_a_correction_that_does_not_show_is_a_fault() -> None:
 
 @MEGATRON_HOSTS
 def test_each_layout_has_the_host_without_a_correction_with_its_own_and_with_ours(host) -> None:
-    by_name = {case.name: case for case in host.cases}
-    of_layout = {case.layout: [] for case in host.cases if case.layout}
-    for case in host.cases:
+    # What is compared with a computation by hand stands for itself.
+    cases = [case for case in host.cases if case.by_hand is None]
+    by_name = {case.name: case for case in cases}
+    of_layout = {case.layout: [] for case in cases if case.layout}
+    for case in cases:
         if case.layout:
             of_layout[case.layout].append(case)
     everything = ["nothing", f"{host.package}_tis", "hook", "policy_loss", "no_logits"]
@@ -160,7 +163,7 @@ def test_each_layout_has_the_host_without_a_correction_with_its_own_and_with_our
     assert [case.name for case in of_layout["TP 2"]] == ["nothing_tp2", "policy_loss_tp2", "no_logits_tp2"]
     # slime itself refuses it with a model like this one.
     assert ("CP 2, `--allgather-cp`, no positions" in of_layout) == (host is MILES_MEGATRON)
-    for case in host.cases:
+    for case in cases:
         if case.layout:
             names = (*everything, "max_staleness")
             plain = by_name[next(name for name in names if case.name.startswith(f"{name}_"))]
@@ -488,3 +491,50 @@ def test_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp
 )
 def test_the_megatron_trainer_of_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
     assert "7 runs are as they must be" in run_on_cpu(MILES_MEGATRON, tmp_path)
+
+
+def test_a_first_gradient_norm_that_is_not_the_one_by_hand_is_a_fault() -> None:
+    names = [case.name for case in SLIME.cases if case.by_hand is not None]
+    assert {"fan_out", "group_rewards", "gate", "kept", "kept_dp2"} <= {*names}
+    for name in names:
+        result = ran(name)
+        assert faults_of_run(replace(result, by_hand=NORM * (1 + 5e-6))) == []
+        (fault,) = faults_of_run(replace(result, by_hand=NORM * (1 + 2e-5)))
+        assert "by hand" in fault
+
+
+def test_a_record_of_some_runs_has_a_name_of_its_own_and_what_was_computed_by_hand(tmp_path: Path) -> None:
+    result = replace(ran("kept"), by_hand=NORM)
+    about = {"command": "bash", "date": "today", "commits": {}, "versions": {}, "cpu": "x", "cores": 2, "memory_gib": 1}
+    write(tmp_path, [result], host=SLIME, about=about, verdict="1 run", part="prompts")
+    assert {path.name for path in tmp_path.iterdir()} == {"slime_cpu_prompts.md", "slime_cpu_prompts.json"}
+    assert f"| {NORM:.15g} | {NORM:.15g} | 0.0e+00 |" in (tmp_path / "slime_cpu_prompts.md").read_text()
+
+
+class Drawn:
+    """A sample of a host, as far as the inputs need it."""
+
+    Status = types.SimpleNamespace(COMPLETED="completed")
+
+    def __init__(self, **fields: object) -> None:
+        self.fields = {"rollout_id": None, "remove_sample": False} | fields
+
+    def to_dict(self) -> dict[str, object]:
+        return dict(self.fields)
+
+
+def test_what_is_computed_by_hand_follows_from_the_rule(tmp_path: Path) -> None:
+    model = inputs.write_model(tmp_path / "model")
+    samples = [sample.to_dict() for sample in inputs.rollout(model, 0, Drawn)]
+    for name, saved in (("rollouts", samples), ("fan_out", inputs.fanned_out(samples))):
+        (tmp_path / name).mkdir()
+        torch.save({"samples": saved}, tmp_path / name / "0.pt")
+
+    def norm(**rule: object) -> float:
+        return ByHand(**{"folder": "rollouts", "over": "all"} | rule).first_gradient_norm(tmp_path)
+
+    assert norm(leave_one_out=True) == pytest.approx(norm() * 4 / 3, rel=1e-9)
+    # Nothing is rejected, and each trajectory is a sample.
+    assert norm(over="kept") == pytest.approx(norm(), rel=1e-12)
+    others = [norm(folder="fan_out", over=over) for over in ("batch", "all", "trained")]
+    assert len({round(each, 6) for each in (norm(), *others)}) == 4

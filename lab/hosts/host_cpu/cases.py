@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .by_hand import ByHand
+
 NUM_ROLLOUTS = 2
 NUM_PROMPTS = 2
 SAMPLES_PER_PROMPT = 4
+FAN_OUT = "fan_out"
+"""Folder of rollouts in which a trajectory has several samples."""
 MAX_TOKENS = 128
 # float32 sums over 8 samples, in another order.
 SAME = 1e-5
@@ -72,6 +76,7 @@ class Case:
         layout: How the ranks share the work, as in ``"CP 2"``; empty for the runs on one rank in bfloat16.
         partner: Name of the run on one rank whose first gradient norm and metrics this must have; empty for none.
         is_float32: Whether the model has float32 in the place of bfloat16.
+        by_hand: What its first gradient norm must be that of; None for no such computation.
     """
 
     name: str
@@ -88,6 +93,7 @@ class Case:
     layout: str = ""
     partner: str = ""
     is_float32: bool = False
+    by_hand: ByHand | None = None
 
     def command(self, common: list[str], *, root: Path, folder: Path) -> list[str]:
         """Every word for the host's parser. Keys of the run's own are written into ``folder``."""

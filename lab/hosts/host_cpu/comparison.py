@@ -22,12 +22,16 @@ UNMEASURED = f"{OURS}raised_fraction"
 
 @dataclass(frozen=True)
 class Result:
-    """One run that ended: its exit code, what the host logged, and how long it took."""
+    """One run that ended: its exit code, what the host logged, and how long it took.
+
+    ``by_hand`` is the first gradient norm in float64 from definitions, None where a run has no such computation.
+    """
 
     case: Case
     return_code: int
     logged: Logged
     seconds: float
+    by_hand: float | None = None
 
     @property
     def first_grad_norm(self) -> float:
@@ -57,6 +61,8 @@ def faults_of_run(result: Result) -> list[str]:
             found.append(f"step {index}: {', '.join(missing)} did not arrive")
         finite = {name: value for name, value in step.items() if name != UNMEASURED}
         found += [f"step {index}: {name} is {value}" for name, value in finite.items() if not math.isfinite(value)]
+    if result.by_hand is not None and not math.isclose(result.first_grad_norm, result.by_hand, rel_tol=SAME):
+        found.append(f"first gradient norm {result.first_grad_norm!r}, and {result.by_hand!r} by hand")
     found += [f"its log has no line with {text!r}" for text in case.says if text not in logged.text]
     return [f"{case.name}: {fault}" for fault in found]
 

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "--enable-return-routed-experts": "SGLang",
     "--enable-scale-out": "vLLM",
     "--engine-settings": "examples/train_grpo.py",
+    "--generation-config": "vLLM",
     "--hypothesis-seed": "pytest",
     "--incremental-streaming-output": "SGLang",
     "--logprobs-mode": "vLLM",
@@ -34,10 +35,13 @@ ELSEWHERE = {
     "--observe-training-entropy": "Miles",
     "--overwrite": "examples/train_grpo.py",
     "--request-b": "mis-ext diff, which makes the name in a loop",
+    "--qkv-format": "Miles",
     "--resume": "examples/train_grpo.py",
     "--return-sampling-mask": "vLLM",
     "--skip-actor-forward-only": "Miles",
+    "--tool-strict-level": "vLLM",
     "--true-on-policy-mode": "Miles",
+    "--use-prometheus": "Miles",
 }
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from . import mixture
-from .cases import EXPERTS, MODEL, NUM_PROMPTS, NUM_ROLLOUTS, OLD_VERSION, SAMPLES_PER_PROMPT, VERSION
+from .cases import EXPERTS, FAN_OUT, MODEL, NUM_PROMPTS, NUM_ROLLOUTS, OLD_VERSION, SAMPLES_PER_PROMPT, VERSION
 
 # Some tokens are far off, so that a cap of 2 cuts: exp(-1.2) and exp(1.2) = 3.3.
 SMALL_MISMATCH, LARGE_MISMATCH, LARGE_SHARE = 0.05, 1.2, 0.1
@@ -107,15 +107,28 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[
     return samples
 
 
+def fanned_out(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, the second of them as a trajectory of two samples, and one more removed for a failed environment."""
+    first = samples[1] | {"rollout_id": samples[1]["index"]}
+    dropped = first["response_length"] // 2
+    turn = {key: first[key][:-dropped] for key in ("tokens", "rollout_log_probs", "loss_mask")}
+    second = first | turn | {"response_length": first["response_length"] - dropped}
+    others = [sample | {"rollout_id": sample["index"]} for sample in samples]
+    others[6] |= {"remove_sample": True, "reward": -1.0}
+    return [others[0], first, second, *others[2:]]
+
+
 def main() -> None:
     """Write everything below one folder."""
     host, folder = sys.argv[1], Path(sys.argv[2])
     sample_type = importlib.import_module(f"{host}.utils.types").Sample
     model = write_model(folder / "model")
-    (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+    for name in ("rollouts", FAN_OUT):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     for rollout_id in range(NUM_ROLLOUTS):
         samples = [sample.to_dict() for sample in rollout(model, rollout_id, sample_type)]
-        torch.save({"rollout_id": rollout_id, "samples": samples}, folder / "rollouts" / f"{rollout_id}.pt")
+        for name, saved in (("rollouts", samples), (FAN_OUT, fanned_out(samples))):
+            torch.save({"rollout_id": rollout_id, "samples": saved}, folder / name / f"{rollout_id}.pt")
     prompts = [json.dumps({"text": f"t{i + 2} t{i + 3}", "label": "1"}) for i in range(16)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     write_model(folder / "mixture" / "model", is_mixture=True)

@@ -37,6 +37,9 @@ OF_LAYOUTS = (
 )
 
 
+BY_HAND = ("layout", "run", "gradient norm, step 1", "by hand, float64", "off")
+
+
 def table(results: Iterable[Result]) -> str:
     """Markdown: one row per run that trained, then one per run on two ranks, then one per run that was refused."""
     results = list(results)
@@ -47,6 +50,10 @@ def table(results: Iterable[Result]) -> str:
         of_one_rank = {result.case.name: partner for result, partner in partners(results)}
         lines += ["", _row(OF_LAYOUTS), _row(["---"] * len(OF_LAYOUTS))]
         lines += [_row(_in_layout(result, of_one_rank.get(result.case.name))) for result in parallel]
+    by_hand = [result for result in results if result.by_hand is not None]
+    if by_hand:
+        lines += ["", _row(BY_HAND), _row(["---"] * len(BY_HAND))]
+        lines += [_row(_by_hand(result)) for result in by_hand]
     refused = [result for result in results if result.case.refusal is not None]
     if refused:
         lines += ["", _row(("refused", "before the model is built", "s", "the error")), _row(["---"] * 4)]
@@ -84,6 +91,12 @@ def _in_layout(result: Result, one_rank: Result | None) -> Sequence[str]:
         f"{max(of_metrics):.1e}" if of_metrics else "none",
         f"{result.seconds:.0f}",
     )
+
+
+def _by_hand(result: Result) -> Sequence[str]:
+    expected = result.by_hand or math.nan
+    norm, off_by = result.first_grad_norm, abs(result.first_grad_norm - expected) / expected
+    return result.case.layout, result.case.title, f"{norm:.15g}", f"{expected:.15g}", f"{off_by:.1e}"
 
 
 def _norms(result: Result) -> Sequence[str]:
@@ -140,6 +153,7 @@ def record(results: Sequence[Result], *, about: dict[str, Any]) -> dict[str, Any
         }
         | ({} if result.case.refusal is None else {"error": _error(result)})
         | ({} if not result.case.layout else _layout(result))
+        | ({} if result.by_hand is None else {"by_hand": result.by_hand})
         for result in results
     }
     return about | {"runs": runs}
@@ -159,7 +173,7 @@ def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdic
     return f"""# {host.title} on a CPU
 
 Written by `{about["command"]}` on {about["date"]}. All numbers that {host.title} logged are in
-`{host.name}_cpu.json`.
+the `.json` of the same name.
 
 {verdict}
 
@@ -187,13 +201,17 @@ The runs in a layout are in float32, where their title does not say bfloat16. *O
 run on one rank, in the first step: of the gradient norm, then of that metric `train/mis_*` which differs most. Up to
 {SAME:g} passes, for sums of float32 in another order. In bfloat16 up to {CLOSE_IN_BFLOAT16:g} passes. DP 2 is compared
 with micro-batches of twice the tokens: our metrics are those of a call on all ranks, and the host averages over calls.
+*By hand*: the first gradient of what a run should compute, from definitions, one sample after the other (by_hand.py).
 """
 
 
-def write(folder: Path, results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str) -> None:
-    """Write ``HOST_cpu.md`` and ``HOST_cpu.json``."""
+def write(
+    folder: Path, results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str, part: str = ""
+) -> None:
+    """Write ``HOST_cpu.md`` and ``HOST_cpu.json``, or those of a part."""
+    name = f"{host.name}_cpu{'_' * bool(part)}{part}"
     folder.mkdir(parents=True, exist_ok=True)
     numbers = json.dumps(record(results, about=about), indent=1) + "\n"
-    (folder / f"{host.name}_cpu.json").write_text(numbers, encoding="utf-8")
+    (folder / f"{name}.json").write_text(numbers, encoding="utf-8")
     text = page(results, host=host, about=about, verdict=verdict)
-    (folder / f"{host.name}_cpu.md").write_text(text, encoding="utf-8")
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")

@@ -76,7 +76,8 @@ def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         seconds = time.monotonic() - start
-    return Result(case, return_code, read_log(log.read_text(errors="replace")), seconds)
+    expected = case.by_hand.first_gradient_norm(inputs) if case.by_hand is not None else None
+    return Result(case, return_code, read_log(log.read_text(errors="replace")), seconds, expected)
 
 
 def check_documented(host: Host, *, inputs: Path, folder: Path) -> tuple[str, list[str]]:
@@ -144,7 +145,9 @@ def main() -> int:
     parser.add_argument("host", choices=HOSTS)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="only these; DRY_RUN=1 --all prints their names")
     parser.add_argument("--all", action="store_true", help="every run; without it those that are compared or refused")
-    parser.add_argument("--record", action="store_true", help="write lab/real_stack/HOST_cpu.md and .json")
+    parser.add_argument(
+        "--record", nargs="?", const="", metavar="PART", help="write lab/real_stack/HOST_cpu[_PART].md and .json"
+    )
     parser.add_argument("--out", type=Path, help="folder of inputs and logs (default: runs/HOST_cpu)")
     options = parser.parse_intermixed_args()
     host = HOSTS[options.host]
@@ -185,10 +188,12 @@ def main() -> int:
         return 1
     verdict = f"{len(results)} runs are as they must be. The host's own parser takes {checked}."
     print(verdict)
-    if options.record:
+    if options.record is not None:
         command = shlex.join(["bash", host.script, *sys.argv[2:]])
         about_them = about(host, command)
-        report.write(ROOT / "lab" / "real_stack", results, host=host, about=about_them, verdict=verdict)
+        report.write(
+            ROOT / "lab" / "real_stack", results, host=host, about=about_them, verdict=verdict, part=options.record
+        )
     return 0
 
 

@@ -1,11 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of slime: Megatron-LM's trainer, our three flags, the whole loss, and slime's two other hooks."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from .cases import CHECK, CORE, HOOK, SAMPLES_PER_ROLLOUT, TRAINING, VERSION, Case, Host, flat, input_files
+from .by_hand import ByHand
+from .cases import (
+    CHECK,
+    CORE,
+    FAN_OUT,
+    HOOK,
+    LOSS,
+    SAMPLES_PER_ROLLOUT,
+    TRAINING,
+    VERSION,
+    Case,
+    Host,
+    flat,
+    input_files,
+)
 from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, of_a_mixture, own_corrections
-from .parallel_cases import in_bfloat16, on_two_ranks
+from .parallel_cases import DP, ONE, in_bfloat16, on_two_ranks
 
 _TWO_STEPS = ("--global-batch-size", str(SAMPLES_PER_ROLLOUT // 2))
 
@@ -42,6 +58,7 @@ _HOOKS = (
     ),
 )
 
+_PREPARED = ("--rollout-data-postprocess-path", "mis_ext.prepare_rollout")
 _LAGS = tuple(
     f"train/mis_{name}" for name in ("lag_mean", "lag_max", "k3_kl_fresh", "k3_kl_stale", "ess_ratio_token_stale")
 )
@@ -49,7 +66,7 @@ _STALENESS = (
     Case(
         name="staleness",
         title="three flags, `mis_staleness`, two versions in each response",
-        flags=("--use-tis", *HOOK, *CHECK, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        flags=("--use-tis", *HOOK, *CHECK, *_PREPARED),
         config={"tis_upper_bound": 2.0, "mis_staleness": True, "update_weight_start_version": int(VERSION)},
         metrics=(*CORE, *_LAGS),
         says=(CALLED,),
@@ -60,7 +77,7 @@ _STALENESS = (
     Case(
         name="max_staleness",
         title="three flags, `rs_max_staleness: 0`, two versions in each response",
-        flags=("--use-tis", *HOOK, *CHECK, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
+        flags=("--use-tis", *HOOK, *CHECK, *_PREPARED),
         config={
             "tis_upper_bound": 2.0,
             "tis_when": "stale",
@@ -81,6 +98,55 @@ _STALENESS = (
         is_optional=True,
     ),
 )
+_REWARDS = ("--custom-reward-post-process-path", "mis_ext.group_rewards")
+_BAND = (0.92, 1.05)
+_GATE = {
+    "use_tis": True,
+    "use_rs": True,
+    "rs_level": "geometric",
+    "rs_lower_bound": _BAND[0],
+    "rs_upper_bound": _BAND[1],
+}
+
+
+def _of_prompts(name: str, title: str, by_hand: ByHand, *flags: str, **keys: object) -> Case:
+    return Case(
+        name=name,
+        title=title,
+        flags=("--use-tis", *LOSS, *CHECK, *flags),
+        config={"use_tis": True, "tis_upper_bound": 2.0} | keys,
+        metrics=CORE,
+        layout=ONE.title,
+        is_float32=True,
+        is_optional=True,
+        by_hand=by_hand,
+    )
+
+
+def _prompts() -> Iterator[Case]:
+    """Samples that share a prompt or a trajectory, with slime's own baseline and with ours."""
+    fan_out = ("--load-debug-rollout-data", f"inputs/{FAN_OUT}/{{rollout_id}}.pt")
+    counted = ByHand(folder=FAN_OUT, over="trained")
+    yield _of_prompts(
+        "fan_out", "a trajectory of two samples, slime's own baseline", replace(counted, over="batch"), *fan_out
+    )
+    yield _of_prompts("group_rewards", "the same, `group_rewards`", counted, *fan_out, *_REWARDS)
+    yield _of_prompts(
+        "leave_one_out",
+        "the same, `group_rewards`, `mis_group_baseline: leave_one_out`",
+        replace(counted, leave_one_out=True),
+        *fan_out,
+        *_REWARDS,
+        mis_group_baseline="leave_one_out",
+    )
+    off = ByHand(folder="rollouts", over="all", band=_BAND)
+    yield _of_prompts("gate", "a gate that rejects samples", off, **_GATE)
+    kept = replace(off, over="kept", prompt_mean=True)
+    keys = _GATE | {"mis_group_over": "kept", "mis_prompt_mean": True}
+    of_kept = _of_prompts("kept", "the same, `mis_group_over: kept`, `mis_prompt_mean`", kept, *_PREPARED, **keys)
+    yield of_kept
+    yield replace(of_kept, name="kept_dp2", layout=DP.title, flags=(*of_kept.flags, *DP.flags))
+
 
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
@@ -93,7 +159,7 @@ SLIME = Host(
     title="slime",
     script="lab/hosts/slime_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, *_STALENESS, *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *_STALENESS, *_prompts(), *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),
