@@ -139,6 +139,17 @@ class GroupConfig:
             return "mis_group_over: kept"
         return "mis_prompt_mean: true" if self.prompt_mean else None
 
+    @property
+    def summary(self) -> str:
+        """What is done, in a few words."""
+        baseline = f"baseline of a prompt: {self.baseline} over {self.over}" if self.changes_baseline else ""
+        return ", ".join(filter(None, (baseline, "every prompt weighs the same" * self.prompt_mean)))
+
+    @property
+    def changes_baseline(self) -> bool:
+        """Whether a key says something about the baseline."""
+        return self.said != ("mis_prompt_mean",)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:

@@ -82,8 +82,18 @@ def start(keys: dict[str, Any]) -> None:
             LOSS | {"mis_loss_method": "dppo_tv"},
             "mis_ext: policy_loss in place of the host's loss, mis_loss_method: dppo_tv | no correction (no use_tis)",
         ),
+        (
+            LOSS | {"mis_group_over": "all", "mis_prompt_mean": True, "rollout_data_postprocess_path": "os.path.join"},
+            "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
+            "over all, every prompt weighs the same | no correction (no use_tis)",
+        ),
+        (
+            HOOK | {"mis_prompt_mean": True, "rollout_data_postprocess_path": "mis_ext.prepare_rollout"},
+            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | every prompt weighs the same "
+            "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
+        ),
     ],
-    ids=["hook", "gate alone", "metrics only", "whole loss", "method"],
+    ids=["hook", "gate alone", "metrics only", "whole loss", "method", "a baseline", "prompts"],
 )
 def test_a_good_configuration_passes_and_says_in_one_line_what_will_run(capsys, keys, line) -> None:
     start(keys)

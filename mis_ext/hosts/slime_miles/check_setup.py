@@ -148,8 +148,10 @@ def summary(config: RunConfig) -> str:
     parts = ["mis_ext: the host's own loss calls compute_mis_weights_with_cp"]
     if loss is not None:
         parts = [f"mis_ext: policy_loss in place of the host's loss, {loss.settings.chosen_by}"]
-        if not loss.has_correction:
-            return " | ".join([*parts, "no correction (no use_tis)"])
+    if config.group is not None:
+        parts.append(config.group.summary)
+    if loss is not None and not loss.has_correction:
+        return " | ".join([*parts, "no correction (no use_tis)"])
     if correction.metrics_only:
         parts.append("measures only")
     else:
