@@ -139,6 +139,9 @@ def test_samples_without_a_rollout_are_told_apart_by_their_number() -> None:
 def test_rewards_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match=r"samples \[1\] have no group_index"):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(None, 1.0)])
+    for flag in ({"advantage_estimator": "ppo"}, {"rewards_normalization": False}):
+        with pytest.raises(ValueError, match=r"mis_group_baseline: mean: (--advantage-estimator ppo|no effect with)"):
+            group_rewards(host_args(**flag), [Sample(0, 1.0), Sample(0, 0.0)])
     with pytest.raises(ValueError, match="trajectory 7 of prompt 2 has samples with rewards 0 and 1"):
         group_rewards(host_args(), [Sample(2, 1.0, rollout_id=7), Sample(2, 0.0, rollout_id=7)])
 

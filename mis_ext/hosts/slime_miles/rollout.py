@@ -41,7 +41,9 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
     Raises:
         ValueError: A flag contradicts a key, a sample has no ``group_index``, or a trajectory has several rewards.
     """
-    config = read_group(all_arguments(args))
+    given = all_arguments(args)
+    # The flag alone says it too.
+    config = read_group(given | {"mis_group_baseline": given.get("mis_group_baseline") or "mean"})
     rewards = [sample.get_reward_value(args) for sample in samples]
     unknown = [place for place, sample in enumerate(samples) if sample.group_index is None]
     if unknown:
