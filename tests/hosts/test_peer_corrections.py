@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours are the corrections of SkyRL's, OpenRLHF's and ROLL's own code.
+"""Ours are the corrections of SkyRL's, OpenRLHF's, ROLL's and AReaL's own code.
 
 Recorded by ``lab/peers/peer_corrections/record.py``.
 
@@ -16,7 +16,7 @@ import peer_correction_cases as cases
 import pytest
 import torch
 
-from mis_ext.hosts import roll, skyrl
+from mis_ext.hosts import areal, roll, skyrl
 from mis_ext.hosts.openrlhf import MisLoss
 
 with lzma.open(Path(__file__).parents[1] / "data" / "peer_corrections" / "numbers.json.xz", "rt") as file:
@@ -101,7 +101,7 @@ def assert_loss(loss_fn, batch: dict, wanted: dict, *rest: object, **sizes: obje
 
 
 def test_the_record_holds_every_case_and_ours_agreed_in_their_own_code() -> None:
-    named = {"skyrl": cases.SKYRL, "roll": cases.ROLL, **OPENRLHF}
+    named = {"skyrl": cases.SKYRL, "roll": cases.ROLL, "areal": cases.AREAL, **OPENRLHF}
     assert {host: set(numbers) for host, numbers in RECORD["numbers"].items()} == {h: set(n) for h, n in named.items()}
     assert set(RECORD["worst"]) == {f"{host} {name}" for host in named for name in named[host]}
     assert max(RECORD["worst"].values()) < 2e-6
@@ -182,3 +182,59 @@ def test_roll_must_not_drop_weights_and_keeps_its_loss(registered) -> None:
         function(cases.roll_config({}), torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="keys of a whole loss"):
         registered("roll", {"mis_loss_method": "ppo"})
+
+
+@pytest.fixture
+def logged(monkeypatch) -> dict:
+    """What AReaL's tracker of statistics was given; its module stands in."""
+    found: dict = {}
+    tracker = types.SimpleNamespace(scalar=lambda **values: found.update(values))
+    monkeypatch.setitem(sys.modules, "areal", types.ModuleType("areal"))
+    monkeypatch.setitem(sys.modules, "areal.utils", types.SimpleNamespace(stats_tracker=tracker))
+    return found
+
+
+def areal_function(**_: object) -> tuple:
+    """Stands for AReaL's, whose loss nobody should take."""
+    assert not torch.is_grad_enabled()
+    return None, "statistics"
+
+
+def areal_call(loss_fn, batch: dict, *, is_packed: bool, **more: object):
+    names = {"proximal_logprobs": "old_log_prob", "old_logprobs": "rollout_log_prob"}
+    names |= {"advantages": "advantages", "loss_mask": "response_mask"}
+    streams = {theirs: batch[name].flatten() if is_packed else batch[name] for theirs, name in names.items()}
+    more = {"cu_seqlens": cases.cu_seqlens(batch) if is_packed else None} | more
+    return lambda current: loss_fn(logprobs=current.flatten() if is_packed else current, **streams, **more)
+
+
+@pytest.mark.filterwarnings("ignore:a geometric gate")
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("name", cases.AREAL)
+def test_the_loss_is_that_of_areal_and_its_tracker_gets_what_was_measured(name, is_packed, logged) -> None:
+    settings, keys = cases.AREAL[name]
+    loss_fn, record = areal.MisLoss(areal_function, keys), RECORD["numbers"]["areal"]
+    for each, wanted in record[name].items():
+        rows = {**wanted, "gradient": torch.tensor(wanted["gradient"]).view(BATCHES[each]["log_prob"].shape).tolist()}
+        call = areal_call(loss_fn, BATCHES[each], is_packed=is_packed, **settings)
+        assert assert_loss(call, BATCHES[each], rows) == ("statistics",)
+    # No case is one in which nothing acts.
+    assert name == "off" or record[name] != record["off"]
+    assert all(isinstance(value, float) and value == value for value in logged.values())
+    assert ("mis_k3_kl" in logged) == ("use_tis" in keys)
+    assert "pg_clipfrac" in logged
+
+
+def test_packed_tokens_of_areal_without_their_lengths_are_refused(logged) -> None:
+    call = areal_call(areal.MisLoss(areal_function, {}), BATCHES["apart"], is_packed=True, cu_seqlens=None)
+    with pytest.raises(ValueError, match="cu_seqlens is missing"):
+        call(BATCHES["apart"]["log_prob"])
+
+
+@pytest.mark.parametrize(("method", "warns"), [("icepop", True), ("ppo", False)])
+def test_one_stream_of_areal_that_stands_for_two_is_said_once(method, warns, logged, recwarn) -> None:
+    batch = BATCHES["close"] | {"rollout_log_prob": BATCHES["close"]["old_log_prob"]}
+    call = areal_call(areal.MisLoss(areal_function, {"mis_loss_method": method}), batch, is_packed=True)
+    for _ in range(2):
+        call(batch["log_prob"])
+    assert sum("use_decoupled_loss" in str(each.message) for each in recwarn) == warns

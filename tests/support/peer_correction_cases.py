@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections of SkyRL, OpenRLHF and ROLL, and the keys with which ours is the same."""
+"""Corrections of SkyRL, OpenRLHF, ROLL and AReaL, and the keys with which ours is the same."""
 
 from types import SimpleNamespace
+
+import torch
 
 
 def _weight(level: str, mode: str, **bounds: float) -> dict:
@@ -118,8 +120,74 @@ ROLL = {
 }
 """ROLL's ``train_infer_correction``, and our keys."""
 
+
+def _bounded(**settings: object) -> dict:
+    return {"rejection_sampling": {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", **settings}}
+
+
+def _of_sequences(agg: str, *, metric: str = "ratio", **bounds: float) -> dict:
+    return _bounded(level="sequence", agg=agg, metric=metric, **bounds)
+
+
+def _geometric(*gates: dict) -> dict:
+    return _dual_clip(**_weight("geometric", "unbounded"), gates=[{**gate, "action": "zero"} for gate in gates])
+
+
+def _plain(*gates: dict) -> dict:
+    return _dual_clip(**_weight("token", "unbounded"), gates=[{**gate, "action": "zero"} for gate in gates])
+
+
+AREAL = {
+    "off": ({}, {"mis_loss_method": "ppo"}),
+    "clips": ({"eps_clip": 0.1, "eps_clip_higher": 0.28}, {"mis_loss_method": {"name": "dapo", "low": 0.1}}),
+    "dual clip": ({"c_clip": 1.1}, {"mis_loss_method": {"name": "dual_clip", "dual": 1.1}}),
+    "gspo": ({"importance_sampling_level": "sequence"}, OPENRLHF["gspo"][1]),
+    "token mask": (_bounded(lower=0.8, upper=1.3), {"mis_loss_method": {"name": "icepop", "low": 0.8, "high": 1.3}}),
+    "token mask, above": (_bounded(upper=1.3), _plain({"reduce": "token", "high": 1.3})),
+    "token clamp": (
+        _bounded(action="clamp", lower=0.9, upper=1.2),
+        {"mis_loss_method": {"name": "decoupled_token_clip", "low": 0.9, "high": 1.2}},
+    ),
+    "token clamp, above": (
+        _bounded(action="clamp", upper=1.2),
+        {"mis_loss_method": {"name": "decoupled_token_tis", "high": 1.2}},
+    ),
+    "token mask, k1": (
+        _bounded(metric="kl_k1", lower=-0.2, upper=0.25),
+        _plain({"statistic": "k1", "reduce": "token", "low": -0.25, "high": 0.2}),
+    ),
+    "token mask, k2": (
+        _bounded(metric="kl_k2", upper=0.02),
+        _plain({"statistic": "k2", "reduce": "token", "high": 0.02}),
+    ),
+    "sequence mask": (
+        _of_sequences("mean", lower=0.95, upper=1.01),
+        _geometric({"reduce": "mean", "low": 0.95, "high": 1.01}),
+    ),
+    "sequence mask, product": (
+        _of_sequences("sum", lower=0.8, upper=1.5),
+        _geometric({"reduce": "sum", "low": 0.8, "high": 1.5}),
+    ),
+    "sequence mask, largest": (_of_sequences("max", upper=1.5), _geometric({"reduce": "max", "high": 1.5})),
+    "sequence mask, k2": (
+        _of_sequences("mean", metric="kl_k2", upper=0.03),
+        _plain({"statistic": "k2", "reduce": "mean", "high": 0.03}),
+    ),
+    "sequence clamp": (
+        _of_sequences("mean", action="clamp", lower=0.95, upper=1.05),
+        _dual_clip(**_weight("geometric", "clip", low=0.95, high=1.05)),
+    ),
+}
+"""Settings of AReaL's ``ppo_actor_loss_fn``, and our keys."""
+
 SIZES = {"alone": {}, "of a batch": {"dp_size": 2, "batch_num_tokens": 100.0, "global_batch_size": 14.0}}
 """What OpenRLHF's trainer says of the whole batch."""
+
+
+def cu_seqlens(batch: dict) -> torch.Tensor:
+    """Where the rows of a padded batch begin once they lie one behind the other, as AReaL says it."""
+    rows, width = batch["response_mask"].shape
+    return torch.arange(rows + 1, dtype=torch.int32) * width
 
 
 def roll_config(settings: dict) -> SimpleNamespace:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``numbers.json.xz`` anew: corrections of SkyRL's, OpenRLHF's and ROLL's own code on a CPU, and ours in it.
+"""Records ``numbers.json.xz`` anew: corrections of four frameworks' own code on a CPU, and ours in it.
 
 Their code is not part of this repository. With a clone of each at its revision, torch, ray, omegaconf and what else
 their modules of losses import, from the repository's root:
 
-    python lab/peers/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL [--check]
+    python lab/peers/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL --areal ~/AReaL
 
-OpenRLHF 0.11.2 is a second host, ``--openrlhf_0_11_2``: a folder with the package. A host that is not given is not
-recorded anew.
+``--check`` writes nothing, and compares with the file. OpenRLHF 0.11.2 is a second host, ``--openrlhf_0_11_2``: a
+folder with the package. A host that is not given is not recorded anew.
 Modules of theirs that import engines and loggers run without those (``ABSENT``): no loss calls them. The largest
-difference of both is printed. ``--check`` writes nothing, and compares with the file.
+difference of both is printed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ REVISIONS = {
     "openrlhf": "3c3be6234e0cb353e76bb8019947db9dfe99fca7",
     "openrlhf_0_11_2": "0.11.2",
     "roll": "8eb27cc2dc34c4d1310b169d9b86d339004d811a",
+    "areal": "4aef98d8d818af55b43621aaadba047ae10f4e77",
 }
 TOLERANCE = 2e-6
 ABSENT = (
+    "aiohttp",
     "cloudpathlib",
     "codetiming",
     "cv2",
@@ -47,13 +49,21 @@ ABSENT = (
     "deepspeed",
     "fastapi",
     "flash_attn",
+    "httpx",
     "hydra",
     "imageio",
+    "lark",
+    "numba",
+    "orjson",
     "peft",
+    "ray",
     "skyrl_gym",
+    "tenacity",
     "tensordict",
     "tinker",
+    "torchdata",
     "transfer_queue",
+    "uvloop",
     "vllm",
 )
 """Packages that are imported and not called."""
@@ -175,6 +185,48 @@ def roll(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def areal(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses of AReaL's actor on packed tokens: with its own function, and with ours around it."""
+    parts = ("api", "engine", "engine.fsdp_utils", "infra", "trainer", "trainer.ppo")
+    without_init(clone, "areal", *(f"areal.{part}" for part in parts))
+    # What its controllers, of which no loss is computed, derive from.
+    sys.modules["areal.api"].TrainEngine = sys.modules["areal.infra"].TrainController = object
+    controllers = types.SimpleNamespace(GatewayTrainController=object)
+    sys.modules["areal.experimental.training_service.controller.controller"] = controllers
+    sys.modules["areal.infra.rpc.serialization"] = MagicMock()
+    from areal.api.cli_args import RejectionSamplingConfig
+    from areal.trainer.ppo import actor
+    from areal.utils import stats_tracker
+
+    from mis_ext.hosts.areal import MisLoss
+
+    own = actor.ppo_actor_loss_fn
+
+    def numbers(loss_fn: Any, settings: dict[str, Any], batch: Any) -> dict[str, Any]:
+        actor.ppo_actor_loss_fn = loss_fn
+        bounds = settings.get("rejection_sampling")
+        said = {"eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None} | settings
+        said["rejection_sampling"] = None if bounds is None else RejectionSamplingConfig(**bounds)
+        names = {"logprobs": "rollout_log_prob", "prox_logp": "old_log_prob", "advantages": "advantages"}
+        data = {theirs: batch[name].flatten() for theirs, name in names.items()}
+        data |= {"loss_mask": batch["response_mask"].flatten(), "cu_seqlens": cases.cu_seqlens(batch)}
+        found = gradient(
+            lambda current: actor.grpo_loss_fn(current, torch.zeros_like(current), data, **said),
+            batch["log_prob"].flatten(),
+        )
+        logged = stats_tracker.export()
+        assert (loss_fn is own) != any(name.startswith("pg_") for name in logged), logged
+        return found
+
+    return {
+        name: {
+            each: [numbers(one, settings, batch) for one in (own, MisLoss(own, keys))]
+            for each, batch in batches.items()
+        }
+        for name, (settings, keys) in cases.AREAL.items()
+    }
+
+
 def largest(wanted: Any, found: Any) -> float:
     """Largest difference of two trees of numbers."""
     if isinstance(wanted, dict):
@@ -190,11 +242,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--openrlhf", type=Path, help=f"a checkout of {REVISIONS['openrlhf']}")
     parser.add_argument("--openrlhf_0_11_2", type=Path, help=f"a checkout of {REVISIONS['openrlhf_0_11_2']}")
     parser.add_argument("--roll", type=Path, help=f"a checkout of {REVISIONS['roll']}")
+    parser.add_argument("--areal", type=Path, help=f"a checkout of {REVISIONS['areal']}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parsed = parser.parse_args(arguments)
     sys.meta_path.append(Absent())
     batches = verl_cases.batches()
-    recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "openrlhf_0_11_2": openrlhf_0_11_2, "roll": roll}
+    recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "openrlhf_0_11_2": openrlhf_0_11_2, "roll": roll, "areal": areal}
     given = {name: recorder for name, recorder in recorders.items() if getattr(parsed, name)}
     both = {name: recorder(getattr(parsed, name), batches) for name, recorder in given.items()}
     worst = {

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AReaL: our whole loss in the place of the one function that has its clip, its mask and its clamp."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.own_trainer import scalars
+from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
+from mis_ext.keys.flat import Keys, interned_keys
+
+
+class MisLoss:
+    """``ppo_actor_loss_fn = MisLoss(ppo_actor_loss_fn, "mis.yaml")`` below the imports of ``trainer/ppo/actor.py``.
+
+    Args:
+        loss_fn: AReaL's ``ppo_actor_loss_fn``, which goes on to report its statistics. Of its settings none acts on our
+            loss.
+        keys: A mapping, or the path of a YAML file.
+    """
+
+    def __init__(self, loss_fn: Any, keys: Keys) -> None:
+        self.host, self.keys = loss_fn, interned_keys(keys, calculate_per_token_loss=True)
+        self._has_compared = False
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,
+        proximal_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+        cu_seqlens: Tensor | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The mean over the tokens of this micro-batch, and AReaL's statistics; its tracker gets our metrics.
+
+        Raises:
+            ValueError: Packed tokens come without ``cu_seqlens``, as AReaL's training on trees has them.
+        """
+        from areal.utils import stats_tracker
+
+        streams = {"proximal_logprobs": proximal_logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+        with torch.no_grad():
+            _, statistics = self.host(
+                logprobs=logprobs, **streams, loss_mask=loss_mask, cu_seqlens=cu_seqlens, **settings
+            )
+        self._compare_once(proximal_logprobs, old_logprobs)
+        layout = None
+        if logprobs.dim() == 1:
+            if cu_seqlens is None:
+                raise ValueError("cu_seqlens is missing: mis_ext needs it to find the sequences of packed tokens")
+            # The lengths are read once from the device, where AReaL's own correction reads a number or two.
+            layout = PackedLayout.whole(cu_seqlens.diff().tolist(), device=logprobs.device)
+        found = policy_loss_from_log_probs(
+            self.keys,
+            current_logprobs=logprobs,
+            proximal_logprobs=proximal_logprobs,
+            behavior_logprobs=old_logprobs,
+            advantages=advantages,
+            response_mask=loss_mask,
+            layout=layout,
+        )
+        # AReaL averages what it gets, so that what was not measured must not be among it.
+        measured = {name: value for name, value in scalars(found.metrics, prefix="").items() if value == value}
+        stats_tracker.scalar(**measured)
+        return found.mean, statistics
+
+    def _compare_once(self, proximal: Tensor, behavior: Tensor) -> None:
+        if self._has_compared:
+            return
+        self._has_compared = True
+        whole = current_run(self.keys, whole_loss=True).config.whole_loss
+        needs_both = whole is not None and (whole.has_correction or whole.settings.needs_behavior)
+        if needs_both and torch.equal(proximal, behavior):
+            warnings.warn(
+                "proximal_logprobs are old_logprobs, to the bit: with actor.use_decoupled_loss: false AReaL hands over "
+                "one of them twice, and nothing is corrected; set it to true (or engine and trainer agree entirely)",
+                stacklevel=3,
+            )
