@@ -71,7 +71,20 @@ class MisTrainer:
         self._mis_scores = scores if self.mis_loss else None
         return scores
 
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, or the error that this trainer has a loss of its own."""
+        # Liger's loss in older versions of TRL gets our ratio, but not our whole loss.
+        self._mis_is_in_loss = self.mis_loss is None and getattr(self, "use_liger_kernel", False)
+        loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        if not self._mis_is_in_loss:
+            raise ValueError(
+                f"{type(self).__name__} computes its loss without TRL's _compute_loss: nothing of mis_ext would act on "
+                "it (docs/reference/framework_options.md, Other trainers)"
+            )
+        return loss
+
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        self._mis_is_in_loss = True
         loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
         if self.mis_loss is None:
             return loss

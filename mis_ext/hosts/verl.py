@@ -48,7 +48,16 @@ def register(keys: Keys) -> None:
         metrics = scalars(found.metrics, prefix="rollout_corr/")
         return DataProto.from_dict({"rollout_is_weights": found.weights}), response_mask * found.keep_mask, metrics
 
+    def correct_alone(**_: Any) -> None:
+        raise ValueError(
+            "a trainer on verl's functions, as rLLM, asks for weights alone: mis_ext would get no log-probs, and its "
+            "masks would be lost; write rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: true} and "
+            "rllm.algorithm.loss_fn: bypass_mode, with keys of the whole loss"
+        )
+
     rollout_corr_helper.compute_rollout_correction_and_rejection_mask = correct
+    # verl calls it in the function that is replaced above, and nowhere else.
+    rollout_corr_helper.compute_rollout_correction_weights = correct_alone
     if session is None:
         own = own_loss(core_algos, given)
         for name in [*core_algos.POLICY_LOSS_REGISTRY, "mis_ext"]:

@@ -76,6 +76,9 @@ class Host:
     def _get_per_token_logps_and_entropies(self, model: object) -> tuple:
         return self.current, torch.zeros_like(self.current), None
 
+    def compute_loss(self, model: object, inputs: dict) -> torch.Tensor:
+        return self._compute_loss(model, inputs)
+
     def _compute_loss(self, model: object, inputs: dict) -> torch.Tensor:
         self._get_per_token_logps_and_entropies(model)
         return "of TRL"
@@ -107,7 +110,7 @@ def test_the_ratio_is_that_of_trl_and_one_where_the_policy_sampled_nothing(name)
         trainer = Trainer(batch, mis_keys=cases.RATIOS[name][1])
         torch.testing.assert_close(ratio_of(trainer), torch.tensor(wanted), **TOLERANCE)
         assert (ratio_of(trainer)[~batch["response_mask"]] == 1.0).all()
-        assert trainer._compute_loss(None, {}) == "of TRL"
+        assert trainer.compute_loss(None, {}) == "of TRL"
         logged = trainer._metrics["train"]
         assert logged
         assert all(key.startswith("mis_") and isinstance(values[0], float) for key, values in logged.items())
@@ -276,3 +279,26 @@ def test_in_trl_itself_ours_has_the_numbers_of_its_own_correction() -> None:
     done = subprocess.run(command, cwd=ROOT, env=alone(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "97 cases, 0 differ" in done.stdout
+
+
+class OwnLoss(Host):
+    """Stands for Unsloth's trainer, which computes a loss of its own in the place of TRL's."""
+
+    def compute_loss(self, model: object, inputs: dict) -> torch.Tensor:
+        return torch.zeros(())
+
+
+class OwnTrainer(MisTrainer, OwnLoss):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("keys", "liger", "is_lost"), [(RATIO, False, True), (WHOLE, True, True), (RATIO, True, False)]
+)
+def test_a_trainer_with_a_loss_of_its_own_is_refused(keys, liger, is_lost) -> None:
+    trainer = OwnTrainer(BATCHES["apart"], mis_keys=keys, use_liger_kernel=liger)
+    if not is_lost:
+        assert trainer.compute_loss(None, {}) == 0.0
+        return
+    with pytest.raises(ValueError, match="OwnTrainer computes its loss without TRL's _compute_loss"):
+        trainer.compute_loss(None, {})

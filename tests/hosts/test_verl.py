@@ -379,6 +379,14 @@ def test_keys_of_the_whole_loss_hand_the_behavior_policy_on_and_stop_losses_that
     assert set(losses) == {"vanilla", "bypass_mode", "mis_ext"}
 
 
+@pytest.mark.parametrize("keys", [{"use_tis": True}, {"mis_loss_method": "icepop"}])
+def test_a_trainer_that_asks_verl_for_weights_alone_is_refused(keys, verl) -> None:
+    register(keys)
+    ask = verl.rollout_corr_helper.compute_rollout_correction_weights
+    with pytest.raises(ValueError, match=r"tis_mode: null, bypass_mode: true"):
+        ask(log_ratio=torch.zeros(1, 2), response_mask=torch.ones(1, 2), rollout_is="token", rollout_is_threshold=2.0)
+
+
 def test_bypass_mode_refuses_a_method_that_looks_at_the_proximal_policy() -> None:
     with pytest.raises(ValueError, match="compares with the proximal policy"):
         loss_of({"mis_loss_method": "icepop"}, BATCHES["apart"], info={}, mode="token-mean", is_bypass=True)

@@ -121,7 +121,7 @@ def all_numbers(clone: Path) -> dict[str, Any]:
     from mis_ext.hosts.verl import register
     from mis_ext.hosts.verl_options import convert_verl
 
-    batches, own = verl_cases.batches(), rollout_corr_helper.compute_rollout_correction_and_rejection_mask
+    batches, own = verl_cases.batches(), dict(vars(rollout_corr_helper))
     options = presets() | verl_cases.OPTIONS
     options = {name: {"rollout_is": None} | of for name, of in options.items()}
     corrections, worst = {}, {}
@@ -129,7 +129,7 @@ def all_numbers(clone: Path) -> dict[str, Any]:
         rows = {each: corrected(of, batch) for each, batch in batches.items()}
         register(convert_verl(of).keys)
         ours = {each: corrected(of, batch) for each, batch in batches.items()}
-        rollout_corr_helper.compute_rollout_correction_and_rejection_mask = own
+        vars(rollout_corr_helper).update(own)
         worst[name] = largest(rows, ours)
         corrections[name] = {"options": of, "batches": rows}
     losses, registry = {}, dict(core_algos.POLICY_LOSS_REGISTRY)
@@ -146,7 +146,7 @@ def all_numbers(clone: Path) -> dict[str, Any]:
                     found[side][kind][each] = value_and_gradient(core_algos.get_policy_loss_fn(loss), batch, **given)
         core_algos.POLICY_LOSS_REGISTRY.clear()
         core_algos.POLICY_LOSS_REGISTRY.update(registry)
-        rollout_corr_helper.compute_rollout_correction_and_rejection_mask = own
+        vars(rollout_corr_helper).update(own)
         losses[name], worst[f"loss {name}"] = found[0], largest(*(comparable(name, each) for each in found))
     inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
     found = {"revision": REVISION, "worst": worst, "batches": inputs, "corrections": corrections, "losses": losses}
