@@ -16,7 +16,7 @@ from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
 from mis_ext.correction.weights import Weight
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import KlTerm, OtherFactor, Ratio, Score, Slope, Surrogate
+from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 
 # Of a token: outside it has no policy gradient, inside its importance ratio.
@@ -237,6 +237,59 @@ def vaco(*, delta: NotNegative = 0.02) -> Method:
         pair=TOTAL, statistic="half_abs_ratio_excess", reduce="batch_mean", high=delta, when="outward", action="zero"
     )
     return Method(surrogate=Ratio(pair=TOTAL), factors=(armed,))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EssCap(OtherFactor):
+    """``min(ratio, ess)``, where ``ess`` is the effective share of the batch's tokens: a cap that follows the data."""
+
+    pair: Pair
+    reduce = "batch_mean"
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """``[T]`` weights, at most 1, without gradient."""
+        return torch.minimum(bounded_exp(batch.log_ratio(self.pair)), _effective_share(batch, self.pair))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EssKl(Term):
+    """``1 - ess`` times the estimate k3 of how far the current policy is from the other one."""
+
+    pair: Pair
+    scale = 1.0
+    reduce = "batch_mean"
+
+    def evaluate(self, batch: Batch) -> Penalty:
+        """Value and slope ``[T]`` of each token in nats."""
+        penalty = KlTerm(estimator="k3", scale=1.0, pair=self.pair).evaluate(batch)
+        strength = 1.0 - _effective_share(batch, self.pair)
+        return Penalty(strength * penalty.value_T, strength * penalty.slope_T)
+
+
+def _effective_share(batch: Batch, pair: Pair) -> Tensor:
+    """0-dim: ``(sum w)^2 / (n sum w^2)`` over the valid tokens of all ranks; 1 where all ratios are alike."""
+    ratio_T = bounded_exp(batch.log_ratio(pair))
+    rows_FT = torch.stack([torch.ones_like(ratio_T), ratio_T, ratio_T.square()])
+    count, total, squared = batch.reductions.batch_total(rows_FT, batch.valid_T).unbind()
+    return torch.where(count > 0.0, total.square() / torch.where(count > 0.0, count * squared, 1.0), 1.0)
+
+
+@published(
+    family="second_moment",
+    formula="sg(min(w, ess)) A log pi - (1 - ess) (exp(-d) - 1 + d), d = log w, ess = (sum w)^2 / (n sum w^2) over the "
+    "n tokens of the batch",
+    paper="Fakoor et al., Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training (P3O), "
+    "arXiv:2605.12380 (abstract; the formula is that of the authors' code)",
+)
+def p3o() -> Method:
+    """The batch's share of effective tokens is the cap of the weight, and what it lacks to 1 is the pull back.
+
+    When: stale or mixed data whose age varies, so that every fixed bound is wrong for some batches.
+    Claims: matches or exceeds tuned baselines without a number to tune.
+    Counter-claims: below 1 the cap shrinks all weights alike, also of tokens that are on-policy, so that a batch with a
+    few broken tokens learns slowly. The KL term pulls towards the behavior policy, its engine's mismatch included.
+    """
+    return Method(surrogate=Score(), factors=(EssCap(pair=TOTAL),), terms=(EssKl(pair=TOTAL),))
 
 
 # Kernels: smooth functions of a ratio instead of bounds.

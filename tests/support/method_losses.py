@@ -422,6 +422,13 @@ def vaco(x, d, delta):
     return d.total(ratio_objective(x, d, (~(outward & torch.tensor(exceeded))).double()))
 
 
+def p3o(x, d):
+    w = omega(d)[d.valid]
+    ess = w.sum() ** 2 / (len(w) * (w**2).sum())
+    log_inverse = d.behavior - x
+    return score(x, d, omega(d).clamp_max(ess)) - d.total((1 - ess) * (log_inverse.exp() - 1 - log_inverse))
+
+
 def covariance(d):
     a, log_prob = d.advantages[d.valid], d.x[d.valid]
     return dict(zip(d.valid.tolist(), ((a - a.mean()) * (log_prob - log_prob.mean())).tolist(), strict=True))
