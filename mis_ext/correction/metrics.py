@@ -34,6 +34,8 @@ from mis_ext.correction.weights import Weight
 
 PREFIX = "mis_"
 LOG_2 = math.log(2.0)
+_PPO_RANGE = math.log(0.8), math.log(1.2)
+"""What PPO's clip leaves alone, with the hosts' default of 0.2."""
 
 Population = Literal["valid_tokens", "response_tokens", "sequences", "responses", "group"]
 """What a metric is a mean over. ``sequences``: those with a valid token. ``responses``: those with a response token.
@@ -284,7 +286,8 @@ def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
     References:
         ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling,
         1965. Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO),
-        arXiv:2602.17616; of tokens: ours.
+        arXiv:2602.17616; of tokens: ours. Phantom clipping: Dirhoussi, Defeating the trainer-generator precision
+        mismatch in TRL, 2026, whose range follows from the run.
     """
 
     def extreme(operation: Literal["min", "max"], of: str, function: Callable[[Tensor], Tensor]) -> Formula:
@@ -369,6 +372,13 @@ def mismatch_rows(metric_max: float) -> tuple[MetricRow, ...]:
         ),
         row("ratio_above_2_fraction", "valid_tokens", lambda log_ratio: log_ratio > LOG_2, "`exp d` above 2"),
         row("ratio_below_half_fraction", "valid_tokens", lambda log_ratio: log_ratio < -LOG_2, "`exp d` below 1/2"),
+        row(
+            "phantom_clip_fraction",
+            "valid_tokens",
+            lambda log_ratio: where(log_ratio > _PPO_RANGE[1], 1.0, where(log_ratio < _PPO_RANGE[0], 1.0, 0.0)),
+            "`exp d` outside [0.8, 1.2]: with the engine as old policy PPO clips such a token before any update, where "
+            "its advantage has that sign",
+        ),
         row(
             "raised_fraction",
             "group",

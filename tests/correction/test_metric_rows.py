@@ -125,6 +125,7 @@ def test_a_response_with_one_valid_token_of_many_counts_once_however_it_is_batch
     keys = correction_keys(("token", "truncate"), tis_upper_bound=2.0)
     hand = {
         "mis_ratio_above_2_fraction": (1.0, 0.0),
+        "mis_phantom_clip_fraction": (1.0, 0.0),
         "mis_tis_truncate_fraction": (1.0, 0.0),
         "mis_tis_weight_before_bound": (3.0, 1.0),
         "mis_tis_weight_after_bound": (2.0, 1.0),

@@ -76,6 +76,7 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
         ],
         "tv": [[1 - min(1.0, bounded_exp(d)) for d in r.d] for r in record.responses],
         "ratio_above_2_fraction": [[float(r.above(d, 2.0)) for d in r.d] for r in record.responses],
+        "phantom_clip_fraction": [[float(r.below(d, 0.8) or r.above(d, 1.2)) for d in r.d] for r in record.responses],
         "ratio_below_half_fraction": [[float(r.below(d, 0.5)) for d in r.d] for r in record.responses],
     }
     sequence_values: dict[str, list[float]] = {name: [] for name in SEQUENCE_MISMATCH_NAMES}
