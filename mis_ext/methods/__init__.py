@@ -6,6 +6,7 @@ from mis_ext.methods.catalogue import METHODS, find_method
 from mis_ext.methods.method import Method, MethodResult
 from mis_ext.methods.parts import Keep, KlTerm, Ratio, RatioWeight, Score
 from mis_ext.methods.published import PublishedMethod
+from mis_ext.methods.reinforce import expected_score
 from mis_ext.methods.sequence_weights import Accept, ParetoWeight, smooth_weights
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Ratio",
     "RatioWeight",
     "Score",
+    "expected_score",
     "find_method",
     "mean_weights",
     "smooth_weights",

@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
+from torch import Tensor
+
 from mis_ext.correction.formula import bounded_expm1
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
@@ -269,3 +272,40 @@ def drift_control() -> Method:
     bound; with one the identity is lost.
     """
     return Method(surrogate=Score(), terms=(DriftControl(),))
+
+
+def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | None = None) -> Tensor:
+    """``[T]``: what the gradient of ``sg(min(w, high)) log pi`` is on average over what might have been sampled.
+
+    Score centering takes that mean away: add ``A * expected_score(...)`` to a loss ``-sg(min(w, high)) A log pi`` of
+    each token, and no advantage that a state's actions share pushes the policy any more. Only the gradient is meant.
+
+    The engine gives the ``K`` tokens that it found likeliest, not the vocabulary. Of the others, the tail, the share
+    of each is taken to be the trainer's, scaled to the mass that is left: ``q = alpha p``, ``alpha = (1 - sum of q) /
+    (1 - sum of p)``. As ``sum of p grad log p`` is 0 over the vocabulary, the tail's mean is minus that of the head:
+
+        sum over the head of  (q min(p / q, high) - alpha min(1 / alpha, high) p) grad log p
+
+    Args:
+        current_TK: ``[T, K]``, nats, of these tokens under the current policy, with gradient.
+        behavior_TK: ``[T, K]``, nats, of the same under the behavior policy, of the whole vocabulary; -inf where the
+            engine gave fewer.
+        high: Bound of the weight. None: no weight, as in ``reinforce``.
+
+    References:
+        Marek, Ryabinin, Score Centering Stabilizes Off-policy Reinforcement Learning, arXiv:2609.20807 (after vime's
+        description of it); SkyRL (pull request 2244).
+    """
+    dtype = torch.promote_types(current_TK.dtype, torch.float32)
+    is_given_TK = behavior_TK > -torch.inf
+    p_TK, q_TK = (torch.where(is_given_TK, each.detach().to(dtype).exp(), 0.0) for each in (current_TK, behavior_TK))
+    # A head that rounds to all of the mass has no tail to scale.
+    tiny = torch.finfo(dtype).eps
+    left_of_p_T, left_of_q_T = ((1.0 - each.sum(-1)).clamp_min(0.0) for each in (p_TK, q_TK))
+    alpha_T = torch.where(left_of_p_T > tiny, left_of_q_T / left_of_p_T.clamp_min(tiny), 0.0)
+    if high is not None:
+        # q min(p / q, high) = min(p, q high), which is also right where q is 0.
+        high = min(high, 1.0 / tiny)
+        q_TK, alpha_T = torch.minimum(p_TK, q_TK * high), (alpha_T * high).clamp_max(1.0)
+    share_TK = q_TK - alpha_T.unsqueeze(-1) * p_TK
+    return (share_TK * torch.where(is_given_TK, current_TK, 0.0)).sum(-1)
