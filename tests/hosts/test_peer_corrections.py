@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours are the corrections of SkyRL's, OpenRLHF's, ROLL's and AReaL's own code.
+"""Ours are the corrections of five frameworks' own code.
 
 Recorded by ``lab/peers/peer_corrections/record.py``.
 
@@ -16,7 +16,7 @@ import peer_correction_cases as cases
 import pytest
 import torch
 
-from mis_ext.hosts import areal, roll, skyrl
+from mis_ext.hosts import areal, ms_swift, roll, skyrl
 from mis_ext.hosts.openrlhf import MisLoss
 
 with lzma.open(Path(__file__).parents[1] / "data" / "peer_corrections" / "numbers.json.xz", "rt") as file:
@@ -101,7 +101,7 @@ def assert_loss(loss_fn, batch: dict, wanted: dict, *rest: object, **sizes: obje
 
 
 def test_the_record_holds_every_case_and_ours_agreed_in_their_own_code() -> None:
-    named = {"skyrl": cases.SKYRL, "roll": cases.ROLL, "areal": cases.AREAL, **OPENRLHF}
+    named = {"skyrl": cases.SKYRL, "roll": cases.ROLL, "areal": cases.AREAL, "ms_swift": cases.MS_SWIFT, **OPENRLHF}
     assert {host: set(numbers) for host, numbers in RECORD["numbers"].items()} == {h: set(n) for h, n in named.items()}
     assert set(RECORD["worst"]) == {f"{host} {name}" for host in named for name in named[host]}
     assert max(RECORD["worst"].values()) < 2e-6
@@ -238,3 +238,55 @@ def test_one_stream_of_areal_that_stands_for_two_is_said_once(method, warns, log
     for _ in range(2):
         call(batch["log_prob"])
     assert sum("use_decoupled_loss" in str(each.message) for each in recwarn) == warns
+
+
+class SwiftTrainer:
+    """Stands for ms-swift's ``GRPOTrainer``."""
+
+
+@pytest.fixture
+def swift_weights(monkeypatch):
+    """Its correction after registration; the module stands in."""
+    module = types.SimpleNamespace(GRPOTrainer=SwiftTrainer)
+    names = ("swift", "swift.rlhf_trainers", "swift.rlhf_trainers.grpo_trainer")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(SwiftTrainer, "_get_rollout_is_correction", None, raising=False)
+
+    def weights(keys: dict, trainer: SwiftTrainer, batch: dict) -> tuple:
+        ms_swift.register(keys)
+        streams = batch["old_log_prob"], batch["rollout_log_prob"], batch["response_mask"]
+        return trainer._get_rollout_is_correction(*streams)
+
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:a geometric gate")
+@pytest.mark.parametrize("mode", cases.MS_SWIFT)
+def test_weights_are_those_of_ms_swift(mode, swift_weights) -> None:
+    for each, wanted in RECORD["numbers"]["ms_swift"][mode].items():
+        batch, trainer = BATCHES[each], cases.swift_trainer(SwiftTrainer(), mode)
+        log_ratio, weights = swift_weights(cases.MS_SWIFT[mode][1], trainer, batch)
+        found = torch.where(batch["response_mask"] > 0, weights, 0.0)
+        torch.testing.assert_close(found, torch.tensor(wanted["weights"]), **TOLERANCE)
+        assert torch.equal(log_ratio, batch["old_log_prob"] - batch["rollout_log_prob"])
+        assert trainer._metrics["train"]["mis_k3_kl"][0] > 0.0
+        trainer.disable_rollout_importance_sampling = True
+        assert swift_weights(cases.MS_SWIFT[mode][1], trainer, batch) == (None, None)
+
+
+def test_a_token_that_a_gate_rejects_has_no_weight_in_ms_swift(swift_weights) -> None:
+    rejecting = {
+        "mis": {"weight": {"level": "token", "mode": "unbounded"}, "gates": [{"reduce": "token", "high": 1.2}]}
+    }
+    batch, trainer = BATCHES["apart"], cases.swift_trainer(SwiftTrainer(), "token_mask")
+    _, weights = swift_weights(rejecting, trainer, batch)
+    wanted = torch.tensor(RECORD["numbers"]["ms_swift"]["token_mask"]["apart"]["weights"])
+    torch.testing.assert_close(weights, wanted, **TOLERANCE)
+
+
+def test_ms_swift_must_not_drop_weights_and_keeps_its_loss(swift_weights) -> None:
+    with pytest.raises(ValueError, match="rollout_importance_sampling_mode is None"):
+        swift_weights({"use_tis": True}, cases.swift_trainer(SwiftTrainer(), None), BATCHES["close"])
+    with pytest.raises(ValueError, match="keys of a whole loss"):
+        ms_swift.register({"mis_loss_method": "ppo"})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections of SkyRL, OpenRLHF, ROLL and AReaL, and the keys with which ours is the same."""
+"""Corrections of SkyRL, OpenRLHF, ROLL, AReaL and ms-swift, and the keys with which ours is the same."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
@@ -180,8 +181,31 @@ AREAL = {
 }
 """Settings of AReaL's ``ppo_actor_loss_fn``, and our keys."""
 
+
+def _up_to(reduce: str, high: float) -> dict:
+    gate = {"reduce": reduce, "high": high, "action": "zero"}
+    return {"mis": {**_weight("token", "unbounded"), "gates": [gate]}}
+
+
+MS_SWIFT = {
+    "token_truncate": (1.2, {"mis": _TOKEN}),
+    "token_mask": (1.2, _up_to("token", 1.2)),
+    "sequence_truncate": (1.01, {"mis": _weight("geometric", "truncate", high=1.01)}),
+    "sequence_mask": (1.01, _up_to("mean", 1.01)),
+}
+"""ms-swift's ``rollout_importance_sampling_mode``, its threshold, and our keys."""
+
 SIZES = {"alone": {}, "of a batch": {"dp_size": 2, "batch_num_tokens": 100.0, "global_batch_size": 14.0}}
 """What OpenRLHF's trainer says of the whole batch."""
+
+
+def swift_trainer(trainer: object, mode: str | None) -> object:
+    """What ms-swift's correction, and ours, look at in its trainer."""
+    log = {"train": defaultdict(list), "eval": defaultdict(list)}
+    settings = {"rollout_importance_sampling_mode": mode, "disable_rollout_importance_sampling": False}
+    settings |= {"rollout_importance_sampling_threshold": MS_SWIFT[mode][0] if mode else None, "_metrics": log}
+    vars(trainer).update(settings, model=SimpleNamespace(training=True))
+    return trainer
 
 
 def cu_seqlens(batch: dict) -> torch.Tensor:

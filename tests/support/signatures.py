@@ -25,7 +25,7 @@ ROOMS = (
     "scoring",
 )
 PACKAGES = ("mis_ext", *(f"mis_ext.{room}" for room in ROOMS))
-HOSTS = ("areal", "nemo_rl", "openrlhf", "prime_rl", "roll", "skyrl", "trl", "verl")
+HOSTS = ("areal", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "roll", "skyrl", "trl", "verl")
 
 
 def dotted() -> Iterator[str]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``numbers.json.xz`` anew: corrections of four frameworks' own code on a CPU, and ours in it.
+"""Records ``numbers.json.xz`` anew: corrections of five frameworks' own code on a CPU, and ours in it.
 
 Their code is not part of this repository. With a clone of each at its revision, torch, ray, omegaconf and what else
 their modules of losses import, from the repository's root:
 
     python lab/peers/peer_corrections/record.py --skyrl ~/SkyRL --openrlhf ~/OpenRLHF --roll ~/ROLL --areal ~/AReaL
+
+and with ``--ms_swift ~/ms-swift``.
 
 ``--check`` writes nothing, and compares with the file. OpenRLHF 0.11.2 is a second host, ``--openrlhf_0_11_2``: a
 folder with the package. A host that is not given is not recorded anew.
@@ -37,9 +39,11 @@ REVISIONS = {
     "openrlhf_0_11_2": "0.11.2",
     "roll": "8eb27cc2dc34c4d1310b169d9b86d339004d811a",
     "areal": "4aef98d8d818af55b43621aaadba047ae10f4e77",
+    "ms_swift": "3602360a562313afbf2ef6065fdf61f271a2c5b9",
 }
 TOLERANCE = 2e-6
 ABSENT = (
+    "accelerate",
     "aiohttp",
     "cloudpathlib",
     "codetiming",
@@ -63,6 +67,7 @@ ABSENT = (
     "tinker",
     "torchdata",
     "transfer_queue",
+    "trl",
     "uvloop",
     "vllm",
 )
@@ -227,6 +232,43 @@ def areal(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def ms_swift(clone: Path, batches: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights of ms-swift's trainer, and of ours in its place."""
+    without_init(clone, "swift", "swift.rlhf_trainers")
+    beside = ("arguments", "gkd_helpers", "rollout_mixin", "utils")
+    parts = ("dataset", "rewards", "rl_core", "rl_core.advantage", "rl_core.data", "rl_core.grpo_algorithm")
+    parts += ("sequence_parallel", "template", "trainers", "utils", *(f"rlhf_trainers.{name}" for name in beside))
+    for part in parts:
+        sys.modules[f"swift.{part}"] = MagicMock(__path__=[])
+    utils = sys.modules["swift.utils"]
+    utils.is_wandb_available = utils.is_swanlab_available = lambda: False
+    import trl
+
+    # What its trainer derives from, of which no weight is computed.
+    bases = {trl: "GRPOTrainer", sys.modules["swift.trainers"]: "SwiftMixin"}
+    bases[sys.modules["swift.rlhf_trainers.rollout_mixin"]] = "RolloutTrainerMixin"
+    for module, name in bases.items():
+        setattr(module, name, type(name, (), {"__init__": lambda _: None, "log": lambda _: None}))
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    from mis_ext.hosts.ms_swift import register
+
+    own = GRPOTrainer._get_rollout_is_correction
+
+    def numbers(function: Any, mode: str, batch: Any) -> dict[str, Any]:
+        trainer = cases.swift_trainer(GRPOTrainer.__new__(GRPOTrainer), mode)
+        mask = batch["response_mask"]
+        _, weights = function(trainer, batch["old_log_prob"], batch["rollout_log_prob"], mask)
+        return {"weights": (weights * mask).tolist()}
+
+    found = {}
+    for mode, (_, keys) in cases.MS_SWIFT.items():
+        register(keys)
+        both = own, GRPOTrainer._get_rollout_is_correction
+        found[mode] = {each: [numbers(one, mode, batch) for one in both] for each, batch in batches.items()}
+    return found
+
+
 def largest(wanted: Any, found: Any) -> float:
     """Largest difference of two trees of numbers."""
     if isinstance(wanted, dict):
@@ -243,11 +285,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--openrlhf_0_11_2", type=Path, help=f"a checkout of {REVISIONS['openrlhf_0_11_2']}")
     parser.add_argument("--roll", type=Path, help=f"a checkout of {REVISIONS['roll']}")
     parser.add_argument("--areal", type=Path, help=f"a checkout of {REVISIONS['areal']}")
+    parser.add_argument("--ms_swift", type=Path, help=f"a checkout of {REVISIONS['ms_swift']}")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parsed = parser.parse_args(arguments)
     sys.meta_path.append(Absent())
     batches = verl_cases.batches()
     recorders = {"skyrl": skyrl, "openrlhf": openrlhf, "openrlhf_0_11_2": openrlhf_0_11_2, "roll": roll, "areal": areal}
+    recorders["ms_swift"] = ms_swift
     given = {name: recorder for name, recorder in recorders.items() if getattr(parsed, name)}
     both = {name: recorder(getattr(parsed, name), batches) for name, recorder in given.items()}
     worst = {

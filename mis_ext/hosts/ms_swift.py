@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ms-swift: our weights in the place of those that its ``GRPOTrainer`` computes of log-probs of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mis_ext.hosts.own_trainer import correct_padded, scalars
+from mis_ext.hosts.session import Session
+from mis_ext.keys.flat import Keys, read_keys, says_whole_loss
+
+
+def register(keys: Keys) -> None:
+    """Replace the one method that computes ms-swift's correction, in this process: call it in an external plugin.
+
+    Raises:
+        ValueError: A key is of the whole loss, which stays ms-swift's.
+    """
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    given = read_keys(keys)
+    if says_whole_loss(given):
+        raise ValueError("keys of a whole loss: ms-swift's trainer keeps its own; give keys of a correction")
+    session = Session(given)
+
+    def correct(
+        self: Any, old_per_token_logps: Tensor, rollout_per_token_logps: Tensor, completion_mask: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if self.disable_rollout_importance_sampling:
+            return None, None
+        if self.rollout_importance_sampling_mode is None:
+            raise ValueError(
+                "rollout_importance_sampling_mode is None: ms-swift would drop the weights; write token_truncate"
+            )
+        streams = {"proximal_logprobs": old_per_token_logps, "behavior_logprobs": rollout_per_token_logps}
+        found = correct_padded(session, **streams, response_mask=completion_mask)
+        log = self._metrics["train" if self.model.training else "eval"]
+        for name, value in scalars(found.metrics, prefix="").items():
+            # ms-swift averages what it gets.
+            if value == value:
+                log[name].append(value)
+        log_ratio = old_per_token_logps - rollout_per_token_logps
+        return log_ratio, torch.where(found.keep_mask, found.weights, 0.0)
+
+    GRPOTrainer._get_rollout_is_correction = correct
