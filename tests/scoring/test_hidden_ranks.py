@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hidden_cases import Answer, Case, answered, assert_near, drawn, judged, with_tiles
-from process_ranks import run_checks
+from process_ranks import joined, run_checks, run_processes
 from thread_ranks import Rank, run_ranks
 
 from mis_ext.scoring import hidden, score_hidden
@@ -177,7 +179,7 @@ def test_a_rank_without_memory_leaves_none_waiting_in_either_pass(monkeypatch) -
 
 
 def check_parts(rank: int) -> None:
-    """Each width of tensor parallelism that four ranks can have, plain and with the sequence split."""
+    """Each width of tensor parallelism that four ranks can have."""
     groups = {ranks: [dist.new_group(list(range(ranks)))] for ranks in (2, 4)}
     for ranks, (group,) in groups.items():
         if rank >= ranks:
@@ -186,12 +188,12 @@ def check_parts(rank: int) -> None:
             case = drawn(seed, ranks=ranks, most_rows=20)
             found = answered(part_of(case, rank, ranks), tp_group=group, tp_rank=rank)
             answers: list[Any] = [None] * ranks
-            dist.all_gather_object(answers, Answer(*(None if x is None else x.detach() for x in found)), group=group)
+            dist.all_gather_object(answers, found.on("cpu"), group=group)
             assert_near(case, whole_of(answers), judged(case), ranks=ranks)
 
 
-def check_sequence_parallel(rank: int) -> None:
-    case = drawn(211, ranks=4)
+def check_sequence_parallel(rank: int, ranks: int = 4, device: str = "cpu") -> None:
+    case = drawn(211, ranks=ranks)
     states_NE = torch.randn(8, case.weight_VE.shape[1], generator=torch.Generator().manual_seed(1))
     rows = [5, 0, 7]
     case = Case(
@@ -203,11 +205,11 @@ def check_sequence_parallel(rank: int) -> None:
         {"rows": rows},
         torch.randn(2, 3, generator=torch.Generator().manual_seed(2)),
     )
-    part = part_of(case, rank, 4)._replace(hidden_NE=case.hidden_NE[2 * rank : 2 * rank + 2])
-    found = answered(part, tp_group=dist.group.WORLD, tp_rank=rank, sequence_parallel=True)
-    answers: list[Any] = [None] * 4
-    dist.all_gather_object(answers, Answer(*(None if x is None else x.detach() for x in found)))
-    assert_near(case, whole_of(answers, sequence_parallel=True), judged(case), ranks=4)
+    part = part_of(case, rank, ranks)._replace(hidden_NE=case.hidden_NE.chunk(ranks)[rank])
+    found = answered(part.on(device), tp_group=dist.group.WORLD, tp_rank=rank, sequence_parallel=True)
+    answers: list[Any] = [None] * ranks
+    dist.all_gather_object(answers, found.on("cpu"))
+    assert_near(case, whole_of(answers, sequence_parallel=True), judged(case), ranks=ranks)
 
 
 CHECKS = {"parts": check_parts, "sequence parallel": check_sequence_parallel}
@@ -221,3 +223,31 @@ def reports(tmp_path_factory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CHECKS)
 def test_processes_are_as_one(reports, name) -> None:
     assert [report[name] for report in reports] == [""] * 4
+
+
+# --- GPUs over NCCL
+
+
+def parts_over_nccl(rank: int, folder: str) -> None:
+    """Two devices, a part of the vocabulary each; then the sequence split as well."""
+    torch.cuda.set_device(rank)
+    # All ranks are of this machine; multicast over NVLink is one more way to hang.
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+    with joined(rank, 2, folder, seconds=120, backend="nccl"):
+        for backend, seed in itertools.product(("eager", "triton"), range(200, 208)):
+            os.environ["MIS_EXT_BACKEND"] = backend
+            case = drawn(seed, ranks=2, most_rows=20)
+            found = answered(part_of(case, rank, 2).on("cuda"), tp_group=dist.group.WORLD, tp_rank=rank)
+            answers: list[Any] = [None] * 2
+            dist.all_gather_object(answers, found.on("cpu"))
+            assert_near(case, whole_of(answers), judged(case), ranks=2)
+        check_sequence_parallel(rank, ranks=2, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+def test_nccl_gives_the_numbers_of_one_rank(tmp_path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    # A process that has asked for CUDA cannot be forked.
+    run_processes(parts_over_nccl, str(tmp_path), world_size=2, start_method="spawn")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoring on a GPU: float64's numbers, the same bits twice, no wait, and no memory but the gradient's."""
 
-from typing import Any
-
 import hidden_cases
 import pytest
 import torch
@@ -92,16 +90,6 @@ def test_the_current_device_need_not_be_that_of_the_logits() -> None:
 # --- from hidden states
 
 
-def on_gpu(case: hidden_cases.Case) -> hidden_cases.Case:
-    def moved(x: Any) -> Any:
-        if isinstance(x, KeptColumns):
-            return KeptColumns(*map(moved, x))
-        return x.cuda() if isinstance(x, torch.Tensor) else x
-
-    keys = {name: moved(value) for name, value in case.keys.items()}
-    return hidden_cases.Case(*map(moved, case))._replace(keys=keys)
-
-
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("first_seed", range(0, 60, 10))
 @pytest.mark.parametrize("small", [False, True])
@@ -112,10 +100,9 @@ def test_drawn_heads_are_what_float64_says(monkeypatch, backend, first_seed, sma
         hidden_cases.with_tiles(monkeypatch, tile=200, slopes=500, states=100, device="cuda")
     for seed in range(first_seed, first_seed + 10):
         case = hidden_cases.drawn(seed)
-        found, again = (hidden_cases.answered(on_gpu(case)) for _ in range(2))
+        found, again = (hidden_cases.answered(case.on("cuda")) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True) if a is not None)
-        on_cpu = hidden_cases.Answer(*(None if x is None else x.cpu() for x in found))
-        hidden_cases.assert_near(case, on_cpu, hidden_cases.judged(case), passes=40 if small else 1)
+        hidden_cases.assert_near(case, found.on("cpu"), hidden_cases.judged(case), passes=40 if small else 1)
 
 
 def test_a_head_takes_less_than_a_gibibyte_above_its_gradients() -> None:

@@ -26,6 +26,11 @@ class Case(NamedTuple):
     naive: dict[str, Any]
     grad_2T: Tensor
 
+    def on(self, device: str) -> Case:
+        """On another device, but for what is asked of the naive page."""
+        keys = {name: _on(device, value) for name, value in self.keys.items()}
+        return Case(*(_on(device, value) for value in self))._replace(keys=keys, naive=self.naive)
+
 
 class Answer(NamedTuple):
     log_prob_T: Tensor
@@ -33,6 +38,16 @@ class Answer(NamedTuple):
     hidden_grad: Tensor
     weight_grad: Tensor
     bias_grad: Tensor | None
+
+    def on(self, device: str) -> Answer:
+        """Its numbers alone, on another device."""
+        return Answer(*(None if x is None else x.detach().to(device) for x in self))
+
+
+def _on(device: str, value: Any) -> Any:
+    if isinstance(value, KeptColumns):
+        return KeptColumns(*(_on(device, x) for x in value))
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def drawn(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, ranks: int = 1, most_rows: int = 40) -> Case:
