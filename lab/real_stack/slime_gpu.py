@@ -3,6 +3,7 @@ r"""Unmodified slime or Miles on one GPU, run after run, each with its own log a
 
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py whole [RUN ...]
+    SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py memory [RUN ...] --rollouts DIR
     MILES_DIR=... MILES_MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded [RUN ...] --host miles \
         --rollouts DIR
     python lab/real_stack/slime_gpu.py table [--json FILE]
@@ -11,8 +12,10 @@ r"""Unmodified slime or Miles on one GPU, run after run, each with its own log a
 router; all such runs of a call share one engine, whose start takes up to two minutes. Every run is
 ``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
 that fails does not stop the others. With ``--in-turn`` runs start side by side and train one after the other: that is
-for their times, as a start takes longer than ten steps. ``table`` shows what was stopped from its log, and ``--json``
-keeps all numbers that the host logged.
+for their times, as a start takes longer than ten steps. ``memory`` trains on rollouts that grow (`rollouts.py
+--tokens`), each one micro-batch, until memory ends: the run fails, and the table says what fitted. It starts two runs
+at a time, of which the second builds its model when the first has ended. ``table`` shows what was stopped from its
+log, and ``--json`` keeps all numbers that the host logged.
 """
 
 import argparse
@@ -41,7 +44,14 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "mis_ext.po
 TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 2.0}
 UNSCORED = "--use-rollout-logprobs"
 IN_TURN = ("--custom-megatron-before-train-step-hook-path", "slime_gpu.in_turn.wait")
+IN_TURN_FROM_THE_MODEL_ON = ("--custom-megatron-init-path", "slime_gpu.in_turn.wait")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+PEAKS = (
+    *("--custom-megatron-before-log-prob-hook-path", "slime_gpu.memory.before_scoring"),
+    *("--custom-megatron-before-train-step-hook-path", "slime_gpu.memory.before_step"),
+)
+ONE_MICRO_BATCH = ("--max-tokens-per-gpu", str(1 << 30))
+PROVIDER = ("--custom-model-provider-path", "mis_ext.model_provider")
 PORT, NUM_PORTS = 31000, 64
 
 
@@ -132,6 +142,21 @@ WHOLE = {
         seconds=300,
     ),
 }
+# check_setup has its place in IN_TURN_FROM_THE_MODEL_ON.
+_LOSS = LOSS[: -len(CHECK)]
+_SAVING = ("--log-probs-chunk-size", "1024", "--recompute-loss-function")
+_CURRENT = TOKEN_TIS | {"mis_loss_proximal": "current"}
+MEMORY = {
+    "no_logits": Run((*RECOMPUTE, *_LOSS, *PROVIDER), TOKEN_TIS, seconds=300),
+    "logits": Run((*RECOMPUTE, *_LOSS), TOKEN_TIS, seconds=300),
+    "own_loss": Run(RECOMPUTE, seconds=300),
+    # All that slime has against it.
+    "own_loss_saving": Run((*RECOMPUTE, *_SAVING), seconds=300),
+    "no_logits_current": Run((*RECOMPUTE, UNSCORED, *_LOSS, *PROVIDER), _CURRENT, seconds=300),
+    "logits_saving": Run((*RECOMPUTE, *_LOSS, *_SAVING), TOKEN_TIS, seconds=300),
+    "no_logits_all_kept": Run((*_LOSS, *PROVIDER), TOKEN_TIS, seconds=300),
+    "logits_all_kept": Run(_LOSS, TOKEN_TIS, seconds=300),
+}
 OF_BOTH = (
     *(
         "nothing",
@@ -155,6 +180,7 @@ MILES = {
 STEP = re.compile(r"step (\d+): (\{.*\})")
 ROLLOUT = re.compile(r"rollout (\d+): (\{.*\})")
 PERF = re.compile(r"perf (\d+): (\{.*\})")
+PEAK = re.compile(r"memory (\d+): (\{.*\})")
 ERROR = re.compile(r"\w+(?:Error|Exception): .*")
 
 
@@ -180,6 +206,7 @@ def logged(folder: Path) -> dict[str, Any]:
         "steps": numbers(STEP, text),
         "rollouts": numbers(ROLLOUT, text),
         "perf": numbers(PERF, text),
+        "memory": numbers(PEAK, text),
         "says": sorted({line[line.index("mis_ext: ") :] for line in text.splitlines() if "mis_ext: " in line})[:4],
         "errors": [found[:300] for found in ERROR.findall(text)][-3:],
     }
@@ -188,7 +215,7 @@ def logged(folder: Path) -> dict[str, Any]:
 def results(folder: Path) -> list[dict[str, Any]]:
     """All runs below a folder, in their order here. One that was stopped has no exit code, and what its log has."""
     found = []
-    order = {name: place for place, name in enumerate(dict.fromkeys((*RECORDED, *WHOLE, *MILES)))}
+    order = {name: place for place, name in enumerate(dict.fromkeys((*RECORDED, *WHOLE, *MILES, *MEMORY)))}
     logs = sorted(folder.glob("*/run.log"), key=lambda path: (order.get(path.parent.name, len(order)), path))
     for log in logs:
         done = log.with_name("done.json")
@@ -345,10 +372,53 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def memory_table(folder: Path) -> str:
+    """Markdown of runs on rollouts that grow: the first size, which is repeated, and the last one."""
+    lines = [
+        "| run | rc | gradient norm, step 1 | tokens | s a step | of it scoring | GiB, scoring | training "
+        "| most tokens that fit | GiB, scoring | training | fewest that do not | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    tokens = json.loads((folder / "tokens.json").read_text())
+    for run in results(folder):
+        steps, perf, memory = (
+            {int(rollout): values for rollout, values in run[kind].items()} for kind in ("steps", "perf", "memory")
+        )
+        error = "; ".join(run["errors"][-1:])[:120].replace("|", "/")
+        if not steps:
+            lines.append(f"| {run['name']} | {run['return_codes']} |" + " |" * 10 + f" {error} |")
+            continue
+        repeated = [rollout for rollout in steps if tokens[rollout] == tokens[0]]
+        fit = max(steps, key=lambda rollout: tokens[rollout])
+        # The first step compiles, and what is said of the first pass holds for no other.
+        seconds = [
+            [perf[rollout][f"perf/{name}_time"] for rollout in repeated[1:] if f"perf/{name}_time" in perf[rollout]]
+            for name in ("train", "log_probs")
+        ]
+        peaks = [
+            [memory[rollout].get(name) if rollout in memory else None for name in ("scoring", "training")]
+            for rollout in (repeated[-1], fit)
+        ]
+        cells = [
+            run["name"],
+            ", ".join(map(str, run["return_codes"])),
+            f"{steps[0]['train/grad_norm']:.9g}",
+            f"{tokens[0]:,}",
+            *(f"{statistics.median(found):.2f}" if found else "" for found in seconds),
+            *("" if peak is None else f"{peak:.2f}" for peak in peaks[0]),
+            f"{tokens[fit]:,}",
+            *("" if peak is None else f"{peak:.2f}" for peak in peaks[1]),
+            f"{tokens[max(steps) + 1]:,}" if max(steps) + 1 < len(tokens) else "",
+            error,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run what is asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("recorded", "whole", "table"))
+    parser.add_argument("what", choices=("recorded", "whole", "memory", "table"))
     parser.add_argument("runs", nargs="*", help="names; default all")
     parser.add_argument("--host", choices=("slime", "miles"), default="slime", help="miles: recorded only")
     parser.add_argument("--out", type=Path, default=Path("runs/slime_gpu_record"))
@@ -365,16 +435,25 @@ def main() -> None:
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.what != "table":
-        known = MILES if args.host == "miles" else RECORDED if args.what == "recorded" else WHOLE
+        known = {"recorded": MILES if args.host == "miles" else RECORDED, "whole": WHOLE, "memory": MEMORY}[args.what]
         if args.host == "miles" and args.what == "whole":
             parser.error("whole: lab/hosts/miles_gpu.sh starts no engine, and says why")
+        if args.host == "miles" and args.what == "memory":
+            parser.error("memory: its hooks and its flags are slime's")
         unknown = set(args.runs) - set(known)
         if unknown:
             parser.error(f"runs {sorted(unknown)}: must be among {', '.join(known)}")
         shared = args.flags.split()
-        if args.what == "recorded":
+        if args.what in ("recorded", "memory"):
             if args.rollouts is None or not (args.rollouts / "0.pt").exists():
-                parser.error("recorded: --rollouts must name a folder with 0.pt")
+                parser.error(f"{args.what}: --rollouts must name a folder with 0.pt")
+            if args.what == "memory":
+                args.out.mkdir(parents=True, exist_ok=True)
+                tokens = (args.rollouts / "tokens.json").read_text()
+                (args.out / "tokens.json").write_text(tokens)
+                args.num_rollout = len(json.loads(tokens))
+                shared += [*IN_TURN_FROM_THE_MODEL_ON, *PEAKS, *ONE_MICRO_BATCH]
+                args.jobs = 2
             files = str(args.rollouts.resolve() / "{rollout_id}.pt")
             shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
             if args.in_turn:
@@ -401,7 +480,7 @@ def main() -> None:
             list(pool.map(start, enumerate(args.runs or known)))
     elif args.json is not None:
         args.json.write_text("[\n" + ",\n".join(map(json.dumps, results(args.out))) + "\n]\n", encoding="utf-8")
-    print(table(args.out))
+    print(memory_table(args.out) if (args.out / "tokens.json").exists() else table(args.out))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from examples.questions.arithmetic import draw_task, is_right, reward, second_try, write_prompts
+from lab.hosts.slime_gpu import memory
 from lab.hosts.slime_gpu.check import checkout_problems, is_patched
 from lab.real_stack import slime_gpu
-from lab.real_stack.slime_gpu import STEP, numbers, table
+from lab.real_stack.slime_gpu import STEP, memory_table, numbers, table
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "lab/hosts/slime_gpu.sh"
@@ -218,6 +219,73 @@ def test_times_are_medians_without_the_first_step(tmp_path: Path) -> None:
     nothing, whole = table(tmp_path).splitlines()[2:]
     assert " | 2.00 |  | no |" in nothing
     assert " | 2.00 | 3.0, 4.0, 5.0 | no |" in whole
+
+
+GROWN = """
+x) perf 0: {'perf/train_time': 90.0, 'perf/log_probs_time': 50.0}
+x) step 0: {'train/grad_norm': 1.5}
+memory 0: {'scoring': 2.0, 'scoring_taken': 3.0}
+memory 0: {'training': 4.0, 'training_taken': 5.0}
+x) perf 1: {'perf/train_time': 2.0, 'perf/log_probs_time': 0.5}
+x) step 1: {'train/grad_norm': 1.25}
+memory 1: {'scoring': 2.25, 'scoring_taken': 3.0}
+memory 1: {'training': 4.25, 'training_taken': 5.0}
+x) step 2: {'train/grad_norm': 1.0}
+memory 2: {'scoring': 7.0, 'scoring_taken': 8.0}
+x) perf 2: {'perf/train_time': 3.0, 'perf/log_probs_time': 1.0}
+torch.OutOfMemoryError: no memory
+"""
+
+
+def test_what_fitted_is_the_last_step_that_ended(tmp_path: Path) -> None:
+    for name, log in (("no_logits", GROWN), ("logits", "ValueError: never began\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.log").write_text(log)
+    (tmp_path / "tokens.json").write_text("[1024, 1024, 2048, 4096]")
+    grown, failed = memory_table(tmp_path).splitlines()[2:]
+    # Times and memory are those of the first size, where it came again.
+    first = "| no_logits | stopped | 1.5 | 1,024 | 2.00 | 0.50 | 2.25 | 4.25 "
+    assert grown == first + "| 2,048 | 7.00 |  | 4,096 | OutOfMemoryError: no memory |"
+    assert failed.endswith("| ValueError: never began |")
+
+
+def test_runs_on_rollouts_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "run_gpu.sh"
+    script.write_text(f'echo "$@" >> {tmp_path / "calls"}\n')
+    (tmp_path / "0.pt").touch()
+    (tmp_path / "tokens.json").write_text("[8, 8, 16]")
+    monkeypatch.setattr(slime_gpu, "SCRIPT", script)
+    monkeypatch.setenv("MODEL", "a_model")
+    words = ["memory", "no_logits", "own_loss", "--rollouts", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", *words])
+    slime_gpu.main()
+    ours, own = sorted((tmp_path / "calls").read_text().splitlines(), key=lambda line: "mis_ext" not in line)
+    for line in (ours, own):
+        assert "--num-rollout 3" in line
+        assert "--custom-megatron-init-path slime_gpu.in_turn.wait" in line
+        assert "slime_gpu.memory.before_scoring" in line
+        # All of a rollout is one micro-batch.
+        assert f"--max-tokens-per-gpu {1 << 30}" in line
+        assert "--recompute-granularity full" in line
+    assert "--custom-model-provider-path mis_ext.model_provider" in ours
+    assert "mis_ext" not in own
+
+
+def test_a_peak_is_of_the_pass_before(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    peaks, resets = iter([1 << 30, 2 << 30, 3 << 30]), []
+    monkeypatch.setattr(memory, "_pass", None)
+    monkeypatch.setattr(memory.torch.cuda, "max_memory_allocated", lambda: next(peaks))
+    monkeypatch.setattr(memory.torch.cuda, "max_memory_reserved", lambda: 4 << 30)
+    monkeypatch.setattr(memory.torch.cuda, "reset_peak_memory_stats", lambda: resets.append(None))
+    memory.before_scoring(None, None, "")
+    memory.before_step(None, 0, 0)
+    memory.before_scoring(None, None, "")
+    memory.before_step(None, 1, 0)
+    assert len(resets) == 4
+    assert numbers(slime_gpu.PEAK, capsys.readouterr().out) == {
+        0: {"scoring": 1.0, "scoring_taken": 4.0, "training": 2.0, "training_taken": 4.0},
+        1: {"scoring": 3.0, "scoring_taken": 4.0},
+    }
 
 
 ENGINE = """

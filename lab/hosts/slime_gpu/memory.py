@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GPU memory each pass of slime over a rollout needed at its peak, as a line of the log.
+
+slime calls these with ``--custom-megatron-before-log-prob-hook-path slime_gpu.memory.before_scoring`` and
+``--custom-megatron-before-train-step-hook-path slime_gpu.memory.before_step``, with one step per rollout. The peak of a
+pass is said when the next one begins, so the last has none.
+"""
+
+from typing import Any
+
+import torch
+
+GIB = 1 << 30
+_pass: tuple[int, str] | None = None
+"""Which rollout it is over, and what it does."""
+
+
+def before_scoring(*_: Any) -> None:
+    """Begin the pass that scores the next rollout."""
+    _begin(0 if _pass is None else _pass[0] + 1, "scoring")
+
+
+def before_step(_: Any, rollout_id: int, *others: Any) -> None:
+    """Begin a training step."""
+    _begin(rollout_id, "training")
+
+
+def _begin(rollout_id: int, name: str) -> None:
+    global _pass
+    if _pass is not None:
+        rollout, ended = _pass
+        peak, taken = (found() / GIB for found in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved))
+        print(f"memory {rollout}: {{'{ended}': {peak:.4f}, '{ended}_taken': {taken:.4f}}}", flush=True)
+    torch.cuda.reset_peak_memory_stats()
+    _pass = (rollout_id, name)
