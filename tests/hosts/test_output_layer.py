@@ -229,10 +229,13 @@ def others_get_logits() -> None:
         model.output_layer = layer
         with pytest.raises(ValueError, match=message):
             mis_ext.hand_over_hidden_states(model)
-    # A layer of another name that makes the same logits, and a flag without a bias to leave.
+    # Layers of another name that make the same logits, and a flag without a bias to leave.
     model.config.defer_embedding_wgrad_compute = False
-    model.output_layer = Renamed(WIDTH, 8, bias=False, skip_bias_add=True, **layer_keys())
-    mis_ext.hand_over_hidden_states(model)
+    for kind in (Renamed, LinearCrossEntropyModule):
+        model.output_layer = kind(WIDTH, 8, bias=False, skip_bias_add=True, **layer_keys())
+        mis_ext.hand_over_hidden_states(model)
+        logits, _ = model.output_layer(torch.zeros(3, 2, WIDTH))
+        assert isinstance(logits, NoLogits)
 
 
 def layer_keys() -> dict:
@@ -242,6 +245,16 @@ def layer_keys() -> dict:
 
 class Renamed(ColumnParallelLinear):
     pass
+
+
+class LinearCrossEntropyModule(ColumnParallelLinear):
+    """As the output layer of the Megatron-Core that slime and Miles pin; the released 0.16.1 has none."""
+
+    def forward(self, input_, weight=None, runtime_gather_output=None, output_cross_entropy_loss=False, labels=None):
+        assert not output_cross_entropy_loss
+        return super().forward(input_, weight, runtime_gather_output)
+
+    forward.__module__ = "megatron.core.transformer.linear_cross_entropy"
 
 
 class Capped(ColumnParallelLinear):
