@@ -95,7 +95,6 @@ def test_the_current_device_need_not_be_that_of_the_logits() -> None:
 @pytest.mark.parametrize("small", [False, True])
 def test_drawn_heads_are_what_float64_says(monkeypatch, backend, first_seed, small) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     if small:
         hidden_cases.with_tiles(monkeypatch, tile=200, slopes=500, states=100, device="cuda")
     for seed in range(first_seed, first_seed + 10):
