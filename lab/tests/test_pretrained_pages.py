@@ -311,12 +311,12 @@ def test_a_run_goes_on_as_long_as_a_fall_that_counts_may_be_one(falls_at, steps,
     assert collapse.is_over(group, rows) == expected
 
 
-def correction_rows(seed: int, *, falls_at: int | None, own: float = 0.6, steps: int = 81) -> list[dict[str, float]]:
+def correction_rows(seed: int, *, falls_at: int | None, own: float = 0.6, steps: int = 151) -> list[dict[str, float]]:
     """From 0.4 up to ``own``, and to nothing at a step; k3 had doubled twice seven steps before."""
     rows = []
     for step in range(steps):
         fell = falls_at is not None and step >= falls_at
-        reward = 0.0 if fell else 0.4 + (own - 0.4) * step / 80
+        reward = 0.0 if fell else 0.4 + (own - 0.4) * step / 150
         k3 = 0.04 if falls_at is not None and step >= falls_at - 7 else 0.01
         row = {"step": step, "seed": seed, "reward": reward, "k3": k3, "ess_sequence": 0.5, "grad_norm": 1.0}
         row |= {"entropy": 0.3, "length": 300.0, "raised": 0.5, "seconds": 7.0}
@@ -340,15 +340,15 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
         runs[f"int4-seed{seed}-token_tis_2"] = correction_rows(seed, falls_at=None)
         runs[f"bf16-seed{seed}-none"] = correction_rows(seed, falls_at=None, own=0.8)
     # Stopped before it says anything.
-    runs["bf16-seed6-none"] = runs["bf16-seed6-none"][:60]
+    runs["bf16-seed6-none"] = runs["bf16-seed6-none"][:130]
     write_correction(tmp_path / "results", runs)
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
     page = "\n".join(collapse_correction.section(study, Results(tmp_path / "results"), tmp_path))
     assert (tmp_path / "collapse_correction.png").exists()
     # C(11, 5) and C(12, 6) ways to put the runs into two arms; both of two contrasts take the larger p at least.
-    assert "| int4 against bf16 | 6 of 6 against 0 of 5 | 0.004 |" in page
+    assert "| int4 against bf16 | 6 of 6 against 0 of 5 | 0.004 | 0.11 against 0.76 | 0.004 | 4.0 against 1.0 |" in page
     assert "| int4 against int4, token_tis 2 | 6 of 6 against 0 of 6 | 0.004 |" in page
-    assert "| int4 | 6 | 6 of 6 | 6 of 6 | 0.12: 0.12, 0.12, 0.12" in page
+    assert "| int4 | 6 | 6 of 6 | 6 of 6 | 0.11: 0.11, 0.11, 0.11" in page
     # The mean of ten steps is below half at step 36, that of five k3 above 0.03 at step 27.
     assert (
         "| k3 above 3 times its start | 6 of 6 | 9: 9, 9, 9, 9, 9, 9 | int4, token_tis 2: 0 of 6; bf16: 0 of 5 |"
@@ -356,11 +356,19 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
     )
     assert "| sequence ESS below 0.2 | 0 of 6 |  | int4, token_tis 2: 0 of 6; bf16: 0 of 5 |" in page
     # The stopped run of the control, and six of the published configuration, which did not begin.
-    assert "**6 of 17 own policies collapsed**. " in page
-    assert "**Not run**: 6 of 24 runs. 1 more had to stop after 60 to 60 steps, before step 80" in page
-    assert "four GPUs 9 minutes" in page
-    assert "| bf16, 6 | 60 of 101, stopped |" in page
-    assert "| bf16, 5 | 81 |" in page
+    assert "**6 of 17 own policies collapsed**." in page
+    assert "**Not run**: 6 of 24 runs. 1 more had to stop after 130 to 130 steps, before step 150" in page
+    assert "four GPUs 18 minutes" in page
+    assert "| bf16, 6 | 130 of 171, stopped |" in page
+    assert "| bf16, 5 | 151 |" in page
+
+
+def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_since_when(tmp_path: Path) -> None:
+    write_correction(tmp_path / "results", {"int4-seed1-none": correction_rows(1, falls_at=121, steps=141)})
+    (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
+    page = "\n".join(collapse_correction.section(study, Results(tmp_path / "results"), tmp_path))
+    assert "| int4 | 1 | 0 of 1 | 0 of 1 |" in page
+    assert "| below half since 130, below half since 126 |" in page
 
 
 def test_a_correction_that_saves_nobody_gives_no_small_p() -> None:

@@ -14,7 +14,7 @@ from evidence.outcomes import holm
 from evidence.results import Results
 from evidence.study import Study
 
-from .collapse import CORRECTION, WINDOW, is_over, verdicts
+from .collapse import CORRECTION, EARLIER_RATE, WINDOW, is_over, verdicts
 from .collapse_runs import (
     LAST,
     WARNINGS,
@@ -22,6 +22,7 @@ from .collapse_runs import (
     Runs,
     arm_of,
     draw,
+    earlier_runs,
     ends_of,
     first_crossing,
     label_of,
@@ -33,9 +34,9 @@ from .collapse_runs import (
 from .group import PretrainedGroup
 
 # The first arm of a contrast is the one that is expected to be worse.
-CONTRASTS = (("int4", "bf16"), ("int4", "int4, token_tis 2"))
-# A run that was stopped earlier, and had not collapsed, says too little.
-SEEN = 60
+CONTRASTS = (("int4", "int4, token_tis 2"), ("int4", "bf16"))
+# A run that was stopped earlier, and had not collapsed, says too little. Up to there k3's growth is compared.
+SEEN = 130
 # Runs of four GPUs.
 AT_ONCE = 8
 RAISED: tuple[str, str, Limit] = (
@@ -55,16 +56,17 @@ def section(study: Study, results: Results, output: Path) -> list[str]:
     lines = [
         f"Weights of int4 at a learning rate of {group.learning_rate:g}, {group.num_prompts} x "
         f"{group.samples_per_prompt} answers of at most {group.response_length} tokens. **Fixed before the first "
-        f"run**: a fall counts if it begins by step {group.last_fall}, and a run that stands there ends. Primary is "
-        "whether the own policy collapses, in two contrasts, without a correction against bf16 and against token TIS "
-        f"with a cap of 2: Fisher's exact test, Holm over the two. Secondary is the mean of the last {LAST} "
-        "evaluations of the own policy: Mann and Whitney's exact test, Holm over the same two. A run counts if it was "
-        f"seen to step {SEEN}, or has collapsed.",
+        f"run**: a fall counts if it begins by step {group.last_fall}, and a run that stands there ends; one that was "
+        f"stopped counts if it was seen to step {SEEN}, or has collapsed. Primary is whether the own policy collapses, "
+        "in two contrasts, without a correction against token TIS with a cap of 2 and against bf16: Fisher's exact "
+        f"test, Holm over the two. Secondary, by Mann and Whitney's exact test and Holm over the same two: the mean of "
+        f"the last {LAST} evaluations of the own policy, and the growth of k3, from the first ten steps to the last "
+        f"ten by step {SEEN}.",
         "",
     ]
     seen = runs_seen(study, results)
     if not seen:
-        return [*lines, "Nothing has run yet.", ""]
+        return [*lines, "Nothing has run yet.", "", *_earlier()]
     seen = _in_order(study, seen)
     arms: Arms = {}
     for each, rows in seen:
@@ -94,6 +96,28 @@ def section(study: Study, results: Results, output: Path) -> list[str]:
         "",
         *_run_table(study, seen),
         "",
+        *_earlier(),
+    ]
+
+
+def _earlier() -> list[str]:
+    """What eight runs at another learning rate say, for which this one was chosen."""
+    arms: Arms = {}
+    for name, rows in earlier_runs(f"{CORRECTION}_lr{EARLIER_RATE:g}_").items():
+        engine, _, method = name.split("-")
+        arm = engine if method == "none" else f"{engine}, {method.replace('tis_2', 'tis 2')}"
+        arms.setdefault(arm, []).append(rows)
+    runs = [rows for of_arm in arms.values() for rows in of_arm]
+    parts = []
+    for arm, of_arm in arms.items():
+        own = ", ".join(f"{last_own(rows):.2f}" for rows in of_arm)
+        parts.append(f"{arm} times {', '.join(f'{_growth(rows):.1f}' for rows in of_arm)} (own policy {own})")
+    return [
+        f"**Exploratory: a first attempt at {EARLIER_RATE:g}.** {len(runs)} runs had to stop after "
+        f"{min(map(len, runs))} to {max(map(len, runs))} steps; "
+        f"{sum(verdicts(rows)[1] is not None for rows in runs)} own policies had collapsed. k3 had grown by then: "
+        f"{'; '.join(parts)}.",
+        "",
     ]
 
 
@@ -115,11 +139,7 @@ def _verdict(study: Study, seen: Runs, arms: Arms, seconds: float) -> list[str]:
     said = f"**{num_fallen} of {len(runs)} own policies collapsed**"
     if not num_fallen:
         said += ": whether a correction saves a run is not resolved"
-    growth = "; ".join(
-        f"{arm} {min(times):.1f} to {max(times):.1f}"
-        for arm, times in ((arm, [_growth(rows) for rows in of_arm]) for arm, of_arm in arms.items())
-    )
-    lines = [f"{said}. By how much k3 grew from the first ten steps to the last, which was not fixed: {growth}."]
+    lines = [f"{said}."]
     stopped = [rows for group, rows in seen if not is_over(group, rows)]
     num_missing = len(study.groups) - len(seen)
     if stopped or num_missing:
@@ -135,7 +155,7 @@ def _verdict(study: Study, seen: Runs, arms: Arms, seconds: float) -> list[str]:
 
 
 def _growth(rows: Rows) -> float:
-    return mean_of(rows[-WINDOW:], "k3") / mean_of(rows[:WINDOW], "k3")
+    return mean_of(rows[: SEEN + 1][-WINDOW:], "k3") / mean_of(rows[:WINDOW], "k3")
 
 
 def _arm_table(arms: Arms) -> list[str]:
@@ -157,31 +177,38 @@ def _arm_table(arms: Arms) -> list[str]:
 
 
 def contrasts(arms: Arms) -> list[tuple[str, str, list[int], list[float]]]:
-    """Of those that ran: both arms, how many of each collapsed, and p of both tests after Holm's correction."""
+    """Of those that ran: both arms, how many of each collapsed, and p of all tests after Holm's correction."""
     ran = [(worse, better) for worse, better in CONTRASTS if worse in arms and better in arms]
     found = [([[verdicts(rows)[1] is not None for rows in arms[arm]] for arm in pair]) for pair in ran]
     tables = [[[sum(fell), len(fell) - sum(fell)] for fell in both] for both in found]
     fisher = holm([float(stats.fisher_exact(table).pvalue) for table in tables])
-    ranks = [
-        float(stats.mannwhitneyu(*([last_own(rows) for rows in arms[arm]] for arm in pair), method="exact").pvalue)
-        for pair in ran
-    ]
+    last, growth = (
+        holm([_rank_test(*([outcome(rows) for rows in arms[arm]] for arm in pair)) for pair in ran])
+        for outcome in (last_own, _growth)
+    )
     return [
-        (*pair, [row[0] for row in table], [p, rank])
-        for pair, table, p, rank in zip(ran, tables, fisher, holm(ranks), strict=True)
+        (*pair, [row[0] for row in table], [*p_values])
+        for pair, table, *p_values in zip(ran, tables, fisher, last, growth, strict=True)
     ]
+
+
+def _rank_test(first: list[float], second: list[float]) -> float:
+    return float(stats.mannwhitneyu(first, second, method="exact").pvalue)
 
 
 def _contrast_table(arms: Arms) -> list[str]:
     lines = [
-        "| contrast | own policies that collapsed | p (Fisher, Holm) | own policy in the end | p (ranks, Holm) |",
-        "|---" * 5 + "|",
+        "| contrast | own policies that collapsed | p (Fisher, Holm) | own policy in the end | p (ranks, Holm) "
+        "| growth of k3 | p (ranks, Holm) |",
+        "|---" * 7 + "|",
     ]
-    for worse, better, fell, (fisher, ranks) in contrasts(arms):
+    for worse, better, fell, (fisher, last, growth) in contrasts(arms):
         pair = worse, better
         counts = " against ".join(f"{count} of {len(arms[arm])}" for arm, count in zip(pair, fell, strict=True))
         ends = " against ".join(f"{np.median([last_own(rows) for rows in arms[arm]]):.2f}" for arm in pair)
-        lines.append(f"| {worse} against {better} | {counts} | {fisher:.3f} | {ends} | {ranks:.3f} |")
+        times = " against ".join(f"{np.median([_growth(rows) for rows in arms[arm]]):.1f}" for arm in pair)
+        cells = counts, f"{fisher:.3f}", ends, f"{last:.3f}", times, f"{growth:.3f}"
+        lines.append(f"| {worse} against {better} | {' | '.join(cells)} |")
     return lines
 
 
@@ -237,5 +264,8 @@ def _run_table(study: Study, seen: Runs) -> list[str]:
 
 
 def _falls(rows: Sequence[dict[str, Any]]) -> str:
-    rollouts_at, own_at = verdicts(rows)
-    return ", ".join("no" if at is None else f"**step {at}**" for at in (own_at, rollouts_at))
+    """Where own policy and rollouts collapsed, or have been below half since, not seen for long enough."""
+    found = []
+    for at, since in zip(verdicts(rows)[::-1], verdicts(rows, stays=0)[::-1], strict=True):
+        found.append(f"**step {at}**" if at is not None else "no" if since is None else f"below half since {since}")
+    return ", ".join(found)

@@ -43,7 +43,7 @@ Runs = list[tuple[PretrainedGroup, list[dict[str, Any]]]]
 def runs_seen(study: Study, results: Results) -> Runs:
     """Steps of finished runs, and of those that were stopped, in the study's order."""
     unfinished, stopped = results.unfinished(study.groups)
-    earlier = {name: [*rows] for name, rows in groupby(read_lines(STOPPED), key=itemgetter("run"))}
+    earlier = earlier_runs()
     found: Runs = []
     for group in study.groups:
         assert isinstance(group, PretrainedGroup)
@@ -54,6 +54,12 @@ def runs_seen(study: Study, results: Results) -> Runs:
         elif group.name in earlier:
             found.append((group, earlier[group.name]))
     return found
+
+
+def earlier_runs(prefix: str = "") -> dict[str, list[dict[str, Any]]]:
+    """Steps of stopped runs whose names begin so, by what follows."""
+    runs = groupby(read_lines(STOPPED), key=itemgetter("run"))
+    return {name.removeprefix(prefix): [*rows] for name, rows in runs if name.startswith(prefix)}
 
 
 def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float:
