@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     prepared = prepare(options.task, options.number)
+    options.file.parent.mkdir(parents=True, exist_ok=True)
     options.file.write_text(json.dumps(prepared, indent=0) + "\n", encoding="utf-8")
     print(f"{options.file}: {options.number} questions of {prepared['source']} ({LICENCE})")
 

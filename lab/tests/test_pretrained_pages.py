@@ -333,6 +333,12 @@ def write_correction(folder: Path, runs: dict[str, list[dict[str, float]]]) -> N
             Archives(folder).write(group.name, head, rows, {})
 
 
+def correction_page(study: Study, folder: Path) -> str:
+    results = Results(folder / "results")
+    parts = collapse_correction.front(study, results, folder), collapse_correction.details(study, results)
+    return "\n".join(line for lines in parts for line in lines)
+
+
 def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) -> None:
     runs = {}
     for seed in range(1, 7):
@@ -343,7 +349,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
     runs["bf16-seed6-none"] = runs["bf16-seed6-none"][:130]
     write_correction(tmp_path / "results", runs)
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
-    page = "\n".join(collapse_correction.section(study, Results(tmp_path / "results"), tmp_path))
+    page = correction_page(study, tmp_path)
     assert (tmp_path / "collapse_correction.png").exists()
     # C(11, 5) and C(12, 6) ways to put the runs into two arms; both of two contrasts take the larger p at least.
     assert "| int4 against bf16 | 6 of 6 against 0 of 5 | 0.004 | 0.11 against 0.76 | 0.004 | 4.0 against 1.0 |" in page
@@ -356,7 +362,9 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
     )
     assert "| sequence ESS below 0.2 | 0 of 6 |  | int4, token_tis 2: 0 of 6; bf16: 0 of 5 |" in page
     # The stopped run of the control, and six of the published configuration, which did not begin.
-    assert "**6 of 17 own policies collapsed**." in page
+    falls = "step 40, 40, 40, 40, 40, 40"
+    assert f"without a correction 6 of 6 ({falls}); with token TIS 0 of 6; without mismatch (bf16) 0 of 5.**" in page
+    assert "Against int4, token_tis 2: p 0.004. Against bf16: p 0.004." in page
     assert "**Not run**: 6 of 24 runs. 1 more had to stop after 130 to 130 steps, before step 150" in page
     assert "four GPUs 18 minutes" in page
     assert "| bf16, 6 | 130 of 171, stopped |" in page
@@ -366,7 +374,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
 def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_since_when(tmp_path: Path) -> None:
     write_correction(tmp_path / "results", {"int4-seed1-none": correction_rows(1, falls_at=121, steps=141)})
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
-    page = "\n".join(collapse_correction.section(study, Results(tmp_path / "results"), tmp_path))
+    page = correction_page(study, tmp_path)
     assert "| int4 | 1 | 0 of 1 | 0 of 1 |" in page
     assert "| below half since 130, below half since 126 |" in page
 
@@ -379,6 +387,10 @@ def test_a_correction_that_saves_nobody_gives_no_small_p() -> None:
     ((worse, better, fell, p_values),) = collapse_correction.contrasts(arms)
     assert (worse, better, fell) == ("int4", "int4, token_tis 2", [3, 3])
     assert p_values[0] == 1.0
+    # C(6, 3) ways: 0.1, and one of two contrasts even where the other has not run.
+    arms["int4, token_tis 2"] = [correction_rows(seed, falls_at=None) for seed in (1, 2, 3)]
+    ((*_, p_values),) = collapse_correction.contrasts(arms)
+    assert p_values == pytest.approx([0.2, 0.2, 0.2])
 
 
 def test_a_number_that_crosses_after_the_fall_did_not_warn_of_it() -> None:
@@ -392,8 +404,26 @@ def test_a_number_that_crosses_after_the_fall_did_not_warn_of_it() -> None:
 def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None:
     folder = Path(__file__).parents[1] / "evidence"
     collapse_page.report(Results(folder / "results"), tmp_path)
-    assert (tmp_path / "collapse.md").read_text() == (folder / "collapse.md").read_text()
+    for page in ("collapse.md", "collapse_runs.md"):
+        assert (tmp_path / page).read_text() == (folder / page).read_text()
     assert (tmp_path / "collapse.png").exists()
+
+
+def test_an_atlas_of_your_own_model_names_its_folder_and_has_its_tails_once(tmp_path: Path) -> None:
+    recorded, own = Archives(Path(__file__).parents[1] / "evidence" / "results"), Archives(tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    name = "collapse_atlas_fp8_products-seed1-none"
+    kept = {f"{step}/{key}": values for step, of in recorded.arrays(name).items() for key, values in of.items()}
+    own.write(name, recorded.head(name) | {"model": "Mine-7B"}, recorded.rows(name), kept)
+    results = Results(tmp_path / "results")
+    report.report([collapse.COLLAPSE_STUDIES[0]], results, tmp_path)
+    for _ in range(2):
+        collapse_page.report(results, tmp_path)
+    page = (tmp_path / "collapse_atlas.md").read_text()
+    assert page.startswith("# Which mismatch does each engine have before any training: Mine-7B?\n")
+    assert "\nMine-7B, questions" in page
+    assert "model Mine-7B" not in page
+    assert page.count("## Reward, and where the mismatch is") == 1
 
 
 def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:

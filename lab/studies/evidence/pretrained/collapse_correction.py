@@ -49,11 +49,31 @@ Rows = list[dict[str, Any]]
 Arms = dict[str, list[Rows]]
 
 
-def section(study: Study, results: Results, output: Path) -> list[str]:
-    """The protocol, and what ran of it."""
+def front(study: Study, results: Results, output: Path) -> list[str]:
+    """The answer, its picture and the tests that were fixed beforehand."""
+    seen = _in_order(study, runs_seen(study, results))
+    if not seen:
+        return ["Nothing has run yet.", ""]
+    arms = _that_count(study, seen)
+    draw(study, seen, output / f"{CORRECTION}.png")
+    return [
+        _answer(arms),
+        "",
+        f"![own policy, rollouts, k3]({CORRECTION}.png)",
+        "",
+        *_arm_table(arms),
+        "",
+        *_contrast_table(arms),
+        "",
+        *_not_run(study, seen),
+    ]
+
+
+def protocol(study: Study) -> str:
+    """What was fixed before the first run."""
     group = study.groups[0]
     assert isinstance(group, PretrainedGroup)
-    lines = [
+    return (
         f"Weights of int4 at a learning rate of {group.learning_rate:g}, {group.num_prompts} x "
         f"{group.samples_per_prompt} answers of at most {group.response_length} tokens. **Fixed before the first "
         f"run**: a fall counts if it begins by step {group.last_fall}, and a run that stands there ends; one that was "
@@ -61,35 +81,23 @@ def section(study: Study, results: Results, output: Path) -> list[str]:
         "in two contrasts, without a correction against token TIS with a cap of 2 and against bf16: Fisher's exact "
         f"test, Holm over the two. Secondary, by Mann and Whitney's exact test and Holm over the same two: the mean of "
         f"the last {LAST} evaluations of the own policy, and the growth of k3, from the first ten steps to the last "
-        f"ten by step {SEEN}.",
-        "",
-    ]
-    seen = runs_seen(study, results)
+        f"ten by step {SEEN}."
+    )
+
+
+def details(study: Study, results: Results) -> list[str]:
+    """Who warned, every run, and what ran before at another learning rate."""
+    seen = _in_order(study, runs_seen(study, results))
     if not seen:
-        return [*lines, "Nothing has run yet.", "", *_earlier()]
-    seen = _in_order(study, seen)
-    arms: Arms = {}
-    for each, rows in seen:
-        if rows[-1]["step"] >= SEEN or verdicts(rows)[1] is not None:
-            arms.setdefault(arm_of(study, each), []).append(rows)
-    draw(study, seen, output / f"{CORRECTION}.png")
-    seconds = np.median([row["seconds"] for _, rows in seen for row in rows])
+        return _earlier()
+    seconds = _seconds(seen)
     heads = [results.machine(each) if results.is_done(each) else rows[0] for each, rows in seen]
     machines = dict.fromkeys(
         f"{head['device']}, sglang {head['sglang']}, torch {head['torch']}, revision {head['revision']}"
         for head in heads
     )
     return [
-        *lines,
-        *_verdict(study, seen, arms, seconds),
-        "",
-        *_arm_table(arms),
-        "",
-        *_contrast_table(arms),
-        "",
-        f"![own policy, rollouts, k3]({CORRECTION}.png)",
-        "",
-        *_warning_table(arms),
+        *_warning_table(_that_count(study, seen)),
         "",
         f"Every run, {seconds:.1f} s a step with two runs on each GPU; {'; '.join(machines)}. Means of ten steps for "
         f"rollouts, k3 and gradient norm, of {LAST} evaluations for the last own policy.",
@@ -98,6 +106,18 @@ def section(study: Study, results: Results, output: Path) -> list[str]:
         "",
         *_earlier(),
     ]
+
+
+def _that_count(study: Study, seen: Runs) -> Arms:
+    arms: Arms = {}
+    for group, rows in seen:
+        if rows[-1]["step"] >= SEEN or verdicts(rows)[1] is not None:
+            arms.setdefault(arm_of(study, group), []).append(rows)
+    return arms
+
+
+def _seconds(seen: Runs) -> float:
+    return float(np.median([row["seconds"] for _, rows in seen for row in rows]))
 
 
 def _earlier() -> list[str]:
@@ -132,26 +152,36 @@ def last_own(rows: Rows) -> float:
     return float(np.mean(own_rewards(rows)[-LAST:]))
 
 
-def _verdict(study: Study, seen: Runs, arms: Arms, seconds: float) -> list[str]:
-    """What can be said, and what did not run."""
-    runs = [rows for of_arm in arms.values() for rows in of_arm]
-    num_fallen = sum(verdicts(rows)[1] is not None for rows in runs)
-    said = f"**{num_fallen} of {len(runs)} own policies collapsed**"
-    if not num_fallen:
-        said += ": whether a correction saves a run is not resolved"
-    lines = [f"{said}."]
+def _answer(arms: Arms) -> str:
+    """How many of each arm collapsed, and whether that is more than chance."""
+    names = {"int4": "without a correction", "int4, token_tis 2": "with token TIS", "bf16": "without mismatch (bf16)"}
+    parts = []
+    for arm, name in names.items():
+        falls = [verdicts(rows)[1] for rows in arms.get(arm, [])]
+        at = [step for step in falls if step is not None]
+        where = f" (step {', '.join(map(str, sorted(at)))})" if at else ""
+        parts.append(f"{name} {len(at)} of {len(falls)}{where}" if falls else f"{name} not run")
+    said = f"**Own policies that collapsed: {'; '.join(parts)}.**"
+    tested = [(better, p_values[0]) for _, better, _, p_values in contrasts(arms)]
+    if not any(p < 0.05 for _, p in tested):
+        return f"{said} Whether a correction saves a run is not resolved."
+    return said + "".join(f" Against {better}: p {p:.3f}." for better, p in tested)
+
+
+def _not_run(study: Study, seen: Runs) -> list[str]:
+    """What is missing, and what it costs."""
     stopped = [rows for group, rows in seen if not is_over(group, rows)]
     num_missing = len(study.groups) - len(seen)
-    if stopped or num_missing:
-        group = seen[0][0]
-        minutes = -(-(len(stopped) + num_missing) // AT_ONCE) * (group.last_fall + 1) * seconds / 60
-        lines += [
-            "",
-            f"**Not run**: {num_missing} of {len(study.groups)} runs. {len(stopped)} more had to stop"
-            + (f" after {min(map(len, stopped))} to {max(map(len, stopped))} steps" if stopped else "")
-            + f", before step {group.last_fall}: all of these take four GPUs {minutes:.0f} minutes, two runs on each.",
-        ]
-    return lines
+    if not (stopped or num_missing):
+        return []
+    group = seen[0][0]
+    minutes = -(-(len(stopped) + num_missing) // AT_ONCE) * (group.last_fall + 1) * _seconds(seen) / 60
+    return [
+        f"**Not run**: {num_missing} of {len(study.groups)} runs. {len(stopped)} more had to stop"
+        + (f" after {min(map(len, stopped))} to {max(map(len, stopped))} steps" if stopped else "")
+        + f", before step {group.last_fall}: all of these take four GPUs {minutes:.0f} minutes, two runs on each.",
+        "",
+    ]
 
 
 def _growth(rows: Rows) -> float:
@@ -181,14 +211,17 @@ def contrasts(arms: Arms) -> list[tuple[str, str, list[int], list[float]]]:
     ran = [(worse, better) for worse, better in CONTRASTS if worse in arms and better in arms]
     found = [([[verdicts(rows)[1] is not None for rows in arms[arm]] for arm in pair]) for pair in ran]
     tables = [[[sum(fell), len(fell) - sum(fell)] for fell in both] for both in found]
-    fisher = holm([float(stats.fisher_exact(table).pvalue) for table in tables])
+    fisher = [float(stats.fisher_exact(table).pvalue) for table in tables]
     last, growth = (
-        holm([_rank_test(*([outcome(rows) for rows in arms[arm]] for arm in pair)) for pair in ran])
+        [_rank_test(*([outcome(rows) for rows in arms[arm]] for arm in pair)) for pair in ran]
         for outcome in (last_own, _growth)
     )
+    # One that has not run is one of the two all the same.
+    missing = [1.0] * (len(CONTRASTS) - len(ran))
+    corrected = [holm([*p_values, *missing])[: len(ran)] for p_values in (fisher, last, growth)]
     return [
         (*pair, [row[0] for row in table], [*p_values])
-        for pair, table, *p_values in zip(ran, tables, fisher, last, growth, strict=True)
+        for pair, table, *p_values in zip(ran, tables, *corrected, strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ from evidence.results import Results
 from evidence.study import Study
 
 from . import collapse_correction
-from .collapse import COLLAPSE_STUDIES, ENGINES, STAYS, WINDOW, collapsed_at, verdicts
+from .collapse import COLLAPSE_STUDIES, CORRECTION, ENGINES, LADDER, STAYS, WINDOW, collapsed_at, verdicts
 from .collapse_runs import (
     EVIDENCE,
     LAST,
@@ -36,47 +36,66 @@ from .collapse_runs import (
 
 # Of runs before any study: a line per step, with engine, method and reward.
 FIRST_LOOK = EVIDENCE / "first_look.jsonl"
-PAGE = "collapse"
+PAGE, RUNS = "collapse", "collapse_runs"
 
 
 def report(results: Results, output: Path) -> None:
-    """Write ``collapse.md`` of what ran, its picture, and each atlas's tails behind the atlas's own page."""
+    """Write ``collapse.md``, a screen, and ``collapse_runs.md`` with all that ran; add to the pages of the atlases."""
     *atlases, stable, ladder, correction = COLLAPSE_STUDIES
-    lines = [
-        "# A collapse on one GPU, and what saves it",
-        "",
-        "Qwen2.5-Coder-1.5B-Instruct answers questions of `gsm_symbolic` (reasoning-gym 0.1.25, Apache-2.0); SGLang "
-        "samples, Megatron-Core trains in bf16 with a copy of the weights in float32. One command for each study:",
-        "",
-        "```bash",
-        "python examples/questions/prepare.py gsm_symbolic 4096 lab/evidence/results/gsm_symbolic.json",
-        *(
-            f"bash lab/studies/evidence.sh run {study.name} --model {'SMOLLM2' if 'small' in study.name else 'QWEN'}"
-            f"{' --workers 2' if study in (ladder, correction) else ''}"
-            for study in COLLAPSE_STUDIES
-        ),
-        "bash lab/studies/evidence.sh report",
-        "```",
-        "",
-        "A process that has run one of these has no room on an H100 for another engine: where it ends without memory, "
-        "the same command goes on. A run that is killed begins anew.",
-        "",
+    rule = (
         f"A run **collapsed** if the mean of {WINDOW} steps falls below half of R0 and stays there for {STAYS} steps. "
         f"R0 is the reward of the untrained policy on the same engine, or the best mean of {WINDOW} steps since, "
         "whichever is higher. Rollouts and the trainer's own policy, evaluated every ten steps on held-out questions, "
         "are judged apart. Where the engine has the trainer's dtype, it evaluates, with weights, keys and values that "
-        "are not rounded.",
+        "are not rounded."
+    )
+    page = [
+        "# A collapse on one GPU, and what saves it",
+        "",
+        "Qwen2.5-Coder-1.5B-Instruct answers questions of `gsm_symbolic` (reasoning-gym 0.1.25, Apache-2.0); SGLang "
+        "samples, Megatron-Core trains in bf16 with a copy of the weights in float32. The engine gets fresh weights in "
+        "every step, rounded to int4.",
         "",
         "## With a correction",
         "",
-        *collapse_correction.section(correction, results, output),
+        *collapse_correction.front(correction, results, output),
+        *_commands([correction]),
+        "",
+        f"{rule} {collapse_correction.protocol(correction)}",
+        "",
+        f"[Every run, which number warned first, the ladder of mismatch, learning rates]({RUNS}.md). The mismatch "
+        f"before any training on 14 engines: [this model and another]({RUNS}.md#the-mismatch-before-any-training).",
+    ]
+    runs = [
+        "# The runs behind the collapse",
+        "",
+        f"The answer is on [a page of its own]({PAGE}.md). One command for each study:",
+        "",
+        *_commands(COLLAPSE_STUDIES),
+        "",
+        "A process that has run one of these has no room on an H100 for another engine: where it ends without memory, "
+        "the same command goes on. A run that is killed begins anew.",
+        "",
+        rule,
+        "",
+        "## With a correction: every run",
+        "",
+        *collapse_correction.details(correction, results),
         "## The ladder of mismatch, without a correction",
         "",
         *_ladder_section(ladder, results, output),
         "## The mismatch before any training",
         "",
         "k3 and reward of the untrained model. An engine whose reward is below half of bf16's has a fault, not a "
-        "mismatch.",
+        "mismatch. **Measure yours**, a dense Llama, Qwen2 or Qwen3 in a folder: the answers of one engine took 6 to 9 "
+        "s on an H100, beside its start, and the page names the folder.",
+        "",
+        "```bash",
+        "python examples/questions/prepare.py gsm_symbolic 4096 runs/atlas/gsm_symbolic.json",
+        "bash lab/studies/evidence.sh run collapse_atlas --model FOLDER --results runs/atlas --only '*_bf16-*' "
+        "'*_fp8_products-*'",
+        "bash lab/studies/evidence.sh report collapse_atlas --results runs/atlas --output runs/atlas",
+        "```",
         "",
         *_atlas_table(atlases, results),
         "",
@@ -88,11 +107,28 @@ def report(results: Results, output: Path) -> None:
         "",
         *_first_look(),
     ]
-    path = output / f"{PAGE}.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, lines in ((PAGE, page), (RUNS, runs)):
+        path = output / f"{name}.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(path)
     for study in atlases:
         _append_tails(study, results, output)
-    print(path)
+
+
+def _commands(studies: Sequence[Study]) -> list[str]:
+    """The prepared questions, a command for each study, and the page."""
+    shared = {LADDER, CORRECTION}
+    return [
+        "```bash",
+        "python examples/questions/prepare.py gsm_symbolic 4096 lab/evidence/results/gsm_symbolic.json",
+        *(
+            f"bash lab/studies/evidence.sh run {study.name} --model {'SMOLLM2' if 'small' in study.name else 'QWEN'}"
+            f"{' --workers 2' if study.name in shared else ''}"
+            for study in studies
+        ),
+        "bash lab/studies/evidence.sh report",
+        "```",
+    ]
 
 
 def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
@@ -206,11 +242,12 @@ def _append_tails(study: Study, results: Results, output: Path) -> None:
     """Reward, tails, and k3 by probability and position, to the page that the atlas has already."""
     done = [group for group in study.groups if results.is_done(group)]
     page = output / f"{study.name}.md"
-    if not done or not page.exists():
+    title = "## Reward, and where the mismatch is"
+    if not done or not page.exists() or title in page.read_text(encoding="utf-8"):
         return
     names = "engine | reward | length | largest ratio | sequence ESS"
     names += " | k3 where p < 0.1 | 0.1 to 0.6 | above 0.6 | k3 of tokens 1 to 32 | to 128 | later"
-    lines = ["", "## Reward, and where the mismatch is", "", f"| {names} |", "|---" * 11 + "|"]
+    lines = ["", title, "", f"| {names} |", "|---" * 11 + "|"]
     forms = {"reward": ".3f", "length": ".0f", "ratio_max": ".3g", "ess_sequence": ".2f"}
     for group in done:
         (row,) = results.rows(group)

@@ -59,7 +59,8 @@ def report(studies: Iterable[Study], results: Results, output: Path) -> None:
             print(f"{study.name}: nothing has run")
             continue
         head, where = (done, results) if done else (stopped, found)
-        lines = [f"# {study.question}", "", *_header(study, head, where, missing=len(study.groups) - len(done))]
+        title = study.question.replace(head[0].model, _model_of(head[0], where))
+        lines = [f"# {title}", "", *_header(study, head, where, missing=len(study.groups) - len(done))]
         if done:
             lines += _finished(study, done, results, output)
         if stopped:
@@ -251,17 +252,22 @@ def _stopped(groups: Sequence[PretrainedGroup], results: Results) -> list[str]:
     return lines
 
 
+def _model_of(group: PretrainedGroup, results: Results) -> str:
+    """The folder that was given, which need not be that of the study's model."""
+    return str(results.machine(group).get("model", group.model))
+
+
 def _header(study: Study, done: Sequence[PretrainedGroup], results: Results, *, missing: int) -> list[str]:
     group, machine = done[0], results.machine(done[0])
     revisions = sorted({str(results.machine(group).get("revision", "unknown")) for group in done})
-    shown = {name: value for name, value in machine.items() if name != "revision"}
+    shown = {name: value for name, value in machine.items() if name not in ("revision", "model")}
     dtypes = dict.fromkeys(group.dtype for group in done)
     lines = [
         f"`python lab/studies/evidence.py run {study.name} --model FOLDER`, then `report`.",
         f"{', '.join(f'{name} {value}' for name, value in shown.items())}; revision {', '.join(revisions)}.",
         "",
-        f"{group.model}, questions: {group.task}. {group.num_steps} rollout{'s' if group.num_steps > 1 else ''} of "
-        f"{group.num_prompts} x "
+        f"{_model_of(group, results)}, questions: {group.task}. {group.num_steps} "
+        f"rollout{'s' if group.num_steps > 1 else ''} of {group.num_prompts} x "
         f"{group.samples_per_prompt} answers of at most {group.response_length} tokens, {group.updates or 'no'} "
         f"optimizer step{'s' if group.updates != 1 else ''} each. Trainer: Megatron-Core, {', '.join(dtypes)}; weights "
         "of 16 bits with a copy in float32.",

@@ -55,6 +55,8 @@ class PretrainedTraining:
         self.group, self.device = group, workplace.device
         self.num_steps_done, self.sampling_seconds = 0, 0.0
         self.record = {name: str(package_version(name)) for name in ("transformers", "megatron-core")}
+        if workplace.model is not None:
+            self.record["model"] = workplace.model.name
         self._workplace = workplace
         self._engine = workplace.engine(group)
         self._task, self._held_out = workplace.task(group), workplace.held_out(group)

@@ -35,7 +35,7 @@ class Workplace:
 
     def __init__(self, device: torch.device, model: Path | None, scratch: Path) -> None:
         self.device, self.scratch = device, scratch
-        self._model = model
+        self.model = model
         self._engine: Sampler | None = None
         self._made_for: Any = None
         self._ranks: Ranks | None = None
@@ -51,7 +51,7 @@ class Workplace:
         Raises:
             ModuleNotFoundError: The package is not installed.
         """
-        return load_pretrained(packaged_file() if self._model is None else self._model)
+        return load_pretrained(packaged_file() if self.model is None else self.model)
 
     def start(self, group: PretrainedGroup) -> Pretrained:
         """What a group starts from: the checkpoint, or the mixture of experts that is made of it."""
