@@ -23,7 +23,8 @@ _HEAD = """# When would an alert on k3 have fired?
 `python lab/studies/evidence.py alert`, from the results that are here; nothing runs.
 
 Every study of SmolLM2-135M-Instruct whose runs have {window} steps and more, and the
-[ladder](collapse_runs.md#the-ladder-of-mismatch-without-a-correction) of Qwen2.5-Coder-1.5B-Instruct (`collapse_ladder`); without a correction (`none`), and with token TIS. k3 is smoothed over
+[ladder](collapse_runs.md#the-ladder-of-mismatch-without-a-correction) of
+Qwen2.5-Coder-1.5B-Instruct (`collapse_ladder`); without a correction (`none`), and with token TIS. k3 is smoothed over
 {smooth} steps. *Rise*: its highest mean over that of the first {window} steps. *Own policy*: the trainer's own reward
 on held-out questions, mean of the last {last} evaluations. Both from the lowest run to the highest.
 
