@@ -5,6 +5,7 @@ import argparse
 import base64
 import functools
 import importlib
+import json
 import re
 import sys
 import types
@@ -155,6 +156,34 @@ def test_it_warns_of_gradients_in_fp16_that_the_host_would_unscale_twice(
         assert first.startswith("mis_ext: the host's own loss") == (rank == 0)
         assert len(others) == (is_warned and rank == 0)
         assert all(f"this {host} divides gradients by the scale twice" in line for line in others)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, ""),
+        ({"sglang_kv_cache_dtype": "auto", "sglang_quantization": None, "hf_checkpoint": "org/model"}, ""),
+        ({"sglang_kv_cache_dtype": "fp8_e4m3"}, "--sglang-kv-cache-dtype fp8_e4m3"),
+        ({"sglang_quantization": "fp8"}, "--sglang-quantization fp8"),
+        (
+            {"hf_checkpoint": {"quant_method": "compressed-tensors"}},
+            "--hf-checkpoint with weights in compressed-tensor",
+        ),
+        ({"hf_checkpoint": None}, ""),
+    ],
+    ids=["bf16", "defaults", "cache", "products", "checkpoint", "plain checkpoint"],
+)
+def test_it_warns_of_an_engine_that_rounds_where_nothing_corrects_the_loss(tmp_path, capsys, keys, named) -> None:
+    if not isinstance(keys.get("hf_checkpoint", ""), str):
+        stored = {"quantization_config": keys["hf_checkpoint"]} if keys["hf_checkpoint"] else {}
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        keys = keys | {"hf_checkpoint": str(tmp_path)}
+    dithers = {"custom_megatron_before_train_step_hook_path": "mis_ext.dither_weights", "bf16": True}
+    for launch, is_warned in ((MEASURE | {"mis_metrics": ["mis_kl"]}, named), (dithers, named), (HOOK, "")):
+        start(launch | keys)
+        _, *others = capsys.readouterr().out.splitlines()
+        assert len(others) == bool(is_warned)
+        assert all("the engine rounds (" + is_warned in line for line in others)
 
 
 WRONG = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import json
 import sys
 import warnings
 from collections.abc import Mapping
@@ -136,6 +137,8 @@ def check_setup(args: Any) -> None:
             "mis_ext: model_provider makes no logits: the loss and the host's scoring passes take hidden states"
         )
     said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
+    if config.whole_loss is None and config.correction.metrics_only:
+        said += _rounding_engine(args)
     if entrance is not None:
         said += _rehearse(args, entrance, config)
     if read_argument(args, "rank") in (None, 0):
@@ -176,6 +179,26 @@ def _fp16_gradients(args: Any) -> list[str]:
         f"mis_ext: warning: with --fp16 and a loss scale that adapts this {host} divides gradients by the scale twice: "
         "train/grad_norm is far too small, clipping does nothing, and Adam's epsilon shrinks updates. Give "
         "--loss-scale 65536"
+    ]
+
+
+def _rounding_engine(args: Any) -> list[str]:
+    """What the host's engine rounds to 8 bits or fewer, where nothing corrects the loss."""
+    found = [f"--sglang-quantization {value}" for value in [read_argument(args, "sglang_quantization")] if value]
+    cache = read_argument(args, "sglang_kv_cache_dtype")
+    found += [f"--sglang-kv-cache-dtype {cache}"] * str(cache).startswith(("fp8", "fp4"))
+    try:
+        folder = Path(read_argument(args, "hf_checkpoint") or "")
+        stored = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    except (OSError, ValueError):  # The name of a model elsewhere, which the host loads by itself.
+        stored = None
+    if stored:
+        found.append(f"--hf-checkpoint with weights in {stored.get('quant_method', 'a quantised format')}")
+    if not found:
+        return []
+    return [
+        f"mis_ext: warning: the engine rounds ({', '.join(found)}) and nothing corrects the loss. What that costs "
+        "depends on the model: look at mis_k3_kl of the first ten steps, and take yaml/mis.yaml or a finer engine"
     ]
 
 
