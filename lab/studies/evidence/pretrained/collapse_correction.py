@@ -164,7 +164,11 @@ def _answer(arms: Arms) -> str:
     said = f"**Own policies that collapsed: {'; '.join(parts)}.**"
     tested = [(better, p_values[0]) for _, better, _, p_values in contrasts(arms)]
     if not any(p < 0.05 for _, p in tested):
-        return f"{said} Whether a correction saves a run is not resolved."
+        ran = [pair for pair in CONTRASTS if {*pair} <= {*arms}]
+        # Where all of one arm fell and none of the other.
+        best = [len(CONTRASTS) * _fisher([[len(arms[worse]), 0], [0, len(arms[better])]]) for worse, better in ran]
+        few = f": so few runs cannot give a p below {min(best):.2g}" if best and min(best) >= 0.05 else ""
+        return f"{said} Whether a correction saves a run is not resolved{few}."
     return said + "".join(f" Against {better}: p {p:.3f}." for better, p in tested)
 
 
@@ -211,7 +215,7 @@ def contrasts(arms: Arms) -> list[tuple[str, str, list[int], list[float]]]:
     ran = [(worse, better) for worse, better in CONTRASTS if worse in arms and better in arms]
     found = [([[verdicts(rows)[1] is not None for rows in arms[arm]] for arm in pair]) for pair in ran]
     tables = [[[sum(fell), len(fell) - sum(fell)] for fell in both] for both in found]
-    fisher = [float(stats.fisher_exact(table).pvalue) for table in tables]
+    fisher = [_fisher(table) for table in tables]
     last, growth = (
         [_rank_test(*([outcome(rows) for rows in arms[arm]] for arm in pair)) for pair in ran]
         for outcome in (last_own, _growth)
@@ -223,6 +227,10 @@ def contrasts(arms: Arms) -> list[tuple[str, str, list[int], list[float]]]:
         (*pair, [row[0] for row in table], [*p_values])
         for pair, table, *p_values in zip(ran, tables, *corrected, strict=True)
     ]
+
+
+def _fisher(table: list[list[int]]) -> float:
+    return float(stats.fisher_exact(table).pvalue)
 
 
 def _rank_test(first: list[float], second: list[float]) -> float:
