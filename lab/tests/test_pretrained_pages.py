@@ -379,6 +379,15 @@ def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_
     assert "| below half since 130, below half since 126 |" in page
 
 
+def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolved(tmp_path: Path) -> None:
+    write_correction(tmp_path / "results", {"int4-seed1-none": correction_rows(1, falls_at=None, steps=80)})
+    (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
+    page = correction_page(study, tmp_path)
+    assert "**No run was seen to step 130, so nothing is resolved**" in page
+    assert "own policies that collapsed" not in page
+    assert "| int4, 1 | 80 of 171, stopped |" in page
+
+
 def test_a_correction_that_saves_nobody_gives_no_small_p() -> None:
     arms = {
         arm: [correction_rows(seed, falls_at=31, steps=66) for seed in (1, 2, 3)]

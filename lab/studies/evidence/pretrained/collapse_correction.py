@@ -55,16 +55,14 @@ def front(study: Study, results: Results, output: Path) -> list[str]:
     if not seen:
         return ["Nothing has run yet.", ""]
     arms = _that_count(study, seen)
+    tables = [*_arm_table(arms), "", *_contrast_table(arms), ""] if arms else []
     draw(study, seen, output / f"{CORRECTION}.png")
     return [
-        _answer(arms),
+        _answer(arms) if arms else _so_far(study, seen),
         "",
         f"![own policy, rollouts, k3]({CORRECTION}.png)",
         "",
-        *_arm_table(arms),
-        "",
-        *_contrast_table(arms),
-        "",
+        *tables,
         *_not_run(study, seen),
     ]
 
@@ -96,9 +94,10 @@ def details(study: Study, results: Results) -> list[str]:
         f"{head['device']}, sglang {head['sglang']}, torch {head['torch']}, revision {head['revision']}"
         for head in heads
     )
+    arms = _that_count(study, seen)
+    warnings = [*_warning_table(arms), ""] if arms else []
     return [
-        *_warning_table(_that_count(study, seen)),
-        "",
+        *warnings,
         f"Every run, {seconds:.1f} s a step with two runs on each GPU; {'; '.join(machines)}. Means of ten steps for "
         f"rollouts, k3 and gradient norm, of {LAST} evaluations for the last own policy.",
         "",
@@ -170,6 +169,18 @@ def _answer(arms: Arms) -> str:
         few = f": so few runs cannot give a p below {min(best):.2g}" if best and min(best) >= 0.05 else ""
         return f"{said} Whether a correction saves a run is not resolved{few}."
     return said + "".join(f" Against {better}: p {p:.3f}." for better, p in tested)
+
+
+def _so_far(study: Study, seen: Runs) -> str:
+    """Of runs of which none counts: how k3 grew, which is no outcome."""
+    arms: dict[str, list[str]] = {}
+    for group, rows in seen:
+        arms.setdefault(arm_of(study, group), []).append(f"{_growth(rows):.1f}")
+    growth = "; ".join(f"{arm} times {', '.join(times)}" for arm, times in arms.items())
+    return (
+        f"**No run was seen to step {SEEN}, so nothing is resolved**; by then none had collapsed. How k3 had grown, "
+        f"which is no outcome yet: {growth}."
+    )
 
 
 def _not_run(study: Study, seen: Runs) -> list[str]:
