@@ -132,11 +132,12 @@ def on_ranks(point, samples: Samples, *, cp_size: int, partition: str) -> list:
         ]
         streams = [
             torch.cat([column[t] for column, t in zip(columns, own, strict=True)])
-            for columns in (samples.train, samples.rollout)
+            for columns in (samples.train, samples.rollout, samples.lags)
         ]
         correction = mis_ext.compute_correction(
             proximal_logprobs_T=streams[0],
             behavior_logprobs_T=streams[1],
+            lag_T=streams[2] if point.config.staleness else None,
             response_mask_R=torch.cat(samples.masks),
             layout=PackedLayout.context_parallel(LENGTHS, total_lengths=totals, **place),
             config=point.config,

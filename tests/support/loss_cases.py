@@ -96,6 +96,7 @@ YOUNGER = (
     "mis_lr_multiplier_seq",
     "mis_unmeasured_seq_fraction",
     "mis_raised_fraction",
+    "mis_phantom_clip_fraction",
 )
 """Metrics of the hook that the recordings do not have yet."""
 

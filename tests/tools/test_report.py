@@ -211,7 +211,7 @@ def drawn_points(draw) -> Point:
 
 @pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 @searching(12)
-@given(point=drawn_points(), samples=drawn_samples())
+@given(point=drawn_points().filter(lambda point: not point.config.staleness), samples=drawn_samples())
 def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
     streams = {"train_log_probs": samples.train, "rollout_log_probs": samples.rollout, "loss_masks": samples.masks}
     weights, masks, _ = mis_ext.compute_mis_weights(point.config, **streams)
