@@ -68,6 +68,12 @@ class NoLogits(Tensor):
         return found
 
 
+def _is_plain(forward: Any, plain: Any) -> bool:
+    """Whether it makes logits as a plain output layer does, like that of the newer Megatron-Core of slime and Miles."""
+    name = f"{forward.__module__}.{forward.__qualname__}"
+    return forward is plain or name == "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule.forward"
+
+
 def hand_over_hidden_states(model: Any) -> None:
     """Let the last stage of a model of Megatron-Core give hidden states to the loss, and no logits.
 
@@ -86,7 +92,7 @@ def hand_over_hidden_states(model: Any) -> None:
     layer, why = model.output_layer, None
     if not isinstance(layer, plain):
         why = f"the output layer is a {type(layer).__name__}"
-    elif not type(layer).forward.__module__.startswith("megatron.core."):
+    elif not _is_plain(type(layer).forward, plain.forward):
         why = f"the output layer is a {type(layer).__name__} with a forward of its own, as one with a soft cap has"
     elif layer.skip_bias_add and layer.bias is not None:
         why = "the output layer leaves its bias to its caller (skip_bias_add=True)"

@@ -289,7 +289,7 @@ def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | Non
     Args:
         current_TK: ``[T, K]``, nats, of these tokens under the current policy, with gradient.
         behavior_TK: ``[T, K]``, nats, of the same under the behavior policy, of the whole vocabulary; -inf where the
-            engine gave fewer.
+            engine gave fewer. A token that is -inf in either belongs to the tail.
         high: Bound of the weight. None: no weight, as in ``reinforce``.
 
     References:
@@ -297,7 +297,8 @@ def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | Non
         description of it); SkyRL (pull request 2244).
     """
     dtype = torch.promote_types(current_TK.dtype, torch.float32)
-    is_given_TK = behavior_TK > -torch.inf
+    # Of a token that top-p cut off in the trainer neither number means anything.
+    is_given_TK = (behavior_TK > -torch.inf) & (current_TK.detach() > -torch.inf)
     p_TK, q_TK = (torch.where(is_given_TK, each.detach().to(dtype).exp(), 0.0) for each in (current_TK, behavior_TK))
     # A head that rounds to all of the mass has no tail to scale.
     tiny = torch.finfo(dtype).eps

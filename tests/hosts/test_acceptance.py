@@ -50,7 +50,7 @@ def streams_of(samples: Samples) -> PackedStreams:
 
 def on_device(streams: PackedStreams) -> PackedStreams:
     lengths = streams.layout.response_lengths
-    return PackedStreams(*(stream.to(DEVICE) for stream in streams.streams), PackedLayout.whole(lengths, device=DEVICE))
+    return PackedStreams(*(stream.to(DEVICE) for stream in streams[:3]), PackedLayout.whole(lengths, device=DEVICE))
 
 
 def rollout(*, seed: int, scale: float = 1.0, num: int = 64) -> PackedStreams:

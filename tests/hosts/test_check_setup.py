@@ -169,13 +169,14 @@ def test_it_warns_of_gradients_in_fp16_that_the_host_would_unscale_twice(
             {"hf_checkpoint": {"quant_method": "compressed-tensors"}},
             "--hf-checkpoint with weights in compressed-tensor",
         ),
-        ({"hf_checkpoint": None}, ""),
+        ({"hf_checkpoint": {}}, ""),
+        ({"hf_checkpoint": []}, ""),
     ],
-    ids=["bf16", "defaults", "cache", "products", "checkpoint", "plain checkpoint"],
+    ids=["bf16", "defaults", "cache", "products", "checkpoint", "plain checkpoint", "a list"],
 )
 def test_it_warns_of_an_engine_that_rounds_where_nothing_corrects_the_loss(tmp_path, capsys, keys, named) -> None:
     if not isinstance(keys.get("hf_checkpoint", ""), str):
-        stored = {"quantization_config": keys["hf_checkpoint"]} if keys["hf_checkpoint"] else {}
+        stored = {"quantization_config": keys["hf_checkpoint"]} if keys["hf_checkpoint"] else keys["hf_checkpoint"]
         (tmp_path / "config.json").write_text(json.dumps(stored))
         keys = keys | {"hf_checkpoint": str(tmp_path)}
     dithers = {"custom_megatron_before_train_step_hook_path": "mis_ext.dither_weights", "bf16": True}
@@ -550,3 +551,14 @@ def test_a_model_without_logits_is_announced(capsys) -> None:
 def test_a_model_without_logits_that_could_not_train_is_refused(keys, message) -> None:
     with pytest.raises((ValueError, AttributeError), match=message):
         start(keys)
+
+
+@pytest.mark.parametrize(("interval", "is_warned"), [(None, False), (1, False), (4, True)])
+def test_it_warns_of_a_trainer_that_is_ahead_of_every_version(capsys, interval, is_warned) -> None:
+    given = {
+        "mis_staleness": True,
+        "custom_generate_function_path": "mis_ext.rollout.generate",
+        "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
+    }
+    start(HOOK | given | {"update_weights_interval": interval})
+    assert ("up to 3 rollouts ahead" in capsys.readouterr().out) == is_warned

@@ -184,8 +184,6 @@ class Layer(torch.nn.Linear):
     def forward(self, states, weight=None, runtime_gather_output=None):
         return torch.nn.functional.linear(states, self.weight if weight is None else weight), None
 
-    forward.__module__ = "megatron.core.tensor_parallel.layers"
-
 
 @pytest.fixture(params=HOSTS)
 def host_modules(request, monkeypatch) -> SimpleNamespace:

@@ -4,6 +4,7 @@
 Real models through Megatron-Core's own schedules, in a process for each rank.
 """
 
+import functools
 import importlib.util
 import operator
 import sys
@@ -224,6 +225,7 @@ def others_get_logits() -> None:
     for layer, message in (
         (torch.nn.Linear(WIDTH, 1), "the output layer is a Linear"),
         (Capped(WIDTH, 8, bias=False, **layer_keys()), "is a Capped with a forward of its own"),
+        (Wrapped(WIDTH, 8, bias=False, **layer_keys()), "is a Wrapped with a forward of its own"),
         (ColumnParallelLinear(WIDTH, 8, skip_bias_add=True, **layer_keys()), "leaves its bias to its caller"),
     ):
         model.output_layer = layer
@@ -247,6 +249,14 @@ class Renamed(ColumnParallelLinear):
     pass
 
 
+class Wrapped(ColumnParallelLinear):
+    """A soft cap under the name of the plain layer's own function."""
+
+    @functools.wraps(ColumnParallelLinear.forward)
+    def forward(self, *given):
+        return Capped.forward(self, *given)
+
+
 class LinearCrossEntropyModule(ColumnParallelLinear):
     """As the output layer of the Megatron-Core that slime and Miles pin; the released 0.16.1 has none."""
 
@@ -255,6 +265,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
         return super().forward(input_, weight, runtime_gather_output)
 
     forward.__module__ = "megatron.core.transformer.linear_cross_entropy"
+    forward.__qualname__ = "LinearCrossEntropyModule.forward"
 
 
 class Capped(ColumnParallelLinear):

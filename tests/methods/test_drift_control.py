@@ -165,3 +165,13 @@ def test_centered_scores_leave_the_covariance_of_advantage_and_score(seed, high,
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
     # With the whole ratio the score has no mean.
     assert (high == 1e30) == torch.allclose(naive, wanted, rtol=1e-6)
+
+
+def test_a_token_that_top_p_cut_off_in_the_trainer_is_of_the_tail() -> None:
+    current = torch.tensor([[-0.2, -2.0, -torch.inf]], requires_grad=True)
+    behavior = torch.tensor([[-0.3, -1.8, -4.0]])
+    score = expected_score(current, behavior)
+    (gradient,) = torch.autograd.grad(score.sum(), current)
+    fewer = expected_score(current[:, :2], behavior[:, :2])
+    assert float(score.detach()) == float(fewer.detach())
+    assert gradient.isfinite().all()

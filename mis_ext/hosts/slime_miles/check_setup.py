@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import inspect
 import json
 import sys
@@ -137,6 +138,12 @@ def check_setup(args: Any) -> None:
             "mis_ext: model_provider makes no logits: the loss and the host's scoring passes take hidden states"
         )
     said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
+    interval = read_argument(args, "update_weights_interval") or 1
+    if config.correction.staleness and interval > 1:
+        said.append(
+            f"mis_ext: warning: with --update-weights-interval {interval} the trainer is up to {interval - 1} rollouts "
+            "ahead of the newest version: a lag of 0 does not mean current weights"
+        )
     if config.whole_loss is None and config.correction.metrics_only:
         said += _rounding_engine(args)
     if entrance is not None:
@@ -187,11 +194,11 @@ def _rounding_engine(args: Any) -> list[str]:
     found = [f"--sglang-quantization {value}" for value in [read_argument(args, "sglang_quantization")] if value]
     cache = read_argument(args, "sglang_kv_cache_dtype")
     found += [f"--sglang-kv-cache-dtype {cache}"] * str(cache).startswith(("fp8", "fp4"))
-    try:
-        folder = Path(read_argument(args, "hf_checkpoint") or "")
-        stored = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
-    except (OSError, ValueError):  # The name of a model elsewhere, which the host loads by itself.
-        stored = None
+    folder, described = read_argument(args, "hf_checkpoint"), None
+    # What is not here is the name of a model elsewhere, which the host loads by itself.
+    with contextlib.suppress(OSError, ValueError):
+        described = folder and json.loads((Path(folder) / "config.json").read_bytes())
+    stored = described.get("quantization_config") if isinstance(described, dict) else None
     if stored:
         found.append(f"--hf-checkpoint with weights in {stored.get('quant_method', 'a quantised format')}")
     if not found:
