@@ -81,7 +81,7 @@ class Watch:
         """The weights now, or at most as old as an answer that is under way.
 
         Raises:
-            ConnectionError: An engine does not answer.
+            ConnectionError: An engine does not answer, or the router has none.
             StaleWeightsError: An engine has old weights, and the run shall stop then.
             ValueError: An engine names no version, or has one cache for all keys.
         """
@@ -139,8 +139,14 @@ async def _engines(address: str, max_attempts: int) -> list[str]:
     for path in ("/workers", "/list_workers"):
         answer = await _ask_or_none(f"{address}{path}", max_attempts)
         if answer is not None:
-            workers = answer.get("workers", answer.get("urls")) or []
-            return [each["url"] if isinstance(each, Mapping) else each for each in workers] or [address]
+            workers = answer.get("workers", answer.get("urls"))
+            if workers is None:
+                break
+            if not workers:
+                raise ConnectionError(f"{address}{path}: the router has no workers yet")
+            # The router sends nothing to the others. Where it sends to none they are asked, and may come back.
+            healthy = [each for each in workers if not (isinstance(each, Mapping) and each.get("is_healthy") is False)]
+            return [each["url"] if isinstance(each, Mapping) else each for each in healthy or workers]
     return [address]
 
 

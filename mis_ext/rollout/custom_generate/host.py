@@ -214,6 +214,8 @@ HOSTS = ("slime", "miles")
 """Frameworks whose ``<host>.utils.http_utils.post`` is used for their samples."""
 # A request waits in the server's queue and then for its last token; a connection that says nothing longer is dead.
 _TIMEOUT_SECONDS = 3600.0
+# What a server says of itself waits for nothing.
+_GET_TIMEOUT_SECONDS = 30.0
 _SECONDS_BETWEEN_ATTEMPTS = 1.0
 _BODY_CHARACTERS = 500
 # The server is one of ours: a proxy of the environment is for elsewhere.
@@ -315,10 +317,12 @@ async def ask_json(
     url: str, payload: Mapping[str, Any] | None = None, *, max_attempts: int, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """As :func:`post_json` without a host; without a payload it is a GET."""
-    body = None if payload is None else json.dumps(payload).encode()
+    body, timeout = None, _GET_TIMEOUT_SECONDS
+    if payload is not None:
+        body, timeout = json.dumps(payload).encode(), _TIMEOUT_SECONDS
     for attempt in range(1, max_attempts + 1):
         try:
-            answer = await asyncio.to_thread(_ask, url, body, headers or {})
+            answer = await asyncio.to_thread(_ask, url, body, headers or {}, timeout)
         except urllib.error.HTTPError as error:
             # Read here: the connection is closed with the error.
             failure = f"HTTP {error.code}: {error.read().decode(errors='replace')[:_BODY_CHARACTERS]}"
@@ -334,7 +338,7 @@ async def ask_json(
     raise ConnectionError(f"{url}: no answer after {max_attempts} attempts: {failure}")
 
 
-def _ask(url: str, body: bytes | None, headers: Mapping[str, str]) -> Any:
+def _ask(url: str, body: bytes | None, headers: Mapping[str, str], timeout: float) -> Any:
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers})
-    with _OPENER.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+    with _OPENER.open(request, timeout=timeout) as answer:
         return json.loads(answer.read())

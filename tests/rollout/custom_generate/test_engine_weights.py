@@ -16,6 +16,7 @@ from sglang_answers import TOKENIZER, aborted, stopped
 from tokens.sample import Sample, Status, host_args
 
 from mis_ext.rollout import StaleWeightsError, StaleWeightsWarning
+from mis_ext.rollout.custom_generate import host
 from mis_ext.rollout.custom_generate.engine_weights import CANARY_TEXT, EngineWeights
 from mis_ext.rollout.custom_generate.function import generate
 
@@ -206,6 +207,42 @@ def test_behind_a_router_each_engine_is_asked(tokenizer_folder, name, key):
         assert [each["extra_key"] for each in router.requests] == ["7,8"]
         assert [sum(map(is_probe, each.requests)) for each in (one, two)] == [2, 2]
         assert [len(each.requests) for each in (one, two)] == [4, 4]
+
+
+@pytest.mark.parametrize("others", [1, 0])
+def test_an_engine_that_the_router_calls_dead_is_asked_only_where_all_are(tokenizer_folder, others):
+    engine, dead = Engine("7"), {"url": "http://127.0.0.1:9", "is_healthy": False}
+    with loopback_server(engine.answer, engine.page) as alive:
+        listed = [dead, *[{"url": f"http://127.0.0.1:{alive.port}", "is_healthy": True}] * others]
+        with loopback_server(engine.answer, lambda path: {"workers": listed} if path == "/workers" else None) as router:
+            settings = {**BY_VERSION, "canary": "warn", "max_attempts": 2}
+            args = host_args(router.port, tokenizer_folder, on_policy_tokens=settings)
+            if others:
+                asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
+                assert [each["extra_key"] for each in router.requests] == ["7"]
+            else:
+                with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9/model_info: no answer after 2 attempts"):
+                    asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
+
+
+@pytest.mark.parametrize("page", [{"workers": []}, {"urls": []}])
+def test_a_router_that_has_no_engine_yet_is_called_so(tokenizer_folder, page):
+    engine = Engine()
+    engine.page = lambda path: page if path == ("/workers" if "workers" in page else "/list_workers") else None
+    with pytest.raises(ConnectionError, match="the router has no workers yet"):
+        engine.sample(tokenizer_folder, BY_VERSION)
+
+
+def test_a_page_is_waited_for_shorter_than_an_answer(tokenizer_folder, monkeypatch):
+    waits, send = {}, host._OPENER.open
+
+    def sent(request, timeout):
+        waits.setdefault(request.get_method(), set()).add(timeout)
+        return send(request, timeout=timeout)
+
+    monkeypatch.setattr(host._OPENER, "open", sent)
+    Engine().sample(tokenizer_folder, {"canary": "warn"})
+    assert waits == {"GET": {30.0}, "POST": {3600.0}}
 
 
 def test_a_server_that_has_one_cache_for_all_keys_is_refused(tokenizer_folder):
