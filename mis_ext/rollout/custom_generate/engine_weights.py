@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mis_ext.rollout.canary import Canary, CanaryResult, StaleWeightsError, StaleWeightsWarning, Verdict
-from mis_ext.rollout.custom_generate.host import KEY, Settings, ask_json
+from mis_ext.rollout.custom_generate.host import KEY, Settings, ask_json, was_aborted
 from mis_ext.rollout.generation import Tokenizer
 
 # Prose, figures and code, as models have them in their prompts and answers; a few hundred tokens in most vocabularies.
@@ -45,7 +45,7 @@ class EngineWeights(NamedTuple):
 
     Attributes:
         versions: What each engine calls its weights.
-        canaries: What the canary says of each; empty where it was not asked for.
+        canaries: What the canary says of each; nothing where it was not asked for, or the host aborted it.
     """
 
     versions: tuple[str, ...]
@@ -85,39 +85,42 @@ class Watch:
             StaleWeightsError: An engine has old weights, and the run shall stop then.
             ValueError: An engine names no version, or has one cache for all keys.
         """
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read(settings, tokenizer))
+        reading = self._reading
+        # What another loop asks, that of a thread or of a run that is over, can not be waited for in this one.
+        if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
+            reading = self._reading = asyncio.create_task(self._read(settings, tokenizer))
         # A request that is given up does not take the answer away from the others.
-        return await asyncio.shield(self._reading)
+        return await asyncio.shield(reading)
 
     async def _read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
         engines = await _engines(self.address, settings.max_attempts)
         versions = await asyncio.gather(*(_version(engine, settings.max_attempts) for engine in engines))
         for engine in engines if settings.cache_by_version else ():
-            if engine not in self._with_keys:
-                await _check_keys(engine, tokenizer, settings.max_attempts)
+            if engine not in self._with_keys and await _check_keys(engine, tokenizer, settings.max_attempts):
                 self._with_keys.add(engine)
         if settings.canary is None:
             return EngineWeights(tuple(versions))
         found = zip(engines, versions, strict=True)
         results = await asyncio.gather(*(self._check(*each, settings, tokenizer) for each in found))
         for engine, result in zip(engines, results, strict=True):
-            if result.verdict == "old":
+            if result is not None and result.verdict == "old":
                 message = f"{engine}: {result.explain()}"
                 if settings.canary == "stop":
                     raise StaleWeightsError(message)
                 # Python shows the same text once.
                 warnings.warn(message, StaleWeightsWarning, stacklevel=1)
-        return EngineWeights(tuple(versions), tuple(results))
+        return EngineWeights(tuple(versions), tuple(result for result in results if result is not None))
 
-    async def _check(self, engine: str, version: str, settings: Settings, tokenizer: Tokenizer) -> CanaryResult:
+    async def _check(self, engine: str, version: str, settings: Settings, tokenizer: Tokenizer) -> CanaryResult | None:
         canary, result = self._canaries.get(engine, (Canary(), None))
         if result is None or result.version != version:
             ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
             # Twice, which measures the engine's noise. What it had when it scored is what it says of that.
             for _ in range(2):
-                scored, log_probs = await _score(engine, ids, settings.max_attempts)
-                result = canary.check(scored, log_probs)
+                scores = await _score(engine, ids, settings.max_attempts)
+                if scores is None:
+                    return None
+                result = canary.check(*scores)
             assert result is not None
             self._canaries[engine] = canary, result
         return result
@@ -162,19 +165,28 @@ async def _version(engine: str, max_attempts: int) -> str:
     )
 
 
-async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> None:
-    """Refuse a server that does not know the key, and so ignores it without a word: it would hide old prefixes."""
+async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> bool:
+    """Refuse a server that does not know the key, and so ignores it without a word: it would hide old prefixes.
+
+    Returns:
+        Whether it knows the key; False where the host aborted the question, which is asked again before the next
+        request.
+    """
     ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
     request = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
     for key in ("first", "second"):
         answer = await ask_json(
             f"{engine}/generate", {**request, "extra_key": f"mis_ext {key} {uuid.uuid4()}"}, max_attempts=max_attempts
         )
-    if cached := (answer.get("meta_info") or {}).get("cached_tokens"):
+        meta = answer.get("meta_info") or {}
+        if was_aborted(meta):
+            return False
+    if cached := meta.get("cached_tokens"):
         raise ValueError(
             f"{engine} reads {cached} tokens out of the prefix cache of another extra_key, so it does not know this "
             f"field: leave out {KEY}.cache_by_version and flush the cache at every update, or take a newer SGLang"
         )
+    return True
 
 
 async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:
@@ -186,8 +198,11 @@ async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:
         raise
 
 
-async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, list[float]]:
-    """With which version the engine scored the text, and its log-probs of all tokens but the first."""
+async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, list[float]] | None:
+    """With which version the engine scored the text, and its log-probs of all tokens but the first.
+
+    None where the host aborted it, with all requests of that moment.
+    """
     request = {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -196,6 +211,8 @@ async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, l
     }
     answer = await ask_json(f"{engine}/generate", request, max_attempts=max_attempts)
     meta = answer.get("meta_info") or {}
+    if was_aborted(meta):
+        return None
     rows = meta.get("input_token_logprobs") or []
     if [row[1] for row in rows] != ids or meta.get("weight_version") is None:
         raise ValueError(

@@ -27,6 +27,7 @@ from mis_ext.rollout.custom_generate.host import (
     stores_versions,
     template_options,
     warn_of_definition,
+    was_aborted,
 )
 from mis_ext.rollout.custom_generate.routed_experts import FLAG, join_rows, known_rows, read_rows
 from mis_ext.rollout.generation import AbortedRequest, Generation, MalformedResponse, Tokenizer
@@ -307,7 +308,7 @@ class Call(NamedTuple):
     @property
     def aborted(self) -> bool:
         """Whether the server gave the request up."""
-        return _was_aborted(self.meta_info)
+        return was_aborted(self.meta_info)
 
     @property
     def num_discarded(self) -> int:
@@ -367,6 +368,8 @@ class Episode:
                 if max_new_tokens <= 0:
                     return Ended(calls, turn, cut=True)
                 call = await self._request(known_ids, turn, max_new_tokens, observation, num_rows)
+                if call is None:
+                    return Ended(calls, turn, aborted=True, unsent=observation)
                 calls.append(call)
                 known_ids, turn = known_ids + call.generation.sampled_ids, turn.after(call)
                 num_rows = num_rows if call.rows is None else len(known_ids) - 1
@@ -390,7 +393,8 @@ class Episode:
 
     async def _request(
         self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation, num_rows: int | None
-    ) -> Call:
+    ) -> Call | None:
+        """What came of the next request; None where the host aborted its rollout before it was sent."""
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
         request = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
         if num_rows is not None:
@@ -399,6 +403,9 @@ class Episode:
         key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
         for is_last in (False, True):
             weights = await engine_weights(self.args, self.settings, self.tokenizer)
+            # While the engines were asked, there was no request that the host's abort could reach.
+            if weights is not None and self.is_aborted():
+                return None
             if weights is not None and self.settings.cache_by_version:
                 request["extra_key"] = weights.cache_key
             response = await post_json(
@@ -412,13 +419,13 @@ class Episode:
             is_outdated = "extra_key" in request and weights is not None and weights.is_outdated(meta_info)
             # Only when it began decides, and not what came of it: so asking again favours no answer. A server that does
             # not say when it began would favour the short ones.
-            if is_last or not is_outdated or _was_aborted(meta_info) or not meta_info.get("weight_versions"):
+            if is_last or not is_outdated or was_aborted(meta_info) or not meta_info.get("weight_versions"):
                 break
         request_id = f"sample {self.sample.index}, turn {turn.number}"
         try:
             generation = read_sglang_generate(request, response, request_id=request_id)
         except AbortedRequest:
-            if not _was_aborted(meta_info):
+            if not was_aborted(meta_info):
                 raise
             generation = _read_aborted(request, response, request_id)
         if generation.text is None:
@@ -426,17 +433,11 @@ class Episode:
         rows = None
         if num_rows is not None and generation.sampled_ids:
             # A request that waited, retracted, for its turn has tokens and no experts.
-            if _was_aborted(meta_info) and not meta_info.get("routed_experts"):
+            if was_aborted(meta_info) and not meta_info.get("routed_experts"):
                 generation = _nothing_sampled(request, request_id)
             else:
                 rows = read_rows(self.args, meta_info, generation, num_rows)
         return Call(generation, generation.text or "", meta_info, observation, rows, weights, is_outdated)
-
-
-def _was_aborted(meta_info: Mapping[str, Any]) -> bool:
-    """Whether a request that was being sampled, or waited for it, was given up; an error of the server is none."""
-    reason = meta_info.get("finish_reason")
-    return isinstance(reason, Mapping) and reason.get("type") == "abort"
 
 
 def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], request_id: str) -> Generation:

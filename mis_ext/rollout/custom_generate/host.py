@@ -277,6 +277,12 @@ def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], boo
     return lambda: bool(state.aborted)
 
 
+def was_aborted(meta_info: Mapping[str, Any]) -> bool:
+    """Whether a request that was being sampled, or waited for it, was given up; an error of the server is none."""
+    reason = meta_info.get("finish_reason")
+    return isinstance(reason, Mapping) and reason.get("type") == "abort"
+
+
 async def post_json(
     url: str, payload: Mapping[str, Any], *, host: str | None, max_attempts: int, headers: Mapping[str, str]
 ) -> dict[str, Any]:

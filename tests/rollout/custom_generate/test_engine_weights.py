@@ -3,6 +3,7 @@
 
 import asyncio
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -182,6 +183,84 @@ def test_an_aborted_request_is_not_asked_for_again(tokenizer_folder):
     samples, asked = engine.sample(tokenizer_folder, BY_VERSION)
     assert len(asked) == 1
     assert samples[0].status is Status.ABORTED
+
+
+def given_up(request, version="1"):
+    """What a host that aborts all requests gets for one that waited."""
+    return 200, aborted(request, "", version=version)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("settings", [{"canary": "stop"}, BY_VERSION])
+def test_an_aborted_question_of_ours_says_nothing_and_is_asked_again(tokenizer_folder, settings, which):
+    engine, ours = Engine(cached_elsewhere=9 if "canary" not in settings else 0), []
+    answer = engine.answer
+
+    def give_up(number, request):
+        if is_probe(request) or not request["sampling_params"]["max_new_tokens"]:
+            ours.append(request)
+            if len(ours) == which + 1:
+                return given_up(request)
+        return answer(number, request)
+
+    engine.answer = give_up
+    if "canary" in settings:
+        samples, _ = engine.sample(tokenizer_folder, settings, updates=[("1", 1)])
+        assert [counts(sample) for sample in samples] == [{}, {"canary_first": 1}]
+        assert getattr(samples[0], "train_metadata", None) is None
+    else:
+        with pytest.raises(ValueError, match="reads 9 tokens out of the prefix cache of another"):
+            engine.sample(tokenizer_folder, settings, updates=[("1", 1)])
+    assert len(ours) == which + 3
+
+
+@pytest.mark.parametrize(("looks", "sent"), [(1, 0), (2, 1), (3, 2)])
+def test_a_host_that_aborts_while_the_engines_are_asked_gets_no_request_more(
+    tokenizer_folder, monkeypatch, looks, sent
+):
+    from mis_ext.rollout.custom_generate import function
+
+    engine = Engine(cached=5)
+    updating(engine, 1)
+    # Before the engines are asked, and after, for a request and for the one that replaces it.
+    flags = iter([False] * looks + [True] * 3)
+    monkeypatch.setattr(function, "abort_flag", lambda *_: lambda: next(flags))
+    samples, asked = engine.sample(tokenizer_folder, BY_VERSION)
+    assert len(asked) == sent
+    assert samples[0].status is (Status.COMPLETED if sent == 2 else Status.ABORTED)
+    assert bool(samples[0].response) is (sent == 2)
+
+
+def test_a_request_that_is_given_up_takes_the_answer_from_nobody_nor_from_another_loop(tokenizer_folder):
+    engine, asked, go_on = Engine(), threading.Event(), threading.Event()
+    page = engine.page
+
+    def waiting(path):
+        if path == "/model_info":
+            asked.set()
+            go_on.wait(60)
+        return page(path)
+
+    with loopback_server(engine.answer, waiting) as server:
+        args = host_args(server.port, tokenizer_folder, on_policy_tokens=BY_VERSION)
+        first, second, third = (Sample(prompt=QUESTION) for _ in range(3))
+
+        async def elsewhere():
+            go_on.set()
+            await generate(args, third, LIMITS)
+
+        async def rollout():
+            tasks = [asyncio.create_task(generate(args, each, LIMITS)) for each in (first, second)]
+            await asyncio.to_thread(asked.wait)
+            tasks[0].cancel()
+            # The reading of this loop is under way.
+            await asyncio.to_thread(asyncio.run, elsewhere())
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        given_up, answered = asyncio.run(rollout())
+    assert isinstance(given_up, asyncio.CancelledError)
+    assert answered is second
+    assert [each.status for each in (second, third)] == [Status.COMPLETED] * 2
 
 
 def test_the_key_names_every_engine_where_their_versions_differ():
