@@ -62,10 +62,10 @@ class EngineWeights(NamedTuple):
         return min((result.verdict for result in self.canaries), key=VERDICTS.index)
 
     def is_outdated(self, meta_info: Mapping[str, Any]) -> bool:
-        """Whether an answer began with weights that came later, behind a prefix out of the cache of these."""
+        """Whether an answer says that it began with weights that came later, behind a prefix of the cache of these."""
         spans = meta_info.get("weight_versions")
-        began = str(spans[0]["version"] if spans else meta_info.get("weight_version"))
-        return bool(meta_info.get("cached_tokens")) and began not in self.versions
+        began = spans[0]["version"] if spans else meta_info.get("weight_version")
+        return bool(meta_info.get("cached_tokens")) and began is not None and str(began) not in self.versions
 
 
 @dataclass(eq=False)

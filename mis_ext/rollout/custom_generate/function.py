@@ -111,7 +111,8 @@ async def _generate(
     # What the host's own function left unfinished was a first turn.
     first = (0, sample.response_length, sample.response)
     # A host that samples a prompt afresh clears the response and keeps the metadata.
-    turn = Turn(*(sample.metadata.get(UNFINISHED, first) if sample.response_length else first))
+    is_resumed = sample.response_length > 0
+    turn = Turn(*(sample.metadata.get(UNFINISHED, first) if is_resumed else first))
     flag = abort_flag(args, sample, state)
     num_rows = None if rows is None else sum(map(len, rows))
     episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context, flag, options)
@@ -135,7 +136,7 @@ async def _generate(
         if rows or not ended.aborted:
             sample.rollout_routed_experts = join_rows(args, sample, rows)
         _count(sample, retracted_requests=sum(bool(call.meta_info.get("num_retractions")) for call in ended.calls))
-    _note_weights(sample, ended, evaluation=evaluation)
+    _note_weights(sample, ended, is_resumed=is_resumed, evaluation=evaluation)
     if ended.aborted:
         _count(sample, aborted_requests=num_aborted, **({"discarded_tokens": num_discarded} if num_discarded else {}))
         sample.metadata[UNFINISHED] = tuple(ended.turn)
@@ -159,14 +160,18 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
         known = len(whole.tokens) - whole.response_length
         token_ids, log_probs = whole.tokens, [0.0] * known + whole.rollout_log_probs
     # Of what the host's own function has sampled nobody stored a version. What is longer is of an earlier attempt.
-    before = (getattr(sample, VERSIONS, None) or [])[: sample.response_length]
+    stores = stores_versions(args)
+    before = (getattr(sample, VERSIONS, None) or [])[: sample.response_length] if stores else []
     version_of_each: list[float] = [*before, *[math.nan] * (sample.response_length - len(before))]
     for call in ended.calls:
         start = len(call.generation.prompt_ids)
         sampled = slice(start, start + len(call.generation.sampled_ids))
         _append(args, sample, *call.observation)
-        # slime's method would take the experts of this request alone.
-        meta_info = {key: value for key, value in call.meta_info.items() if key != "routed_experts"}
+        # slime's method would take the experts of this request alone, both hosts' the version of tokens not kept.
+        left_out = ["routed_experts"]
+        if call.num_discarded:
+            left_out += ["weight_version", "weight_versions"]
+        meta_info = {key: value for key, value in call.meta_info.items() if key not in left_out}
         _append(args, sample, call.text, token_ids[sampled], log_probs[sampled], meta_info)
         version_of_each += [math.nan] * len(call.observation.token_ids) + _version_numbers(call.generation)
         versions = call.generation.weight_versions
@@ -174,7 +179,7 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
         if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
             sample.weight_versions[-1:] = dict.fromkeys(versions)
     _append(args, sample, *ended.unsent)
-    if stores_versions(args):
+    if stores:
         setattr(sample, VERSIONS, [*version_of_each, *[math.nan] * len(ended.unsent.token_ids)])
     _count(sample, **built.metrics())
 
@@ -216,17 +221,20 @@ def _append(
         sample.update_from_meta_info(args, dict(meta_info))
 
 
-def _note_weights(sample: Any, ended: Ended, *, evaluation: bool) -> None:
+def _note_weights(sample: Any, ended: Ended, *, is_resumed: bool, evaluation: bool) -> None:
     """Count what is known of the engines' weights, and leave the canary's word where the host's dump has it."""
     verdicts = [call.weights.verdict for call in ended.calls if call.weights is not None and call.weights.canaries]
     counts = {f"canary_{verdict}": verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     if any(call.is_outdated for call in ended.calls):
         counts["outdated_prefixes"] = sum(call.is_outdated for call in ended.calls)
     _count(sample, **counts)
-    if verdicts and not evaluation:
-        known = getattr(sample, "train_metadata", None) or {}
-        worst = min([*verdicts, *filter(None, [known.get(CANARY)])], key=VERDICTS.index)
-        sample.train_metadata = {**known, CANARY: worst}
+    known = dict(getattr(sample, "train_metadata", None) or {})
+    before = known.pop(CANARY, None)
+    if is_resumed and before is not None:
+        verdicts.append(before)
+    # What it said of tokens that the host has cleared goes with them.
+    if not evaluation and (verdicts or before is not None):
+        sample.train_metadata = {**known, CANARY: min(verdicts, key=VERDICTS.index)} if verdicts else known
 
 
 def _count(sample: Any, **counts: int) -> None:

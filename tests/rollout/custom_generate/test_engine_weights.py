@@ -269,6 +269,12 @@ def test_the_key_names_every_engine_where_their_versions_differ():
     assert EngineWeights(("8", "7")).cache_key == "8,7"
 
 
+def test_an_answer_that_names_no_version_is_not_called_outdated():
+    weights = EngineWeights(("7",))
+    assert not weights.is_outdated({"cached_tokens": 5})
+    assert weights.is_outdated({"cached_tokens": 5, "weight_version": "8"})
+
+
 @pytest.mark.parametrize(("name", "key"), [("/workers", "workers"), ("/list_workers", "urls")])
 def test_behind_a_router_each_engine_is_asked(tokenizer_folder, name, key):
     first, second = Engine("7", 7), Engine("8", 8)
@@ -392,12 +398,24 @@ def test_what_was_known_of_a_sample_stays_and_the_worst_word_of_the_canary_count
     engine = Engine()
     with loopback_server(engine.answer, engine.page) as server:
         args = host_args(server.port, tokenizer_folder, on_policy_tokens={"canary": "warn"})
-        sample = Sample(prompt=QUESTION)
-        sample.train_metadata = {"mine": 1, "on_policy_tokens_canary": "old"}
-        asyncio.run(generate(args, sample, LIMITS))
+        known = {"mine": 1, "on_policy_tokens_canary": "old"}
+        resumed, afresh, unasked = (Sample(prompt=QUESTION) for _ in range(3))
+        for each in (resumed, afresh, unasked):
+            each.train_metadata = known
+        resumed.tokens, resumed.response_length = [*TOKENIZER.encode("it is", add_special_tokens=False), 5], 1
+        resumed.response, resumed.rollout_log_probs = "a", [-1.0]
+        for each in (resumed, afresh):
+            asyncio.run(generate(args, each, LIMITS))
+        # Nobody sang for it.
+        args.on_policy_tokens = None
+        asyncio.run(generate(args, unasked, LIMITS))
+        args.on_policy_tokens = {"canary": "warn"}
         evaluated = Sample(prompt=QUESTION)
         asyncio.run(generate(args, evaluated, LIMITS, evaluation=True))
-    assert sample.train_metadata == {"mine": 1, "on_policy_tokens_canary": "old"}
+    assert resumed.train_metadata == known
+    # The host has cleared the response of which it was said, and keeps the word.
+    assert afresh.train_metadata == {"mine": 1, "on_policy_tokens_canary": "first"}
+    assert unasked.train_metadata == {"mine": 1}
     assert getattr(evaluated, "train_metadata", None) is None
 
 

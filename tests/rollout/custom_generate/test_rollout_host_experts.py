@@ -187,6 +187,21 @@ def test_tokens_of_an_aborted_request_that_came_without_experts_are_not_kept(tok
     assert sample.response.startswith("it is mild")
 
 
+@KINDS
+def test_a_first_request_that_was_aborted_without_experts_leaves_a_sample_without_tokens(
+    tokenizer_folder, sample_class
+):
+    engine, sample = Engine(), sample_class(prompt="The weather")
+    partial = {"partial_rollout": True, **REPLAYED}
+    run([lambda r: aborted(r, "it", version="7")], tokenizer_folder, sample, **partial)
+    assert (sample.response_length, sample.status) == (0, Status.ABORTED)
+    assert sample.rollout_routed_experts is None
+    run([engine.answers(stopped, "mild", "8")], tokenizer_folder, sample, **partial)
+    assert held(sample, engine) == len(sample.tokens) - 1
+    # That of the tokens which were not kept is not among them.
+    assert sample.weight_versions == ["8"]
+
+
 def test_evaluation_and_a_flag_that_is_off_ask_for_nothing(tokenizer_folder):
     import asyncio
 

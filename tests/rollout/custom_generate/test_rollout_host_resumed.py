@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_tokenizers import TURN_END
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
@@ -170,6 +171,17 @@ def test_versions_of_a_response_that_its_host_cleared_are_gone(tokenizer_folder)
     sample.teacher_log_probs = [3.0] * 9
     run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, mis_staleness=True)
     assert sample.teacher_log_probs == [8.0] * 5
+
+
+def test_log_probs_of_a_teacher_are_left_alone_where_nobody_asks_for_versions(tokenizer_folder):
+    sample = SlimeSample(prompt="The weather")
+    resumed = {"partial_rollout": True, "use_opd": True}
+    run([lambda r: aborted(r, "It is")], tokenizer_folder, sample, **resumed)
+    # slime has them in a tensor.
+    sample.teacher_log_probs = teachers = torch.zeros(5)
+    run([lambda r: stopped(r, " mild")], tokenizer_folder, sample, **resumed)
+    assert sample.status is Status.COMPLETED
+    assert sample.teacher_log_probs is teachers
 
 
 def test_versions_and_the_log_probs_of_a_teacher_do_not_go_together(tokenizer_folder):
