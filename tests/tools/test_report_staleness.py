@@ -223,7 +223,25 @@ def test_a_canary_that_found_nothing_old_changes_nothing(tmp_path, seed, word) -
 def test_where_all_samples_are_of_such_an_engine_nothing_tells_how_much_it_is(tmp_path) -> None:
     path = dump_of(0, tmp_path / "0.pt", ["old"], kernels=[0.3], versions=True)
     found = collected(*Parts(Dumps([path]))).diagnoses()[0]
-    assert (found.cause, found.k3_share, found.is_up_to) == ("stale_weights", 1.0, True)
+    assert (found.cause, found.confidence, found.k3_share, found.is_up_to) == ("stale_weights", "possible", 1.0, True)
+
+
+@pytest.mark.parametrize("lags", [(0, 0, 0), (0, 4, 0)])
+def test_samples_of_old_weights_that_differ_no_more_do_not_hide_the_versions(tmp_path, lags) -> None:
+    """As in a warm-up from a learning rate of 0: the log-probs are those of earlier weights, and no mismatch."""
+    kernels = [0.01, 0.3 if any(lags) else 0.01, 0.01]
+    path = dump_of(0, tmp_path / "0.pt", ["arrived", "arrived", "old"], kernels=kernels, versions=True)
+    content = torch.load(path)
+    for index, sample in enumerate(content["samples"]):
+        sample["weight_versions"] = [str(8 - lags[index // COUNT])]
+    torch.save(content, path)
+    found = collected(*Parts(Dumps([path]))).diagnoses()[0]
+    if any(lags):
+        assert (found.cause, found.confidence) == ("stale_weights", "likely")
+        assert "k3 by version: fresh" in found.evidence
+        assert found.k3_share > 0.9
+    else:
+        assert found.cause == "bf16_kernels"
 
 
 @pytest.mark.parametrize("metadata", [7, "old", {"on_policy_tokens_canary": None}, {}])

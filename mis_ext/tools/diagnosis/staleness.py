@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,28 +40,44 @@ MAX_EXPLAINED = 0.3
     hides=("decode_dependence", "stale_prefix_cache", "late_positions", *TAILS),
 )
 def stale(measured: Measured, samples: Samples) -> Finding | None:
-    """Weights of other steps. What versions say is not guessed from steps and sizes."""
+    """Weights of other steps. The canary counts where its samples differ more; versions are not guessed from steps."""
     samples = samples.measured
-    behind = samples["versions_behind"]
-    if bool((samples["has_old_weights"] == 1.0).any()):
-        return _by_canary(samples)
-    if bool((behind.abs() > 0.0).any()):
-        return _by_version(samples.where(~behind.isnan()))
-    return _by_step(samples, measured.typical_gaps or {}) or _by_size(samples, measured)
-
-
-def _by_canary(samples: Samples) -> Finding:
-    """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
-    is_old_S = samples["has_old_weights"] == 1.0
+    behind, is_old_S = samples["versions_behind"], samples["has_old_weights"] == 1.0
     old, others = (samples.where(each) for each in (is_old_S, ~is_old_S))
-    groups = [_Group.of(math.nan, each) for each in (old, others) if len(each)]
-    words = "" if len(others) == 0 else f", and {groups[1].k3:.2g} in the others"
-    return Finding(
+    if len(old) and len(others) and (found := _by_canary(old, others)):
+        return found
+    is_recorded = bool((behind.abs() > 0.0).any())
+    if is_recorded and (found := _by_version(samples.where(~behind.isnan()))):
+        return found
+    if len(old) and not len(others):
+        return _finding_of_canary(old, f"{len(old)} of {len(old)}", "", confidence="possible", k3_share=1.0)
+    return None if is_recorded else _by_step(samples, measured.typical_gaps or {}) or _by_size(samples, measured)
+
+
+def _by_canary(old: Samples, others: Samples) -> Finding | None:
+    """Tokens of an engine that the canary found with earlier weights differ more than those of the others."""
+    groups = _Group.of(math.nan, old), _Group.of(0.0, others)
+    if not (groups[0].k3 > GROWTH * groups[1].k3 and _is_more(*groups)):
+        return None
+    return _finding_of_canary(
+        old,
+        f"{len(old)} of {len(old) + len(others)}",
+        f", and {groups[1].k3:.2g} in the others",
         confidence="likely",
-        evidence=f"{len(old)} of {len(samples)} samples are of an engine that scored a fixed text as with earlier "
-        f"weights (the canary){_agree(old)}; their k3 is {groups[0].k3:.2g}{words}",
-        k3_share=_share_above(groups[1].k3, groups) if len(others) else 1.0,
-        is_up_to=len(others) == 0,
+        k3_share=_share_above(groups[1].k3, groups),
+    )
+
+
+def _finding_of_canary(
+    old: Samples, how_many: str, others: str, *, confidence: Literal["likely", "possible"], k3_share: float
+) -> Finding:
+    """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
+    return Finding(
+        confidence=confidence,
+        evidence=f"{how_many} samples are of an engine that scored a fixed text as with earlier weights (the "
+        f"canary){_agree(old)}; their k3 is {_Group.of(math.nan, old).k3:.2g}{others}",
+        k3_share=k3_share,
+        is_up_to=not others,
         alternatives=("an update that changed no weight, as at a learning rate of 0",),
     )
 
