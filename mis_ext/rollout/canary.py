@@ -13,6 +13,9 @@ Verdict = Literal["first", "arrived", "old", "other", "unknown"]
 _KEPT_VERSIONS = 8
 # Two scorings of the same weights differ by about the noise; so do old weights from themselves.
 _NOISE_FACTOR = 2.0
+# Two scorings alike prove no noise of 0: under another batch the same weights in bfloat16 may differ by 1e-3 to 1e-2
+# nats per token. A choice, not measured between loads.
+_MIN_MOVEMENT = 1e-2
 # Standard errors over the tokens by which one version must be nearer than another one.
 _ERRORS = 3.0
 # So many times its own history, and more than kernels give in bfloat16: an engine with weights of neither version.
@@ -24,7 +27,7 @@ class StaleWeightsWarning(UserWarning):
 
 
 class StaleWeightsError(RuntimeError):
-    """The same, where it shall stop the run."""
+    """An engine has the weights of an earlier version under a new name, and the run shall stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,9 @@ class CanaryResult:
     Attributes:
         version: What the engine calls its weights.
         verdict: ``"arrived"``; ``"old"``: the log-probs are those of an earlier version; ``"other"``: of none that is
-            known, as k3 to the trainer is far above its history; ``"unknown"``: the update moves the log-probs too
-            little to tell; ``"first"``: nothing to compare with.
+            known, as k3 to the trainer is far above its history; ``"unknown"``: the log-probs moved too little
+            to tell, without the trainer's by at most 0.01 nats or twice the noise; ``"first"``: nothing to compare
+            with.
         nearest: The version whose log-probs are the nearest of all earlier ones; None for ``"first"``.
         movement: Mean absolute difference, in nats per token, between this scoring and the engine's at ``nearest``.
         noise: The largest such difference between two scorings of one version; NaN where none was scored twice.
@@ -131,8 +135,8 @@ class Canary:
         # To the trainer's numbers it matters how far it moved: an engine may round a small update away.
         equal = [other for other in gaps if gaps[other] == 0.0 and scores.trainer is None]
         nearest = equal[0] if equal else min(found, key=lambda other: found[other])
-        # Not measured, the noise is NaN, and the larger one is 0.
-        far = margins[nearest] > _ERRORS if margins else gaps[nearest] > max(0.0, _NOISE_FACTOR * self._noise)
+        # Not measured, the noise is NaN, and the larger one is the floor.
+        far = margins[nearest] > _ERRORS if margins else gaps[nearest] > max(_MIN_MOVEMENT, _NOISE_FACTOR * self._noise)
         verdict: Verdict = "arrived" if far else "unknown"
         if equal or (margins and margins[nearest] < -_ERRORS):
             verdict = "old"

@@ -104,6 +104,16 @@ def test_noise_of_the_engine_is_not_taken_for_new_weights(seed):
 
 
 @seeds
+@pytest.mark.parametrize("scorings", [1, 2])
+def test_the_same_weights_under_another_load_are_not_said_to_have_arrived(seed, scorings):
+    """Two scorings alike measure a noise of 0, which the next batch breaks."""
+    truth, canary = Truth(seed), Canary()
+    for _ in range(scorings):
+        canary.check(1, truth.engine(truth.weights[0]))
+    assert canary.check(2, truth.engine(truth.weights[0], noise=1e-4)).verdict == "unknown"
+
+
+@seeds
 def test_with_the_trainer_old_weights_are_found_behind_the_noise(seed):
     truth = Truth(seed)
     stuck = [truth.weights[0]] * VERSIONS

@@ -71,7 +71,7 @@ class Engine:
         return 200, response
 
     def scored(self, ids):
-        rows = [[None, ids[0], None], *([-1.0 - 0.01 * self.weights, each, None] for each in ids[1:])]
+        rows = [[None, ids[0], None], *([-1.0 - 0.05 * self.weights, each, None] for each in ids[1:])]
         return {"text": "", "meta_info": {"weight_version": self.version, "input_token_logprobs": rows}}
 
     def sample(self, tokenizer_folder, settings, *, samples=1, updates=(), evaluation=False):
