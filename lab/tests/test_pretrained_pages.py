@@ -365,7 +365,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
     falls = "step 40, 40, 40, 40, 40, 40"
     assert f"without a correction 6 of 6 ({falls}); with token TIS 0 of 6; without mismatch (bf16) 0 of 5.**" in page
     assert "Against int4, token_tis 2: p 0.004. Against bf16: p 0.004." in page
-    assert "**Not run**: 6 of 24 runs. 1 more had to stop after 130 to 130 steps, before step 150" in page
+    assert "**Not run**: 6 of 24 runs. 1 of the others had to stop after 130 to 130 steps, before step 150" in page
     assert "four GPUs 18 minutes" in page
     assert "| bf16, 6 | 130 of 171, stopped |" in page
     assert "| bf16, 5 | 151 |" in page

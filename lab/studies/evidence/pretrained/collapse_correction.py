@@ -179,7 +179,8 @@ def _so_far(study: Study, seen: Runs) -> str:
     growth = "; ".join(f"{arm} times {', '.join(times)}" for arm, times in arms.items())
     return (
         f"**No run was seen to step {SEEN}, so nothing is resolved**; by then none had collapsed. How k3 had grown, "
-        f"which is no outcome yet: {growth}."
+        f"which is no outcome yet: {growth}. `token_tis 2` is token TIS with a cap of 2; "
+        "`QWEN` below is the folder of the model."
     )
 
 
@@ -192,7 +193,7 @@ def _not_run(study: Study, seen: Runs) -> list[str]:
     group = seen[0][0]
     minutes = -(-(len(stopped) + num_missing) // AT_ONCE) * (group.last_fall + 1) * _seconds(seen) / 60
     return [
-        f"**Not run**: {num_missing} of {len(study.groups)} runs. {len(stopped)} more had to stop"
+        f"**Not run**: {num_missing} of {len(study.groups)} runs. {len(stopped)} of the others had to stop"
         + (f" after {min(map(len, stopped))} to {max(map(len, stopped))} steps" if stopped else "")
         + f", before step {group.last_fall}: all of these take four GPUs {minutes:.0f} minutes, two runs on each.",
         "",

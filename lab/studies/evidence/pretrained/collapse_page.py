@@ -50,7 +50,7 @@ def report(results: Results, output: Path) -> None:
         "are not rounded."
     )
     page = [
-        "# A collapse on one GPU, and what saves it",
+        "# A collapse on one GPU, with and without a correction",
         "",
         "Qwen2.5-Coder-1.5B-Instruct answers questions of `gsm_symbolic` (reasoning-gym 0.1.25, Apache-2.0); SGLang "
         "samples, Megatron-Core trains in bf16 with a copy of the weights in float32. The engine gets fresh weights in "
