@@ -21,6 +21,8 @@ EPSILON = 1e-6
 """What the hosts add to a deviation."""
 _CENTERED = 1e-4
 """Rewards that were centered in float32 have a mean of at most this, over the largest of all."""
+_ROUNDED = 0.5
+"""What rounding leaves of equal float32 rewards up to 4: at most 2^-22, over a deviation of 0 and EPSILON."""
 
 
 @torch.no_grad()
@@ -84,7 +86,9 @@ def group_advantages(
         return reward_K.new_zeros(len(prompts_G)).index_add(0, prompt_K, values_K)[prompt_K]
 
     number_K, total_K = sums(counts_K), sums(counts_K * reward_K)
-    difference_K = reward_K - total_K / number_K.clamp_min(1.0)
+    # The rounding of a mean of equal rewards, over EPSILON, would be an advantage.
+    is_equal_K = _are_equal(reward_K, prompt_K, counts_K > 0.0)[prompt_K] & (counts_K > 0.0)
+    difference_K = torch.where(is_equal_K, 0.0, reward_K - total_K / number_K.clamp_min(1.0))
     deviation_K = (sums(counts_K * difference_K.square()) / (number_K - 1.0).clamp_min(1.0)).sqrt()
     if leave_one_out:
         # R_i - (sum - R_i) / (n - 1) = n / (n - 1) (R_i - mean)
@@ -109,6 +113,9 @@ def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) 
         for each in (reward_K, torch.ones_like(reward_K))
     )
     mean_G = total_G / number_G
+    # Equal rewards leave 0, or their rounding over EPSILON, which says nothing of what was subtracted.
+    is_equal_G = _are_equal(reward_K, prompt_K, torch.ones_like(prompt_K, dtype=torch.bool))
+    mean_G = torch.where(is_equal_G & (mean_G.abs() <= _ROUNDED), 0.0, mean_G)
     if len(mean_G) == 0 or float(mean_G.abs().max()) <= _CENTERED * float(rewards_N.abs().max()):
         return
     worst = int(mean_G.abs().argmax())
@@ -150,6 +157,16 @@ def prompt_factors(
     # Of a prompt without a kept token nothing is left to multiply.
     share_P = torch.where(kept_P > 0, 1.0 / (prompts_P * kept_P).clamp_min(1.0), 0.0)
     return scale_N * share_P[place_N]
+
+
+def _are_equal(reward_K: Tensor, prompt_K: Tensor, counts_K: Tensor) -> Tensor:
+    """``[G]`` bool: whether all rewards of a prompt that count are the same."""
+    number = int(prompt_K.max()) + 1 if len(prompt_K) else 0
+    highest_G, lowest_G = (
+        reward_K.new_full((number,), other).scatter_reduce(0, prompt_K, torch.where(counts_K, reward_K, other), how)
+        for how, other in (("amax", -torch.inf), ("amin", torch.inf))
+    )
+    return highest_G == lowest_G
 
 
 def _distinct(*keys_N: Tensor) -> tuple[Tensor, Tensor]:

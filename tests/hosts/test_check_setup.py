@@ -342,6 +342,13 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
         start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 
+@pytest.mark.parametrize("path", ["mis_ext.log_mismatch", "mis_ext.report.online.log_mismatch"])
+@pytest.mark.parametrize("needs", [PROMPTS, {"mis_group_over": "kept"}], ids=["prompts", "kept"])
+def test_prompts_are_not_left_to_another_function_of_ours(needs, path) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(path)} does nothing for it"):
+        start(HOOK | needs | {"n_samples_per_prompt": 4, "rollout_data_postprocess_path": path})
+
+
 @pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS, {}], ids=["target", "scope", "prompts", "nothing"])
 def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}

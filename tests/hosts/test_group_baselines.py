@@ -16,6 +16,7 @@ from zigzag import take
 import mis_ext
 from mis_ext import group_advantages, group_rewards, prepare_rollout
 from mis_ext.keys.run_config import read_config
+from mis_ext.loss.groups import refuse_uncentered
 
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric gate with bounds")
 
@@ -144,6 +145,21 @@ def test_rewards_that_cannot_be_compared_are_refused() -> None:
             group_rewards(host_args(**flag), [Sample(0, 1.0), Sample(0, 0.0)])
     with pytest.raises(ValueError, match="trajectory 7 of prompt 2 has samples with rewards 0 and 1"):
         group_rewards(host_args(), [Sample(2, 1.0, rollout_id=7), Sample(2, 0.0, rollout_id=7)])
+
+
+def test_equal_rewards_have_no_advantage_and_their_rounding_is_not_refused() -> None:
+    prompt = torch.arange(2).repeat_interleave(8)
+    raw = torch.tensor([-0.1, 1.0] * 4 + [-0.1] * 8)
+    assert group_advantages(raw.double(), prompt)[8:].tolist() == [0.0] * 8
+    # As the hosts normalize, in float32.
+    centered = raw.reshape(2, 8) - raw.reshape(2, 8).mean(-1, keepdim=True)
+    left = (centered / (centered.std(-1, keepdim=True) + 1e-6)).flatten().double()
+    left[8:] = 0.00745
+    refuse_uncentered(left, prompt.double(), torch.arange(16.0))
+    assert group_advantages(left, prompt)[8:].tolist() == [0.0] * 8
+    left[8:] = 1.0
+    with pytest.raises(ValueError, match="the 8 trajectories of prompt 1"):
+        refuse_uncentered(left, prompt.double(), torch.arange(16.0).double())
 
 
 # --- the scored rollout, on ranks
@@ -292,6 +308,23 @@ def test_a_rank_whose_samples_are_wrong_is_named_on_all_others(layout) -> None:
     for number, outcome in enumerate(run_ranks(on_rank, cp_size=cp_size, dp_size=dp_size)):
         assert isinstance(outcome, ValueError if number == failing else RuntimeError)
         assert ("rollout_log_probs has samples" if number == failing else f"failed on rank {failing};") in str(outcome)
+
+
+def test_a_rank_with_fewer_rewards_is_named_on_the_other() -> None:
+    whole = whole_rollout()
+    before = advantages(answers_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
+
+    def on_rank(rank: Rank) -> None:
+        data = data_of(rank, whole, before)
+        if rank.number == 1:
+            data["rewards"] = data["rewards"][:-1]
+        prepare_rollout(host_args(**GATE | BAND, mis_group_over="kept"), 0, data)
+
+    other, failing = run_ranks(on_rank, dp_size=2)
+    assert isinstance(failing, ValueError)
+    assert "loss_masks, but of others {'rewards'" in str(failing)
+    assert isinstance(other, RuntimeError)
+    assert "failed on rank 1;" in str(other)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

@@ -110,6 +110,15 @@ def test_tokens_of_a_later_version_than_the_trainers_have_an_unknown_lag() -> No
     assert metrics["mis_lag_mean"].isnan().all()
 
 
+def test_a_rank_without_samples_has_no_lags_and_no_error() -> None:
+    args = argparse.Namespace(use_tis=True, mis_staleness=True)
+    names = ("log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths", "teacher_log_probs")
+    Trainer(args).train_actor({name: [] for name in names})
+    batch = {"train_log_probs": [], **{name: [] for name in names[1:5]}}
+    loss_T, _, _ = mis_ext.compute_mis_weights_with_cp(args, pg_loss=torch.zeros(0), **batch)
+    assert loss_T.shape == (0,)
+
+
 def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -> None:
     batch, _, data = rollout()
 

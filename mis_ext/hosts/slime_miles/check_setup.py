@@ -400,6 +400,11 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
             f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         )
     of_prompts = None if config.group is None else config.group.needs_rollout
+    is_other = path is not None and path.startswith("mis_ext.") and not path.endswith(".prepare_rollout")
+    if of_prompts is not None and is_other and not is_miles():
+        raise ValueError(
+            f"{of_prompts}: {path} does nothing for it: give --rollout-data-postprocess-path mis_ext.prepare_rollout"
+        )
     if is_miles() and of_prompts is not None:
         raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
     needs = _needs_of_rollout(config)

@@ -187,6 +187,9 @@ def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
         return "mis_staleness: this trainer has no weight_updater with a weight_version, from which lags are counted"
     # Taken out: it is nobody's log-prob, and the host would report its mean.
     versions = rollout_data.pop(VERSIONS, None)
+    if versions is not None and len(versions) == 0 and rollout_data.get("rollout_log_probs") == []:
+        # This rank has no sample.
+        return TokenLags([], [])
     if versions is None or is_absent(rollout_data.get("rollout_log_probs")):
         return (
             "mis_staleness: the rollout has no version for each token: give --custom-generate-function-path "
@@ -295,6 +298,13 @@ def _samples_of(
         for step, number in enumerate(rollout_data["num_microbatches"]):
             for place in (place for _ in range(number) for place in next(micro_batches)):
                 steps[place], terms[place] = step, rollout_data["global_batch_sizes"][step]
+    # Here, where the other ranks still hear of it.
+    given = {name: len(rollout_data[name]) for name in ("advantages", "rewards", "sample_indices", "rollout_ids")}
+    if shared is not None:
+        given["rollout_mask_sums"] = len(shared)
+    wrong = {name: number for name, number in given.items() if number != len(masks)}
+    if wrong:
+        raise ValueError(f"{key}: there are {len(masks)} loss_masks, but of others {wrong}")
     return {
         "prompt": column(rollout_data["sample_indices"]).div(of_prompts.num_answers, rounding_mode="floor"),
         "trajectory": column(rollout_data["rollout_ids"]),
