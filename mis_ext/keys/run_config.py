@@ -202,6 +202,10 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     return config
 
 
+_COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
+"""Methods in which the gradient of a token is not linear in its advantage."""
+
+
 def says_group(given: Mapping[str, Any]) -> bool:
     """Whether a key says what the answers to one prompt share."""
     return any(given.get(key) is not None for key in GROUP_CHECKS)
@@ -243,6 +247,12 @@ def read_group(given: Mapping[str, Any], *, denominator: str = "fixed") -> Group
         raise ValueError(
             f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage "
             "is not what the rewards of a prompt say; write trained"
+        )
+    method = given.get("mis_loss_method")
+    if config.prompt_mean and method in _COMPARE_SIZES:
+        raise ValueError(
+            f"mis_prompt_mean: true scales advantages, and mis_loss_method: {method} compares their size; remove one "
+            "of them"
         )
     others = [f"mis_denominator: {denominator}"] * (denominator != "fixed")
     others += [

@@ -349,6 +349,16 @@ def test_prompts_are_not_left_to_another_function_of_ours(needs, path) -> None:
         start(HOOK | needs | {"n_samples_per_prompt": 4, "rollout_data_postprocess_path": path})
 
 
+@pytest.mark.parametrize(
+    ("path", "is_warned"), [("os.path.join", True), ("mis_ext.prepare_rollout", False)], ids=["foreign", "ours"]
+)
+def test_it_warns_where_only_a_foreign_function_sees_the_rollout(capsys, path, is_warned) -> None:
+    start(HOOK | PROMPTS | {"rollout_data_postprocess_path": path})
+    assert (
+        "does nothing unless --rollout-data-postprocess-path os.path.join calls" in capsys.readouterr().out
+    ) == is_warned
+
+
 @pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS, {}], ids=["target", "scope", "prompts", "nothing"])
 def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}

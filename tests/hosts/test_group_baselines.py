@@ -398,6 +398,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mis_group_over": "kept", "advantage_estimator": "reinforce_plus_plus_baseline"},
         "with --advantage-estimator reinforce_plus_plus_baseline",
     ),
+    "a method that is not linear in advantages": (
+        {"mis_prompt_mean": True, "loss_type": "custom_loss", "mis_loss_method": "kl_cov"},
+        "mis_loss_method: kl_cov compares their size",
+    ),
     "two denominators": (
         {"mis_prompt_mean": True, "use_tis": True, "mis_denominator": "kept"},
         "mis_prompt_mean: true and mis_denominator: kept are two denominators",

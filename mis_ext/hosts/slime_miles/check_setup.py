@@ -138,6 +138,12 @@ def check_setup(args: Any) -> None:
             "mis_ext: model_provider makes no logits: the loss and the host's scoring passes take hidden states"
         )
     said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
+    of_prompts, path = config.group and config.group.needs_rollout, read_argument(args, "rollout_data_postprocess_path")
+    if of_prompts and not str(path).startswith("mis_ext."):
+        said.append(
+            f"mis_ext: warning: {of_prompts} does nothing unless --rollout-data-postprocess-path {path} calls "
+            "mis_ext.prepare_rollout"
+        )
     interval = read_argument(args, "update_weights_interval") or 1
     if config.correction.staleness and interval > 1:
         said.append(
