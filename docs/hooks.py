@@ -38,7 +38,7 @@ ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 LONG_NAME = re.compile(r"(?<=<code>)[\w.-]{14,}(?=</code>)")
 SPHINX_ROLE = re.compile(r":(?:func|class|mod|meth|attr|data):<code>(~?)([\w.]+)</code>")
 API = re.compile(r"^<!-- api: (mis_ext[\w.]*) -->$", re.MULTILINE)
-IN_SOURCE = re.compile(r"\[`(\w+)`\]\((?:\.\./)+(mis_ext/[\w/]+)\.py\)")
+IN_SOURCE = re.compile(r"\[`(\w+)`\]\((?:\.\./)+(mis_ext/[\w/]+?)(?:/__init__)?\.py\)")
 """A public name that leads to its source in the repository: here it leads to its entry."""
 MOVED = dict(
     line.split()
