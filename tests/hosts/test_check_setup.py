@@ -84,7 +84,12 @@ def start(keys: dict[str, Any]) -> None:
             "mis_ext: policy_loss in place of the host's loss, mis_loss_method: dppo_tv | no correction (no use_tis)",
         ),
         (
-            LOSS | {"mis_group_over": "all", "mis_prompt_mean": True, "rollout_data_postprocess_path": "os.path.join"},
+            LOSS
+            | {
+                "mis_group_over": "all",
+                "mis_prompt_mean": True,
+                "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
+            },
             "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
             "over all, every prompt weighs the same | no correction (no use_tis)",
         ),
