@@ -160,7 +160,7 @@ def _answer(arms: Arms) -> str:
         at = [step for step in falls if step is not None]
         where = f" (step {', '.join(map(str, sorted(at)))})" if at else ""
         parts.append(f"{name} {len(at)} of {len(falls)}{where}" if falls else f"{name} not run")
-    said = f"**Own policies that collapsed: {'; '.join(parts)}.**"
+    said = f"**Own policies that collapsed: {'; '.join(parts)}.** {_ends(arms, names)}"
     tested = [(better, p_values[0]) for _, better, _, p_values in contrasts(arms)]
     if not any(p < 0.05 for _, p in tested):
         ran = [pair for pair in CONTRASTS if {*pair} <= {*arms}]
@@ -169,6 +169,16 @@ def _answer(arms: Arms) -> str:
         few = f": so few runs cannot give a p below {min(best):.2g}" if best and min(best) >= 0.05 else ""
         return f"{said} Whether a correction saves a run is not resolved{few}."
     return said + "".join(f" Against {better}: p {p:.3f}." for better, p in tested)
+
+
+def _ends(arms: Arms, names: dict[str, str]) -> str:
+    """What the arms came to, whether or not a run fell below half."""
+    parts = []
+    for arm, name in names.items():
+        if arm in arms:
+            own, growth = (np.median([of(rows) for rows in arms[arm]]) for of in (last_own, _growth))
+            parts.append(f"{name} {own:.2f} (k3 times {growth:.1f})")
+    return f"What the own policy is worth in the end, and how far k3 grew: {', '.join(parts)}; medians."
 
 
 def _so_far(study: Study, seen: Runs) -> str:

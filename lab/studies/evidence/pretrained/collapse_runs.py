@@ -89,16 +89,19 @@ def draw(study: Study, runs: Runs, path: Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(14, 4), constrained_layout=True)
     arms = list(dict.fromkeys(arm_of(study, group) for group, _ in runs))
     for group, rows in runs:
-        look = {"color": f"C{arms.index(arm_of(study, group))}", "linestyle": "-" if group.seeds == (1,) else "--"}
+        arm = arm_of(study, group)
+        look = {"color": f"C{arms.index(arm)}", "linestyle": "-" if group.seeds == (1,) else "--"}
         for axis, name in zip(axes, panels, strict=True):
             steps = [row["step"] for row in rows if name in row]
             values = [row[name] for row in rows if name in row]
             if name != "own_reward":
                 steps, values = steps[WINDOW - 1 :], np.convolve(values, np.ones(WINDOW) / WINDOW, "valid").tolist()
-            axis.plot(steps, values, linewidth=1.4, label=label_of(study, group), **look)
+            axis.plot(steps, values, linewidth=1.4, **look)
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         axis.set(title=title, xlabel="step", yscale="log" if name == "k3" else "linear")
-    axes[0].legend(fontsize=7)
+    for color, arm in enumerate(arms):
+        axes[0].plot([], color=f"C{color}", label=arm)
+    axes[0].legend(title="dashed: later seeds")
     save(figure, path)
 
 
