@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal, get_args
 
 from mis_ext.correction.gates import Gate, label_gates
@@ -97,6 +96,9 @@ class CorrectionConfig:
         check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
         check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)
         check_known("guards", self.warn_only, GUARD_NAMES)
+        is_of_names = isinstance(self.metrics, tuple) and all(isinstance(name, str) for name in self.metrics)
+        if self.metrics not in ("all", "core") and not is_of_names:
+            raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
         if self.normalize_over is not None and self.weight is None:
             raise ValueError("normalize_over has no effect without a weight")
         if self.metrics_only and (self.weight is not None or self.gates):
@@ -107,6 +109,9 @@ class CorrectionConfig:
         looks_at_lag = any(gate.statistic == LAG for gate in (*self.gates, *filter(None, [only_outside])))
         if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
             object.__setattr__(self, "staleness", True)
+        # A configuration is looked up at every call.
+        values = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.compare)
+        object.__setattr__(self, "_hash", hash(values))
         names = [row.name for row in self.available_rows]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -114,9 +119,6 @@ class CorrectionConfig:
                 f"the name of a gate gives two metrics one name ({', '.join(twice)}): give it another name"
             )
         _ = self.selected_rows
-        # A configuration is looked up at every call.
-        values = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.compare)
-        object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
         return self._hash
@@ -163,7 +165,7 @@ class CorrectionConfig:
     @property
     def available_rows(self) -> tuple[MetricRow, ...]:
         """The metrics that this configuration can emit, in the order of emission."""
-        return tuple(self._rows())
+        return _rows_of(self)
 
     @property
     def selected_rows(self) -> tuple[MetricRow, ...]:
@@ -173,8 +175,6 @@ class CorrectionConfig:
             return available
         if self.metrics == "core":
             return tuple(row for row in available if row.is_core)
-        if not isinstance(self.metrics, tuple) or not all(isinstance(name, str) for name in self.metrics):
-            raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
         by_public_name = {PREFIX + row.name: row for row in available}
         for name in self.metrics:
             if name not in by_public_name:
@@ -208,17 +208,21 @@ class CorrectionConfig:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
 
-    def _rows(self) -> Iterator[MetricRow]:
-        yield from mismatch_rows(self.metric_max)
-        if self.staleness:
-            yield from age_rows(self.metric_max)
-        if self.metrics_only:
-            return
-        if self.weight is not None:
-            yield from weight_rows(self.weight)
-        yield from chain.from_iterable(gate_rows(name, gate) for name, gate in self.labelled_gates.items())
-        yield from outcome_rows(
-            self.weight,
-            is_normalized=self.normalize_over is not None,
-            has_kept_denominator=self.denominator == "kept",
-        )
+
+@functools.lru_cache(maxsize=32)
+def _rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
+    rows = [*mismatch_rows(config.metric_max)]
+    if config.staleness:
+        rows += age_rows(config.metric_max)
+    if config.metrics_only:
+        return tuple(rows)
+    if config.weight is not None:
+        rows += weight_rows(config.weight)
+    for name, gate in config.labelled_gates.items():
+        rows += gate_rows(name, gate)
+    rows += outcome_rows(
+        config.weight,
+        is_normalized=config.normalize_over is not None,
+        has_kept_denominator=config.denominator == "kept",
+    )
+    return tuple(rows)

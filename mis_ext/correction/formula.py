@@ -10,6 +10,7 @@ also where there is no GPU (:func:`check_operations`).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -354,13 +355,21 @@ METHODS = tuple(name for name, found in vars(Symbol).items() if callable(found) 
 def check_operations(formulas: Mapping[str, Formula]) -> None:
     """Refuse formulas that the Triton backend could not write down."""
     for name, formula in formulas.items():
-        symbols = [Symbol(need, "float32") for need in formula.names]
-        try:
-            found = formula.function(*cast(list[Tensor], symbols))
-            if not isinstance(found, Symbol):
-                raise TypeError(f"it gives a {type(found).__name__} whatever its arguments are")
-        except Exception as error:
+        obstacle = _operation_obstacle(formula)
+        if obstacle is not None:
             raise ValueError(
-                f"the formula {name}({', '.join(formula.needs)}) cannot be written as a kernel: {error}. It may use "
+                f"the formula {name}({', '.join(formula.needs)}) cannot be written as a kernel: {obstacle}. It may use "
                 f"{OPERATORS}, the methods {', '.join(METHODS)}, and where of mis_ext.correction.formula"
-            ) from error
+            ) from obstacle
+
+
+@functools.lru_cache(maxsize=1024)
+def _operation_obstacle(formula: Formula) -> Exception | None:
+    """What a formula raises when it is called with symbols. Most formulas belong to no configuration: asked once."""
+    try:
+        found = formula.function(*cast(list[Tensor], [Symbol(need, "float32") for need in formula.names]))
+        if not isinstance(found, Symbol):
+            raise TypeError(f"it gives a {type(found).__name__} whatever its arguments are")
+    except Exception as error:
+        return error
+    return None

@@ -83,9 +83,9 @@ class Kind(enum.IntEnum):
     GROUP = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MetricRow:
-    """One metric.
+    """One metric; the names that follow from a row are found once, because all plans share the rows.
 
     Attributes:
         name: Without prefix.
@@ -114,20 +114,20 @@ class MetricRow:
         """Name of the formula of a token, whose sum over a sequence is needed."""
         return self.formula.names[0] if self.formula.is_name else f"metric_{self.name}"
 
-    @property
+    @functools.cached_property
     def total_formula(self) -> Formula:
         """What one sequence adds to the total of the mean."""
         if self.over != "valid_tokens":
             return self.formula
         return Formula.named(Column("sum", self.token_name, self.mask or "valid"))
 
-    @property
+    @functools.cached_property
     def amount_name(self) -> str:
         """Name of what one sequence adds to the total of the mean."""
         total = self.total_formula
         return total.needs[0] if total.is_name else f"amount_of_{self.name}"
 
-    @property
+    @functools.cached_property
     def count_name(self) -> Column:
         """How many tokens of a sequence count; a sequence without one was not measured."""
         mask = self.mask or ("valid" if self.over in ("valid_tokens", "sequences") else "response")
@@ -138,12 +138,12 @@ class MetricRow:
         """Name of the value of one sequence, 0 where it was not measured."""
         return f"value_of_{self.name}"
 
-    @property
+    @functools.cached_property
     def share_name(self) -> str:
         """Name of how much a sequence counts in the mean of its call."""
         return f"share_by_{self.count_name}"
 
-    @property
+    @functools.cached_property
     def kind(self) -> Kind:
         """What each token of a sequence is given."""
         is_mean = self.over in ("valid_tokens", "response_tokens")
@@ -156,43 +156,41 @@ class MetricRow:
             return Kind.MEAN_OR_CALL
         return Kind.SCALED_OR_CALL if self.is_scaled else Kind.OWN_OR_CALL
 
-    @property
+    @functools.cached_property
     def is_of_call(self) -> bool:
         """Whether a sequence that was not measured counts as the mean of those of its call that were."""
         return self.kind in (Kind.SCALED_OR_CALL, Kind.OWN_OR_CALL, Kind.MEAN_OR_CALL)
 
-    @property
+    @functools.cached_property
     def call_totals(self) -> tuple[Total, Total]:
         """The sums over the measured sequences of a call: of what they add, and of their shares."""
         return Total("sum", f"term_of_{self.name}"), Total("sum", self.share_name)
 
-    def sequence_formulas(self, *, per_token_loss: bool) -> dict[str, Formula]:
-        """By name: its value of one sequence, 0 where it was not measured, and what that adds to the mean of a call.
-
-        Args:
-            per_token_loss: The host averages over tokens, so that a sequence counts with its response tokens.
-        """
+    @functools.cached_property
+    def sequence_formulas(self) -> dict[str, Formula]:
+        """By name: its value of one sequence, 0 where it was not measured, and what that adds to the mean of a call."""
         value = mean_value if self.kind in (Kind.MEAN, Kind.MEAN_OR_CALL) else own_value
         formulas = {self.value_name: Formula(value, (self.amount_name, self.count_name))}
         if not self.total_formula.is_name:
             formulas[self.amount_name] = self.total_formula
-        if not self.is_of_call:
-            return formulas
+        if self.is_of_call:
+            formulas[f"term_of_{self.name}"] = Formula(term, (self.value_name, self.share_name))
+        return formulas
 
-        def share(count: Tensor, num_response: Tensor) -> Tensor:
-            return where(count > 0.0, num_response if per_token_loss else 1.0, 0.0)
+    def share_formula(self, *, per_token_loss: bool) -> Formula:
+        """How much a sequence counts in the mean of its call: with its response tokens where the host averages these.
 
-        return formulas | {
-            self.share_name: Formula(share, (self.count_name, NUM_RESPONSE)),
-            f"term_of_{self.name}": Formula(term, (self.value_name, self.share_name)),
-        }
+        Args:
+            per_token_loss: The host averages over tokens, not over per-sample means.
+        """
+        return Formula(share_of_tokens if per_token_loss else share_of_sequence, (self.count_name, NUM_RESPONSE))
 
     @property
     def spread_name(self) -> str:
         """Name of what each token of a sequence is given."""
         return f"spread_{self.name}"
 
-    @property
+    @functools.cached_property
     def spread_formulas(self) -> dict[str, Formula]:
         """By name: what each token of a sequence is given, for a host that divides by all samples."""
         if self.kind == Kind.GROUP:
@@ -221,6 +219,16 @@ def mean_value(amount: Tensor, count: Tensor) -> Tensor:
 def own_value(amount: Tensor, count: Tensor) -> Tensor:
     """The value of a sequence that is a number of its own; 0 where it was not measured."""
     return where_positive(count, amount)
+
+
+def share_of_sequence(count: Tensor, _num_response: Tensor) -> Tensor:
+    """A measured sequence counts once."""
+    return where(count > 0.0, 1.0, 0.0)
+
+
+def share_of_tokens(count: Tensor, num_response: Tensor) -> Tensor:
+    """A measured sequence counts with its response tokens."""
+    return where(count > 0.0, num_response, 0.0)
 
 
 def term(value: Tensor, share: Tensor) -> Tensor:

@@ -185,7 +185,9 @@ def plan_of(config: CorrectionConfig) -> Plan:
     for row in metrics:
         spread |= row.spread_formulas
     for row in of_sequences:
-        sequence |= row.sequence_formulas(per_token_loss=config.per_token_loss)
+        sequence |= row.sequence_formulas
+        if row.is_of_call:
+            sequence[row.share_name] = row.share_formula(per_token_loss=config.per_token_loss)
     check_operations({**token, **sequence, **SCALE_FORMULAS, **GROUP_FORMULAS, **spread})
     given = {*SCALES, *config.adapted_gates}
     table = MetricTable.of(metrics)
@@ -276,26 +278,38 @@ def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> d
     }
 
 
+def _finite(mean: Formula) -> Formula:
+    """A mean whose sum may have been too large for float32."""
+    return mean.then(lambda value: value.clamp(-MAX_NATS, MAX_NATS))
+
+
+SEQUENCE_FORMULAS: dict[str, Formula] = {
+    "measured": Formula.of(lambda num_valid: num_valid > 0.0),
+    "is_measured": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
+    "sequence_weight": Formula.of(lambda num_valid: num_valid * 0.0 + 1.0),
+    "has_kept": Formula.of(lambda num_kept: where(num_kept > 0.0, 1.0, 0.0)),
+    "has_response": Formula.of(lambda num_response: where(num_response > 0.0, 1.0, 0.0)),
+    "log_ratio_mean": _finite(reduced("log_ratio", "mean")),
+    "proximal_mean": _finite(reduced("proximal", "mean")),
+    "behavior_mean": _finite(reduced("behavior", "mean")),
+    # prod_t rho_t = exp(sum_t d_t), of each sequence: what `mis_ess_ratio_seq` is about.
+    "sequence_ratio": Formula(
+        lambda count, log_ratio: where_positive(count, bounded_exp(log_ratio)),
+        (NUM_VALID, Column("sum", "log_ratio")),
+    ),
+    "squared_sequence_ratio": Formula.of(lambda sequence_ratio: sequence_ratio.square()),
+}
+"""What a name means of a sequence, whatever is configured; only a weight of sequences replaces ``sequence_weight``."""
+
+_IS_WHOLE = Formula.of(lambda measured, num_valid, num_response: measured & (num_valid == num_response))
+
+
 def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
     weight = config.weight
-    is_whole = Formula.of(lambda measured, num_valid, num_response: measured & (num_valid == num_response))
     formulas = {
-        "measured": Formula.of(lambda num_valid: num_valid > 0.0),
-        "is_measured": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
-        "usable": is_whole if config.needs_whole_sequences else Formula.named("measured"),
+        **SEQUENCE_FORMULAS,
+        "usable": _IS_WHOLE if config.needs_whole_sequences else Formula.named("measured"),
         **_outcome("usable", [gate for gate in config.all_gates if not gate.is_of_tokens], suffix="_sequence"),
-        "sequence_weight": Formula.of(lambda num_valid: num_valid * 0.0 + 1.0),
-        "has_kept": Formula.of(lambda num_kept: where(num_kept > 0.0, 1.0, 0.0)),
-        "has_response": Formula.of(lambda num_response: where(num_response > 0.0, 1.0, 0.0)),
-        "log_ratio_mean": _finite(reduced("log_ratio", "mean")),
-        "proximal_mean": _finite(reduced("proximal", "mean")),
-        "behavior_mean": _finite(reduced("behavior", "mean")),
-        # prod_t rho_t = exp(sum_t d_t), of each sequence: what `mis_ess_ratio_seq` is about.
-        "sequence_ratio": Formula(
-            lambda count, log_ratio: where_positive(count, bounded_exp(log_ratio)),
-            (NUM_VALID, Column("sum", "log_ratio")),
-        ),
-        "squared_sequence_ratio": Formula.of(lambda sequence_ratio: sequence_ratio.square()),
     }
     # One column less where everything in the mask has a weight.
     if any(gate.action == "zero" for gate in config.all_gates):
@@ -306,11 +320,6 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
     if weight is not None:
         formulas |= weight.sequence_formulas
     return formulas | term_formulas(weight, over=config.normalize_over, per_token_loss=config.per_token_loss)
-
-
-def _finite(mean: Formula) -> Formula:
-    """A mean whose sum may have been too large for float32."""
-    return mean.then(lambda value: value.clamp(-MAX_NATS, MAX_NATS))
 
 
 def _outcome(mask: str, gates: list[Gate], *, suffix: str) -> dict[str, Formula]:

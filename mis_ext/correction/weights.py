@@ -275,43 +275,43 @@ class Weight:
     @property
     def token_formulas(self) -> dict[str, Formula]:
         """Of a token: its weight, if that is its own, and what moments are made of."""
-        if self.level != "token":
-            return {}
-        return {
-            "token_weight": self.formula,
-            "squared_token_weight": Formula.of(lambda token_weight: token_weight.square()),
-            # Weights near 1 keep the digits that a difference of squares would lose.
-            "token_weight_excess": Formula.of(lambda token_weight: token_weight - 1.0),
-            "squared_token_weight_excess": Formula.of(lambda token_weight_excess: token_weight_excess.square()),
-        }
+        return {"token_weight": self.formula} | _MOMENTS_OF_A_TOKEN if self.level == "token" else {}
 
     @property
     def sequence_formulas(self) -> dict[str, Formula]:
         """Of a sequence: number, sum and scatter of its weights, the sums of their squares and of ``weight - 1``."""
-        shared = {"num_weight_excess": Formula.named("num_weights")}
-        if self.level == "token":
-            excess, squared_excess = Column("sum", "token_weight_excess"), Column("sum", "squared_token_weight_excess")
-            return shared | {
-                "num_weights": Formula.named(NUM_VALID),
-                "weight": Formula.named(Column("sum", "token_weight")),
-                "squared_weight": Formula.named(Column("sum", "squared_token_weight")),
-                "weight_excess": Formula.named(excess),
-                "scatter_weight_excess": Formula(_scatter_of_tokens, (squared_excess, excess, NUM_VALID)),
-            }
-        return shared | {
-            "sequence_weight": self.formula,
-            "num_weights": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
-            "weight": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight, 0.0)),
-            "squared_weight": Formula.of(lambda weight: weight.square()),
-            "weight_excess": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight - 1.0, 0.0)),
-            # One weight is no distance from its own mean.
-            "scatter_weight_excess": Formula.of(lambda num_weights: num_weights * 0.0),
-        }
+        return _SUMS_OF_TOKENS if self.level == "token" else {"sequence_weight": self.formula} | _ONE_OF_A_SEQUENCE
 
 
 def _scatter_of_tokens(squared_sum: Tensor, total: Tensor, count: Tensor) -> Tensor:
     # A difference of squares within a sequence: tokens are passed over once.
     return (squared_sum - total.square() / count.clamp_min(1.0)).clamp_min(0.0)
+
+
+_MOMENTS_OF_A_TOKEN: dict[str, Formula] = {
+    "squared_token_weight": Formula.of(lambda token_weight: token_weight.square()),
+    # Weights near 1 keep the digits that a difference of squares would lose.
+    "token_weight_excess": Formula.of(lambda token_weight: token_weight - 1.0),
+    "squared_token_weight_excess": Formula.of(lambda token_weight_excess: token_weight_excess.square()),
+}
+_EXCESS, _SQUARED_EXCESS = Column("sum", "token_weight_excess"), Column("sum", "squared_token_weight_excess")
+_SUMS_OF_TOKENS: dict[str, Formula] = {
+    "num_weights": Formula.named(NUM_VALID),
+    "num_weight_excess": Formula.named("num_weights"),
+    "weight": Formula.named(Column("sum", "token_weight")),
+    "squared_weight": Formula.named(Column("sum", "squared_token_weight")),
+    "weight_excess": Formula.named(_EXCESS),
+    "scatter_weight_excess": Formula(_scatter_of_tokens, (_SQUARED_EXCESS, _EXCESS, NUM_VALID)),
+}
+_ONE_OF_A_SEQUENCE: dict[str, Formula] = {
+    "num_weights": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
+    "num_weight_excess": Formula.named("num_weights"),
+    "weight": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight, 0.0)),
+    "squared_weight": Formula.of(lambda weight: weight.square()),
+    "weight_excess": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight - 1.0, 0.0)),
+    # One weight is no distance from its own mean.
+    "scatter_weight_excess": Formula.of(lambda num_weights: num_weights * 0.0),
+}
 
 
 # --- what the weights are scaled by: self-normalisation and denominators, over one call, a group, or a rollout
