@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 from mis_ext.correction.config import GuardName
@@ -76,8 +77,17 @@ TAILS = ("few_tokens", "expert_routing")
 
 
 def cause(**row: Any) -> Callable[[Rule], Cause]:
-    """A rule with its row: the fields of :class:`Cause`. :mod:`~mis_ext.tools.diagnosis.table` has it in its order."""
-    return lambda rule: Cause(rule=rule, **row)
+    """A rule with its row: the other fields of :class:`Cause`, which say what it finds.
+
+    What the rule looks at are its parameters behind the first, by name. :mod:`~mis_ext.tools.diagnosis.table` has the
+    causes in their order.
+    """
+
+    def with_row(rule: Rule) -> Cause:
+        looked_at: Any = tuple(signature(rule).parameters)[1:]
+        return Cause(rule=rule, needs=looked_at, **row)
+
+    return with_row
 
 
 @dataclass(frozen=True)

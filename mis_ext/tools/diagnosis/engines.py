@@ -38,11 +38,9 @@ LEAST_BEHIND = 2
     name="log_prob_formula",
     title="another formula for the same log-prob, such as log(softmax) for log_softmax",
     looks_like="no difference exceeds 1.5 float32 steps of a log-prob, or of 1 where it is above -1",
-    needs=("signals",),
     advice="Nothing to correct. For equal bits use the same formula on both sides.",
 )
 def formula(measured: Measured, signals: Signals) -> Finding | None:
-    """Differences within the rounding of one operation."""
     steps, _, largest = signals.largest.tolist()
     if not 0.0 < steps <= MAX_FORMULA_STEPS or measured.tokens.line.num_tokens < MIN_TOKENS:
         return None
@@ -58,11 +56,9 @@ def formula(measured: Measured, signals: Signals) -> Finding | None:
     name="bf16_log_probs",
     title="log-probs rounded to bfloat16",
     looks_like="99 % of the log-probs of one side are bfloat16 numbers",
-    needs=("signals",),
     advice="Keep log-probs in float32 from the log-softmax to the dump.",
 )
 def bf16(measured: Measured, signals: Signals) -> Finding | None:
-    """Log-probs of one side that are bfloat16 numbers."""
     rounded = dict(zip(("proximal", "behavior"), signals.rounded.tolist(), strict=True))
     if min(count for count, _, _ in rounded.values()) < MIN_TOKENS or signals.largest[2] == 0.0:
         return None
@@ -81,12 +77,10 @@ def bf16(measured: Measured, signals: Signals) -> Finding | None:
     name="decode_dependence",
     title="decode or prefix dependence (attention, KV cache)",
     looks_like="first tokens of responses are equal, later ones differ",
-    needs=("signals",),
     advice="Compare prefill and decode of the engine (mis-ext diff).",
     hides=("late_positions",),
 )
 def decoding(measured: Measured, signals: Signals) -> Finding | None:
-    """First tokens of responses are equal, later ones are not."""
     first, first_different, later, later_different = signals.firsts.tolist()
     if first_different or not later_different:
         return None
@@ -114,12 +108,10 @@ _PREFIX_ADVICE = (
     title="a prefix in the cache that was computed with old weights",
     looks_like="the first 8 or 32 tokens of a turn differ twice as much as the 65th to 256th, or have 5 times "
     "their k3; or turns after the first do",
-    needs=("signals",),
     advice=_PREFIX_ADVICE,
     hides=TAILS,
 )
 def prefix(measured: Measured, signals: Signals) -> Finding | None:
-    """The beginning of turns differs more, or turns behind the first do."""
     first, later = signals.places
     total = float((first + later)[:, 1].sum())
     # A prefix that all share shows in all turns, one of the conversation behind the first only.
@@ -164,12 +156,10 @@ def prefix(measured: Measured, signals: Signals) -> Finding | None:
     title="positions that one side treats differently, as with RoPE scaling, a window or a length limit",
     looks_like="tokens after a position (from the 32nd on) differ twice as much as those before, have 5 times "
     "their k3, or differ more by a step that is no part of a steady rise; and that is a tenth of k3",
-    needs=("signals",),
     advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides.",
     hides=TAILS,
 )
 def late(measured: Measured, signals: Signals) -> Finding | None:
-    """Tokens behind some position differ, those before it hardly, or not as much."""
     bins = signals.positions
     total, found = float(bins[:, 1].sum()), list[tuple[bool, float, int, float]]()
     for index in range(FIRST_LATE, len(bins)):
@@ -252,11 +242,9 @@ def _tail(signals: Signals) -> Tail | None:
     name="few_tokens",
     title="a few tokens only",
     looks_like="less than 0.2 % of the uncertain tokens carry at least 60 % of k3",
-    needs=("signals",),
     advice="Look at the worst tokens. Truncated token weights (yaml/mis.yaml) limit the effect of each.",
 )
 def few_tokens(measured: Measured, signals: Signals) -> Finding | None:
-    """A handful of tokens carry most of the mismatch."""
     tail = _tail(signals)
     if tail is None or tail.share >= FEW_SHARE:
         return None
@@ -268,13 +256,11 @@ def few_tokens(measured: Measured, signals: Signals) -> Finding | None:
     title="most tokens agree and a few differ much, as with other experts in a mixture of experts",
     looks_like="at most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at "
     "least 60 % of k3",
-    needs=("signals",),
     advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
     "(lab/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
     "reward was the same (lab/evidence/pretrained_moe.md).",
 )
 def experts(measured: Measured, signals: Signals) -> Finding | None:
-    """Few tokens carry most of the mismatch, as where experts differ."""
     tail = _tail(signals)
     if tail is None or tail.share < FEW_SHARE:
         return None

@@ -57,14 +57,12 @@ MAX_STALE_DIFF = 1.0
     name="shifted_by_one_token",
     title="log-probs shifted by one token",
     looks_like="the streams, or those of some responses, fit at least twice as well when one is shifted by a token",
-    needs=("tokens",),
     advice="Score position p with the logits of position p - 1, on both sides.",
     is_fault=True,
     guard="shifted_log_probs",
     takes_out=True,
 )
 def shifted(measured: Measured, tokens: TokenSums) -> Finding | None:
-    """The streams fit much better when one of them is shifted by a token, in all responses or in some."""
     (aligned, moved), all_shifted = tokens.pair_gaps, tokens.is_shifted
     num_lagged, k3_lagged = _lagged(measured.samples)
     num_shifted = tokens.num_shifted - num_lagged
@@ -96,14 +94,12 @@ def _lagged(samples: Samples | None) -> tuple[float, float]:
     name="shifted_by_many_tokens",
     title="log-probs shifted by more than one token",
     looks_like="probabilities of a sample fit at least twice as well when one stream is shifted by 2 tokens or more",
-    needs=("samples",),
     advice="Take the last of the engine's log-probs, as many as there are ids: after a retraction or an abort "
     "those of a dropped attempt may stand before them.",
     is_fault=True,
     takes_out=True,
 )
 def shifted_by_many(measured: Measured, samples: Samples) -> Finding | None:
-    """The streams of some samples fit much better when one of them is shifted by more than a token."""
     lag_S = samples["lag"]
     if not bool(lag_S.any()):
         return None
@@ -125,13 +121,11 @@ def shifted_by_many(measured: Measured, samples: Samples) -> Finding | None:
     name="negated_log_probs",
     title="log-probs with the wrong sign: negative log-likelihoods in place of log-probs",
     looks_like="the streams fit at least twice as well when the sign of one is flipped",
-    needs=("tokens",),
     advice="Store log-probs, which are below 0, on both sides.",
     is_fault=True,
     guard="degenerate_behavior",
 )
 def negated(measured: Measured, tokens: TokenSums) -> Finding | None:
-    """Log-probs of one side are negative log-likelihoods."""
     count = max(tokens.num_valid, 1.0)
     differ = tokens.gap > MAX_ZERO_GAP * count
     if count < MIN_CONSTANT_TOKENS or not differ or tokens.negated >= SHIFT_FACTOR * tokens.gap:
@@ -150,14 +144,12 @@ def negated(measured: Measured, tokens: TokenSums) -> Finding | None:
     title="numbers above 0, which are no log-probs",
     looks_like="log-probs above 0.1: they are probabilities, or something was added to them; all of a response "
     "where none is below 0",
-    needs=("tokens",),
     advice="Store logarithms of probabilities, without a reward or a bonus in them.",
     is_fault=True,
     guard="degenerate_behavior",
     takes_out=True,
 )
 def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
-    """Numbers above 0, which no log-prob is."""
     sides = {"behavior": tokens.num_positive, "proximal": tokens.num_proximal_positive}
     found = [f"{count:.0f} of {tokens.num_valid:.0f} {side} log-probs" for side, count in sides.items() if count]
     most = max(sides.values())
@@ -178,7 +170,6 @@ def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
     looks_like="log-probs below -1000 on one side; 0 where the other is below -1, unless the other finds zeros "
     "more probable than the rest; all equal, in a response or everywhere; 8 that are lowest in a response, "
     "as of a clamp",
-    needs=("tokens",),
     advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
     "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
     is_fault=True,
@@ -186,7 +177,6 @@ def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
     takes_out=True,
 )
 def placeholders(measured: Measured, tokens: TokenSums) -> Finding | None:
-    """Sentinels, zeros and constants in place of log-probs."""
     if tokens.num_valid < MIN_CONSTANT_TOKENS:
         return None
     num_zeros, num_proximal_zeros = _num_zeros(measured)
@@ -263,13 +253,11 @@ def _some_placeholders(tokens: TokenSums, num_zeros: float, num_proximal_zeros: 
     title="a broken trainer: it finds the sampled tokens less probable than a uniform guess would",
     looks_like="the trainer's mean log-prob is below that of a uniform guess among the ids up to the largest "
     "(32,000 if more, or not known), and 0.3 nats below the engine's",
-    needs=("tokens",),
     advice="Check that its weights were loaded, with the scales of 8-bit weights, and that it scores the "
     "sampled ids behind the same prompt.",
     is_fault=True,
 )
 def broken_trainer(measured: Measured, tokens: TokenSums) -> Finding | None:
-    """The trainer finds the sampled tokens less probable than a uniform guess would."""
     return _worse_than_a_guess(measured, "trainer", tokens.proximal_rest, tokens.behavior_rest)
 
 
@@ -277,13 +265,11 @@ def broken_trainer(measured: Measured, tokens: TokenSums) -> Finding | None:
     name="broken_engine",
     title="a broken engine: it finds the tokens that it sampled less probable than a uniform guess would",
     looks_like="the same of the engine",
-    needs=("tokens",),
     advice="Check that its last update has loaded all weights, with the scales of 8-bit weights, and that it "
     "returns the log-probs of the sampled tokens.",
     is_fault=True,
 )
 def broken_engine(measured: Measured, tokens: TokenSums) -> Finding | None:
-    """The engine finds the tokens that it sampled less probable than a uniform guess would."""
     return _worse_than_a_guess(measured, "engine", tokens.behavior_rest, tokens.proximal_rest)
 
 
@@ -318,13 +304,11 @@ def _share_of(k3: float, others: float) -> float:
     title="samples whose text is not the one that the trainer scored, for example a text tokenised again",
     looks_like="ids that differ; or less than 40 % of the samples differ 5 times as much as the others, by "
     "more than 0.3 nats, with few between, and have most of k3",
-    needs=("samples",),
     advice="Train on the ids that the engine returned: do not decode and encode again.",
     is_fault=True,
     takes_out=True,
 )
 def other_ids(measured: Measured, samples: Samples) -> Finding | None:
-    """The trainer scores other ids, or another text, than the engine sampled."""
     known = samples["has_other_ids"]
     known = known[~known.isnan()]
     if bool(known.any()):
@@ -337,14 +321,12 @@ def other_ids(measured: Measured, samples: Samples) -> Finding | None:
     name="other_context",
     title="samples behind another prompt or context, or with log-probs of other samples: their ids are right",
     looks_like="samples differ as where a text is tokenised again, and their ids are equal",
-    needs=("samples",),
     advice="Compare what stands before these responses on both sides (prompt, template, images, tools), and "
     "whether each has the log-probs of its own request.",
     is_fault=True,
     takes_out=True,
 )
-def other_context(measured: Measured, _: Samples) -> Finding | None:
-    """Samples stand apart, and it is not their text."""
+def other_context(measured: Measured, samples: Samples) -> Finding | None:
     return _apart(measured, has_equal_ids=True)
 
 

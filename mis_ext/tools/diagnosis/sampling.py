@@ -80,7 +80,6 @@ for more noise than there is."""
     looks_like="the difference falls or rises with the log-prob, by a line that explains more than 6 % of its "
     "variance, or 45 % where a cut is seen beside it; and `ratio - 1` says that one distribution is a power of "
     "the other",
-    needs=("tokens",),
     advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
     "it sampled from.",
     is_fault=True,
@@ -147,7 +146,6 @@ _OTHER = {"behavior": "the trainer's", "proximal": "the one that the engine's lo
     title="logarithms to base 2 or 10 on one side",
     looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: that explains half of the variance "
     "of the differences and makes the mean ratio 1, which it was not to either side; or it explains 90 %",
-    needs=("tokens",),
     advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
     is_fault=True,
 )
@@ -180,13 +178,11 @@ def other_base(measured: Measured, tokens: TokenSums) -> Finding | None:
     name="vocabulary_padding",
     title="the trainer's vocabulary has padding, which takes a part of the probability",
     looks_like="the mean ratio is below 1, larger differences are below 0, and none is above 0.05 nats",
-    needs=("signals",),
     advice="Set the logits of the padding to minus infinity before the log-softmax.",
     is_fault=True,
     hides=("top_p_or_top_k", *TAILS),
 )
 def padding(measured: Measured, signals: Signals) -> Finding | None:
-    """All tokens lose a little of their probability."""
     evidence = _deficit(signals)
     lowest = float(signals.largest[1])
     if not evidence or lowest >= MAX_PADDING_GAP:
@@ -203,13 +199,11 @@ def padding(measured: Measured, signals: Signals) -> Finding | None:
     title="top-p, top-k or min-p in the sampling, not in the trainer's log-probs",
     looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by more "
     "than 0.03 and 20 standard errors; or by 0.005 and 12, and no token loses 3 nats",
-    needs=("signals",),
     advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens (mis_ext.rollout.define_log_probs).",
     is_fault=True,
     hides=TAILS,
 )
 def truncation(measured: Measured, signals: Signals) -> Finding | None:
-    """The engine samples from a part of what the trainer scores."""
     evidence = _deficit(signals)
     count, excess, _ = signals.ratios.tolist()
     if not evidence or float(signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:

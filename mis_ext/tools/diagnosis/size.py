@@ -58,11 +58,9 @@ QUANTISED = (
     name="equal",
     title="no difference",
     looks_like="every log-prob is the same number on both sides",
-    needs=("signals",),
     advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart.",
 )
-def equal(measured: Measured, _: Signals) -> Finding | None:
-    """Every log-prob is the same number on both sides."""
+def equal(measured: Measured, signals: Signals) -> Finding | None:
     if measured.tokens.num_valid == 0 or measured.tokens.num_different:
         return None
     return Finding(confidence="certain", evidence="every log-prob is the same number on both sides")
@@ -72,11 +70,9 @@ def equal(measured: Measured, _: Signals) -> Finding | None:
     name="bf16_kernels",
     title="other kernels or rounding, no larger than that of bfloat16",
     looks_like=f"no other cause, and k3 is below {KERNEL_K3:g}",
-    needs=("signals",),
     advice="No correction is needed for this alone. To find the first module that differs: mis-ext diff.",
 )
-def kernels(measured: Measured, _: Signals) -> Finding | None:
-    """A difference of the size of kernels in bfloat16."""
+def kernels(measured: Measured, signals: Signals) -> Finding | None:
     is_quiet, old = measured.k3_left < QUIET_K3, stale_words(measured)
     if not _is_left(measured, 0.0, KERNEL_K3) or (is_quiet and measured.has_main):
         return None
@@ -90,13 +86,12 @@ def kernels(measured: Measured, _: Signals) -> Finding | None:
     name="bf16_or_low_precision",
     title="kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side",
     looks_like=_left(f"{KERNEL_K3:g} to {PRETRAINED_K3:g}"),
-    needs=("signals",),
     advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
     "both k3 was a 65th, and training learned in about half the steps (lab/evidence/normal.md). In "
     "small models an fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
     "difference there (docs/guide/presets.md).",
 )
-def kernels_or_low_precision(measured: Measured, _: Signals) -> Finding | None:
+def kernels_or_low_precision(measured: Measured, signals: Signals) -> Finding | None:
     """A difference that kernels in bfloat16 give in a pretrained model, and low precision in a small one.
 
     Tails do not tell them apart: low precision adds some, but which model it is decides more.
@@ -112,13 +107,11 @@ def kernels_or_low_precision(measured: Measured, _: Signals) -> Finding | None:
     name="low_precision",
     title="lower precision on one side (fp8 or int8 weights or cache)",
     looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
-    needs=("signals",),
     advice="Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
     "correction, and needed 8 steps more than 107 to a reward of 0.9 with it (docs/guide/presets.md). A k3 far above "
     "that of the same engine in bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
 )
-def low_precision(measured: Measured, _: Signals) -> Finding | None:
-    """A difference between those of bfloat16 and of other weights."""
+def low_precision(measured: Measured, signals: Signals) -> Finding | None:
     if not _is_left(measured, PRETRAINED_K3, QUANTISED_K3):
         return None
     return _rest(measured, f"above kernels: {BF16}; {QUANTISED}", (*_others(measured), OTHER_KERNELS))
@@ -128,11 +121,9 @@ def low_precision(measured: Measured, _: Signals) -> Finding | None:
     name="large_mismatch",
     title="a large mismatch, which low precision gave in some models only",
     looks_like=_left(f"above {QUANTISED_K3:g}"),
-    needs=("signals",),
     advice="Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
 )
-def large(measured: Measured, _: Signals) -> Finding | None:
-    """More than precision explains."""
+def large(measured: Measured, signals: Signals) -> Finding | None:
     if not _is_left(measured, QUANTISED_K3, math.inf):
         return None
     others = (
