@@ -8,11 +8,11 @@ import operator
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.layout import PackedLayout
@@ -70,25 +70,53 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
     """
     device = device_of(*rollout_data.get("loss_masks") or ())
     try:
-        streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=_HOOK, remedy=_REMEDY)
-        share = _share(streams)
+        share = _share(pack_rollout(rollout_data, groups, rollout_id, device=device, key=_HOOK, remedy=_REMEDY))
     except Exception:
-        _over_ranks(_Failure(global_rank()), groups)
+        _over_ranks(global_rank(), groups)
         raise
     found = _over_ranks(share, groups)
-    if isinstance(found, _Failure):
-        raise RuntimeError(f"{_HOOK} failed on rank {found.rank}; its own error says why")
-    count = len(found.columns)
-    mismatch = measure(found.tally, Sequences(found.columns, [Origin()] * count, [""] * count))
-    return {f"{PREFIX}{name}": float(value) for name, value in vars(mismatch).items() if name not in _LEFT_OUT}
+    if isinstance(found, int):
+        raise RuntimeError(f"{_HOOK} failed on rank {found}; its own error says why")
+    return {f"{PREFIX}{name}": float(value) for name, value in vars(measure(*found)).items() if name not in _LEFT_OUT}
 
 
-def _over_ranks(share: Share | _Failure, groups: Groups) -> Share | _Failure:
-    """The share of all ranks, or who failed; a rank that failed takes part in every collective."""
-    for group, join in ((groups.cp_group, _of_same_sequences), (groups.dp_group, _of_other_sequences)):
+Share = tuple[TokenTally, Sequences]
+"""Sums of some tokens. Those by position and by turn are wrong where a sequence is split: use none of them."""
+
+
+def _share(streams: PackedStreams) -> Share:
+    """The sums of the tokens that this rank holds."""
+    layout = streams.layout
+    # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
+    local = PackedStreams(
+        streams.proximal_logprobs_T.cpu(),
+        streams.behavior_logprobs_T.cpu(),
+        (layout.local_part(streams.response_mask_R) != 0).cpu(),
+        PackedLayout.whole(layout.local_lengths),
+    )
+    no_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
+    part = Part(step="", streams=local, advantages_T=no_advantage_T, origins=[Origin()] * layout.num_sequences)
+    return TokenTally.of(part), Sequences.of(part)
+
+
+def _over_ranks(share: Share | int, groups: Groups) -> Share | int:
+    """The share of all ranks, or the rank that failed; a rank that failed takes part in every collective."""
+    for group, join in ((groups.cp_group, _joined_tokens), (groups.dp_group, Sequences.joined)):
         shares = gather_objects(share, group)
-        share = next((each for each in shares if isinstance(each, _Failure)), None) or join(shares)
+        failed = [each for each in shares if isinstance(each, int)]
+        if failed:
+            share = failed[0]
+        else:
+            tallies, sequences = zip(*shares, strict=True)
+            share = reduce(operator.add, tallies), join(sequences)
     return share
+
+
+def _joined_tokens(shares: Sequence[Sequences]) -> Sequences:
+    """The sequences of context-parallel ranks: each has some tokens of every one."""
+    columns = shares[0].columns.clone()
+    columns[:, SUMS_OF_TOKENS] = torch.stack([share.columns[:, SUMS_OF_TOKENS] for share in shares]).sum(0)
+    return replace(shares[0], columns=columns)
 
 
 def _write(numbers: dict[str, float], rollout_id: int) -> None:
@@ -108,49 +136,3 @@ def _write(numbers: dict[str, float], rollout_id: int) -> None:
     with SummaryWriter(os.environ.get("MISMATCH_LOG_DIR", "runs/mismatch")) as writer:
         for name, value in numbers.items():
             writer.add_scalar(name, value, rollout_id)
-
-
-class _Failure(NamedTuple):
-    """In the place of a share: the rank that has none. Its own error says why."""
-
-    rank: int
-
-
-class Share(NamedTuple):
-    """Sums of some tokens of ``S`` sequences.
-
-    Attributes:
-        tally: Of all tokens. Those by position and by turn are wrong where a sequence is split: use none of them.
-        columns: ``[S, len(COLUMNS)]`` float64, as in :class:`Sequences`.
-    """
-
-    tally: TokenTally
-    columns: Tensor
-
-
-def _share(streams: PackedStreams) -> Share:
-    """The sums of the tokens that this rank holds."""
-    layout = streams.layout
-    # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
-    local = PackedStreams(
-        streams.proximal_logprobs_T.cpu(),
-        streams.behavior_logprobs_T.cpu(),
-        (layout.local_part(streams.response_mask_R) != 0).cpu(),
-        PackedLayout.whole(layout.local_lengths),
-    )
-    no_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
-    part = Part(step="", streams=local, advantages_T=no_advantage_T, origins=[Origin()] * layout.num_sequences)
-    return Share(TokenTally.of(part), Sequences.of(part).columns)
-
-
-def _of_same_sequences(shares: Sequence[Share]) -> Share:
-    """The share of context-parallel ranks: each has some tokens of every sequence."""
-    columns = shares[0].columns.clone()
-    columns[:, SUMS_OF_TOKENS] = torch.stack([share.columns[:, SUMS_OF_TOKENS] for share in shares]).sum(0)
-    return Share(reduce(operator.add, (share.tally for share in shares)), columns)
-
-
-def _of_other_sequences(shares: Sequence[Share]) -> Share:
-    """The share of data-parallel ranks: each has sequences of its own."""
-    tally = reduce(operator.add, (share.tally for share in shares))
-    return Share(tally, torch.cat([share.columns for share in shares]))
