@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mis_ext import __version__
 from mis_ext.files import printable, to_jsonable
-from mis_ext.tools.cli import check_rollouts, configurations, equality, panel, report
+from mis_ext.tools.cli import check_rollouts, configurations, equality, report
 from mis_ext.tools.cli.command import Result, require
 
 _MAX_MESSAGE = 2000
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configurations.add_schema,
         configurations.add_methods,
         configurations.add_convert,
-        panel.add_command,
+        configurations.add_panel,
     ):
         add(commands)
     for command in commands.choices.values():

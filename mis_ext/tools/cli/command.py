@@ -15,7 +15,8 @@ from mis_ext.files import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Column
+    from rich.table import Column, Table
+    from rich.text import Text
 
 
 class Result(NamedTuple):
@@ -56,22 +57,17 @@ def _is_there(module: str) -> bool:
 
 def show(text: str, style: str = "") -> None:
     """Print a text."""
-    from rich.console import Console
-    from rich.text import Text
-
-    Console().print(Text(printable(text), style=style))
+    _print(_text(text, style))
 
 
 def show_grid(rows: Iterable[tuple[str, str]], *, gap: int = 2, style: str = "dim", text_style: str = "") -> None:
     """Print names and texts in two columns: longer texts go on below where they begin."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     grid = Table.grid(padding=(0, gap))
     for name, text in rows:
-        grid.add_row(Text(name, style=style), Text(printable(text), style=text_style))
-    Console().print(grid)
+        grid.add_row(_text(name, style), _text(text, text_style))
+    _print(grid)
 
 
 def show_table(
@@ -83,18 +79,28 @@ def show_table(
     **options: Any,
 ) -> None:
     """Print a table."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(*columns, **options)
     rows = [*rows]
     for row, style in zip(rows, [""] * len(rows) if styles is None else styles, strict=True):
-        first, *others = (Text(printable(cell)) for cell in row)
+        first, *others = map(_text, row)
         for cell in others:
             cell.justify = "right" if numbers_right else None
         table.add_row(first, *others, style=style)
-    Console().print(table)
+    _print(table)
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(printable(text), style=style)
+
+
+def _print(what: Text | Table) -> None:
+    from rich.console import Console
+
+    Console().print(what)
 
 
 Advance = Callable[[int], None]

@@ -118,7 +118,7 @@ def _date_of(*files: Path) -> str:
 
 def _report(parsed: argparse.Namespace) -> Report:
     from mis_ext.tools.dumps import Dumps
-    from mis_ext.tools.report.findings import read_findings
+    from mis_ext.tools.report.findings import Collector, read_findings
     from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates
     from mis_ext.tools.report.whole_report import make_report, read_series
 
@@ -133,7 +133,7 @@ def _report(parsed: argparse.Namespace) -> Report:
     with _pool() as pool:
         options: dict[str, Any] = {"num_worst": parsed.worst, "pool": pool}
         # Before the run itself, which takes longer: a file that cannot be read is found sooner.
-        against = read_findings(other, sources=map(str, others), **options) if others else None
+        against = read_findings(other, Collector(**options), sources=map(str, others)) if others else None
         return make_report(dumps, candidates, sources=map(str, paths), logged=logged, against=against, **options)
 
 

@@ -196,38 +196,30 @@ class Measuring:
         sides = ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T))
         of_engine_T, of_trainer_T = ((side_T == 0.0) & (other_T.exp() < CERTAIN) for side_T, other_T in sides)
         is_zero_T = found.rest_T & (of_engine_T | of_trainer_T)
-        unknown = [math.nan] * len(lag_S)
-        known = (
-            unknown if versions_behind is None else versions_behind,
-            *(
-                unknown if each is None else [math.nan if x is None else float(x) for x in each]
-                for each in (has_other_ids, has_old_weights)
-            ),
-            unknown if token_ids is None else [*map(_largest_id, token_ids)],
-        )
+        largest_ids = None if token_ids is None else map(_largest_id, token_ids)
+        known = [
+            [math.nan if each is None else float(each) for each in ([None] * len(lag_S) if values is None else values)]
+            for values in (versions_behind, has_other_ids, has_old_weights, largest_ids)
+        ]
         columns = [
             *torch.where(is_lagged_S, 0.0, sums),
-            *(torch.tensor([*each], dtype=torch.float64) for each in known),
+            *torch.tensor(known, dtype=torch.float64),
             *(lag_S, *torch.where(is_lagged_S, sums[[0, 2]], 0.0)),
             *_sums(tokens, is_zero_T, layout)[:3],
         ]
         samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
         self._samples.append(samples)
-
-        def add(kind: Kind, tokens: TokenRatios, found: Sorted, mask_R: Tensor) -> None:
-            signals = Signals.of(
-                tokens, found, response_mask_R=mask_R, layout=layout, position_T=position_T, turns=turns
-            )
-            self._add(kind, signals)
-
         has_zeros = bool(is_zero_T.any())
         for number, kind in enumerate(KINDS):
             is_kind_S = samples.kinds == number
             is_kind_T = is_zero_T if kind == "zeros" else layout.index.to_tokens(is_kind_S) & ~is_zero_T
             if bool(is_kind_S.all()) and not has_zeros:
-                add(kind, tokens, found, response_mask_R)
+                chosen = tokens, found, response_mask_R
             elif bool(is_kind_T.any()):
-                add(kind, *_only(is_kind_S, is_kind_T, tokens, found, response_mask_R, layout))
+                chosen = _only(is_kind_S, is_kind_T, tokens, found, response_mask_R, layout)
+            else:
+                continue
+            self._add(kind, Signals.of(*chosen, layout=layout, position_T=position_T, turns=turns))
         return self
 
     @classmethod

@@ -119,23 +119,18 @@ def _by_version(samples: Samples) -> Finding | None:
     if farthest.k3 > GROWTH * nearest.k3 and _is_more(farthest, nearest):
         return Finding(confidence="likely", evidence=evidence, k3_share=excess)
     is_few = total < MIN_TOKENS and nearest.k3 > 0.0
+    # What gives so much with fresh weights.
+    usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if nearest.k3 < PRETRAINED_K3 else ()
+    precision = "lower precision on one side" if nearest.k3 < QUANTISED_K3 else OTHER_PRECISION
     if nearest.behind and (is_few or nearest.k3 > KERNEL_K3):
         return Finding(
             confidence="possible",
             evidence=f"{evidence}; no fresh token tells which it is",
             k3_share=1.0,
             is_up_to=True,
-            alternatives=_fresh_words(nearest.k3, is_few=is_few),
+            alternatives=("other kernels",) if is_few else (*usual, precision),
         )
     return None
-
-
-def _fresh_words(k3: float, *, is_few: bool) -> tuple[str, ...]:
-    """What gives so much with fresh weights."""
-    if is_few:
-        return ("other kernels",)
-    usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if k3 < PRETRAINED_K3 else ()
-    return (*usual, "lower precision on one side" if k3 < QUANTISED_K3 else OTHER_PRECISION)
 
 
 def _share_above(floor: float, groups: Sequence[_Group | _Step]) -> float:
@@ -175,20 +170,20 @@ def _by_step(samples: Samples, typical: Mapping[str, float]) -> Finding | None:
         return None
     steps.sort(key=lambda step: (not step.name.isdecimal(), step.name.zfill(20)))
     floor = min(steps, key=lambda step: step.k3)
-    evidence, usual, alternatives = _returns(steps, floor), floor.k3, tuple[str, ...]()
-    if not evidence:
-        evidence, usual, alternatives = _drifts(steps), steps[0].k3, ("a mismatch that training itself lets grow",)
-    if not evidence:
-        usual, alternatives = sorted(step.k3 for step in steps)[len(steps) // 2], ()
-        evidence = _jumps(steps, usual)
-    if not evidence:
-        return None
-    return Finding(
-        confidence="possible",
-        evidence=evidence + _agree(samples),
-        k3_share=_share_above(usual, steps),
-        alternatives=alternatives,
-    )
+    most = sorted(step.k3 for step in steps)[len(steps) // 2]
+    for evidence, usual, alternatives in (
+        (_returns(steps, floor), floor.k3, ()),
+        (_drifts(steps), steps[0].k3, ("a mismatch that training itself lets grow",)),
+        (_jumps(steps, most), most, ()),
+    ):
+        if evidence:
+            return Finding(
+                confidence="possible",
+                evidence=evidence + _agree(samples),
+                k3_share=_share_above(usual, steps),
+                alternatives=alternatives,
+            )
+    return None
 
 
 def _returns(steps: list[_Step], floor: _Step) -> str:

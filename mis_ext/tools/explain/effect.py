@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +71,13 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
     """What ``config`` does to responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
     law, weight = GaussianLaw(k3, length), config.weight
     gates = described_gates(config)
-    kept = _Passed.of(law, [gate for gate in gates.values() if gate.action == "reject"])
-    live = _Passed.of(law, [*gates.values()])
+    kept = _Passed(law, (gate for gate in gates.values() if gate.action == "reject"))
+    live = _Passed(law, gates.values())
     first, second = (live.moment(weight, power) for power in (1, 2))
-    weight_mean = _Passed.of(law, []).moment(weight, 1)
-    live_share = live.share
+    weight_mean = _Passed(law).moment(weight, 1)
     # As in the correction: the mean over kept weights, and the survivors over all.
-    means = {"valid": weight_mean, "kept": _ratio_or_one(first, live_share), None: 1.0}
-    factor = _ratio_or_one(1.0, live_share) if config.denominator == "kept" else 1.0
+    means = {"valid": weight_mean, "kept": _ratio_or_one(first, live.share), None: 1.0}
+    factor = _ratio_or_one(1.0, live.share) if config.denominator == "kept" else 1.0
     log_ratio = GaussianLaw(0.0, 1.0).token if weight is None else law.of_level(weight.level)
     low, high = EVERYTHING if weight is None else (weight.log_low, weight.log_high)
     return Effect(
@@ -89,7 +88,7 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
         ess_geometric=law.ess("geometric"),
         accepted={name: law.acceptance(gate) for name, gate in gates.items()},
         kept_tokens=kept.share,
-        live_tokens=live_share,
+        live_tokens=live.share,
         kept_sequences=kept.share_responses,
         above_high=log_ratio.between(high, math.inf) if high < math.inf else 0.0,
         below_low=log_ratio.between(-math.inf, low) if low > -math.inf else 0.0,
@@ -112,42 +111,28 @@ def gate_label(name: str, gate: Gate) -> str:
     return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"
 
 
-@dataclass(frozen=True)
 class _Passed:
-    """What passes some gates: log-ratios of a token, log-ratios of a response, and a share, NaN if one is unknown."""
+    """What passes some gates: log-ratios of a token, log-ratios of a response, and a share, NaN if one is unknown.
 
-    law: GaussianLaw
-    token: list[Interval]
-    product: list[Interval]
-    others: float
+    ``share`` is what is left of all tokens, in [0, 1].
+    """
 
-    @classmethod
-    def of(cls, law: GaussianLaw, gates: list[Gate]) -> _Passed:
-        """What passes all of them."""
-        token, product, others = [EVERYTHING], [EVERYTHING], 1.0
+    def __init__(self, law: GaussianLaw, gates: Iterable[Gate] = ()) -> None:
+        self.law, self.others = law, 1.0
+        self.token: list[Interval] = [EVERYTHING]
+        self.product: list[Interval] = [EVERYTHING]
         for gate in gates:
             accepted = law.acceptance(gate)
             if gate.statistic == "ratio" and gate.reduce in ("sum", "mean") and gate.after is None:
                 scale = law.length if gate.reduce == "mean" else 1.0
-                product = intersected(product, [(gate.log_low * scale, gate.log_high * scale)])
+                self.product = intersected(self.product, [(gate.log_low * scale, gate.log_high * scale)])
             elif not math.isnan(accepted) and gate.reduce == "token":
-                token = intersected(token, passing(gate))
+                self.token = intersected(self.token, passing(gate))
             else:
-                others *= accepted
-        return cls(law, token, product, others)
-
-    @property
-    def share_token(self) -> float:
-        return sum(self.law.token.between(*each) for each in self.token)
-
-    @property
-    def share_product(self) -> float:
-        return sum(self.law.product.between(*each) for each in self.product)
-
-    @property
-    def share(self) -> float:
-        """Of all tokens, what is left, in [0, 1]."""
-        return self.share_token * self.share_product * self.others
+                self.others *= accepted
+        self.share_token = sum(law.token.between(*each) for each in self.token)
+        self.share_product = sum(law.product.between(*each) for each in self.product)
+        self.share = self.share_token * self.share_product * self.others
 
     @property
     def share_responses(self) -> float:
@@ -202,10 +187,14 @@ def _expected(config: CorrectionConfig, method: Method, k3: float, length: float
     whole = max(1, round(length))
     has_token_weight = config.weight is None or config.weight.level == "token"
     is_of_tokens = method.is_of_tokens and has_token_weight and all(gate.is_of_tokens for gate in config.all_gates)
+    # Of the law is what asks neither for probabilities by name nor for segments, of which drawn responses have one.
+    reduces = [*method.reduces, *(gate.reduce for gate in config.all_gates)]
+    has_segments = any(reduce.startswith("segment") for reduce in reduces)
+    is_of_the_law = not has_segments and all(gate.row.follows_from_ratio for gate in config.all_gates)
     # Tokens of their own are the same in shorter responses.
     drawn_length = min(whole, NUM_TOKENS // NUM_RESPONSES) if is_of_tokens else whole
     num_responses = min(NUM_TOKENS // drawn_length, NUM_RESPONSES)
-    if num_responses < MIN_RESPONSES or not _is_of_the_law(config, method):
+    if num_responses < MIN_RESPONSES or not is_of_the_law:
         return dict.fromkeys(_MEASURED, math.nan)
     law = GaussianLaw(k3, drawn_length)
     halves = [
@@ -219,14 +208,6 @@ def _expected(config: CorrectionConfig, method: Method, k3: float, length: float
     if drawn_length < whole:
         found["kept_sequences"] = 1.0 - (1.0 - found["kept_tokens"]) ** length
     return found
-
-
-def _is_of_the_law(config: CorrectionConfig, method: Method) -> bool:
-    """Whether nothing asks for probabilities by name, or for segments, of which drawn responses have one."""
-    gates = config.all_gates
-    reduces = [*method.reduces, *(gate.reduce for gate in gates)]
-    has_segments = any(reduce.startswith("segment") for reduce in reduces)
-    return not has_segments and all(gate.row.follows_from_ratio for gate in gates)
 
 
 def draw(

@@ -199,11 +199,9 @@ def read_findings(
     collector: Collector | None = None,
     *,
     sources: Iterable[str] = (),
-    num_worst: int = NUM_WORST,
-    pool: Executor | None = None,
 ) -> Findings:
     """What is found in dumps."""
-    collector = Collector(num_worst=num_worst, pool=pool) if collector is None else collector
+    collector = Collector() if collector is None else collector
     parts = Parts(dumps)
     for part in parts:
         collector.add(part)

@@ -157,13 +157,18 @@ def _probability(axes: Any, report: Report) -> None:
 
 def _position(axes: Any, report: Report) -> None:
     rows = report.summary.by_position
-    places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
+    places = _middles(rows)
     gaps = [row.mean_abs_difference or math.nan for row in rows]
     axes.plot(places, gaps, color=LOG_RATIO, marker="s", linestyle="--", label="mean |log ratio|")
     axes.plot(places, [row.k3 or math.nan for row in rows], color=K3, marker="o", label="k3")
     axes.set(xscale="log", xlabel="position in the response", ylabel="nats")
     logarithmic(axes, rows)
     axes.legend(frameon=False)
+
+
+def _middles(rows: Iterable[Group]) -> list[float]:
+    """Of octaves of positions, on a logarithmic axis."""
+    return [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
 
 
 def _acceptance(axes: Any, report: Report) -> None:
@@ -239,8 +244,8 @@ def _bar(step: Mismatch) -> tuple[float, float, float]:
 def _positions_of_two(axes: Any, runs: tuple[Findings, Findings]) -> None:
     for (name, color, marker, line), run in zip(_STYLES, runs, strict=True):
         rows = run.summary.by_position
-        places = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
-        axes.plot(places, [row.k3 or math.nan for row in rows], color=color, marker=marker, linestyle=line, label=name)
+        k3s = [row.k3 or math.nan for row in rows]
+        axes.plot(_middles(rows), k3s, color=color, marker=marker, linestyle=line, label=name)
     axes.set(xscale="log", xlabel="position in the response", ylabel="k3 (nats per token)")
     logarithmic(axes, [row for run in runs for row in run.summary.by_position])
     axes.legend(frameon=False)
