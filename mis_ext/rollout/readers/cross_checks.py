@@ -2,15 +2,15 @@
 """Everything that a response says about one generation, held against each other.
 
 A response says most things more than once: ids beside log-probs, counts in ``usage``, the end in two fields.
-:func:`settle` compares all places of each. :func:`open_choice` opens the OpenAI-style responses of any server.
+:func:`settle` compares all places of each. :class:`Choice` opens the OpenAI-style responses of any server.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mis_ext.rollout.generation import (
     Contradiction,
@@ -23,7 +23,7 @@ from mis_ext.rollout.generation import (
     UnprovenTokenIds,
     are_logits,
 )
-from mis_ext.rollout.readers.json_fields import Field, open_exchange
+from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 
 T = TypeVar("T")
 # Of finite numbers, vLLM's -9999 among them; none of a sane response has more.
@@ -166,8 +166,15 @@ def _read_versions(spans: Field, last: Field | None, length: int) -> list[str]:
     return versions
 
 
-class Choice(NamedTuple):
-    """The parts of an OpenAI-style response that are the same for every server.
+class Choice:
+    """One choice of an OpenAI-style response: the parts that are the same for every server.
+
+    Its request is named ``id#position`` where there are several choices.
+
+    Args:
+        api: Which of the three forms the response has.
+        choice: The position of the choice; None: the only one.
+        logits_advice: How to get log-probs, for the error when the largest of them prove to be logits.
 
     Attributes:
         asked: The request.
@@ -181,19 +188,60 @@ class Choice(NamedTuple):
         finish_reason: Why the generation ended.
         text: Its text; None where reasoning or tool calls were parsed out of it.
         prompt_count: Where the response counts the tokens of its prompt; None where it counts those of others with it.
+
+    Raises:
+        AbortedRequest: The server answered with an error, or gave the choice up.
+        Contradiction: The choice's index is not its position.
+        CountMismatch: ``usage`` counts another number of sampled tokens than have log-probs.
+        LogProbError: There are no log-probs, or they are logits.
+        MalformedResponse: A field is missing or has another type, or ``choice`` does not name a choice.
     """
 
-    asked: Field
-    answer: Field
-    body: Field
-    position: int
-    tokens: Field
-    token_bytes: Field | None
-    log_probs: Field
-    top_log_probs: list[list[float]]
-    finish_reason: FinishReason
-    text: str | None
-    prompt_count: Field | None
+    def __init__(
+        self,
+        request: Json,
+        response: Json,
+        *,
+        api: Literal["chat", "completions", "generate"],
+        choice: int | None,
+        request_id: str | None,
+        logits_advice: str = "a server that returns log-probs is needed",
+    ) -> None:
+        self.asked, self.answer = open_exchange(request, response, request_id=request_id)
+        bodies = self.answer["choices"].entries()
+        count = len(bodies)
+        if choice is None and count != 1:
+            raise MalformedResponse(
+                self.answer.request_id, f"response.choices has {count} entries: name one by choice="
+            )
+        self.position = choice or 0
+        if not 0 <= self.position < count:
+            raise MalformedResponse(self.answer.request_id, f"choice must be in [0, {count - 1}], got {self.position}")
+        if count > 1:
+            bodies = [replace(body, request_id=f"{body.request_id}#{i}") for i, body in enumerate(bodies)]
+        self.body = body = bodies[self.position]
+        check_same(body["index"], replace(body, value=self.position, path="its position"))
+        self.finish_reason = body["finish_reason"].finish_reason()
+        scored = [_scored_tokens(each, api) for each in bodies]
+        # The server's own count of what it sampled, over all choices: the one witness that sees a list cut short.
+        usage, sampled = self.answer["usage"], sum(len(log_probs.array()) for _, _, log_probs in scored)
+        counted = usage["completion_tokens"]
+        if counted.count() != sampled:
+            raise CountMismatch(
+                body.request_id, f"{counted.path} is {counted.value}, but there are {sampled} log-probs"
+            )
+        self.tokens, self.token_bytes, self.log_probs = scored[self.position]
+        prompt_count = usage["prompt_tokens"]
+        self.prompt_count = prompt_count if api != "completions" or count == 1 else None
+        parsed_out = []
+        if api == "chat":
+            message = body["message"]
+            content = message.get("content")
+            parsed_out = [message.get(part).value for part in ("reasoning_content", "reasoning", "tool_calls")]
+        else:
+            content = body["text"] if api == "completions" else body.get("text")
+        self.text = content.string() if content and not any(parsed_out) else None
+        self.top_log_probs = _top_log_probs(body, api, logits_advice)
 
     def given(self, prompt_ids: Iterable[int] | None) -> Field:
         """The prompt's ids that the caller knows, as one more place."""
@@ -206,70 +254,6 @@ class Choice(NamedTuple):
         if not isinstance(prompt.value, (list, tuple)) or isinstance(next(iter(prompt.value), 0), (list, tuple, str)):
             return None
         return prompt
-
-
-def open_choice(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
-    *,
-    api: Literal["chat", "completions", "generate"],
-    choice: int | None,
-    request_id: str | None,
-    logits_advice: str = "a server that returns log-probs is needed",
-) -> Choice:
-    """The choice at position ``choice`` of a response, None the only one; its request is named ``id#position`` if not.
-
-    ``logits_advice`` says how to get log-probs, for the error when the largest of them prove to be logits.
-
-    Raises:
-        AbortedRequest: The server answered with an error, or gave the choice up.
-        Contradiction: The choice's index is not its position.
-        CountMismatch: ``usage`` counts another number of sampled tokens than have log-probs.
-        LogProbError: There are no log-probs, or they are logits.
-        MalformedResponse: A field is missing or has another type, or ``choice`` does not name a choice.
-    """
-    asked, answer = open_exchange(request, response, request_id=request_id)
-    bodies = answer["choices"].entries()
-    count = len(bodies)
-    if choice is None and count != 1:
-        raise MalformedResponse(answer.request_id, f"response.choices has {count} entries: name one by choice=")
-    position = choice or 0
-    if not 0 <= position < count:
-        raise MalformedResponse(answer.request_id, f"choice must be in [0, {count - 1}], got {position}")
-    if count > 1:
-        bodies = [replace(body, request_id=f"{body.request_id}#{i}") for i, body in enumerate(bodies)]
-    body = bodies[position]
-    check_same(body["index"], replace(body, value=position, path="its position"))
-    finish_reason = body["finish_reason"].finish_reason()
-    scored = [_scored_tokens(each, api) for each in bodies]
-    # The server's own count of what it sampled, over all choices: the one witness that sees a list cut short.
-    sampled = sum(len(log_probs.array()) for _, _, log_probs in scored)
-    counted = answer["usage"]["completion_tokens"]
-    if counted.count() != sampled:
-        raise CountMismatch(body.request_id, f"{counted.path} is {counted.value}, but there are {sampled} log-probs")
-    tokens, token_bytes, log_probs = scored[position]
-    prompt_count = answer["usage"]["prompt_tokens"]
-    if api == "chat":
-        message = body["message"]
-        content = message.get("content")
-        parsed_out = (message.get(part).value for part in ("reasoning_content", "reasoning", "tool_calls"))
-        text = content.string() if content and not any(parsed_out) else None
-    else:
-        content = body["text"] if api == "completions" else body.get("text")
-        text = content.string() if content else None
-    return Choice(
-        asked=asked,
-        answer=answer,
-        body=body,
-        position=position,
-        tokens=tokens,
-        token_bytes=token_bytes,
-        log_probs=log_probs,
-        top_log_probs=_top_log_probs(body, api, logits_advice),
-        finish_reason=finish_reason,
-        text=text,
-        prompt_count=prompt_count if api != "completions" or count == 1 else None,
-    )
 
 
 def _scored_tokens(body: Field, api: str) -> tuple[Field, Field | None, Field]:

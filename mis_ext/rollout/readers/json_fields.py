@@ -28,6 +28,8 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     # vLLM saw the model repeat itself: whole, but not ended by the model.
     "repetition": "length",
 }
+# What a request and a response are, decoded.
+Json = Mapping[str, Any]
 _GIVEN_UP = ("abort", "error", "content_filter")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from mis_ext.rollout.definition import told_mode
@@ -20,20 +20,20 @@ from mis_ext.rollout.generation import (
     ToldMode,
     UnprovenTokenIds,
 )
-from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, open_choice, settle
-from mis_ext.rollout.readers.json_fields import Field, open_exchange
+from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, settle
+from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.rollout.vocabulary import token_bytes_of
 
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
 _LOGITS_ADVICE = "start vLLM with --logprobs-mode processed_logprobs"
+_VLLM_CHOICE = partial(Choice, logits_advice=_LOGITS_ADVICE)
+_OPENAI_CHOICE = partial(Choice, logits_advice=f"if the server is vLLM, {_LOGITS_ADVICE}")
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
 _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
 
 
-def read_sglang_generate(
-    request: Mapping[str, Any], response: Mapping[str, Any], *, request_id: str | None = None
-) -> Generation:
+def read_sglang_generate(request: Json, response: Json, *, request_id: str | None = None) -> Generation:
     """What ``/generate`` sampled for one prompt.
 
     The request needs ``return_logprob: true``, and the prompt as ``input_ids``; with ``text`` instead it also needs
@@ -87,11 +87,7 @@ def read_sglang_generate(
 
 
 def read_sglang_chat(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
-    *,
-    choice: int | None = None,
-    request_id: str | None = None,
+    request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
     """What ``/v1/chat/completions`` sampled for one choice.
 
@@ -109,22 +105,18 @@ def read_sglang_chat(
     Raises:
         RolloutError: The response proves no sample; the subclass says why.
     """
-    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id)
+    found = Choice(request, response, api="chat", choice=choice, request_id=request_id)
     return _read_sglang(found, sampled_ids="response_token_ids", sent_as="input_ids")
 
 
 def read_sglang_completions(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
-    *,
-    choice: int | None = None,
-    request_id: str | None = None,
+    request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
     """What ``/v1/completions`` sampled for one choice; the request needs ``logprobs`` and ``return_token_ids: true``.
 
     Arguments and errors are those of :func:`read_sglang_chat`.
     """
-    found = open_choice(request, response, api="completions", choice=choice, request_id=request_id)
+    found = Choice(request, response, api="completions", choice=choice, request_id=request_id)
     return _read_sglang(found, sampled_ids="token_ids", sent_as="prompt")
 
 
@@ -182,20 +174,14 @@ def _check_not_replaced(match: Field) -> None:
 
 
 def read_vllm_generate(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
-    *,
-    choice: int | None = None,
-    request_id: str | None = None,
+    request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
     """What ``/inference/v1/generate`` of vLLM sampled for one choice, from a server with ``--enable-scale-out``.
 
     The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
     ids that each token was drawn from. Arguments and errors are those of :func:`read_sglang_chat`.
     """
-    found = open_choice(
-        request, response, api="generate", choice=choice, request_id=request_id, logits_advice=_LOGITS_ADVICE
-    )
+    found = _VLLM_CHOICE(request, response, api="generate", choice=choice, request_id=request_id)
     # Its text mode has texts beside the log-probs, and no ids.
     scored_ids = found.tokens if any(value is not None for value in found.tokens.value) else None
     prompt_places = [found.sent("token_ids"), found.answer.get("prompt_token_ids")]
@@ -203,8 +189,8 @@ def read_vllm_generate(
 
 
 def read_vllm_chat(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
+    request: Json,
+    response: Json,
     *,
     prompt_ids: Sequence[int] | None = None,
     choice: int | None = None,
@@ -217,16 +203,14 @@ def read_vllm_chat(
     ``return_weight_versions: true`` it has the versions of the weights. The other arguments and the errors are those of
     :func:`read_sglang_chat`.
     """
-    found = open_choice(
-        request, response, api="chat", choice=choice, request_id=request_id, logits_advice=_LOGITS_ADVICE
-    )
+    found = _VLLM_CHOICE(request, response, api="chat", choice=choice, request_id=request_id)
     prompt_places = [found.given(prompt_ids), found.answer.get("prompt_token_ids")]
     return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
 
 
 def read_vllm_completions(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
+    request: Json,
+    response: Json,
     *,
     prompt_ids: Sequence[int] | None = None,
     choice: int | None = None,
@@ -239,9 +223,7 @@ def read_vllm_completions(
     ``return_weight_versions: true`` it has the versions of the weights. Arguments and errors are those of
     :func:`read_vllm_chat`.
     """
-    found = open_choice(
-        request, response, api="completions", choice=choice, request_id=request_id, logits_advice=_LOGITS_ADVICE
-    )
+    found = _VLLM_CHOICE(request, response, api="completions", choice=choice, request_id=request_id)
     prompt_places = [found.given(prompt_ids), found.sent("prompt"), found.body.get("prompt_token_ids")]
     return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
 
@@ -295,8 +277,8 @@ def _ids_in_tokens(tokens: Field) -> Field | None:
 
 
 def read_openai_chat(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
+    request: Json,
+    response: Json,
     *,
     prompt_ids: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
@@ -310,14 +292,13 @@ def read_openai_chat(
     ``tokenizer`` is the server's, a fast Hugging Face one of byte-level BPE; None refuses every response. The response
     has no ``prompt_ids``: they must be given. The other arguments and the errors are those of :func:`read_sglang_chat`.
     """
-    advice = f"if the server is vLLM, {_LOGITS_ADVICE}"
-    found = open_choice(request, response, api="chat", choice=choice, request_id=request_id, logits_advice=advice)
+    found = _OPENAI_CHOICE(request, response, api="chat", choice=choice, request_id=request_id)
     return _read_text(found, tokenizer, [found.given(prompt_ids)])
 
 
 def read_openai_completions(
-    request: Mapping[str, Any],
-    response: Mapping[str, Any],
+    request: Json,
+    response: Json,
     *,
     prompt_ids: Sequence[int] | None = None,
     tokenizer: Tokenizer | None = None,
@@ -330,10 +311,7 @@ def read_openai_completions(
     a part of a character as U+FFFD, as Latin-1 or as ``bytes:\xe2``. Arguments and errors are those of
     :func:`read_openai_chat`; ``prompt_ids`` may be left out where the prompt was sent as ids.
     """
-    advice = f"if the server is vLLM, {_LOGITS_ADVICE}"
-    found = open_choice(
-        request, response, api="completions", choice=choice, request_id=request_id, logits_advice=advice
-    )
+    found = _OPENAI_CHOICE(request, response, api="completions", choice=choice, request_id=request_id)
     return _read_text(found, tokenizer, [found.given(prompt_ids), found.sent("prompt")])
 
 
