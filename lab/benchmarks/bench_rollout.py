@@ -37,9 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from tiny_tokenizers import ENGLISH_TEXT, encode, encode_bytewise, english_tokenizer
 
-from mis_ext.rollout.conversations.boundary import Policy
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.generation import Generation, Policy
 
 REPEATS = 3
 TOOL_SHARE = 0.5

@@ -11,7 +11,7 @@ pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
 from check_conversations import check_some
 
 from mis_ext.rollout.conversations import builder
-from mis_ext.rollout.conversations.boundary import BoundaryAction
+from mis_ext.rollout.generation import BoundaryAction
 from mis_ext.rollout.readers import cross_checks, server_sent_events
 
 

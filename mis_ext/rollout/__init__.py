@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from mis_ext.rollout.comparable_log_probs import TrainerLogProbs as TrainerLogProbs
     from mis_ext.rollout.comparable_log_probs import behavior_log_probs as behavior_log_probs
     from mis_ext.rollout.comparable_log_probs import trainer_log_probs as trainer_log_probs
-    from mis_ext.rollout.conversations.boundary import Boundary as Boundary
-    from mis_ext.rollout.conversations.boundary import BoundaryAction as BoundaryAction
-    from mis_ext.rollout.conversations.boundary import BoundaryKind as BoundaryKind
-    from mis_ext.rollout.conversations.boundary import Built as Built
-    from mis_ext.rollout.conversations.boundary import Policy as Policy
     from mis_ext.rollout.conversations.builder import build_samples as build_samples
     from mis_ext.rollout.custom_generate.function import generate as generate
     from mis_ext.rollout.definition import Distribution as Distribution
@@ -33,13 +28,18 @@ if TYPE_CHECKING:
     from mis_ext.rollout.definition import define_log_probs as define_log_probs
     from mis_ext.rollout.definition import tell_logprobs_mode as tell_logprobs_mode
     from mis_ext.rollout.generation import AbortedRequest as AbortedRequest
+    from mis_ext.rollout.generation import Boundary as Boundary
+    from mis_ext.rollout.generation import BoundaryAction as BoundaryAction
     from mis_ext.rollout.generation import BoundaryError as BoundaryError
+    from mis_ext.rollout.generation import BoundaryKind as BoundaryKind
+    from mis_ext.rollout.generation import Built as Built
     from mis_ext.rollout.generation import Contradiction as Contradiction
     from mis_ext.rollout.generation import CountMismatch as CountMismatch
     from mis_ext.rollout.generation import Generation as Generation
     from mis_ext.rollout.generation import LogProbError as LogProbError
     from mis_ext.rollout.generation import MalformedResponse as MalformedResponse
     from mis_ext.rollout.generation import NotASample as NotASample
+    from mis_ext.rollout.generation import Policy as Policy
     from mis_ext.rollout.generation import RolloutError as RolloutError
     from mis_ext.rollout.generation import TrainingSample as TrainingSample
     from mis_ext.rollout.generation import UnprovenTokenIds as UnprovenTokenIds

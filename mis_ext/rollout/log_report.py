@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Policy
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.generation import BoundaryError, Generation, RolloutError, Tokenizer, TrainingSample
+from mis_ext.rollout.generation import (
+    Boundary,
+    BoundaryAction,
+    BoundaryError,
+    BoundaryKind,
+    Generation,
+    Policy,
+    RolloutError,
+    Tokenizer,
+    TrainingSample,
+)
 from mis_ext.rollout.post_processing import detect_post_processing
 from mis_ext.rollout.rollout_log import LoggedCall, LogLineError
 
@@ -50,7 +59,7 @@ class ConversationCheck:
             ``--logprobs-mode``. ``weight_versions``: at most one, whether the responses name one version,
             several, or not all one. ``policy_errors``: at most one, the policy refuses the conversation.
         samples: What is trained under the policy.
-        metrics: :meth:`~mis_ext.rollout.conversations.boundary.Built.metrics` under the policy; empty without one.
+        metrics: :meth:`~mis_ext.rollout.generation.Built.metrics` under the policy; empty without one.
     """
 
     counts: Mapping[str, int]

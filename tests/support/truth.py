@@ -7,9 +7,8 @@ from typing import Any
 
 from agents import score_of, scores
 
-from mis_ext.rollout.conversations.boundary import Built
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.generation import BoundaryError, Generation
+from mis_ext.rollout.generation import BoundaryError, Built, Generation
 
 
 def sampled_of(calls: list[Generation]) -> dict[float, tuple[int, str | None]]:

@@ -11,15 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, get_args
 
-from mis_ext.rollout.conversations.boundary import Boundary, BoundaryAction, BoundaryKind, Built, Policy
 from mis_ext.rollout.conversations.prefix_tree import KnownCall, Place, PrefixTree, find_mismatch
 from mis_ext.rollout.conversations.rewriting import Turn, align, marks_of
 from mis_ext.rollout.generation import (
     LARGEST_ID,
+    Boundary,
+    BoundaryAction,
     BoundaryError,
+    BoundaryKind,
+    Built,
     CountMismatch,
     Generation,
     MalformedResponse,
+    Policy,
     Tokenizer,
     TrainingSample,
     find_illegal_id,
@@ -286,16 +290,17 @@ def _align(
     found = align(turns, theirs, marks=marks_of(tokenizer, reasoning), cut=known_call.was_cut)
     if found is None:
         return []
-    kind = found.kind
+    kind, num_tokens, sampled = found
     if kind is not BoundaryKind.REASONING_STRIPPED:
         if known_call.was_cut and position >= spans[-1][0]:
             kind = BoundaryKind.TRUNCATED_GENERATION
         # A special token and the same characters in plain tokens are another conversation.
-        same_text = prompt[origin:] if found.end is None else prompt[origin : origin + found.end]
-        before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
-        if found.end is not None and before != now:
-            return []
-    moved = [(origin + start, origin + stop) for start, stop in found.spans]
+        if num_tokens is not None:
+            same_text = prompt[origin : origin + num_tokens]
+            before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
+            if before != now:
+                return []
+    moved = [(origin + start, origin + stop) for start, stop in sampled]
     return [Comparison(kind, known_call, position, spans[:first] + moved)]
 
 

@@ -16,8 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.conversations.boundary import BoundaryKind
-from mis_ext.rollout.generation import REPLACEMENT, Tokenizer
+from mis_ext.rollout.generation import REPLACEMENT, BoundaryKind, Tokenizer
 from mis_ext.rollout.vocabulary import token_bytes_of
 
 _TAG = re.compile(r"<[^<>\s]+>")
@@ -80,29 +79,21 @@ class Turn(NamedTuple):
     sampled: bytes
 
 
-class Alignment(NamedTuple):
-    """The conversation as it stands in the prompt.
-
-    Attributes:
-        kind: ``RETOKENIZED``: byte for byte; ``RETEMPLATED`` or ``REASONING_STRIPPED``: what happened to any turn.
-        end: Prompt tokens that hold the conversation; None where a token holds its end and what follows.
-        spans: Prompt tokens ``[start, end)`` of each turn's sampled text, a token that holds more of the text included.
-    """
-
-    kind: BoundaryKind
-    end: int | None
-    spans: list[tuple[int, int]]
-
-
-def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: bool) -> Alignment | None:
+def align(
+    turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: bool
+) -> tuple[BoundaryKind, int | None, list[tuple[int, int]]] | None:
     """Where the turns are in the prompt, the bytes of whose tokens are given; ``cut``: a limit ended the last turn.
 
-    None where anything else than the writing of a sampled text was changed.
+    Returns:
+        None where anything else than the writing of a sampled text was changed. Else what happened to any turn,
+        ``RETOKENIZED`` being byte for byte; how many prompt tokens hold the conversation, None where a token holds its
+        end and what follows; and the prompt tokens ``[start, end)`` of each turn's sampled text, a token that holds
+        more of the text included.
     """
     # In other tokens, byte for byte, or else as a template may have rendered it again.
-    text = b"".join(prompt)
-    kind, ends = BoundaryKind.RETOKENIZED, [*accumulate(len(part) for turn in turns for part in turn)]
-    if not text.startswith(b"".join(part for turn in turns for part in turn)):
+    text, parts = b"".join(prompt), [part for turn in turns for part in turn]
+    kind, ends = BoundaryKind.RETOKENIZED, [*accumulate(map(len, parts))]
+    if not text.startswith(b"".join(parts)):
         found = _align_text(turns, _readable(text), marks, cut=cut)
         if found is None:
             return None
@@ -111,7 +102,7 @@ def align(turns: Sequence[Turn], prompt: Sequence[bytes], *, marks: Marks, cut: 
     token_ends = [0, *accumulate(map(len, prompt))]
     tokens = [bisect_left(token_ends, end) for end in ends]
     is_whole = token_ends[tokens[-1]] == ends[-1]
-    return Alignment(kind, tokens[-1] if is_whole else None, [*zip(tokens[::2], tokens[1::2], strict=True)])
+    return kind, tokens[-1] if is_whole else None, [*zip(tokens[::2], tokens[1::2], strict=True)]
 
 
 def _align_text(turns: Sequence[Turn], text: str, marks: Marks, *, cut: bool) -> tuple[BoundaryKind, list[int]] | None:

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from mis_ext.rollout.conversations.boundary import Policy
+from mis_ext.rollout.generation import Policy
 from mis_ext.tools.cli.command import Result, bytes_bars, require, show, show_grid, show_table
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from agents import TEMPLATES, Conversation
 from tiny_tokenizers import TOKENIZERS
 from truth import check_ancestors, check_prompts, check_strict, check_tokens
 
-from mis_ext.rollout.conversations.boundary import BoundaryKind
 from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.generation import BoundaryKind
 
 CONVERSATIONS = 120
 

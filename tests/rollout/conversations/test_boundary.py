@@ -13,9 +13,9 @@ from tiny_tokenizers import PLAIN, STRIP_REASONING, TOKENIZERS, TURN_END, encode
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.conversations.boundary import Boundary
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.conversations.prefix_tree import find_mismatch
+from mis_ext.rollout.generation import Boundary
 from mis_ext.rollout.vocabulary import BYTE_LEVEL_ALPHABET, TokenBytes
 
 TEXT = "a naïve 天気, Погода 🙂👩‍🚀\n\n  <think>x</think><|im_end|>"

@@ -16,9 +16,15 @@ from conversations import ANSWER, CASES, QUESTION, Case, call, sample_of
 from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, render
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.conversations.boundary import BoundaryAction, BoundaryKind
 from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.generation import BoundaryError, CountMismatch, MalformedResponse, TrainingSample
+from mis_ext.rollout.generation import (
+    BoundaryAction,
+    BoundaryError,
+    BoundaryKind,
+    CountMismatch,
+    MalformedResponse,
+    TrainingSample,
+)
 
 ACTIONS = {
     # class: strict, split
