@@ -161,29 +161,25 @@ def detect_post_processing(
     # The texts that something may have been added to, or removed from.
     bodies = {body for decoding, trimmed in (*plain, *stripped) for body in (decoding.text, *trimmed)}
     cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-    kind, detail, kept = _classify_change(response_text, whole, sorted(bodies, key=len, reverse=True), cleans_up)
-    num_kept, lost_text = kept or (None, "")
-    return PostProcessing(kind=kind, detail=detail, num_kept=num_kept, lost_text=lost_text)
+    return _classify_change(response_text, whole, sorted(bodies, key=len, reverse=True), cleans_up)
 
 
-def _classify_change(
-    text: str, whole: Sequence[_Decoding], bodies: Sequence[str], cleans_up: bool
-) -> tuple[PostProcessingKind, str, tuple[int, str] | None]:
-    """The class, what differs, and of a text that was cut the whole tokens in it and the text behind these."""
+def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str], cleans_up: bool) -> PostProcessing:
     kinds = PostProcessingKind
     # Servers that decode while they sample hold back a character until its last byte.
     shown = [*bodies, *(decoding.whole_text for decoding in whole)]
     if any(text.replace(REPLACEMENT, "") == candidate.replace(REPLACEMENT, "") for candidate in shown):
         detail = "the text differs only where bytes are no whole character: the decoder leaves such out, or an agent"
-        return kinds.UNDECIDABLE, detail, None
+        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     begins = ((decoding, sampled) for decoding in whole for sampled in (decoding.text, decoding.whole_text))
     cut = next(((decoding, sampled) for decoding, sampled in begins if sampled.startswith(text)), None)
     removed = next((body for body in bodies if text and body.endswith(text)), None)
     if cut and text.endswith(REPLACEMENT):
         detail = "the text was cut where bytes are no whole character: which token that is depends on the decoder"
-        return kinds.UNDECIDABLE, detail, None
+        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     if cut and removed:
-        return kinds.UNDECIDABLE, f"{_show(text)} is both how the sampled text begins and how it ends", None
+        detail = f"{_show(text)} is both how the sampled text begins and how it ends"
+        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     if cut:
         decoding, sampled = cut
         num_kept, inside = decoding.tokens_within(text)
@@ -191,18 +187,20 @@ def _classify_change(
         detail = f"the text was cut after {end!r}; {_show(sampled[len(text) :])} was sampled after it"
         if lost:
             detail += f"; the cut is inside token {num_kept}, of which {_show(lost)} was kept"
-        return kinds.PREFIX_TRUNCATED, detail, (num_kept, lost)
+        return PostProcessing(kind=kinds.PREFIX_TRUNCATED, detail=detail, num_kept=num_kept, lost_text=lost)
     if removed:
-        return kinds.PREFIX_REMOVED, f"the text lacks its beginning {_show(removed.removesuffix(text))}", None
+        detail = f"the text lacks its beginning {_show(removed.removesuffix(text))}"
+        return PostProcessing(kind=kinds.PREFIX_REMOVED, detail=detail)
     for body in bodies:
         if text.startswith(body):
-            return kinds.SUFFIX_ADDED, f"{_show(text[len(body) :])} was not sampled", None
+            return PostProcessing(kind=kinds.SUFFIX_ADDED, detail=f"{_show(text[len(body) :])} was not sampled")
     if cleans_up and any("".join(text.split()) == "".join(body.split()) for body in bodies):
-        return kinds.UNDECIDABLE, "the text differs only in spaces: the decoder cleans such up, or an agent did", None
+        detail = "the text differs only in spaces: the decoder cleans such up, or an agent did"
+        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     num_equal = ((sum(takewhile(bool, map(operator.eq, text, each.text))), each.text) for each in whole)
     position, closest = max(num_equal)
     shown_there = f"{_show(closest[position:])} was sampled, the text has {_show(text[position:])}"
-    return kinds.EDITED, f"the first difference is at character {position}: {shown_there}", None
+    return PostProcessing(kind=kinds.EDITED, detail=f"the first difference is at character {position}: {shown_there}")
 
 
 def _show(text: str) -> str:

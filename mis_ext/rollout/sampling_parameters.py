@@ -59,14 +59,8 @@ _HARMLESS = frozenset(
         *("model", "messages", "prompt", "text", "input_ids", "token_ids", "rid", "request_id", "priority", "tools"),
         *("image_data", "audio_data", "video_data", "features", "return_prompt_token_ids", "return_text_in_logprobs"),
         *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
-        *(
-            "parallel_tool_calls",
-            "chat_template",
-            "chat_template_kwargs",
-            "add_generation_prompt",
-            "add_special_tokens",
-        ),
-        *("logprob_token_ids", "stream_interval", "cache_salt", "session_id", "repetition_detection"),
+        *("parallel_tool_calls", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+        *("add_special_tokens", "logprob_token_ids", "cache_salt", "session_id", "repetition_detection"),
         *("routed_experts_start_len", "routed_experts_prompt_start", "return_weight_versions"),
         *("continue_final_message", "separate_reasoning", "return_hidden_states", "return_routed_experts"),
     )
@@ -232,6 +226,9 @@ class _OnItsWay:
         return any(isinstance(function, Mapping) and function.get("strict") is True for function in functions)
 
 
+_Make = Callable[[_OnItsWay], None]
+
+
 class Change(NamedTuple):
     """What a server makes of a request before it samples.
 
@@ -247,7 +244,7 @@ class Change(NamedTuple):
     release: str
     source: str
     says: str
-    make: Callable[[_OnItsWay], None]
+    make: _Make
 
 
 CHANGES: list[Change] = []
@@ -255,21 +252,15 @@ CHANGES: list[Change] = []
 _RELEASES: dict[Server, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
 
 
-def _change(
-    server: Server, source: str, says: str
-) -> Callable[[Callable[[_OnItsWay], None]], Callable[[_OnItsWay], None]]:
-    def register(make: Callable[[_OnItsWay], None]) -> Callable[[_OnItsWay], None]:
+def _change(server: Server, source: str, says: str) -> Callable[[_Make], _Make]:
+    def register(make: _Make) -> _Make:
         CHANGES.append(Change(server, _RELEASES[server], source, says, make))
         return make
 
     return register
 
 
-@_change(
-    "sglang",
-    "SamplingParams.__post_init__",
-    "A temperature below 1e-6 takes the most probable token.",
-)
+@_change("sglang", "SamplingParams.__post_init__", "A temperature below 1e-6 takes the most probable token.")
 def _greedy_where_cold(request: _OnItsWay) -> None:
     if request.temperature < 1e-6:
         request.temperature = 0.0
