@@ -171,14 +171,8 @@ def find_end(
     text. White space between words is not free: it means something in a program. And a turn is written anew only once
     it has ended: where it goes on, each byte counts.
 
-    Args:
-        text: A rendered prompt, its invalid bytes as surrogates.
-        start: Index into ``text``.
-        sampled: What was sampled, its invalid bytes as surrogates.
-        marks: What begins and ends a turn, and what is a tag.
-        begins: A turn begins with ``sampled``.
-        cut: The token limit ended the sampling: nothing need be left of an incomplete last character, if the turn ends
-            there.
+    Invalid bytes are surrogates in both texts. ``begins``: a turn begins with ``sampled``. ``cut``: the token limit
+    ended it, so nothing need be left of an incomplete last character if the turn ends there.
     """
     if text.startswith(sampled, start):
         return start + len(sampled)

@@ -63,7 +63,7 @@ async def generate(
 
     Args:
         input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
-            ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``
+            ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``,
             the router's policy, SGLang's speculative decoding, ``use_rollout_routing_replay`` and with it the layers
             and experts of the model are read, the last nine where they exist, and what
             :class:`~mis_ext.rollout.custom_generate.host.Settings` describes, under ``on_policy_tokens``. Miles
@@ -356,12 +356,9 @@ class Episode:
     template_options: Callable[[], Mapping[str, Any]]
 
     async def run(self, prompt_ids: list[int], turn: Turn, num_rows: int | None = None) -> Ended:
-        """The episode from a prompt on to its end.
+        """The episode to its end: from a prompt that may hold a part of ``turn``, or all of it, not answered yet.
 
-        Args:
-            prompt_ids: Everything before the first request, a part of the model's turn included.
-            turn: The turn that the first request samples, or that the environment has not answered yet.
-            num_rows: Tokens whose experts are known; None: nobody asks for them.
+        ``num_rows`` is the number of tokens whose experts are known; None: nobody asks for them.
         """
         step = self.settings.load_environment()
         calls: list[Call] = []

@@ -38,11 +38,7 @@ CANARY = f"{KEY}_canary"
 Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
-_UNSUPPORTED_FLAGS = (
-    "use_rollout_indexer_replay",
-    "use_sampling_support_replay",
-    "rollout_top_logprobs_num",
-)
+_UNSUPPORTED_FLAGS = ("use_rollout_indexer_replay", "use_sampling_support_replay", "rollout_top_logprobs_num")
 _LORA_FLAGS = ("lora_rank", "lora_adapter_path")
 
 
@@ -240,10 +236,7 @@ def host_name(sample: object) -> str | None:
 def load_tokenizer(checkpoint: str, chat_template_path: str | None, host: str | None) -> ChatTokenizer:
     """The tokenizer of a checkpoint, by the host's own loader, which may repair it; kept for the next call.
 
-    Args:
-        checkpoint: Directory or name, the hosts' ``hf_checkpoint``.
-        chat_template_path: File with a chat template in place of the checkpoint's, Miles' flag of that name.
-        host: The framework whose ``<host>.utils.processing_utils.load_tokenizer`` is used; None: transformers'.
+    ``chat_template_path``, Miles' flag of that name, is a file with a template in place of the checkpoint's.
     """
     if host is not None:
         load = importlib.import_module(f"{host}.utils.processing_utils").load_tokenizer
@@ -261,12 +254,7 @@ def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], boo
     """A function that says whether the host has aborted its rollout; always False where no host runs.
 
     The host aborts the requests of that moment, once. An episode that was with its environment then has none, and only
-    the flag tells it.
-
-    Args:
-        args: The host's.
-        sample: Its class tells the host.
-        state: What newer versions of Miles hand over. None: the host's one ``GenerateState``, if its rollout is loaded.
+    the flag tells it. Newer versions of Miles hand over the ``state``, whose flag it is.
     """
     if state is None:
         rollout = sys.modules.get(f"{host_name(sample)}.rollout.sglang_rollout")
@@ -286,17 +274,11 @@ def was_aborted(meta_info: Mapping[str, Any]) -> bool:
 async def post_json(
     url: str, payload: Mapping[str, Any], *, host: str | None, max_attempts: int, headers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The server's answer to a request, as decoded JSON.
+    """The server's answer to a request, as decoded JSON, by the client of a host, or without one by our own.
 
-    Without a host each request waits in a thread of asyncio's default executor, so a handful run at a time.
-
-    Args:
-        url: Where to send it.
-        payload: Body of the request.
-        host: The framework whose client sends it, one of :data:`HOSTS`, or None.
-        max_attempts: How often to try while the server cannot be reached or has an error of its own, at least 1. What
-            the server refuses (HTTP 4xx) is not tried again, except by a host's client, which knows no difference.
-        headers: Sent along.
+    Ours lets each request wait in a thread of asyncio's default executor, so a handful run at a time. It tries again,
+    ``max_attempts`` times in all, while the server cannot be reached or has an error of its own, and not what the
+    server refuses (HTTP 4xx): a host's client knows no difference.
 
     Raises:
         ConnectionError: No answer; the message has the URL, the attempts and what the server last said.

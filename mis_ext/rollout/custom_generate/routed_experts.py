@@ -87,11 +87,8 @@ def known_rows(args: Any, sample: Any) -> list[Rows]:
 def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, start: int) -> Rows:
     """``[rows, layers, topk]``, int32: the experts of the tokens from position ``start`` to the last but one.
 
-    Args:
-        args: The host's: ``num_layers``, and where they exist ``moe_router_topk`` and ``num_experts``.
-        meta_info: Of the response.
-        generation: What was read from it.
-        start: The ``routed_experts_start_len`` of the request.
+    Of ``args`` it reads ``num_layers``, and where they exist ``moe_router_topk`` and ``num_experts``; ``start`` is the
+    ``routed_experts_start_len`` of the request.
 
     Raises:
         Contradiction: The request was retracted, and the weights changed: log-probs and experts are of different ones.
