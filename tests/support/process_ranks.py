@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_served: set[str] = set()
+"""What the process that forks ranks began with."""
 
 
 @contextmanager
@@ -47,18 +52,26 @@ def run_processes(
 ) -> None:
     """Call ``work(rank, *args)`` in a process for each rank, and raise what a rank raised.
 
-    One process imports the module of ``work``, and ``preload``, and forks the ranks: their imports would take longer
+    One process, which stays for later calls, imports ``preload`` and forks the ranks: their imports would take longer
     than most tests. With ``start_method="spawn"`` each imports for itself.
 
     Raises:
         RuntimeError: A rank raised, died or took more than ``seconds``. It says which rank, and where the others stood.
     """
-    multiprocessing.set_forkserver_preload([work.__module__, *preload])
+    modules = tuple(name for name in preload if find_spec(name.partition(".")[0]))
+    if not _served.issuperset(modules):
+        # One that began with what another file asked for would stay, and each rank import these for itself.
+        forkserver._forkserver._stop()
+        _served.clear()
+    if start_method == "forkserver" and not _served:
+        multiprocessing.set_forkserver_preload(wanted := [work.__module__, *modules])
+        _served.update(wanted)
     # Before Python 3.13 that process would not find modules where this one does, and import none, without a word.
     path = mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     with path, tempfile.TemporaryDirectory() as stacks:
         try:
-            mp.start_processes(_work, args=(stacks, seconds, work, *args), nprocs=world_size, start_method=start_method)
+            work_args = (modules, stacks, seconds, work, *args)
+            mp.start_processes(_work, args=work_args, nprocs=world_size, start_method=start_method)
         except Exception as error:
             stood = {path.name: path.read_text() for path in sorted(Path(stacks).iterdir())}
             raise RuntimeError(
@@ -66,7 +79,10 @@ def run_processes(
             ) from error
 
 
-def _work(rank: int, stacks: str, seconds: float, work: Callable[..., None], *args: Any) -> None:
+def _work(
+    rank: int, modules: tuple[str, ...], stacks: str, seconds: float, work: Callable[..., None], *args: Any
+) -> None:
+    assert sys.modules.keys() >= {*modules}, f"not imported before this rank was forked: {modules}"
     # A late rank ends itself. The others are told to end as soon as one has ended badly. Each first writes down where
     # it is, inside of a collective too.
     stack = os.open(Path(stacks, f"rank {rank}"), os.O_WRONLY | os.O_CREAT)
