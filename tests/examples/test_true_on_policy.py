@@ -3,10 +3,9 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ import pytest
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
+from example_runs import on_ranks
+
 pytestmark = [pytest.mark.slow, pytest.mark.whole_run]
 
-ROOT = Path(__file__).resolve().parents[2]
 # Their first divergence, with this piece left out; where rounding hides it, no token differs and nobody is to blame.
 ATTENTION = "decoder.layers.0.self_attention"
 CULPRITS = {
@@ -28,23 +28,20 @@ CULPRITS = {
 }
 
 
+def demonstrate(directory: str) -> None:
+    command = ["--size", "short", "--steps", "1", "--timing-repeats", "0", "--engines", "transformers"]
+    # In float32 too engines agree: test_true_on_policy_mixture.py. Its ablation takes half a minute.
+    sys.argv = ["true_on_policy.py", *command, "--dtypes", "bfloat16", "--output-dir", directory]
+    with open(Path(directory, "printed"), "w") as printed, redirect_stdout(printed):
+        assert importlib.import_module("true_on_policy").main() == 0
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     directory = tmp_path_factory.mktemp("true_on_policy")
-    command = ["examples/true_on_policy.py", "--size", "short", "--steps", "1", "--timing-repeats", "0"]
-    # In float32 too engines agree: test_true_on_policy_mixture.py. Its ablation takes half a minute.
-    command += ["--dtypes", "bfloat16"]
-    finished = subprocess.run(
-        [sys.executable, *command, "--engines", "transformers", "--output-dir", str(directory)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    on_ranks(demonstrate, str(directory), world_size=1)
     assert (directory / "differences.png").stat().st_size > 10_000
-    assert "A forgotten weight sync" in finished.stdout
+    assert "A forgotten weight sync" in (directory / "printed").read_text()
     return [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
 
 
@@ -83,8 +80,7 @@ def test_a_forgotten_weight_sync_is_called_stale_weights(rows):
     assert "stale weights" in stale["hint"]
 
 
-def test_all_aligned_must_be_exact_and_a_forgotten_sync_must_be_found(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+def test_all_aligned_must_be_exact_and_a_forgotten_sync_must_be_found():
     with warnings.catch_warnings():
         # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
         warnings.simplefilter("ignore")
