@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_LZMA, ZipFile
@@ -46,17 +47,16 @@ class Archives:
 
     def has_arrays(self, group: str) -> bool:
         """Whether a group kept any."""
-        with ZipFile(self._required(group)) as archive:
-            return any(name.startswith(f"{group}/") for name in archive.namelist())
+        return any(name.startswith(f"{group}/") for name in self._archive(group).namelist())
 
     def arrays(self, group: str) -> dict[str, dict[str, Any]]:
         """By step and stream."""
         steps: dict[str, dict[str, Any]] = {}
-        with ZipFile(self._required(group)) as archive:
-            for name in archive.namelist():
-                if name.startswith(f"{group}/"):
-                    step, stream = name.removeprefix(f"{group}/").removesuffix(".npy").split("/")
-                    steps.setdefault(step, {})[stream] = np.load(io.BytesIO(archive.read(name)))
+        archive = self._archive(group)
+        for name in archive.namelist():
+            if name.startswith(f"{group}/"):
+                step, stream = name.removeprefix(f"{group}/").removesuffix(".npy").split("/")
+                steps.setdefault(step, {})[stream] = np.load(io.BytesIO(archive.read(name)))
         return steps
 
     def write(
@@ -83,9 +83,9 @@ class Archives:
             if (path := self._path(group)) is None:
                 continue
             old.add(path)
-            with ZipFile(path) as archive:
-                own = [name for name in archive.namelist() if name == f"{group}.json" or name.startswith(f"{group}/")]
-                members |= {name: archive.read(name) for name in own}
+            archive = _opened(path)
+            own = [name for name in archive.namelist() if name == f"{group}.json" or name.startswith(f"{group}/")]
+            members |= {name: archive.read(name) for name in own}
         target = self._folder / f"{study}.zip"
         if old <= {target}:
             return
@@ -95,15 +95,14 @@ class Archives:
         self._of_group = None
 
     def _table(self, group: str) -> dict[str, Any]:
-        with ZipFile(self._required(group)) as archive:
-            found: dict[str, Any] = json.loads(archive.read(f"{group}.json"))
+        found: dict[str, Any] = json.loads(self._archive(group).read(f"{group}.json"))
         return found
 
-    def _required(self, group: str) -> Path:
+    def _archive(self, group: str) -> ZipFile:
         path = self._path(group)
         if path is None:
             raise FileNotFoundError(f"{self._folder}: no results of {group}")
-        return path
+        return _opened(path)
 
     def _path(self, group: str) -> Path | None:
         own = self._folder / f"{group}.zip"
@@ -113,10 +112,20 @@ class Archives:
         if self._of_group is None:
             self._of_group = {}
             for path in sorted(self._folder.glob("*.zip")):
-                with ZipFile(path) as archive:
-                    names = [name for name in archive.namelist() if name.endswith(".json")]
+                names = [name for name in _opened(path).namelist() if name.endswith(".json")]
                 self._of_group |= {name.removesuffix(".json"): path for name in names}
         return self._of_group
+
+
+def _opened(path: Path) -> ZipFile:
+    found = path.stat()
+    return _opened_as(path, found.st_ino, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _opened_as(path: Path, inode: int, changed: int) -> ZipFile:
+    # To read the list of its members takes longer than a member does, and some archives have a hundred groups.
+    return ZipFile(path)
 
 
 def _write(path: Path, members: Mapping[str, bytes]) -> None:
