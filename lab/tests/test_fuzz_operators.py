@@ -17,10 +17,10 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("runs", [60, pytest.param(1500, marks=pytest.mark.slow)])
-def test_no_operator_that_is_drawn_differs_silently(runs):
+@pytest.mark.slow
+def test_no_operator_that_is_drawn_differs_silently():
     for _ in range(3):
-        options = ["--runs", str(runs), "--seed", str(random.randrange(10**6))]
+        options = ["--runs", "1500", "--seed", str(random.randrange(10**6))]
         command = [sys.executable, fuzz_operators.__file__, *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         # Some of torch's operators write outside of their memory, where arguments do not fit: that process dies later.
@@ -28,7 +28,7 @@ def test_no_operator_that_is_drawn_differs_silently(runs):
             break
     assert done.returncode == 0, (command, done.stdout, done.stderr[-2000:])
     assert "silent" not in done.stdout
-    assert f"'same': {runs}" in done.stdout
+    assert "'same': 1500" in done.stdout
 
 
 def test_a_silent_row_is_printed_and_fails(monkeypatch, capsys):
