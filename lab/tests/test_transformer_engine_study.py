@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of Transformer Engine as far as it goes without a GPU: weights, packing, steps; what the archive keeps."""
 
+import importlib
 import json
 import os
 import struct
@@ -16,25 +17,28 @@ VARIANTS = ("local, float32", "gathered, packed, float32")
 ON_TWO_RANKS = f"{VARIANTS[1]}, DP 2"
 
 
+def study(*arguments: str) -> None:
+    # Where Megatron-Core keeps its choice of attention: that of a model of another process would be refused here.
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = ["te_study.py", *arguments]
+    importlib.import_module("te_study").main()
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     pytest.importorskip("megatron.core")
     pytest.importorskip("transformers")
+    from example_runs import on_ranks
+
     folder = tmp_path_factory.mktemp("study")
-    paths = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
-    # Where Megatron-Core keeps its choice of attention: that of a model of this process would be refused there.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
-    environment = inherited | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    study = [FOLDER / "te_study.py", "--work", folder, "--model", "tiny"]
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command in (
-        [sys.executable, *study, "--only", *VARIANTS, "--", "prepare", "score", "step"],
-        [*several, *study, "--only", VARIANTS[1], "--", "score", "step"],
-    ):
-        run = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
+    tiny = ["--work", str(folder), "--model", "tiny", "--only"]
+    for world_size, arguments in ((1, [*VARIANTS, "--", "prepare"]), (2, [VARIANTS[1], "--"])):
+        on_ranks(study, *tiny, *arguments, "score", "step", world_size=world_size)
         # A run that fails is a row too, and the next one begins.
-        assert '"error"' not in (folder / "tiny" / "results.jsonl").read_text(), run.stderr
+        assert '"error"' not in (found := (folder / "tiny" / "results.jsonl").read_text()), found
     return folder / "tiny"
 
 
