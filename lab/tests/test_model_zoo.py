@@ -30,12 +30,16 @@ def test_the_page_has_a_row_for_every_architecture_and_a_reason_for_every_refusa
 
 @pytest.mark.whole_run
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # Of some models' modules.
-def test_an_architecture_that_is_drawn_is_what_the_page_says():
+def test_an_architecture_that_is_drawn_is_what_the_page_says(monkeypatch):
     rows, seed = rows_of_the_page(), random.randrange(10**6)
-    name = random.Random(seed).choice([name for name, found in rows.items() if set(found.values()) == {"exact"}])
+    rng = random.Random(seed)
+    name = rng.choice([name for name, found in rows.items() if set(found.values()) == {"exact"}])
+    # Decoding token by token takes most of the time of all of them.
+    probes = rng.sample(sorted(model_zoo.PROBES), 3)
+    monkeypatch.setattr(model_zoo, "PROBES", {probe: model_zoo.PROBES[probe] for probe in probes})
     # More threads than there are cores wait for each other.
     found = model_zoo.judge(name, seed, most_threads=2)
-    assert found == rows[name], (name, seed)
+    assert found == {probe: rows[name][probe] for probe in probes}, (name, seed)
 
 
 def test_what_is_drawn_has_the_sizes_and_dtypes_at_which_rows_came_apart(monkeypatch):
