@@ -36,7 +36,7 @@ def test_of_the_best_of_n_the_one_that_was_chosen_goes_on() -> None:
 def test_the_one_that_was_chosen_goes_on_in_other_tokens_too(tokenizer) -> None:
     """A client that keeps texts only; the tokenizer may merge the end of the prompt with what was sampled."""
     kinds = Counter[str]()
-    for seed in range(60):
+    for seed in range(30):
         world = Conversation(seed, tokenizer, "keep")
         world.asked.clear()
         start = world.start()
@@ -50,7 +50,7 @@ def test_the_one_that_was_chosen_goes_on_in_other_tokens_too(tokenizer) -> None:
             # In other tokens it goes on from none.
             assert texts.get(boundary.continues or boundary.earlier) == chosen.messages
             kinds[boundary.kind.value] += 1
-    assert min(kinds["contiguous"], kinds["retokenized"]) > 10
+    assert min(kinds["contiguous"], kinds["retokenized"]) > 5
 
 
 def test_samples_that_begin_alike_are_told_apart() -> None:

@@ -92,7 +92,7 @@ KINDS = pytest.mark.parametrize("sample_class", [Sample, SlimeSample], ids=["mil
 
 
 @KINDS
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_single_turn_has_the_experts_of_all_its_tokens_but_the_last(tokenizer_folder, sample_class, seed):
     draw = random.Random(seed)
     engine, sample = Engine(knows_start=draw.random() < 0.5), sample_class(prompt=words(draw))
@@ -102,7 +102,7 @@ def test_a_single_turn_has_the_experts_of_all_its_tokens_but_the_last(tokenizer_
 
 
 @KINDS
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_turns_are_joined_with_the_experts_of_what_tools_said(tokenizer_folder, environment, sample_class, seed):
     draw = random.Random(seed)
     turns = draw.randint(2, 5)
@@ -116,7 +116,7 @@ def test_turns_are_joined_with_the_experts_of_what_tools_said(tokenizer_folder, 
 
 
 @KINDS
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_continued_sample_keeps_the_experts_of_the_weights_that_sampled(
     tokenizer_folder, environment, sample_class, seed
 ):
@@ -136,7 +136,7 @@ def test_a_continued_sample_keeps_the_experts_of_the_weights_that_sampled(
 
 
 @KINDS
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_an_aborted_sample_has_no_experts_of_tokens_that_it_does_not_have(
     tokenizer_folder, environment, sample_class, seed
 ):
