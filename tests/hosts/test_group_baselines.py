@@ -83,14 +83,14 @@ class Sample:
     """What is read of the hosts' samples."""
 
     group_index: int | None
-    reward: float
+    reward: float | None
     rollout_id: int | None = None
     remove_sample: bool = False
     response_length: int = 3
     loss_mask: list[int] | None = None
     index: int | None = None
 
-    def get_reward_value(self, args: argparse.Namespace) -> float:
+    def get_reward_value(self, args: argparse.Namespace) -> float | None:
         return self.reward
 
 
@@ -135,11 +135,18 @@ def test_all_count_where_the_key_says_so_and_others_alone_are_compared() -> None
 def test_samples_without_a_rollout_are_told_apart_by_their_number() -> None:
     samples = [Sample(0, 1.0, index=7), Sample(0, 1.0, index=7), Sample(0, 0.0, index=8), Sample(0, 0.5)]
     assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5, 0.0]
+    # Also where the number is the rollout of another one, with another reward or, which nobody would see, the same.
+    samples = [Sample(0, 1.0, rollout_id=8), Sample(0, 1.0, rollout_id=8), Sample(0, 0.0, index=8)]
+    assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5]
+    samples = [Sample(0, 1.0, rollout_id=8), Sample(0, 1.0, index=8), Sample(0, 0.25, index=9)]
+    assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.25, 0.25, -0.5]
 
 
 def test_rewards_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match=r"samples \[1\] have no group_index"):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(None, 1.0)])
+    with pytest.raises(ValueError, match=r"samples \[0, 2\] have no reward: the reward function must give each"):
+        group_rewards(host_args(), [Sample(0, None), Sample(0, 1.0), Sample(0, None, remove_sample=True)])
     for flag in ({"advantage_estimator": "ppo"}, {"rewards_normalization": False}):
         with pytest.raises(ValueError, match=r"mis_group_baseline: mean: (--advantage-estimator ppo|no effect with)"):
             group_rewards(host_args(**flag), [Sample(0, 1.0), Sample(0, 0.0)])

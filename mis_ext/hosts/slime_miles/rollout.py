@@ -45,14 +45,20 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
     # The flag alone says it too.
     config = read_group(given | {"mis_group_baseline": given.get("mis_group_baseline") or "mean"})
     rewards = [sample.get_reward_value(args) for sample in samples]
-    unknown = [place for place, sample in enumerate(samples) if sample.group_index is None]
-    if unknown:
-        raise ValueError(
-            f"mis_ext.group_rewards: samples {unknown[:8]} have no group_index: the rollout function must keep that of "
-            "the data source"
-        )
-    # As Miles tells them apart, and slime where each sample has a number of its own.
-    numbers = [(sample.rollout_id, sample.index, -1 - place) for place, sample in enumerate(samples)]
+    needed = {
+        "group_index": ([sample.group_index for sample in samples], "the rollout function must keep the data source's"),
+        "reward": (rewards, "the reward function must give each a number, also one that is not trained"),
+    }
+    for name, (values, remedy) in needed.items():
+        unknown = [place for place, value in enumerate(values) if value is None]
+        if unknown:
+            raise ValueError(f"mis_ext.group_rewards: samples {unknown[:8]} have no {name}: {remedy}")
+    # By index as in Miles, unless that is another one's rollout_id: then each is its own, as in slime.
+    taken = {sample.rollout_id for sample in samples}
+    numbers = [
+        (sample.rollout_id, None if sample.index in taken else sample.index, -1 - place)
+        for place, sample in enumerate(samples)
+    ]
     trajectories = [next(number for number in each if number is not None) for each in numbers]
     trained = [
         not sample.remove_sample and sample.response_length > 0 and (sample.loss_mask is None or any(sample.loss_mask))
