@@ -60,13 +60,19 @@ class CanaryResult:
         trainer = "" if math.isnan(self.k3) else f"; k3 to the trainer {self.k3:.2g}, usually {self.usual_k3:.2g}"
         noise = "" if math.isnan(self.noise) else f", two scorings of one version {self.noise:.2g}"
         moved = f"{self.movement:.2g} nats per token away{noise}{trainer}"
+        if trainer:
+            why = f"the trainer's of then and of now are the same, or as near to it within {_ERRORS:g} standard errors"
+        elif self.movement > _MIN_MOVEMENT:
+            why = f"it moved by less than {_NOISE_FACTOR:g} times what two scorings of one version do"
+        else:
+            why = f"it moved by at most {_MIN_MOVEMENT:g} nats per token, which kernels alone may do"
         lazy = " (or no weight changed, as where a small update is rounded away)" if math.isnan(self.k3) else ""
         return {
             "first": f"version {self.version}: the first that is scored{trainer}",
             "arrived": f"version {self.version} arrived: version {self.nearest} is {moved}",
             "old": f"the weights called {self.version} are those of version {self.nearest}{lazy}: {moved}",
             "other": f"the weights called {self.version} are neither the trainer's nor older ones of it: {moved}",
-            "unknown": f"version {self.version}: the update is too small to tell; version {self.nearest} is {moved}",
+            "unknown": f"version {self.version} cannot be told: {why}; version {self.nearest} is {moved}",
         }[self.verdict]
 
 

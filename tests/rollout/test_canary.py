@@ -142,6 +142,24 @@ def test_an_update_below_what_kernels_do_cannot_be_told(seed, has_new):
     assert [verdict for verdict, _ in found] == ["first", "unknown", "unknown", "unknown"]
 
 
+@pytest.mark.parametrize(
+    ("noise", "rate", "with_trainer", "why"),
+    [
+        (0.0, 1e-4, True, "the trainer's of then and of now are the same, or as near to it within 3 standard errors"),
+        (0.0, 1e-4, False, "moved by at most 0.01 nats per token, which kernels alone may do"),
+        (0.3, 1e-4, False, "moved by less than 2 times what two scorings of one version do"),
+    ],
+    ids=["trainer", "movement", "noise"],
+)
+def test_what_cannot_be_told_says_why(noise, rate, with_trainer, why):
+    truth, canary = Truth(0, rate=rate), Canary()
+    for version in (0, 0, 1):
+        trainer = truth.trainer(version) if with_trainer else None
+        result = canary.check(version, truth.engine(truth.weights[version], noise=noise), trainer=trainer)
+    assert result.verdict == "unknown"
+    assert why in result.explain()
+
+
 @seeds
 def test_weights_of_something_else_are_neither_new_nor_old(seed):
     truth = Truth(seed)
