@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.error
 import uuid
 import warnings
@@ -149,7 +150,9 @@ async def _engines(address: str, max_attempts: int) -> list[str]:
                 raise ConnectionError(f"{address}{path}: the router has no workers yet")
             # The router sends nothing to the others. Where it sends to none they are asked, and may come back.
             healthy = [each for each in workers if not (isinstance(each, Mapping) and each.get("is_healthy") is False)]
-            return [each["url"] if isinstance(each, Mapping) else each for each in healthy or workers]
+            urls = [each["url"] if isinstance(each, Mapping) else each for each in healthy or workers]
+            # A router that is aware of data parallelism lists each rank of a server, as address@rank.
+            return [*dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls)]
     return [address]
 
 

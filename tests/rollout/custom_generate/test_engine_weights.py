@@ -294,6 +294,19 @@ def test_behind_a_router_each_engine_is_asked(tokenizer_folder, name, key):
         assert [len(each.requests) for each in (one, two)] == [4, 4]
 
 
+def test_data_parallel_ranks_of_one_server_are_asked_as_that_server(tokenizer_folder):
+    engine = Engine("7")
+    with loopback_server(engine.answer, engine.page) as server:
+        # As sglang-router lists them with --dp-aware.
+        listed = [{"url": f"http://127.0.0.1:{server.port}@{rank}"} for rank in (0, 1, 10)]
+        with loopback_server(engine.answer, lambda path: {"workers": listed} if path == "/workers" else None) as router:
+            args = host_args(router.port, tokenizer_folder, on_policy_tokens={**BY_VERSION, "canary": "warn"})
+            asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
+        assert [each["extra_key"] for each in router.requests] == ["7"]
+        assert engine.num_reads == 1
+        assert len(server.requests) == 4
+
+
 @pytest.mark.parametrize("others", [1, 0])
 def test_an_engine_that_the_router_calls_dead_is_asked_only_where_all_are(tokenizer_folder, others):
     engine, dead = Engine("7"), {"url": "http://127.0.0.1:9", "is_healthy": False}
