@@ -91,7 +91,7 @@ METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "
 @pytest.mark.parametrize(
     ("keys", "cp_rank", "backend"),
     [
-        pytest.param(CORRECTION, 1, "eager", id="part of sequences"),
+        pytest.param(CORRECTION | {"mis_metrics": "core"}, 1, "eager", id="part of sequences"),
         pytest.param(CORRECTION, 1, "aot_eager", id="part of sequences, traced", marks=pytest.mark.whole_run),
         pytest.param(METRICS_ONLY, None, "aot_eager", id="metrics only, traced", marks=pytest.mark.whole_run),
     ],

@@ -73,8 +73,14 @@ def test_statistics_and_metrics_count_such_a_token_once(backend, monkeypatch) ->
         assert torch.equal(values, wanted[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8, torch.bfloat16])
-@backends
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        *((dtype, "eager") for dtype in (torch.bool, torch.int32, torch.uint8, torch.bfloat16)),
+        # The kernels' other tests have whole numbers of all kinds.
+        pytest.param(torch.bool, "triton", marks=needs_interpreter),
+    ],
+)
 def test_a_mask_of_ones_of_any_dtype_comes_back_as_ones(dtype, backend, monkeypatch) -> None:
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     masks = hook(masks=[(mask != 0).to(dtype) for mask in MASKS])[1]

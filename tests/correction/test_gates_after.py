@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gate that looks at what another one leaves: of no token nothing is known, so an empty set passes."""
 
+import itertools
 import math
 
 import pytest
@@ -51,8 +52,14 @@ def assert_passes(gate: mis_ext.Gate) -> None:
     assert nothing.token_metrics["mis_second_value"].isnan().all()
 
 
-@pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+REDUCES = ["sum", "mean", "max", "min"]
+
+
+# Each statistic with one reduction in turn, and each reduction with the ratio.
+@pytest.mark.parametrize(
+    ("statistic", "reduce"),
+    dict.fromkeys([*zip(STATISTICS, itertools.cycle(REDUCES), strict=False), *(("ratio", each) for each in REDUCES)]),
+)
 def test_a_sequence_of_which_the_first_gate_leaves_nothing_passes_the_second(statistic, reduce) -> None:
     # Where a statistic begins at 1 its band does too.
     lowest = max(STATISTICS[statistic].low, 0.0)

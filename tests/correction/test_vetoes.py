@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worst token of all has no finite ratio: it fails every veto of its sequence, in the correction and in methods."""
 
+import itertools
 import math
 from argparse import Namespace
 
@@ -54,9 +55,17 @@ def hook(keys: dict, columns: dict[str, list[torch.Tensor]], *, rank: Rank | Non
     )
 
 
-@backends
-@pytest.mark.parametrize(("stream", "value"), BROKEN)
-@pytest.mark.parametrize("veto", VETOES)
+# A kernel reads each veto, and each broken number, by the same lines.
+@pytest.mark.parametrize(
+    ("veto", "stream", "value", "backend"),
+    [
+        *((veto, *broken, "eager") for veto in VETOES for broken in BROKEN),
+        *(
+            pytest.param(veto, *broken, "triton", marks=needs_interpreter)
+            for veto, broken in zip(itertools.cycle(VETOES), BROKEN, strict=False)
+        ),
+    ],
+)
 def test_a_token_without_a_finite_ratio_vetoes_its_sequence_and_no_other(veto, stream, value, backend, monkeypatch):
     monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     _, masks, metrics = hook(VETOES[veto], batch(stream, value))

@@ -243,7 +243,7 @@ class Worker:
 
     def run_thd(self) -> list[str]:
         # Every setting in one of the topologies of whole runs.
-        settings = grid() if (self.cp_size, self.dp_size) in IN_WHOLE_RUNS else grid()[::13]
+        settings = grid() if (self.cp_size, self.dp_size) in IN_WHOLE_RUNS else grid()[::31]
         return (
             self.compare_hook([*self.some(settings), *((keys, False) for keys in STALE)], "plain")
             + self.compare_hook(self.some(grid()[1::29]), "broken")
@@ -441,7 +441,7 @@ class Worker:
         everything = [samples for calls, _ in parts for samples in calls]
         mine = parts[0][0][self.dp_rank] + parts[1][0][self.dp_rank]
         totals = parts[0][1][self.dp_rank] + parts[1][1][self.dp_rank]
-        for keys, per_token_loss in grid()[::17]:
+        for keys, per_token_loss in grid()[::29]:
             if not keys.get("tis_batch_normalize") and keys["mis_denominator"] == "fixed":
                 continue
             keys = keys | {"tis_normalize_scope": "rollout"}
