@@ -77,9 +77,8 @@ class MisLoss:
         if self._has_compared:
             return
         self._has_compared = True
-        whole = current_run(self.keys, whole_loss=True).config.whole_loss
-        needs_both = whole is not None and (whole.has_correction or whole.settings.needs_behavior)
-        if needs_both and torch.equal(proximal, behavior):
+        loss = current_run(self.keys, whole_loss=True).loss
+        if (loss.has_correction or loss.settings.needs_behavior) and torch.equal(proximal, behavior):
             warnings.warn(
                 "proximal_logprobs are old_logprobs, to the bit: with actor.use_decoupled_loss: false AReaL hands over "
                 "one of them twice, and nothing is corrected; set it to true (or engine and trainer agree entirely)",

@@ -21,7 +21,7 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.output_layer import NoLogits
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
-from mis_ext.hosts.runs import Run, current_run
+from mis_ext.hosts.runs import Run, chosen_loss, current_run
 from mis_ext.hosts.whole_loss import packed_loss, present, tokens_for
 from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.objective import LossTokens
@@ -94,7 +94,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
 
 def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss:
     """The loss and its metrics, where the logits are."""
-    config, loss, groups = run.config, chosen_loss(run.config), host.groups
+    config, loss, groups = run.config, run.loss, host.groups
     settings = loss.settings
     if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
         reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
@@ -188,12 +188,6 @@ def _reducer(loss: WholeLoss, batch: Batch, layout: PackedLayout, correction: Co
         masks = unpack(correction.loss_mask_R, layout)
     reducer: Reducer = make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
     return reducer
-
-
-def chosen_loss(config: RunConfig) -> WholeLoss:
-    """The settings of the loss of a run that computes it here."""
-    assert config.whole_loss is not None
-    return config.whole_loss
 
 
 def positive_temperature(config: RunConfig) -> float:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import correct_padded, scalars
-from mis_ext.hosts.session import Session
-from mis_ext.keys.flat import Keys, read_keys, says_whole_loss
+from mis_ext.hosts.own_trainer import correct_padded, scalars, session_beside
+from mis_ext.keys.flat import Keys
 
 
 def register(keys: Keys) -> None:
@@ -21,10 +20,7 @@ def register(keys: Keys) -> None:
     """
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
-    given = read_keys(keys)
-    if says_whole_loss(given):
-        raise ValueError("keys of a whole loss: ms-swift's trainer keeps its own; give keys of a correction")
-    session = Session(given)
+    session = session_beside(keys, keeps_loss="ms-swift's trainer")
 
     def correct(
         self: Any, old_per_token_logps: Tensor, rollout_per_token_logps: Tensor, completion_mask: Tensor

@@ -47,8 +47,8 @@ class MisLoss:
         is_of_tokens = self.host.token_level_loss
         keys = interned_keys(self.keys, calculate_per_token_loss=is_of_tokens)
         if rollout_log_probs is None:
-            whole = current_run(keys, whole_loss=True).config.whole_loss
-            if whole is not None and (whole.has_correction or whole.settings.needs_behavior):
+            loss = current_run(keys, whole_loss=True).loss
+            if loss.has_correction or loss.settings.needs_behavior:
                 raise ValueError(
                     "OpenRLHF asks its engine for log-probs only while its own correction is on, which does not act on "
                     "the loss of mis_ext: write --algo.advantage.is_correction_enable, from OpenRLHF 0.11.2 on "

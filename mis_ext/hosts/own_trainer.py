@@ -18,7 +18,7 @@ from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import PackedStreams, check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
-from mis_ext.keys.flat import config_given
+from mis_ext.keys.flat import Keys, config_given, read_keys, says_whole_loss
 
 
 class PaddedCorrection(NamedTuple):
@@ -131,6 +131,14 @@ def compute_mis_weights(
     correction = session.compute(streams, groups=ALONE)
     metrics = {name: metric.value() for name, metric in correction.metrics.items()}
     return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics
+
+
+def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
+    """A session for a framework that keeps its own loss, and refuses the keys of ours."""
+    given = read_keys(keys)
+    if says_whole_loss(given):
+        raise ValueError(f"keys of a whole loss: {keeps_loss} keeps its own; give keys of a correction")
+    return Session(given)
 
 
 def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group | None = None) -> dict[str, float]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import correct_padded, scalars
-from mis_ext.hosts.session import Session
-from mis_ext.keys.flat import Keys, read_keys, says_whole_loss
+from mis_ext.hosts.own_trainer import correct_padded, scalars, session_beside
+from mis_ext.keys.flat import Keys
 
 
 def register(keys: Keys) -> None:
@@ -23,10 +22,7 @@ def register(keys: Keys) -> None:
     """
     from roll.utils import train_infer_corrections
 
-    given = read_keys(keys)
-    if says_whole_loss(given):
-        raise ValueError("keys of a whole loss: ROLL's worker keeps its own; give keys of a correction")
-    session = Session(given)
+    session = session_beside(keys, keeps_loss="ROLL's worker")
 
     def correct(
         cfg: Any, response_mask: Tensor, old_log_probs: Tensor, infer_log_probs: Tensor, **_: Any

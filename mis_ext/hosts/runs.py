@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import STRAY_KEYS
-from mis_ext.keys.run_config import ARGUMENTS, RunConfig, read_config
+from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config
 
 NOT_READ = "not read"
 """Stands for the value of an argument that is none of ours: only its name counts, which may be a misspelling."""
@@ -59,6 +59,17 @@ class Run(NamedTuple):
 
     config: RunConfig
     session: Session
+
+    @property
+    def loss(self) -> WholeLoss:
+        """The whole loss, of a run that was asked for it."""
+        return chosen_loss(self.config)
+
+
+def chosen_loss(config: RunConfig) -> WholeLoss:
+    """The settings of the loss of a run that computes it here."""
+    assert config.whole_loss is not None
+    return config.whole_loss
 
 
 class _Entry:

@@ -135,10 +135,9 @@ class WholeLoss:
         self.keys = interned_keys(
             keys, calculate_per_token_loss=trainer.loss_type in _TOKEN_SUMS, **kl if trainer.beta else {}
         )
-        run = current_run(self.keys, whole_loss=True).config
-        assert run.whole_loss is not None
-        corrects = run.whole_loss.has_correction and not run.correction.metrics_only
-        uses_behavior = run.whole_loss.settings.needs_behavior or corrects
+        run = current_run(self.keys, whole_loss=True)
+        corrects = run.loss.has_correction and not run.config.correction.metrics_only
+        uses_behavior = run.loss.settings.needs_behavior or corrects
         if uses_behavior and not (trainer.use_vllm or trainer.rollout_func):
             raise ValueError(
                 "behavior log-probs are missing, and these keys need them: TRL has them with use_vllm=True, or with a "

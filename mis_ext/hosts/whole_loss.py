@@ -97,9 +97,7 @@ def policy_loss_from_log_probs(
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     run = current_run(args, whole_loss=True)
-    loss = run.config.whole_loss
-    assert loss is not None
-    settings = loss.settings
+    loss, settings = run.loss, run.loss.settings
     if run.config.group is not None:
         refuse_group_keys(run.config.group.said)
     if loss.reducer_path is not None:
@@ -208,8 +206,7 @@ def policy_loss_from_hidden(
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     run = current_run(args, whole_loss=True)
-    loss = run.config.whole_loss
-    assert loss is not None
+    loss = run.loss
     lengths = () if layout is None else layout.response_lengths
     with run.session.local_work(lengths, groups=groups, device=hidden.device):
         if hidden.shape[:-1] != token_ids.shape:

@@ -400,31 +400,27 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
 
     Miles calls that function with its arguments alone, so there nobody ever has.
     """
-    path = read_argument(args, "rollout_data_postprocess_path")
-    if is_miles() and path is not None and path.startswith("mis_ext.") and not config.correction.staleness:
-        raise ValueError(
-            f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
-        )
+    path, needs = read_argument(args, "rollout_data_postprocess_path"), _needs_of_rollout(config)
     of_prompts = None if config.group is None else config.group.needs_rollout
-    is_other = path is not None and path.startswith("mis_ext.") and not path.endswith(".prepare_rollout")
-    if of_prompts is not None and is_other and not is_miles():
-        raise ValueError(
-            f"{of_prompts}: {path} does nothing for it: give --rollout-data-postprocess-path mis_ext.prepare_rollout"
-        )
-    if is_miles() and of_prompts is not None:
-        raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
-    needs = _needs_of_rollout(config)
+    is_ours = path is not None and path.startswith("mis_ext.")
     is_corrected = config.whole_loss is None or config.whole_loss.has_correction
-    if not needs or not is_corrected or (path is not None and not is_miles()):
-        return
-    raise ValueError(
-        f"{', '.join(needs)}: "
-        + (
-            "Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: data_parallel or micro_batch"
-            if is_miles()
-            else "needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
-        )
-    )
+    why = None
+    if is_miles():
+        if is_ours and not config.correction.staleness:
+            why = f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
+        elif of_prompts is not None:
+            why = f"{of_prompts}: Miles passes no rollout data; remove it"
+        elif needs and is_corrected:
+            why = (
+                f"{', '.join(needs)}: Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: "
+                "data_parallel or micro_batch"
+            )
+    elif of_prompts is not None and is_ours and not path.endswith(".prepare_rollout"):
+        why = f"{of_prompts}: {path} does nothing for it: give --rollout-data-postprocess-path mis_ext.prepare_rollout"
+    elif needs and is_corrected and path is None:
+        why = f"{', '.join(needs)}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
+    if why is not None:
+        raise ValueError(why)
 
 
 def _refuse_missing_versions(args: Any, config: RunConfig) -> None:

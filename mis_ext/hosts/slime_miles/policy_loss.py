@@ -19,7 +19,6 @@ from mis_ext.hosts.megatron import (
     Host,
     VocabularyPart,
     batch_loss,
-    chosen_loss,
     entropy_use,
     fused_scores,
     megatron_vocabulary,
@@ -29,7 +28,7 @@ from mis_ext.hosts.megatron import (
 )
 from mis_ext.hosts.output_layer import NoLogits
 from mis_ext.hosts.packing import batch_layout, pack
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.runs import chosen_loss, current_run
 from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
