@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-VOCABULARY, LENGTH, COUNT = 48, 128, 112
+VOCABULARY, LENGTH, COUNT = 48, 128, 56
 KERNELS = 0.01
 """Standard deviation of the logits' noise: a k3 near 1e-4, as of bfloat16 kernels."""
 
@@ -30,20 +30,20 @@ class Engines(NamedTuple):
         return [*proximal.gather(-1, chosen)[..., 0].float()], [*behavior.gather(-1, chosen)[..., 0].float()]
 
 
-def engines(seed: int, *, kernels: float = KERNELS) -> Engines:
+def engines(seed: int, *, kernels: float = KERNELS, count: int = COUNT) -> Engines:
     """Engines that differ by the noise of kernels; about half of the tokens are certain."""
-    logits, noise, state = _drawn(seed)
+    logits, noise, state = _drawn(seed, count)
     generator = torch.Generator()
     generator.set_state(state)
     return Engines(logits + noise * kernels, logits, generator)
 
 
 @cache
-def _drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn(seed: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, noise of deviation 1, and where the generator is after them."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (COUNT, LENGTH, VOCABULARY)
-    sharpness = 0.5 + 6.0 * torch.rand(COUNT, LENGTH, 1, generator=generator, dtype=torch.float64)
+    shape = (count, LENGTH, VOCABULARY)
+    sharpness = 0.5 + 6.0 * torch.rand(count, LENGTH, 1, generator=generator, dtype=torch.float64)
     logits = torch.randn(shape, generator=generator, dtype=torch.float64) * sharpness
     return logits, torch.randn(shape, generator=generator, dtype=torch.float64), generator.get_state()
 

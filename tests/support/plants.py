@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from engines import COUNT, LENGTH, Engines, engines, top_p
@@ -63,12 +64,12 @@ def top_k(made: Engines) -> Engines:
 
 
 def few_tokens(made: Engines) -> Engines:
-    hit = torch.rand(COUNT, LENGTH, 1, generator=made.generator) < 5e-4
+    hit = torch.rand(*made.behavior.shape[:2], 1, generator=made.generator) < 5e-4
     return made._replace(behavior=made.behavior + made.noise(1.0) * hit)
 
 
 def experts(made: Engines, size: float = 0.5) -> Engines:
-    hit = torch.rand(COUNT, LENGTH, 1, generator=made.generator) < 0.02
+    hit = torch.rand(*made.behavior.shape[:2], 1, generator=made.generator) < 0.02
     return made._replace(behavior=made.behavior + made.noise(size) * hit)
 
 
@@ -125,11 +126,11 @@ to_base_10 = each_behavior(lambda log_probs: log_probs / math.log(10.0))
 
 def some_sentinels(sides: Sides) -> Sides:
     """In 7 % of the responses."""
-    return sides[0], [*sides[1][:-8], *(each * 0 - 9999.0 for each in sides[1][-8:])]
+    return sides[0], [*sides[1][:-4], *(each * 0 - 9999.0 for each in sides[1][-4:])]
 
 
 def few_sentinels(sides: Sides) -> Sides:
-    """In 4 of 14,336 tokens."""
+    """In 4 of 7,168 tokens."""
     for sample in (3, 5):
         sides[1][sample][7:9] = -9999.0
     return sides
@@ -168,7 +169,7 @@ def constant_samples(sides: Sides) -> Sides:
 
 def some_shifted(sides: Sides) -> Sides:
     """A tenth of the responses."""
-    return sides[0], [*(each.roll(1) for each in sides[1][:11]), *sides[1][11:]]
+    return sides[0], [*(each.roll(1) for each in sides[1][:6]), *sides[1][6:]]
 
 
 def dropped_before(sides: Sides) -> Sides:
@@ -215,10 +216,10 @@ def planted(
     seed: int,
     in_engine: Sequence[Callable[[Engines], Engines]] = (),
     in_log_probs: Sequence[Callable[[Sides], Sides]] = (),
-    **kernels: float,
+    **sizes: Any,
 ) -> Tokens:
     """Tokens of two engines of which one was changed, and then what it returned."""
-    made = engines(seed, **kernels)
+    made = engines(seed, **sizes)
     for change in in_engine:
         made = change(made)
     sides = made.sampled()
@@ -229,7 +230,7 @@ def planted(
 
 def padded_head(made: Engines, padding: float = 0.0, count: int = 16) -> Engines:
     """The trainer has so many columns more, which the engine never samples."""
-    columns = torch.full((COUNT, LENGTH, count), padding, dtype=torch.float64)
+    columns = torch.full((*made.behavior.shape[:2], count), padding, dtype=torch.float64)
     proximal = torch.cat([made.proximal, columns], -1)
     return made._replace(
         proximal=proximal, behavior=torch.cat([made.behavior, torch.full_like(columns, -math.inf)], -1)
@@ -333,7 +334,7 @@ MIXTURES = (
 """Changes that are planted together, in this order."""
 
 
-def mixed(seed: int, changes: Sequence[Callable], **kernels: float) -> Tokens:
+def mixed(seed: int, changes: Sequence[Callable], **sizes: Any) -> Tokens:
     """Tokens with several changes."""
     in_engine, in_log_probs = ([each for each in changes if each in kind] for kind in (IN_ENGINE, IN_LOG_PROBS))
-    return planted(seed, in_engine, in_log_probs, **kernels)
+    return planted(seed, in_engine, in_log_probs, **sizes)

@@ -23,7 +23,7 @@ pytest.importorskip("msgspec")
 # What torch and others say of a file that they can still read.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-NUM_DRAWS = 20
+NUM_DRAWS = 10
 CALL = {
     "conversation": "a",
     "format": "sglang",

@@ -42,11 +42,11 @@ def by_guards(tokens: Tokens) -> list[str]:
     return [each.cause for each in found if each.cause is not None]
 
 
-def collected(tokens: Tokens) -> Collector:
-    """In parts of a third of the samples, as of the files of a run."""
+def collected(tokens: Tokens, num_parts: int = 1) -> Collector:
+    """In parts as of the files of a run."""
     collector = Collector()
-    for number in range(3):
-        collector.add(part_of(tokens, slice(number, None, 3)))
+    for number in range(num_parts):
+        collector.add(part_of(tokens, slice(number, None, num_parts)))
     return collector
 
 
@@ -89,22 +89,19 @@ MISTAKES = {
 def test_report_and_guards_name_the_planted_cause_and_nothing_else(plant) -> None:
     cause, make = SINGLE[plant]
     tokens = make(0)
-    assert [(found.cause, found.is_fault) for found in by_report(tokens)] == [(cause, cause in MISTAKES)]
+    named = [(found.cause, found.is_fault) for found in collected(tokens, num_parts=3).diagnoses()]
+    assert named == [(cause, cause in MISTAKES)]
     can_judge = CAUSES[cause].needs == ("tokens",)
     assert by_guards(tokens) == ([cause] if can_judge else [])
 
 
 FIRST = {cause: plant for plant, (cause, _) in reversed(SINGLE.items())}
-AUDITED = {"4 sentinels", "quantised", "equal"} | {
-    FIRST[name] for name, cause in CAUSES.items() if "samples" in cause.needs
-}
+AUDITED = {"quantised", "equal"} | {FIRST[name] for name, cause in CAUSES.items() if "samples" in cause.needs}
 
 
-# It measures sample by sample, 20 times as long, and then asks the same table: in the test command what shows in whole
-# samples, in few tokens, in all of them and in none; in CI every plant.
-@pytest.mark.parametrize(
-    "plant", [pytest.param(each, marks=() if each in AUDITED else pytest.mark.whole_run) for each in SINGLE]
-)
+# It measures sample by sample, 20 times as long, and then asks the same table: what shows in whole samples is planted
+# here, in all of them and in none.
+@pytest.mark.parametrize("plant", sorted(AUDITED))
 def test_the_audit_names_the_planted_cause_and_nothing_else(plant) -> None:
     cause, make = SINGLE[plant]
     # Of equal streams it has a verdict, and no cause of a difference.
@@ -131,7 +128,9 @@ def test_report_and_audit_agree_on_evidence_and_shares() -> None:
 
 
 def k3_of(tokens: Tokens) -> float:
-    return collected(tokens).summary().overall.k3
+    d = torch.cat(tokens.proximal).double() - torch.cat(tokens.behavior).double()
+    # No ratio counts as more than exp(20).
+    return float((d.clamp(max=20.0).expm1() - d).mean())
 
 
 CAUSED_BY = IN_ENGINE | IN_LOG_PROBS
@@ -140,13 +139,12 @@ CAUSED_BY = IN_ENGINE | IN_LOG_PROBS
 @pytest.mark.whole_run
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: "-".join(each.__name__ for each in mixture))
 def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
-    tokens, causes = mixed(0, mixture), {CAUSED_BY[change] for change in mixture}
-    found, left = collected(tokens).search()
+    tokens, causes = mixed(0, mixture, count=112), {CAUSED_BY[change] for change in mixture}
+    found, left = collected(tokens, num_parts=3).search()
     assert {each.cause for each in found} == causes
-    assert {each.cause for each in by_audit(tokens)} == causes
     assert {*by_guards(tokens)} <= causes
     # What each gives alone, to engines that are equal otherwise.
-    alone = {CAUSED_BY[change]: k3_of(mixed(0, [change], kernels=0.0)) for change in mixture}
+    alone = {CAUSED_BY[change]: k3_of(mixed(0, [change], kernels=0.0, count=112)) for change in mixture}
     # Of the tokens that are left, in the order of the table.
     taken_out = [name for name in CAUSES if name in causes and CAUSES[name].takes_out]
     for each in found:
@@ -167,23 +165,23 @@ SIZED = {
 
 @pytest.mark.parametrize(("first", "second", "causes"), SIZED.values(), ids=SIZED)
 def test_each_of_two_causes_has_its_share_within_a_factor_of_2(first, second, causes) -> None:
-    kernels, whole = k3_of(planted(0)), k3_of(tokens := planted(0, [first, second]))
+    kernels, whole = k3_of(planted(0, count=112)), k3_of(tokens := planted(0, [first, second], count=112))
     shares = {each.cause: each.k3_share for each in by_report(tokens)}
     assert {*shares} == {*causes}
     for change, cause in zip((first, second), causes, strict=True):
-        true = (k3_of(planted(0, [change])) - kernels) / whole
+        true = (k3_of(planted(0, [change], count=112)) - kernels) / whole
         assert true > 0.15
         assert 0.5 < shares[cause] / true < 2.0
 
 
 def test_what_a_line_a_base_or_a_place_may_be_stands_among_the_alternatives() -> None:
     """Where something else differs too much to name them."""
-    of_base = planted(0, [], [plants.foreign, plants.to_base_2])
+    of_base = planted(1, [], [plants.foreign, plants.to_base_2])
     assert any("logarithms to the base 2 on the engine's side" in words for words in alternatives(of_base))
-    of_line = planted(0, [plants.warmer, plants.older])
+    of_line = planted(0, [plants.warmer, plants.older], count=112)
     assert any("a temperature above 1 beside it" in words for words in alternatives(of_line))
     ends = (1.0 - 0.7 * (torch.arange(LENGTH) >= 76))[None, :, None]
-    of_place = planted(0, [lambda made: made._replace(behavior=made.behavior + made.noise(0.2) * ends)])
+    of_place = planted(0, [lambda made: made._replace(behavior=made.behavior + made.noise(0.2) * ends)], count=112)
     assert any("begins at a position" in words for words in alternatives(of_place))
     assert not any(
         "beside it" in words or "position" in words for words in alternatives(planted(0, [plants.quantised]))
@@ -218,7 +216,6 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
         behavior[::3] = -9999.0
     expected = ["placeholder_log_probs", "shifted_by_one_token"]
     assert [found.cause for found in by_report(tokens)] == expected
-    assert [found.cause for found in by_audit(tokens)] == expected
     assert {*by_guards(tokens)} == {*expected}
 
 
@@ -227,7 +224,6 @@ def test_what_both_sides_call_impossible_is_no_placeholder() -> None:
     for log_probs in (*tokens.proximal, *tokens.behavior):
         log_probs[7:9] = -9999.0
     assert [found.cause for found in by_report(tokens)] == ["bf16_kernels"]
-    assert [found.cause for found in by_audit(tokens)] == ["bf16_kernels"]
     assert by_guards(tokens) == []
 
 
@@ -235,9 +231,9 @@ def test_placeholders_of_the_trainer_are_named_as_such() -> None:
     tokens = planted(0)
     for proximal in tokens.proximal[::3]:
         proximal[7:9] = -9999.0
-    for found in (by_report(tokens), by_audit(tokens)):
-        assert [each.cause for each in found] == ["placeholder_log_probs"]
-        assert " proximal log-probs on trainable tokens are placeholders below -1000" in found[0].evidence
+    (found,) = by_report(tokens)
+    assert found.cause == "placeholder_log_probs"
+    assert " proximal log-probs on trainable tokens are placeholders below -1000" in found.evidence
     assert by_guards(tokens) == ["placeholder_log_probs"]
 
 
@@ -289,8 +285,8 @@ def test_a_shift_of_many_tokens_says_in_which_direction_and_by_how_many() -> Non
     tokens = Tokens(dropped.proximal + skipped.proximal, dropped.behavior + skipped.behavior)
     (found, *_) = by_report(tokens)
     assert found.evidence.startswith(
-        "of 224 samples the engine's log-probs come too late in 6, by 2, 7, 12, 20, 33, ... tokens, and too early in "
-        f"3, by 3 tokens: the probabilities of these {9 * plants.LENGTH} tokens fit"
+        f"of {2 * COUNT} samples the engine's log-probs come too late in 6, by 2, 7, 12, 20, 33, ... tokens, and too "
+        f"early in 3, by 3 tokens: the probabilities of these {9 * plants.LENGTH} tokens fit"
     )
 
 
@@ -363,10 +359,10 @@ def named_temperature(found: Diagnosis) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     ("sides", "true"),
     [
-        *(({"engine": each}, each) for each in (0.5, 0.7, 0.9, 1.2, 2.0)),
-        *(({"trainer": each}, 1.0 / each) for each in (0.7, 1.5)),
+        *(({"engine": each}, each) for each in (0.5, 0.9, 2.0)),
+        ({"trainer": 0.7}, 1.0 / 0.7),
         # The engine returns log-probs of its logits as they are, and the trainer divides.
-        *(({"trainer": each, "sampler": each}, each) for each in (0.7, 1.5)),
+        ({"trainer": 1.5, "sampler": 1.5}, 1.5),
     ],
 )
 def test_a_temperature_of_one_side_is_named_alone_and_known_to_5_percent_for_any_logits(kind, sides, true) -> None:
@@ -487,7 +483,7 @@ def test_probabilities_of_an_open_model_are_all_wrong(side) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
-@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("noise", [0.01, 0.1, 1.0])
 def test_precision_of_any_size_is_named_or_among_the_alternatives(kind, noise) -> None:
     """One model's limits of k3 are not another's."""
     said = [words for each in by_report(pair_of(kind, noise=noise)) for words in (each.title, *each.alternatives)]
@@ -545,8 +541,7 @@ def test_a_cut_has_at_least_the_share_that_its_lost_mass_needs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
-@pytest.mark.parametrize("share", [0.03, 0.3])
-@pytest.mark.parametrize("side", ["proximal", "behavior"])
+@pytest.mark.parametrize(("share", "side"), [(0.03, "proximal"), (0.3, "behavior")])
 def test_dummy_zeros_of_either_side_are_placeholders_and_leave_the_rest_as_it_was(kind, share, side) -> None:
     tokens = pair_of(kind, noise=0.06)
     (alone,) = by_report(tokens)

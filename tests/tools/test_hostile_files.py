@@ -246,7 +246,7 @@ def test_what_ends_a_command_early_has_a_code_and_a_line(error, code, said, monk
 
 
 def test_a_reader_that_goes_away_is_no_error():
-    command = [sys.executable, "-m", "mis_ext", "methods"]
+    command = [sys.executable, "-m", "mis_ext", "presets"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as process:
         process.stdout.close()
         assert process.stderr.read() == b""

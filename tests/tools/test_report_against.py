@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from commands import json_of
 from test_hostile_files import DUMPS
 from test_report_cli import Page
 from test_report_comparison import rows_of, written
@@ -99,6 +100,18 @@ def test_a_terminal_of_80_columns_shows_the_comparison_whole(compared) -> None:
     assert shown.index("k3 of A is") < shown.index("what each configuration would do")
     # Nothing was there before.
     assert "in the place of" not in " ".join(shown.split())
+
+
+def test_a_document_says_what_the_terminal_and_the_folder_do(compared, monkeypatch) -> None:
+    monkeypatch.chdir(compared)
+    code, found = json_of("report", NEW, "--against", "old", "--preset", "mis")
+    assert code == 0
+    assert found == json.loads((compared / "out" / "summary.json").read_text())
+    shown = (compared / "terminal.txt").read_text()
+    overall = found["summary"]["overall"]
+    for name in ("k3", "reverse_k3", "abs_mean", "ess_token", "ratio_mean"):
+        assert re.search(rf"^{name} +{overall[name]:.3g} ", shown, re.MULTILINE), name
+    assert found["recommendation"]["headline"] in " ".join(shown.split())
 
 
 BAD = ("no byte", "a pickle that ends early", "nothing of the trainer", "no trained token", "a list a line", "nothing")

@@ -56,13 +56,13 @@ def test_stale_samples_are_named_by_their_versions_and_explain_what_is_above_fre
 
 
 def test_a_stale_step_among_fresh_ones_is_named_and_explains_what_is_above_them() -> None:
-    parts = [part_of(engines(seed).sampled(), step=str(seed)) for seed in range(12)]
-    parts.append(part_of(engines(12, kernels=0.06).sampled(), step="12"))
+    parts = [part_of(engines(seed).sampled(), step=str(seed)) for seed in range(6)]
+    parts.append(part_of(engines(6, kernels=0.06).sampled(), step="6"))
     found, k3s = only(*parts)
     assert found.cause == "stale_weights"
     usual = sorted(k3s)[len(k3s) // 2]
     assert found.k3_share == pytest.approx(sum(max(k3 - usual, 0.0) for k3 in k3s) / sum(k3s), rel=1e-4)
-    assert found.k3_share < 0.8
+    assert found.k3_share < 0.9
 
 
 def test_ids_that_differ_are_certain() -> None:
@@ -144,7 +144,7 @@ def test_samples_of_another_text_are_looked_for_among_16_or_more(count, is_named
 
 def late_of(global_noise: Tensor, late_noise: float, begins: int = 60) -> list[Diagnosis]:
     """Of engines that differ everywhere, by position, and by more from a position on."""
-    made = engines(7)
+    made = engines(7, count=112)
     is_late = (torch.arange(LENGTH) >= begins)[None, :, None]
     noisy = made.behavior + made.noise(global_noise[None, :, None]) + made.noise(late_noise) * is_late
     collector = Collector()
@@ -202,11 +202,11 @@ def cut_to_zeros(kind: str, cut: str, generator: torch.Generator) -> tuple[Tenso
 def test_zeros_of_a_cut_are_no_placeholders_whatever_the_logits_and_the_vocabulary(kind, cut) -> None:
     generator = torch.Generator().manual_seed(0)
     num_zeros = 0
-    for _ in range(4):
+    for _ in range(2):
         proximal, behavior = cut_to_zeros(kind, cut, generator)
         is_zero = (behavior == 0.0) & (proximal < -1.0)
         num_zeros += int(is_zero.sum())
         assert "placeholder_log_probs" not in diagnosed(part_of(([*proximal], [*behavior])))
         # The same on the other side: a trainer that cuts its logits has legitimate zeros.
         assert "placeholder_log_probs" not in diagnosed(part_of(([*behavior], [*proximal])))
-    assert num_zeros > 100
+    assert num_zeros > 50

@@ -20,7 +20,7 @@ from mis_ext.tools.report.noise import (
     t_quantile,
 )
 
-RESPONSES, TIMES = 8, 1000
+RESPONSES, TIMES = 8, 400
 T_QUANTILES = {3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 30: 2.042272, 1000: 1.962339}
 """From a table of Student's t: 0.975."""
 
@@ -102,9 +102,8 @@ def test_in_95_of_100_repetitions_the_interval_holds_the_truth(num_prompts) -> N
     assert 0.95 - 0.02 - 2 * math.sqrt(0.05 / TIMES) <= coverage(num_prompts) <= 0.97
 
 
-@pytest.mark.parametrize("num_prompts", [4, 16, 64])
-def test_over_responses_in_place_of_prompts_it_would_not(num_prompts) -> None:
-    assert coverage(num_prompts, are_known=False) < 0.75
+def test_over_responses_in_place_of_prompts_it_would_not() -> None:
+    assert coverage(16, are_known=False) < 0.75
 
 
 def test_numbers_have_three_digits_or_all_before_the_point() -> None:
