@@ -17,8 +17,8 @@ import torch
 
 from mis_ext.hosts.groups import Groups
 
-PATIENCE = 5.0
-"""Seconds that a rank waits for the others; who waits longer would hang."""
+PATIENCE = 60.0
+"""Seconds that a rank waits for the others, one of which may compile on a busy machine; who waits longer would hang."""
 
 _here = threading.local()
 
