@@ -18,7 +18,7 @@ from mis_ext.correction.collectives import (
     min_over_ranks,
     sum_over_ranks,
 )
-from mis_ext.correction.formula import NamedValues
+from mis_ext.correction.formula import NamedValues, bounded_exp
 from mis_ext.correction.graph_layout import GraphLayout
 from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
@@ -256,6 +256,17 @@ class Batch:
         if key not in self._reduced:
             mask_T = self.valid_T if of == "always" else self.valid_T & self.when(of, pair)
             self._reduced[key] = self.reductions.reduce(self._of_tokens(name, pair), mask_T, reduce)
+        return self._reduced[key]
+
+    def effective_share(self, pair: Pair) -> Tensor:
+        """0-dim: ``(sum w)^2 / (n sum w^2)`` over the valid tokens of all ranks; 1 where all ratios are alike."""
+        key: tuple[str, Pair, Reduce, When] = ("effective_share", pair, "batch_mean", "always")
+        if key not in self._reduced:
+            ratio_T = bounded_exp(self.log_ratio(pair))
+            rows_FT = torch.stack([torch.ones_like(ratio_T), ratio_T, ratio_T.square()])
+            count, total, squared = self.reductions.batch_total(rows_FT, self.valid_T).unbind()
+            share = total.square() / torch.where(count > 0.0, count * squared, 1.0)
+            self._reduced[key] = torch.where(count > 0.0, share, 1.0)
         return self._reduced[key]
 
     def worst(self, name: str, pair: Pair, reduce: Reduce, *, of: When = "always") -> Tensor:

@@ -248,7 +248,7 @@ class EssCap(OtherFactor):
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at most 1, without gradient."""
-        return torch.minimum(bounded_exp(batch.log_ratio(self.pair)), _effective_share(batch, self.pair))
+        return torch.minimum(bounded_exp(batch.log_ratio(self.pair)), batch.effective_share(self.pair))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,16 +262,8 @@ class EssKl(Term):
     def evaluate(self, batch: Batch) -> Penalty:
         """Value and slope ``[T]`` of each token in nats."""
         penalty = KlTerm(estimator="k3", scale=1.0, pair=self.pair).evaluate(batch)
-        strength = 1.0 - _effective_share(batch, self.pair)
+        strength = 1.0 - batch.effective_share(self.pair)
         return Penalty(strength * penalty.value_T, strength * penalty.slope_T)
-
-
-def _effective_share(batch: Batch, pair: Pair) -> Tensor:
-    """0-dim: ``(sum w)^2 / (n sum w^2)`` over the valid tokens of all ranks; 1 where all ratios are alike."""
-    ratio_T = bounded_exp(batch.log_ratio(pair))
-    rows_FT = torch.stack([torch.ones_like(ratio_T), ratio_T, ratio_T.square()])
-    count, total, squared = batch.reductions.batch_total(rows_FT, batch.valid_T).unbind()
-    return torch.where(count > 0.0, total.square() / torch.where(count > 0.0, count * squared, 1.0), 1.0)
 
 
 @published(

@@ -14,7 +14,7 @@ from zigzag import local_tokens
 from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import METHODS, Method, RatioWeight, Score
-from mis_ext.methods.batch import mean_weights
+from mis_ext.methods.batch import Reductions, mean_weights
 
 NEEDS_ALL_TOKENS = "m2po"
 NEEDS_ALL_SEQUENCES = "reinforce_sequence_psis"
@@ -85,6 +85,19 @@ def test_what_needs_all_tokens_of_the_batch_refuses_to_be_split() -> None:
 
     found = run_ranks(work, dp_size=2)
     assert all(isinstance(rank, ValueError) and "on one rank" in str(rank) for rank in found)
+
+
+def test_cap_and_pull_of_p3o_share_one_sum_over_all_ranks(monkeypatch) -> None:
+    data, mask, layout = make_data(seed=3)
+    sums, batch_total = [], Reductions.batch_total
+
+    def counted(self, values_T, mask_T):
+        sums.append(len(values_T))
+        return batch_total(self, values_T, mask_T)
+
+    monkeypatch.setattr(Reductions, "batch_total", counted)
+    apply(METHODS["p3o"].method, data, mask, layout)
+    assert sums == [3]
 
 
 def test_a_split_layout_needs_its_group() -> None:
