@@ -54,6 +54,17 @@ def on_cp_2(**norms: float) -> list[Result]:
     return [ran(name, grad_norm=(dict.fromkeys(names, NORM) | plain | norms)[name]) for name in names]
 
 
+def test_a_trajectory_that_becomes_two_samples_has_all_numbers_of_its_tokens():
+    of_tokens = ("rollout_log_probs", "loss_mask", "teacher_log_probs")
+    samples = [
+        {"index": index, "tokens": [0] * 40, "response_length": 32} | {key: [1] * 32 for key in of_tokens}
+        for index in range(8)
+    ]
+    fanned = inputs.fanned_out(samples)
+    assert [sample["response_length"] for sample in fanned[:4]] == [32, 32, 16, 32]
+    assert all(len(sample[key]) == sample["response_length"] for sample in fanned for key in of_tokens)
+
+
 def refused(name: str, text: str, *, return_code: int = 1) -> Result:
     return Result(CASES[name], return_code, Logged([], [], [], text), 20.0)
 

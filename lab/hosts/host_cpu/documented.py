@@ -26,6 +26,7 @@ ELSEWHERE = {
     "--enable-return-routed-experts": "SGLang",
     "--enable-scale-out": "vLLM",
     "--engine-settings": "examples/train_grpo.py",
+    "--external": "ms-swift, up to its underscore",
     "--generation-config": "vLLM",
     "--hypothesis-seed": "pytest",
     "--incremental-streaming-output": "SGLang",
@@ -35,13 +36,16 @@ ELSEWHERE = {
     "--observe-training-entropy": "Miles",
     "--overwrite": "examples/train_grpo.py",
     "--request-b": "mis-ext diff, which makes the name in a loop",
+    "--pause-generation-mode": "Miles",
     "--qkv-format": "Miles",
     "--resume": "examples/train_grpo.py",
     "--return-sampling-mask": "vLLM",
+    "--rollout": "ms-swift, up to its underscore",
     "--skip-actor-forward-only": "Miles",
     "--tool-strict-level": "vLLM",
     "--true-on-policy-mode": "Miles",
     "--use-prometheus": "Miles",
+    "--use-rollout-indexer-replay": "Miles",
 }
 
 

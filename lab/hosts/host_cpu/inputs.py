@@ -111,7 +111,7 @@ def fanned_out(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same, the second of them as a trajectory of two samples, and one more removed for a failed environment."""
     first = samples[1] | {"rollout_id": samples[1]["index"]}
     dropped = first["response_length"] // 2
-    turn = {key: first[key][:-dropped] for key in ("tokens", "rollout_log_probs", "loss_mask")}
+    turn = {key: first[key][:-dropped] for key in ("tokens", "rollout_log_probs", "loss_mask", "teacher_log_probs")}
     second = first | turn | {"response_length": first["response_length"] - dropped}
     others = [sample | {"rollout_id": sample["index"]} for sample in samples]
     others[6] |= {"remove_sample": True, "reward": -1.0}
