@@ -22,7 +22,8 @@ EPSILON = 1e-6
 _CENTERED = 1e-4
 """Rewards that were centered in float32 have a mean of at most this, over the largest of all."""
 _ROUNDED = 0.5
-"""What rounding leaves of equal float32 rewards up to 4: at most 2^-22, over a deviation of 0 and EPSILON."""
+"""What rounding leaves of equal float32 rewards up to 4: at most 2^-22, over a deviation of 0 and EPSILON. Of larger
+ones it leaves more, and then times EPSILON a power of two, or few of them."""
 
 
 @torch.no_grad()
@@ -115,7 +116,9 @@ def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) 
     mean_G = total_G / number_G
     # Equal rewards leave 0, or their rounding over EPSILON, which says nothing of what was subtracted.
     is_equal_G = _are_equal(reward_K, prompt_K, torch.ones_like(prompt_K, dtype=torch.bool))
-    mean_G = torch.where(is_equal_G & (mean_G.abs() <= _ROUNDED), 0.0, mean_G)
+    eighths_G = torch.frexp(mean_G * EPSILON).mantissa * 8.0
+    is_rounding_G = (mean_G.abs() <= _ROUNDED) | ((eighths_G - eighths_G.round()).abs() <= 8e-6)
+    mean_G = torch.where(is_equal_G & is_rounding_G, 0.0, mean_G)
     if len(mean_G) == 0 or float(mean_G.abs().max()) <= _CENTERED * float(rewards_N.abs().max()):
         return
     worst = int(mean_G.abs().argmax())

@@ -164,9 +164,21 @@ def test_equal_rewards_have_no_advantage_and_their_rounding_is_not_refused() -> 
     left[8:] = 0.00745
     refuse_uncentered(left, prompt.double(), torch.arange(16.0))
     assert group_advantages(left, prompt)[8:].tolist() == [0.0] * 8
-    left[8:] = 1.0
-    with pytest.raises(ValueError, match="the 8 trajectories of prompt 1"):
-        refuse_uncentered(left, prompt.double(), torch.arange(16.0).double())
+    # Had the host compared them with others, or dropped some: raw rewards, deviations, and none of both is rounding.
+    for reward in (1.0, 0.75, 2.0, 7**0.5, 0.5**-0.5, 100.1, 12345.6):
+        left[8:] = reward
+        with pytest.raises(ValueError, match="the 8 trajectories of prompt 1"):
+            refuse_uncentered(left, prompt.double(), torch.arange(16.0).double())
+
+
+@pytest.mark.parametrize("number", [3, 8, 12, 24, 33, 128])
+@pytest.mark.parametrize("reward", [0.1, 8.1, 9.9, -33.3, 100.1, 1000.1, 12345.6])
+def test_what_a_host_leaves_of_large_equal_rewards_is_not_refused(reward, number) -> None:
+    raw = torch.full((number,), reward)
+    for with_deviation in (False, True):
+        left = raw - raw.mean()
+        left = left / (left.std() + 1e-6) if with_deviation else left
+        refuse_uncentered(left.double(), torch.zeros(number), torch.arange(float(number)))
 
 
 # --- the scored rollout, on ranks
