@@ -92,9 +92,9 @@ TABLES = {
     "bounds": (DOCS / "reference" / "method.md", bounds_table),
     "methods": (DOCS / "reference" / "methods.md", methods_table),
     "causes": (DOCS / "reference" / "report_causes.md", causes_table),
-    "plants": (DOCS / "reference" / "report_causes.md", plants_table),
-    "pairs": (DOCS / "reference" / "report_causes.md", pairs_table),
-    "pairs left out": (DOCS / "reference" / "report_causes.md", never_table),
+    "plants": (ROOT / "lab" / "evidence" / "diagnosis.md", plants_table),
+    "pairs": (ROOT / "lab" / "evidence" / "diagnosis.md", pairs_table),
+    "pairs left out": (ROOT / "lab" / "evidence" / "diagnosis.md", never_table),
     "presets": (DOCS / "reference" / "presets.md", presets_table),
     "traps": (DOCS / "reference" / "presets.md", traps_table),
     **{

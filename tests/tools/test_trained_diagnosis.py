@@ -129,7 +129,7 @@ def test_the_record_is_what_is_judged_now() -> None:
 
 def test_the_page_counts_the_pairs() -> None:
     signs = Counter(each.sign for plants, each in recorded().items() if len(plants) == 2)
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "report_causes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "lab" / "evidence" / "diagnosis.md").read_text(encoding="utf-8")
     assert (
         f"Of {len(PAIRS)} pairs {signs['+']} are right, in {signs['o']} a cause is among the alternatives, and "
         f"{signs[WRONG]} are told wrong."
