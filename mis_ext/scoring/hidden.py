@@ -21,7 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, scatter_sum, sum_of_states
 from mis_ext.scoring.chunked import merged
-from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, SortedColumns, Targets
+from mis_ext.scoring.passes import (
+    Backend,
+    Coefficients,
+    KeptColumns,
+    Normalizer,
+    RowSums,
+    SortedColumns,
+    Targets,
+    check_targets,
+)
 from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend
 from mis_ext.scoring.tiles import accumulated, length, multiply, slices, tiles_of, view
 from mis_ext.validation import check_choice, check_integer, check_number
@@ -89,14 +98,13 @@ def score_hidden(
         hidden_NE = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
         num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
-        _check_shapes(hidden_NE, weight, bias, token_T, row_T, kept, num_states=num_states)
+        _check_head(hidden_NE, weight, bias)
+        check_targets(token_T, row_T, kept, num_rows=num_states, rows="hidden states", device=hidden.device)
         _check_ranks(len(weight), vocab_size, tp_group=tp_group, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
         parameter = weight if gradient_accumulation_fusion and weight.requires_grad else None
         _check_main_grad(parameter)
         backend = choose_backend(hidden_NE)
-        first = tp_rank * len(weight)
-        num_columns = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
-        targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
+        targets = Targets.of_rank(token_T, row_T, width=len(weight), tp_rank=tp_rank, vocab_size=vocab_size)
     except Exception:
         # The other ranks may have found nothing to refuse: they must not wait.
         if tp_group is not None:
@@ -139,16 +147,7 @@ def _check_settings(entropy: str, *, temperature: float, logit_scale: float, sof
             check_number(name, value, low=0.0, high=math.inf, open_low=True, open_high=True)
 
 
-def _check_shapes(
-    hidden_NE: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_T: Tensor,
-    row_T: Tensor | None,
-    kept: KeptColumns | None,
-    *,
-    num_states: int,
-) -> None:
+def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not hidden_NE.is_floating_point():
         raise TypeError(f"hidden must be floats, got {hidden_NE.dtype}")
     for name, values in (("weight", weight), ("bias", bias)):
@@ -157,10 +156,6 @@ def _check_shapes(
             if torch.is_autocast_enabled(hidden_NE.device.type):
                 hint = f"; autocast casts neither: give {name}.to(hidden.dtype)"
             raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NE.dtype}: both must have one dtype{hint}")
-    for name, values in (("token_T", token_T), ("row_T", row_T)):
-        if values is not None and values.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
-    for name, values in (("weight", weight), ("bias", bias), ("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.device != hidden_NE.device:
             raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NE.device}")
     if weight.ndim != 2 or weight.shape[1] != hidden_NE.shape[1]:
@@ -169,13 +164,6 @@ def _check_shapes(
         raise ValueError(f"weight has shape {list(weight.shape)}: neither V nor E may be 0")
     if bias is not None and bias.shape != (len(weight),):
         raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}; bias is [V]")
-    if row_T is None and token_T.shape != (num_states,):
-        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_states} hidden states")
-    if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
-        raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
-    if kept is not None and kept.is_recorded_T.shape != token_T.shape:
-        recorded = list(kept.is_recorded_T.shape)
-        raise ValueError(f"kept.is_recorded_T has shape {recorded}, token_T {list(token_T.shape)}; both are [T]")
 
 
 def _check_ranks(

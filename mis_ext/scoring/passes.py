@@ -76,6 +76,15 @@ class Targets(NamedTuple):
     first: int
     num_columns: int
 
+    @classmethod
+    def of_rank(
+        cls, token_T: Tensor, row_T: Tensor | None, *, width: int, tp_rank: int, vocab_size: int | None
+    ) -> Targets:
+        """Those of a tensor-parallel rank with ``width`` columns, of which ids from ``vocab_size`` on are padding."""
+        first = tp_rank * width
+        num_columns = width if vocab_size is None else min(max(vocab_size - first, 0), width)
+        return cls(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
+
     def token_of_rows(self, num_rows: int) -> Tensor:
         """``[N]``: which token each row scores, -1 for none.
 
@@ -91,6 +100,24 @@ class Targets(NamedTuple):
             (token_N[row_T] == token_T).all(), "row_T has a row twice, and only one token's gradient fits"
         )
         return token_N
+
+
+def check_targets(
+    token_T: Tensor, row_T: Tensor | None, kept: KeptColumns | None, *, num_rows: int, rows: str, device: torch.device
+) -> None:
+    """Refuse tokens that do not fit the rows, ``rows of logits`` or ``hidden states``, that score them."""
+    for name, values in (("token_T", token_T), ("row_T", row_T)):
+        if values is not None and values.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
+        if values is not None and values.device != device:
+            raise ValueError(f"{name} is on {values.device}, the {rows} on {device}")
+    if row_T is None and token_T.shape != (num_rows,):
+        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_rows} {rows}")
+    if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
+        raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
+    if kept is not None and kept.is_recorded_T.shape != token_T.shape:
+        recorded = list(kept.is_recorded_T.shape)
+        raise ValueError(f"kept.is_recorded_T has shape {recorded}, token_T {list(token_T.shape)}; both are [T]")
 
 
 class RowSums(NamedTuple):

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from mis_ext.correction.backend import wants_triton
 from mis_ext.correction.collectives import Group, gather_rows
 from mis_ext.scoring.chunked import EagerBackend
-from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets
+from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets, check_targets
 from mis_ext.validation import check_choice, check_number
 
 EntropyUse = Literal["gradient", "value", "none"]
@@ -79,11 +79,12 @@ def score_tokens(
     if vocab_size is not None:
         check_number("vocab_size", vocab_size, low=1, high=math.inf)
     logits_NV = logits.reshape(-1, logits.shape[-1])
-    _check_shapes(logits_NV, token_T, row_T)
-    first = tp_rank * logits_NV.shape[1]
-    num_columns = logits_NV.shape[1] if vocab_size is None else min(max(vocab_size - first, 0), logits_NV.shape[1])
-    targets = Targets(token_T.contiguous(), None if row_T is None else row_T.contiguous(), first, num_columns)
-    bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns)
+    if not logits_NV.is_floating_point():
+        raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
+    num_rows, width = logits_NV.shape
+    check_targets(token_T, row_T, kept, num_rows=num_rows, rows="rows of logits", device=logits.device)
+    targets = Targets.of_rank(token_T, row_T, width=width, tp_rank=tp_rank, vocab_size=vocab_size)
+    bits_TC = None if kept is None else kept.bits(first=targets.first, num_columns=targets.num_columns)
     if logits_NV.stride(-1) != 1:
         logits_NV = logits_NV.contiguous()
     use = _Use(float(temperature), entropy, inplace, tp_group, choose_backend(logits_NV))
@@ -97,23 +98,6 @@ class _Use(NamedTuple):
     inplace: bool
     tp_group: Group | None
     backend: Backend
-
-
-def _check_shapes(logits_NV: Tensor, token_T: Tensor, row_T: Tensor | None) -> None:
-    if not logits_NV.is_floating_point():
-        raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
-    for name, values in (("token_T", token_T), ("row_T", row_T)):
-        if values is None:
-            continue
-        if values.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
-        if values.device != logits_NV.device:
-            raise ValueError(f"{name} is on {values.device}, the logits on {logits_NV.device}")
-    num_rows = logits_NV.shape[0]
-    if row_T is None and token_T.shape != (num_rows,):
-        raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_rows} rows of logits")
-    if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
-        raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
 
 
 class _Scored(torch.autograd.Function):

@@ -311,6 +311,11 @@ def test_bits_are_the_columns_that_were_kept(seed) -> None:
         ({"token_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"token_T has shape \[3\], there are 2 rows"),
         ({"token_T": torch.zeros(2)}, TypeError, "token_T must be int64 or int32, got torch.float32"),
         ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], token_T \[2\]"),
+        (
+            {"kept": KeptColumns(torch.zeros(0), torch.zeros(0), torch.ones(3, dtype=torch.bool))},
+            ValueError,
+            r"kept.is_recorded_T has shape \[3\], token_T \[2\]",
+        ),
         ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
         ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, TypeError, "logits must be floats, got torch.int64"),
         ({"vocab_size": 0}, ValueError, "vocab_size"),
