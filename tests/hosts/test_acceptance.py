@@ -201,7 +201,7 @@ def test_a_rollout_without_a_valid_token_moves_nothing() -> None:
 # --- the loop
 
 
-@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("kind", ["band of ratios", "veto", "mean of k3"])
 def test_the_loop_converges_and_follows_a_drifting_mismatch(kind) -> None:
     gate = mis_ext.Gate(**{f: getattr(GATES[kind], f) for f in ("statistic", "reduce", "low", "high", "target_accept")})
     session = Session(CorrectionConfig(gates=(gate,), metrics="all", scope="micro_batch"))

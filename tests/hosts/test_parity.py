@@ -33,6 +33,12 @@ def assert_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> Non
     assert (difference <= ATOL + RTOL * expected.abs()).all(), f"{what}: {actual} instead of {expected}"
 
 
+def together(level: str, mode: str) -> list[tuple[bool, bool]]:
+    """Whether there is a veto, and a normaliser: all four pairs, spread over the modes."""
+    pairs = [(False, True), (True, False)] if mode == "mask" else [(False, False), (True, True)]
+    return [(veto, normalize and level != "geometric") for veto, normalize in pairs]
+
+
 def host_output(keys: dict, samples: Samples) -> host_loop.HostOutput:
     return host_loop.correct(keys, train=samples.train, rollout=samples.rollout, masks=samples.masks)
 
@@ -41,27 +47,26 @@ def host_output(keys: dict, samples: Samples) -> host_loop.HostOutput:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_masks_loss_and_metrics_equal_the_reference_example(level, mode, rs_level):
-    for veto in [False, True]:
-        for normalize in [False, True] if level != "geometric" else [False]:
-            keys = settings_of(level, mode, rs_level, veto=veto, normalize=normalize)
-            samples = batch(seed=50, masked_sample=not (normalize and level == "sequence"))
-            host = host_output(keys, samples)
-            pg_loss = torch.linspace(-1.0, 2.0, sum(m.numel() for m in samples.masks))
-            loss, masks, metrics = call_hook(compat(keys), samples, pg_loss=pg_loss)
-            response = flat(samples.masks) != 0
+    for veto, normalize in together(level, mode):
+        keys = settings_of(level, mode, rs_level, veto=veto, normalize=normalize)
+        samples = batch(seed=50, masked_sample=not (normalize and level == "sequence"))
+        host = host_output(keys, samples)
+        pg_loss = torch.linspace(-1.0, 2.0, sum(m.numel() for m in samples.masks))
+        loss, masks, metrics = call_hook(compat(keys), samples, pg_loss=pg_loss)
+        response = flat(samples.masks) != 0
 
-            expected_loss = flat(host.weights) * pg_loss.double()
-            assert_equal("loss", loss.double()[response], expected_loss[response])
-            assert torch.equal(flat(masks), flat(host.masks))
-            lengths = [m.numel() for m in samples.masks]
-            for name, values in host.metrics.items():
-                expected = averaged(values, samples.masks)
-                assert_equal(name, metrics[name].double()[response], expected[response])
-                reduced = host_loop.sum_of_sample_mean(metrics[name].split(lengths), samples.masks)
-                wanted = host_loop.sum_of_sample_mean(values, samples.masks)
-                assert_equal(name, reduced / len(lengths), wanted / len(lengths))
-            if veto and rs_level is not None:
-                assert metrics["mis_rs_catastrophic_seq_fraction"].any()
+        expected_loss = flat(host.weights) * pg_loss.double()
+        assert_equal("loss", loss.double()[response], expected_loss[response])
+        assert torch.equal(flat(masks), flat(host.masks))
+        lengths = [m.numel() for m in samples.masks]
+        for name, values in host.metrics.items():
+            expected = averaged(values, samples.masks)
+            assert_equal(name, metrics[name].double()[response], expected[response])
+            reduced = host_loop.sum_of_sample_mean(metrics[name].split(lengths), samples.masks)
+            wanted = host_loop.sum_of_sample_mean(values, samples.masks)
+            assert_equal(name, reduced / len(lengths), wanted / len(lengths))
+        if veto and rs_level is not None:
+            assert metrics["mis_rs_catastrophic_seq_fraction"].any()
 
 
 def test_metrics_only_mode_equals_the_reference_example():
@@ -106,22 +111,21 @@ def test_the_preset_by_name_is_the_yaml_file():
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_judge_and_the_reference_example_agree_where_both_are_right(level, mode, rs_level):
     samples = batch(seed=23, masked_sample=False)
-    for veto in [False, True]:
-        for normalize in [False, True] if level != "geometric" else [False]:
-            keys = settings_of(level, mode, rs_level, veto=veto, normalize=normalize)
-            judge_keys = keys | {
-                "tis_normalize_scope": "micro_batch",
-                "tis_normalize_over": "valid",
-                "rs_veto_requires_rs": True,
-                "mis_metric_max": float("inf"),
-            }
-            host = host_output(keys, samples)
-            (judge,) = correct([samples], judge_keys)
-            # float64 on both sides.
-            torch.testing.assert_close(flat(judge.weights), flat(host.weights), rtol=1e-12, atol=0)
-            assert torch.equal(flat(judge.masks), flat(host.masks))
-            response = flat(samples.masks) != 0
-            for name, values in host.metrics.items():
-                expected = averaged(values, samples.masks)
-                difference = (flat(judge.tokens[name]) - expected)[response].abs()
-                assert (difference <= 1e-12 + 1e-11 * expected[response].abs()).all(), name
+    for veto, normalize in together(level, mode):
+        keys = settings_of(level, mode, rs_level, veto=veto, normalize=normalize)
+        judge_keys = keys | {
+            "tis_normalize_scope": "micro_batch",
+            "tis_normalize_over": "valid",
+            "rs_veto_requires_rs": True,
+            "mis_metric_max": float("inf"),
+        }
+        host = host_output(keys, samples)
+        (judge,) = correct([samples], judge_keys)
+        # float64 on both sides.
+        torch.testing.assert_close(flat(judge.weights), flat(host.weights), rtol=1e-12, atol=0)
+        assert torch.equal(flat(judge.masks), flat(host.masks))
+        response = flat(samples.masks) != 0
+        for name, values in host.metrics.items():
+            expected = averaged(values, samples.masks)
+            difference = (flat(judge.tokens[name]) - expected)[response].abs()
+            assert (difference <= 1e-12 + 1e-11 * expected[response].abs()).all(), name

@@ -26,7 +26,7 @@ def backend(request, monkeypatch) -> str:
 @pytest.mark.parametrize("first_seed", range(0, 160, 20))
 def test_drawn_cases_are_what_float64_says(backend, first_seed) -> None:
     # The interpreter takes a tenth of a second for each; a GPU runs all of them through the kernels.
-    for seed in range(first_seed, first_seed + (20 if backend == "eager" else 5)):
+    for seed in range(first_seed, first_seed + (20 if backend == "eager" else 3)):
         case = drawn(seed, dtypes=DTYPES if seed % 3 == 0 else DTYPES[:1])
         found = answered(case)
         assert found.gradient.dtype == case.logits.dtype
@@ -141,7 +141,7 @@ def test_only_the_entropy_may_carry_gradient(backend) -> None:
 # --- in place of the logits
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_in_place_has_the_bits_of_a_new_gradient(backend, seed) -> None:
     case = drawn(seed, dtypes=DTYPES)
     assert torch.equal(answered(case, inplace=True).gradient, answered(case).gradient)
@@ -194,7 +194,7 @@ def test_a_loss_that_is_computed_again_for_its_backward_pass_has_the_same_gradie
 # --- how it computes
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_it_is_as_exact_as_a_softmax_of_divided_logits(backend, temperature) -> None:
     """As the hosts have it: float32 logits are divided first, and their highest is taken off afterwards."""
     # The interpreter takes milliseconds for each.
