@@ -293,20 +293,21 @@ ROW_FUNCTIONS = {
 @for_each("name", ROW_FUNCTIONS)
 def test_a_row_has_its_bits_in_any_batch_layout_and_number_of_threads(name):
     function, rng = ROW_FUNCTIONS[name], random.Random(name)
-    for trial in range(3):
+    for trial in range(2):
         dtype = torch.float32 if trial == 0 or name.startswith("complex") else rng.choice(FLOATS)
         # Alone, a row of more than 32,768 numbers is one that threads share.
-        shapes = (rng.randint(2, 3), 1, rng.randint(33_000, 70_000)), (rng.randint(2, 7), 3, rng.randint(1, 3000))
+        shapes = (rng.randint(2, 3), 1, rng.randint(33_000, 40_000)), (rng.randint(2, 7), 3, rng.randint(1, 3000))
         x = randn(*shapes[trial > 0], dtype=dtype, seed=trial)
         with batch_invariant_mode():
             torch.set_num_threads(1)
             expected = torch.cat([function(row[None]) for row in x])
             for threads in (1, rng.randint(2, 7)):
                 torch.set_num_threads(threads)
-                for batch in (x, strided(x), x.movedim(0, -1).contiguous().movedim(-1, 0)):
-                    assert equal_bits(function(batch), expected), (threads, dtype, [*x.shape], x.stride())
-                for part in (slice(len(x) - 1, None), slice(0, rng.randint(1, len(x)))):
-                    assert equal_bits(function(x[part]), expected[part]), (threads, dtype, [*x.shape], part)
+                layouts = (strided(x), x.movedim(0, -1).contiguous().movedim(-1, 0))
+                for batch in (x, rng.choice(layouts)) if threads > 1 else layouts:
+                    assert equal_bits(function(batch), expected), (threads, dtype, [*x.shape], batch.stride())
+                part = slice(len(x) - 1, None) if threads > 1 else slice(0, rng.randint(1, len(x)))
+                assert equal_bits(function(x[part]), expected[part]), (threads, dtype, [*x.shape], part)
         torch.set_num_threads(1)
         torch.testing.assert_close(expected, function(x), rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
 
@@ -375,13 +376,12 @@ def test_the_gradient_of_a_row_has_its_bits_in_any_batch(name, dtype):
     rng = random.Random(name)
     for width in (1, 300):
         x = randn(29, width, dtype=dtype, scale=2.0)
-        for batch in (x, strided(x)):
-            with batch_invariant_mode():
-                expected = gradient_of_rows(GRADIENTS[name], batch, slice(None))
-                for start in (*rng.sample(range(1, 29), 2), 0):
-                    rows = slice(start, start + rng.choice([1, 1, 10]) if start else 17)
-                    torch.set_num_threads(rng.randint(1, 3))
-                    assert equal_bits(gradient_of_rows(GRADIENTS[name], batch, rows), expected[rows]), (width, rows)
+        with batch_invariant_mode():
+            expected = gradient_of_rows(GRADIENTS[name], x, slice(None))
+            for batch, start in ((x, rng.randrange(1, 29)), (strided(x), rng.randrange(1, 29)), (strided(x), 0)):
+                rows = slice(start, start + rng.choice([1, 1, 10]) if start else 17)
+                torch.set_num_threads(rng.randint(1, 3))
+                assert equal_bits(gradient_of_rows(GRADIENTS[name], batch, rows), expected[rows]), (width, rows)
         torch.set_num_threads(1)
         plain = gradient_of_rows(GRADIENTS[name], x, slice(None))
         torch.testing.assert_close(expected, plain, rtol=2e-2 if dtype in FLOATS[1:] else 1e-4, atol=2e-2)

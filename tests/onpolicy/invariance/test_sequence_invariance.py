@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_probes import outcomes, probe_of
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.invariance.checks import check_sequence_invariance
@@ -19,23 +20,7 @@ FED_IN_PARTS = {
     "chunked prefill of 3",
     "chunked prefill of 16",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def outcomes(report, *kinds):
-    return {probe.name for probe in report.probes if probe.outcome in kinds}
-
-
-def probe_of(report, name):
-    (probe,) = (probe for probe in report.probes if probe.name == name)
-    return probe
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Attention:
