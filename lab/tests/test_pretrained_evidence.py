@@ -196,8 +196,9 @@ def test_answers_are_cut_behind_their_first_end() -> None:
     assert answers.logprobs == [[-1.0, -2.0], [-1.0], [-1.0, -2.0, -3.0]]
 
 
-def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = dataclasses.replace(GROUP, trained_steps=2, num_prompts=8, samples_per_prompt=32, response_length=2)
+@pytest.mark.usefixtures("graded")
+def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace) -> None:
+    group = dataclasses.replace(GROUP, trained_steps=2, response_length=2)
     first = PretrainedTraining(group, workplace)._trainer.weights()
     (file,) = workplace.scratch.glob("first_weights_*.safetensors")
     made = file.stat().st_mtime_ns
@@ -261,7 +262,7 @@ def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -
     groups = tuple(
         dataclasses.replace(group, **TINY, engine=EngineSpec(), ages=(1,), dump_steps=(0,))
         for group in study.groups
-        if group.seeds in ((1,), (2,))
+        if group.seeds in ((1,), (2,)) and group.learning_rate != 3e-6
     )
     monkeypatch.setitem(module.STUDIES, name, dataclasses.replace(study, groups=groups))
 
@@ -304,7 +305,7 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
     assert [results.is_done(group) for group in program.groups] == [True] * (len(program.groups) - 1) + [False]
     program("report", "--output", str(tmp_path / "pages"))
     page = (tmp_path / "pages" / "pretrained_floor.md").read_text()
-    assert "1 of 12 runs are missing" in page
+    assert "1 of 8 runs are missing" in page
     program("run", *program.run)
     # Every step of every run once, and the one that was interrupted again.
     assert seen == 2 * len(program.groups) + 1
