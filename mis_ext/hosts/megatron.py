@@ -104,6 +104,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             stacklevel=4,
         )
     with run.session.local_work(batch["response_lengths"], groups=groups, device=logits.device):
+        if config.group is not None:
+            run.refuse_unseen_rollout()
         layout = batch_layout(
             is_padded=config.is_padded,
             groups=groups,

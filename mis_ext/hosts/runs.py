@@ -65,6 +65,15 @@ class Run(NamedTuple):
         """The whole loss, of a run that was asked for it."""
         return chosen_loss(self.config)
 
+    def refuse_unseen_rollout(self) -> None:
+        """Refuse in the loss what nobody prepared: a function of the user's, at the flag for it, did not call ours."""
+        key = self.config.group and self.config.group.needs_rollout
+        if key and not self.session.rollout_seen:
+            raise ValueError(
+                f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
+                "--rollout-data-postprocess-path, or call it in the function there"
+            )
+
 
 def chosen_loss(config: RunConfig) -> WholeLoss:
     """The settings of the loss of a run that computes it here."""

@@ -44,6 +44,7 @@ class Session:
         rollout_scale: The scale of the current rollout, for ``scope: rollout``. The caller sets it, once per rollout.
         token_lags: The lags of the current rollout's tokens, where the host gives none to its loss; or why there are
             none. The caller sets them, once per rollout.
+        rollout_seen: Whether the rollout was prepared, which prompts need. The caller sets it.
         acceptance: The bounds that adapt to a target; :meth:`adapt` moves them once per rollout.
     """
 
@@ -51,6 +52,7 @@ class Session:
         config = config_given(config)
         self._plan = plan_of(config)
         self.rollout_scale: WeightScale | None = None
+        self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
         self.acceptance = AcceptanceLoop(config)
         self._guards = DataGuards(config)

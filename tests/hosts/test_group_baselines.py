@@ -401,6 +401,31 @@ def test_a_rollout_that_lacks_something_is_refused() -> None:
         prepare_rollout(args)
 
 
+@pytest.mark.parametrize("whole_loss", [False, True], ids=["hook", "whole loss"])
+def test_the_loss_notices_that_nobody_prepared_the_rollout(whole_loss) -> None:
+    """As where a function of the user's at the flag does not call ours."""
+    args = host_args(mis_prompt_mean=True, use_tis=True, tis_upper_bound=2.0, loss_type="custom_loss")
+    lengths = {"total_lengths": [6, 8], "response_lengths": [4, 5]}
+    log_probs = [-torch.rand(length) for length in (4, 5)]
+    masks = [torch.ones(length, dtype=torch.int32) for length in (4, 5)]
+    given = {"rollout_log_probs": log_probs, "loss_masks": masks} | lengths
+
+    def step() -> None:
+        if whole_loss:
+            tokens = [torch.zeros(length, dtype=torch.long) for length in (6, 8)]
+            batch = given | {"log_probs": log_probs, "advantages": log_probs, "unconcat_tokens": tokens}
+            mis_ext.policy_loss(args, batch, torch.zeros(1, 14, 3))
+        else:
+            mis_ext.compute_mis_weights_with_cp(args, pg_loss=torch.zeros(9), train_log_probs=log_probs, **given)
+
+    with pytest.raises(ValueError, match=r"mis_prompt_mean: true: mis_ext\.prepare_rollout was not called before"):
+        step()
+    schedule = {"global_batch_sizes": [2], "num_microbatches": [1], "micro_batch_indices": [[0, 1]]}
+    of_samples = {"rewards": [1.0, -1.0], "sample_indices": [0, 1], "rollout_ids": [0, 1]}
+    prepare_rollout(args, 0, given | {"log_probs": log_probs, "advantages": log_probs} | schedule | of_samples)
+    step()
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no hook of the rollout": (
         {"mis_prompt_mean": True, "rollout_data_postprocess_path": None},

@@ -506,7 +506,7 @@ def call_once(args: Any, config: RunConfig) -> None:
     correction, loss = config.correction, config.whole_loss
     session = Session(correction.replace(warn_only=GUARD_NAMES))
     # As the function at --rollout-data-postprocess-path leaves them.
-    session.rollout_scale = WeightScale(torch.ones(()), torch.ones(()))
+    session.rollout_scale, session.rollout_seen = WeightScale(torch.ones(()), torch.ones(())), True
     session.acceptance.move(torch.ones(len(correction.adapted_gates)))
     cp_size, dp_size = (read_argument(args, f"{each}_parallel_size") or 1 for each in ("context", "data"))
     groups = Groups.of_places(0, cp_size, _Echo(cp_size), 0, dp_size, _Echo(dp_size))

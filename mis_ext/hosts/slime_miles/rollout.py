@@ -103,7 +103,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     """
     run = current_run(args)
     session, of_prompts = run.session, run.config.group
-    session.rollout_scale = None
+    session.rollout_scale, session.rollout_seen = None, True
     config = session.config
     if config.staleness:
         session.token_lags = _token_lags(rollout_data)
