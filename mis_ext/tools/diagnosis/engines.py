@@ -161,9 +161,11 @@ def prefix(measured: Measured, signals: Signals) -> Finding | None:
 )
 def late(measured: Measured, signals: Signals) -> Finding | None:
     bins = signals.positions
+    places = [Place.of(each) for each in bins]
     total, found = float(bins[:, 1].sum()), list[tuple[bool, float, int, float]]()
-    for index in range(FIRST_LATE, len(bins)):
-        begins = _begins_at(index, bins)
+    # Behind the longest response are no tokens.
+    for index in range(FIRST_LATE, 1 + max((at for at, each in enumerate(places) if each.num_tokens), default=0)):
+        begins = _begins_at(index, bins, places)
         # What is far in front of a step may differ by something else.
         before = Place.of(bins[index - PER_OCTAVE if begins else 0 : index].sum(0))
         behind = Place.of(bins[index:].sum(0))
@@ -188,12 +190,12 @@ def late(measured: Measured, signals: Signals) -> Finding | None:
     )
 
 
-def _begins_at(index: int, bins: Tensor) -> bool:
+def _begins_at(index: int, bins: Tensor, place_of_bin: list[Place]) -> bool:
     """Whether tokens differ more from a position on, by a step that is no part of a steady rise.
 
     What differs everywhere hides by its size what begins somewhere, and not its place.
     """
-    around = [Place.of(each) for each in bins[index - PER_OCTAVE : index + PER_OCTAVE]]
+    around = place_of_bin[index - PER_OCTAVE : index + PER_OCTAVE]
     places = [*takewhile(lambda each: each.num_tokens >= MIN_TOKENS, around)]
     if len(places) < PER_OCTAVE + LEAST_BEHIND:
         return False
