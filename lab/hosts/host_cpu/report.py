@@ -43,8 +43,9 @@ BY_HAND = ("layout", "run", "gradient norm, step 1", "by hand, float64", "off")
 def table(results: Iterable[Result]) -> str:
     """Markdown: one row per run that trained, then one per run on two ranks, then one per run that was refused."""
     results = list(results)
-    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    lines += [_row(_trained(result)) for result in results if result.case.refusal is None and not result.case.layout]
+    trained = [result for result in results if result.case.refusal is None and not result.case.layout]
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(_trained(result)) for result in trained)]
+    lines *= bool(trained)
     parallel = [result for result in results if result.case.layout]
     if parallel:
         of_one_rank = {result.case.name: partner for result, partner in partners(results)}
@@ -165,12 +166,12 @@ def _layout(result: Result) -> dict[str, Any]:
     return {"layout": case.layout, "dtype": dtype, "compared_with": case.partner or None}
 
 
-def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str) -> str:
+def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdict: str, part: str = "") -> str:
     """The record for people."""
     commits = "\n".join(f"| {name} | `{commit}` |" for name, commit in about["commits"].items())
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     stand_ins = "\n".join(f"| {name} | {what} |" for name, what in host.stand_ins.items())
-    return f"""# {host.title} on a CPU
+    return f"""# {host.title} on a CPU{": " * bool(part)}{part}
 
 Written by `{about["command"]}` on {about["date"]}. All numbers that {host.title} logged are in
 the `.json` of the same name.
@@ -213,5 +214,5 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     numbers = json.dumps(record(results, about=about), indent=1) + "\n"
     (folder / f"{name}.json").write_text(numbers, encoding="utf-8")
-    text = page(results, host=host, about=about, verdict=verdict)
+    text = page(results, host=host, about=about, verdict=verdict, part=part)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
