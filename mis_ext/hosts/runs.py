@@ -125,6 +125,8 @@ def _new_run(config: RunConfig, before: Run | None) -> Run:
         session, reported = before.session, before.config.double_correction
     else:
         session, reported = Session(config.correction), None
+        if before is not None:  # Its prompts are in the advantages, whatever key has changed since.
+            session.rollout_seen = before.session.rollout_seen
         if config.also_measures and not config.correction.metrics_only:
             session.warn(
                 "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "

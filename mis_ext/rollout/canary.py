@@ -61,7 +61,7 @@ class CanaryResult:
         noise = "" if math.isnan(self.noise) else f", two scorings of one version {self.noise:.2g}"
         moved = f"{self.movement:.2g} nats per token away{noise}{trainer}"
         if trainer:
-            why = f"the trainer's of then and of now are the same, or as near to it within {_ERRORS:g} standard errors"
+            why = f"the trainer's of then are not known, the same, or as near to it within {_ERRORS:g} standard errors"
         elif self.movement > _MIN_MOVEMENT:
             why = f"it moved by less than {_NOISE_FACTOR:g} times what two scorings of one version do"
         else:

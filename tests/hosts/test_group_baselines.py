@@ -140,6 +140,10 @@ def test_samples_without_a_rollout_are_told_apart_by_their_number() -> None:
     assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5]
     samples = [Sample(0, 1.0, rollout_id=8), Sample(0, 1.0, index=8), Sample(0, 0.25, index=9)]
     assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.25, 0.25, -0.5]
+    # That of another prompt is none of theirs, and a sample's own says the same as its number.
+    samples = [Sample(0, 1.0, index=7), Sample(0, 1.0, index=7, rollout_id=7), Sample(0, 0.0, index=8)]
+    samples += [Sample(1, 1.0, index=20, rollout_id=8), Sample(1, 0.0, index=21, rollout_id=9)]
+    assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5, 0.5, -0.5]
 
 
 def test_rewards_that_cannot_be_compared_are_refused() -> None:
@@ -423,6 +427,9 @@ def test_the_loss_notices_that_nobody_prepared_the_rollout(whole_loss) -> None:
     schedule = {"global_batch_sizes": [2], "num_microbatches": [1], "micro_batch_indices": [[0, 1]]}
     of_samples = {"rewards": [1.0, -1.0], "sample_indices": [0, 1], "rollout_ids": [0, 1]}
     prepare_rollout(args, 0, given | {"log_probs": log_probs, "advantages": log_probs} | schedule | of_samples)
+    step()
+    # The rollout stays prepared where a key changes within it.
+    args.tis_upper_bound = 3.0
     step()
 
 

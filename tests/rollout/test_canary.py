@@ -145,7 +145,7 @@ def test_an_update_below_what_kernels_do_cannot_be_told(seed, has_new):
 @pytest.mark.parametrize(
     ("noise", "rate", "with_trainer", "why"),
     [
-        (0.0, 1e-4, True, "the trainer's of then and of now are the same, or as near to it within 3 standard errors"),
+        (0.0, 1e-4, True, "the trainer's of then are not known, the same, or as near to it within 3 standard errors"),
         (0.0, 1e-4, False, "moved by at most 0.01 nats per token, which kernels alone may do"),
         (0.3, 1e-4, False, "moved by less than 2 times what two scorings of one version do"),
     ],

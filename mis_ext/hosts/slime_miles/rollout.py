@@ -39,7 +39,7 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         samples: The host's ``Sample`` objects of one rollout.
 
     Raises:
-        ValueError: A flag contradicts a key, a sample has no ``group_index``, or a trajectory has several rewards.
+        ValueError: A flag contradicts a key, a sample lacks a ``group_index`` or reward, or a trajectory has several.
     """
     given = all_arguments(args)
     # The flag alone says it too.
@@ -53,10 +53,10 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         unknown = [place for place, value in enumerate(values) if value is None]
         if unknown:
             raise ValueError(f"mis_ext.group_rewards: samples {unknown[:8]} have no {name}: {remedy}")
-    # By index as in Miles, unless that is another one's rollout_id: then each is its own, as in slime.
-    taken = {sample.rollout_id for sample in samples}
+    # By index as in Miles, unless that is another one's rollout_id in its prompt: then each is its own, as in slime.
+    taken = {(sample.group_index, sample.rollout_id) for sample in samples if sample.rollout_id != sample.index}
     numbers = [
-        (sample.rollout_id, None if sample.index in taken else sample.index, -1 - place)
+        (sample.rollout_id, None if (sample.group_index, sample.index) in taken else sample.index, -1 - place)
         for place, sample in enumerate(samples)
     ]
     trajectories = [next(number for number in each if number is not None) for each in numbers]
