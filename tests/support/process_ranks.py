@@ -53,7 +53,7 @@ def run_processes(
     """Call ``work(rank, *args)`` in a process for each rank, and raise what a rank raised.
 
     One process, which stays for later calls, imports ``preload`` and forks the ranks: their imports would take longer
-    than most tests. With ``start_method="spawn"`` each imports for itself.
+    than most tests. It keeps the environment that it began with. With ``start_method="spawn"`` each imports for itself.
 
     Raises:
         RuntimeError: A rank raised, died or took more than ``seconds``. It says which rank, and where the others stood.
@@ -70,7 +70,8 @@ def run_processes(
     path = mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     with path, tempfile.TemporaryDirectory() as stacks:
         try:
-            work_args = (modules, stacks, seconds, work, *args)
+            inherited = modules if start_method == "forkserver" else ()
+            work_args = (inherited, stacks, seconds, work, *args)
             mp.start_processes(_work, args=work_args, nprocs=world_size, start_method=start_method)
         except Exception as error:
             stood = {path.name: path.read_text() for path in sorted(Path(stacks).iterdir())}
