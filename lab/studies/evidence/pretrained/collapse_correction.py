@@ -178,7 +178,7 @@ def _ends(arms: Arms, names: dict[str, str]) -> str:
         if arm in arms:
             own, growth = (np.median([of(rows) for rows in arms[arm]]) for of in (last_own, _growth))
             parts.append(f"{name} {own:.2f} (k3 times {growth:.1f})")
-    return f"What the own policy is worth in the end, and how far k3 grew: {', '.join(parts)}; medians."
+    return f"What the own policy is worth in the end, and k3's growth by step {SEEN}: {', '.join(parts)}; medians."
 
 
 def _so_far(study: Study, seen: Runs) -> str:
@@ -217,7 +217,7 @@ def _growth(rows: Rows) -> float:
 def _arm_table(arms: Arms) -> list[str]:
     lines = [
         "| arm | runs | own policy collapsed | rollouts collapsed | own policy in the end: median, each "
-        "| k3: medians, growth of each |",
+        f"| k3, first and last: medians; growth of each by step {SEEN} |",
         "|---" * 6 + "|",
     ]
     for arm, runs in arms.items():
