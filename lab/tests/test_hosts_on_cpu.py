@@ -388,7 +388,7 @@ def test_the_pages_have_launches_and_all_their_flags_are_found(tmp_path) -> None
     assert not named.keys() & {"--all", "--record"}
     assert len(documented.made_launches(ROOT)) == len(list((ROOT / "yaml").glob("*.yaml")))
 
-    (tmp_path / "README.md").write_text("Give\n\n```\n--use-tis\n--loss-type my.yaml\n```\n\nand `--use-tsi`.\n")
+    (tmp_path / "README.md").write_text("Give\n\n```\n--use-tis  # a\n--loss-type my.yaml\n```\n\nand `--use-tsi`.\n")
     (launch,) = documented.launches(tmp_path)
     assert launch == documented.Launch("README.md:3", ["--use-tis", "--loss-type", "my.yaml"])
     assert documented.named_flags(tmp_path)["--use-tsi"] == "README.md:8"

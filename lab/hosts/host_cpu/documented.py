@@ -3,6 +3,7 @@
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class Launch:
 def launches(root: Path) -> list[Launch]:
     """Every block of the pages that has launch flags and nothing else."""
     return [
-        Launch(_where(page, root, block.start()), block[1].split())
+        Launch(_where(page, root, block.start()), shlex.split(block[1], comments=True))
         for page in _pages(root)
         for block in _LAUNCH.finditer(page.read_text(encoding="utf-8"))
     ]
