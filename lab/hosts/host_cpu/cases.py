@@ -20,8 +20,8 @@ MAX_TOKENS = 128
 SAME = 1e-5
 # Numbers of bfloat16 have 8 bits, and another order of sums rounds other partial sums.
 CLOSE_IN_BFLOAT16 = 5e-4
-# Of the trainer's weights, and of those that sampled the first half of each response.
-VERSION, OLD_VERSION = 3.0, 2.0
+# Of the trainer's weights; those that sampled the first half of each response are one older.
+VERSION = 3.0
 SAMPLES_PER_ROLLOUT = NUM_PROMPTS * SAMPLES_PER_PROMPT
 
 MODEL: dict[str, Any] = {

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from . import mixture
-from .cases import EXPERTS, FAN_OUT, MODEL, NUM_PROMPTS, NUM_ROLLOUTS, OLD_VERSION, SAMPLES_PER_PROMPT, VERSION
+from .cases import EXPERTS, FAN_OUT, MODEL, NUM_PROMPTS, NUM_ROLLOUTS, SAMPLES_PER_PROMPT, VERSION
 
 # Some tokens are far off, so that a cap of 2 cuts: exp(-1.2) and exp(1.2) = 3.3.
 SMALL_MISMATCH, LARGE_MISMATCH, LARGE_SHARE = 0.05, 1.2, 0.1
@@ -74,6 +74,8 @@ def write_model(folder: Path, *, is_mixture: bool = False) -> Qwen3ForCausalLM |
 def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[Any]:
     """Draw the samples of one rollout, each a ``Sample`` of the host."""
     generator = torch.Generator().manual_seed(100 + rollout_id)
+    # Miles counts the updates of its weights from 0, and has no flag for it.
+    version = 0.0 if sample_type.__module__.startswith("miles.") else VERSION
 
     def between(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
@@ -100,7 +102,7 @@ def rollout(model: Qwen3ForCausalLM, rollout_id: int, sample_type: Any) -> list[
                 # One token before the last is masked, as an observation is.
                 loss_mask=[1] * (response - MASKED_FROM_END) + [0, 1],
                 # As mis_ext.rollout.generate stores them of a response that was cut short, and went on after an update.
-                teacher_log_probs=[OLD_VERSION] * (response // 2) + [VERSION] * (response - response // 2),
+                teacher_log_probs=[version - 1.0] * (response // 2) + [version] * (response - response // 2),
                 status=sample_type.Status.COMPLETED,
             )
         )

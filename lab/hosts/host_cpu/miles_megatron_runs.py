@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of Miles with its Megatron trainer: its fork of Megatron-LM, and a checkpoint that its own tool wrote."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .megatron_cases import (
 )
 from .miles_runs import MILES
 from .parallel_cases import allgather_cp, on_two_ranks
+from .slime_runs import STALENESS, prompts
 
 _BACKEND = ("--train-backend", "megatron", "--distributed-backend", "gloo")
 
@@ -55,6 +57,15 @@ _WITHOUT_SCORING = Case(
     is_optional=True,
 )
 
+
+def _of_rollouts() -> Iterator[Case]:
+    """What both hosts can: lags of tokens, and baselines of prompts as rewards."""
+    for case in STALENESS:
+        if isinstance(case.config, dict) and case.refusal is None:
+            yield replace(case, config={k: v for k, v in case.config.items() if k != "update_weight_start_version"})
+    yield from (case for case in prompts() if case.name in ("group_rewards", "leave_one_out"))
+
+
 _ONE_RANK = (*own_corrections("miles", whose="Miles'"), *OURS)
 
 
@@ -73,7 +84,7 @@ MILES_MEGATRON = Host(
     script="lab/hosts/miles_megatron_cpu.sh",
     common=_common,
     conversions=_conversions,
-    cases=(*_ONE_RANK, _WITHOUT_SCORING, *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *_refused()),
+    cases=(*_ONE_RANK, _WITHOUT_SCORING, *_of_rollouts(), *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *_refused()),
     checkouts={"Miles": "MILES_DIR", "Megatron-LM, Miles' fork": "MILES_MEGATRON_DIR"},
     patches={},
     packages=(*(name for name in MILES.packages if name != "megatron-core"), "mbridge"),

@@ -62,7 +62,7 @@ _PREPARED = ("--rollout-data-postprocess-path", "mis_ext.prepare_rollout")
 _LAGS = tuple(
     f"train/mis_{name}" for name in ("lag_mean", "lag_max", "k3_kl_fresh", "k3_kl_stale", "ess_ratio_token_stale")
 )
-_STALENESS = (
+STALENESS = (
     Case(
         name="staleness",
         title="three flags, `mis_staleness`, two versions in each response",
@@ -123,7 +123,7 @@ def _of_prompts(name: str, title: str, by_hand: ByHand, *flags: str, **keys: obj
     )
 
 
-def _prompts() -> Iterator[Case]:
+def prompts() -> Iterator[Case]:
     """Samples that share a prompt or a trajectory, with slime's own baseline and with ours."""
     fan_out = ("--load-debug-rollout-data", f"inputs/{FAN_OUT}/{{rollout_id}}.pt")
     counted = ByHand(folder=FAN_OUT, over="trained")
@@ -150,7 +150,7 @@ def _prompts() -> Iterator[Case]:
 
 _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
-_TWO_RANKS = (in_bfloat16(OURS[0]), in_bfloat16(_STALENESS[1]), *on_two_ranks(_ONE_RANK))
+_TWO_RANKS = (in_bfloat16(OURS[0]), in_bfloat16(STALENESS[1]), *on_two_ranks(_ONE_RANK))
 _MIXTURE = of_a_mixture("--load", "inputs/mixture/model")
 
 SLIME = Host(
@@ -159,7 +159,7 @@ SLIME = Host(
     title="slime",
     script="lab/hosts/slime_cpu.sh",
     common=_common,
-    cases=(*_ONE_RANK, *_HOOKS, *_STALENESS, *_prompts(), *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *REFUSED),
+    cases=(*_ONE_RANK, *_HOOKS, *STALENESS, *prompts(), *OF_THE_OPTIMIZER, *_TWO_RANKS, *_MIXTURE, *REFUSED),
     checkouts={"slime": "SLIME_DIR", "Megatron-LM": "MEGATRON_DIR"},
     patches={"Megatron-LM": "slime's docker/patch/latest/megatron.patch"},
     packages=("torch", "ray", "transformers", "sglang", "sglang-router", "numpy"),
