@@ -333,13 +333,18 @@ def write_correction(folder: Path, runs: dict[str, list[dict[str, float]]]) -> N
             Archives(folder).write(group.name, head, rows, {})
 
 
-def correction_page(study: Study, folder: Path) -> str:
+def correction_page(study: Study, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the drawn runs alone: of those that were recorded and had to stop, only the ones at another rate."""
+    lines = collapse_runs.STOPPED.read_text().splitlines(keepends=True)
+    stopped = folder / "stopped.jsonl"
+    stopped.write_text("".join(line for line in lines if f"{collapse.CORRECTION}_lr" in line))
+    monkeypatch.setattr(collapse_runs, "STOPPED", stopped)
     results = Results(folder / "results")
     parts = collapse_correction.front(study, results, folder), collapse_correction.details(study, results)
     return "\n".join(line for lines in parts for line in lines)
 
 
-def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) -> None:
+def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {}
     for seed in range(1, 7):
         runs[f"int4-seed{seed}-none"] = correction_rows(seed, falls_at=31, steps=66)
@@ -349,7 +354,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
     runs["bf16-seed6-none"] = runs["bf16-seed6-none"][:130]
     write_correction(tmp_path / "results", runs)
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
-    page = correction_page(study, tmp_path)
+    page = correction_page(study, tmp_path, monkeypatch)
     assert (tmp_path / "collapse_correction.png").exists()
     # C(11, 5) and C(12, 6) ways to put the runs into two arms; both of two contrasts take the larger p at least.
     assert "| int4 against bf16 | 6 of 6 against 0 of 5 | 0.004 | 0.11 against 0.76 | 0.004 | 4.0 against 1.0 |" in page
@@ -365,24 +370,45 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path) ->
     falls = "step 40, 40, 40, 40, 40, 40"
     assert f"without a correction 6 of 6 ({falls}); with token TIS 0 of 6; without mismatch (bf16) 0 of 5.**" in page
     assert "Against int4, token_tis 2: p 0.004. Against bf16: p 0.004." in page
-    assert "**Not run**: 6 of 24 runs. 1 of the others had to stop after 130 to 130 steps, before step 150" in page
+    assert "**Not run**: 6 of 24 runs, and what was left of 1 that had to stop after 130 steps. All of these" in page
     assert "four GPUs 18 minutes" in page
     assert "| bf16, 6 | 130 of 171, stopped |" in page
     assert "| bf16, 5 | 151 |" in page
 
 
-def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_since_when(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_since_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_correction(tmp_path / "results", {"int4-seed1-none": correction_rows(1, falls_at=121, steps=141)})
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
-    page = correction_page(study, tmp_path)
+    page = correction_page(study, tmp_path, monkeypatch)
     assert "| int4 | 1 | 0 of 1 | 0 of 1 |" in page
     assert "| below half since 130, below half since 126 |" in page
+    assert "Below half, but not seen for 20 steps: one without a correction had been since step 130" in page
+    assert "when it was stopped at 140." in page
 
 
-def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolved(tmp_path: Path) -> None:
+def test_arms_that_differ_without_a_collapse_are_told_apart_by_the_secondary_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {}
+    for seed in range(1, 7):
+        for arm, own in {"int4-seed%d-none": 0.5, "int4-seed%d-token_tis_2": 0.7, "bf16-seed%d-none": 0.5}.items():
+            runs[arm % seed] = correction_rows(seed, falls_at=None, own=own)
+    write_correction(tmp_path / "results", runs)
+    (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
+    page = correction_page(study, tmp_path, monkeypatch)
+    assert "from collapse, the primary outcome, is not resolved. What own policies are worth" in page
+    assert "the secondary one, differs: against int4, token_tis 2 p 0.004." in page
+    assert "Below half" not in page
+
+
+def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_correction(tmp_path / "results", {"int4-seed1-none": correction_rows(1, falls_at=None, steps=80)})
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
-    page = correction_page(study, tmp_path)
+    page = correction_page(study, tmp_path, monkeypatch)
     assert "**No run was seen to step 130, so nothing is resolved**" in page
     assert "own policies that collapsed" not in page
     assert "| int4, 1 | 80 of 171, stopped |" in page

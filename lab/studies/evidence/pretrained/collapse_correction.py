@@ -14,7 +14,7 @@ from evidence.outcomes import holm
 from evidence.results import Results
 from evidence.study import Study
 
-from .collapse import CORRECTION, EARLIER_RATE, WINDOW, is_over, verdicts
+from .collapse import CORRECTION, EARLIER_RATE, STAYS, WINDOW, is_over, verdicts
 from .collapse_runs import (
     LAST,
     WARNINGS,
@@ -98,8 +98,8 @@ def details(study: Study, results: Results) -> list[str]:
     warnings = [*_warning_table(arms), ""] if arms else []
     return [
         *warnings,
-        f"Every run, {seconds:.1f} s a step with two runs on each GPU; {'; '.join(machines)}. Means of ten steps for "
-        f"rollouts, k3 and gradient norm, of {LAST} evaluations for the last own policy.",
+        f"Every run, {seconds:.1f} s a step with two or three runs on each GPU; {'; '.join(machines)}. Means of ten "
+        f"steps for rollouts, k3 and gradient norm, of {LAST} evaluations for the last own policy.",
         "",
         *_run_table(study, seen),
         "",
@@ -160,15 +160,29 @@ def _answer(arms: Arms) -> str:
         at = [step for step in falls if step is not None]
         where = f" (step {', '.join(map(str, sorted(at)))})" if at else ""
         parts.append(f"{name} {len(at)} of {len(falls)}{where}" if falls else f"{name} not run")
-    said = f"**Own policies that collapsed: {'; '.join(parts)}.** {_ends(arms, names)}"
-    tested = [(better, p_values[0]) for _, better, _, p_values in contrasts(arms)]
-    if not any(p < 0.05 for _, p in tested):
-        ran = [pair for pair in CONTRASTS if {*pair} <= {*arms}]
-        # Where all of one arm fell and none of the other.
-        best = [len(CONTRASTS) * _fisher([[len(arms[worse]), 0], [0, len(arms[better])]]) for worse, better in ran]
-        few = f": so few runs cannot give a p below {min(best):.2g}" if best and min(best) >= 0.05 else ""
-        return f"{said} Whether a correction saves a run is not resolved{few}."
-    return said + "".join(f" Against {better}: p {p:.3f}." for better, p in tested)
+    said = f"**Own policies that collapsed: {'; '.join(parts)}.**{_falling(arms, names)} {_ends(arms, names)}"
+    tested = [(better, p_values) for _, better, _, p_values in contrasts(arms)]
+    if any(fisher < 0.05 for _, (fisher, *_) in tested):
+        return said + "".join(f" Against {better}: p {fisher:.3f}." for better, (fisher, *_) in tested)
+    ran = [pair for pair in CONTRASTS if {*pair} <= {*arms}]
+    # Where all of one arm fell and none of the other.
+    best = [len(CONTRASTS) * _fisher([[len(arms[worse]), 0], [0, len(arms[better])]]) for worse, better in ran]
+    few = f": so few runs cannot give a p below {min(best):.2g}" if best and min(best) >= 0.05 else ""
+    said += f" Whether a correction saves a run from collapse, the primary outcome, is not resolved{few}."
+    differ = ", ".join(f"against {better} p {own:.3f}" for better, (_, own, _) in tested if own < 0.05)
+    return said + (f" What own policies are worth in the end, the secondary one, differs: {differ}." if differ else "")
+
+
+def _falling(arms: Arms, names: dict[str, str]) -> str:
+    """Own policies below half when their run was stopped, too late to be seen for long enough."""
+    found = []
+    for arm, name in names.items():
+        for rows in arms.get(arm, []):
+            _, collapsed = verdicts(rows)
+            _, since = verdicts(rows, stays=0)
+            if collapsed is None and since is not None:
+                found.append(f"one {name} had been since step {since} when it was stopped at {rows[-1]['step']}")
+    return f" Below half, but not seen for {STAYS} steps: {'; '.join(found)}." if found else ""
 
 
 def _ends(arms: Arms, names: dict[str, str]) -> str:
@@ -202,12 +216,15 @@ def _not_run(study: Study, seen: Runs) -> list[str]:
         return []
     group = seen[0][0]
     minutes = -(-(len(stopped) + num_missing) // AT_ONCE) * (group.last_fall + 1) * _seconds(seen) / 60
-    return [
-        f"**Not run**: {num_missing} of {len(study.groups)} runs. {len(stopped)} of the others had to stop"
-        + (f" after {min(map(len, stopped))} to {max(map(len, stopped))} steps" if stopped else "")
-        + f", before step {group.last_fall}: all of these take four GPUs {minutes:.0f} minutes, two runs on each.",
-        "",
-    ]
+    lines = []
+    if num_missing:
+        lines.append(f"{num_missing} of {len(study.groups)} runs")
+    if stopped:
+        lasted = sorted({len(rows) for rows in stopped})
+        to = f" to {lasted[-1]}" if lasted[1:] else ""
+        lines.append(f"what was left of {len(stopped)} that had to stop after {lasted[0]}{to} steps")
+    cost = f"All of these take four GPUs {minutes:.0f} minutes, two runs on each."
+    return [f"**Not run**: {', and '.join(lines)}. {cost}", ""]
 
 
 def _growth(rows: Rows) -> float:
