@@ -1,15 +1,267 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both passes as one Triton kernel each, whatever the number of samples."""
+"""Both passes over rows of logits as one Triton kernel each, whatever the number of samples: a program per row.
 
-from __future__ import annotations
+It goes in blocks from left to right. Each lane has its own highest logit and its own sums, and the lanes are added up
+last. So nothing waits for another lane on the way, and the order, and with it the bits, depend on the width of a row
+and the dtype alone.
+"""
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from mis_ext.correction.triton.launch import Launcher, launching_on
 from mis_ext.scoring.passes import BITS, Coefficients, Finished, Normalizer, RowSums, Targets
-from mis_ext.scoring.triton_kernels import finish_kernel, gradient_kernel, row_sums_kernel
+
+_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(_LOG2_E)
+INFINITY = tl.constexpr(float("inf"))
+# In place of minus infinity where it is multiplied by a weight of 0.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def _is_kept(bits, token, column, target, num_words, is_column):
+    """Whether the columns are among those of the token's set, to which the token itself belongs."""
+    word = tl.load(bits + token.to(tl.int64) * num_words + column // 32, mask=is_column, other=0)
+    return (((word >> (column % 32)) & 1) == 1) | (column == target)
+
+
+@triton.jit
+def _added(highest, total, product, value, scale_log2, WITH_PRODUCT: tl.constexpr):
+    """The running sums of each lane with ``value`` ``[LANES, PER]`` more of its logits."""
+    new = tl.maximum(highest, tl.max(value, 1))
+    origin = tl.where(new == -INFINITY, 0.0, new)
+    # How far the origin moves; nothing has been added to the first one.
+    moved = tl.where(highest == -INFINITY, 0.0, highest - origin)
+    shrunk = tl.exp2(moved * scale_log2)
+    below = value - origin[:, None]
+    weight = tl.exp2(below * scale_log2)
+    if WITH_PRODUCT:
+        product = shrunk * (product + total * moved) + tl.sum(weight * tl.maximum(below, LOWEST), 1)
+    return new, total * shrunk + tl.sum(weight, 1), product
+
+
+@triton.jit
+def _merged(highest, total, product, scale_log2):
+    """The sums of all lanes over the highest logit of all."""
+    top = tl.max(highest, 0)
+    moved = tl.where(highest == -INFINITY, 0.0, highest - tl.where(top == -INFINITY, 0.0, top))
+    # A lane without a finite logit has sums of 0.
+    shrunk = tl.exp2(moved * scale_log2)
+    return top, tl.sum(total * shrunk, 0), tl.sum(shrunk * (product + total * moved), 0)
+
+
+@triton.jit(do_not_specialize=["scale_log2", "num_tokens", "first"])
+def row_sums_kernel(
+    logits,
+    rows,
+    tokens,
+    bits,
+    out,
+    num_tokens,
+    row_stride,
+    first,
+    num_columns,
+    num_words,
+    scale_log2,
+    HAS_ROWS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    WITH_PRODUCT: tl.constexpr,
+    LANES: tl.constexpr,
+    PER: tl.constexpr,
+):
+    """``out`` ``[6, num_tokens]``: highest, total, target, product, and highest and total of the kept columns."""
+    token = tl.program_id(0)
+    row = token
+    if HAS_ROWS:
+        row = tl.load(rows + token)
+    base = logits + row.to(tl.int64) * row_stride
+    target = tl.load(tokens + token) - first
+    highest = tl.full([LANES], -INFINITY, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    product = tl.zeros([LANES], tl.float32)
+    kept_highest = tl.full([LANES], -INFINITY, tl.float32)
+    kept_total = tl.zeros([LANES], tl.float32)
+    place = tl.arange(0, LANES)[:, None] * PER + tl.arange(0, PER)[None, :]
+    for start in range(0, num_columns, LANES * PER):
+        column = start + place
+        is_column = column < num_columns
+        value = tl.load(base + column, mask=is_column, other=-INFINITY).to(tl.float32)
+        highest, total, product = _added(highest, total, product, value, scale_log2, WITH_PRODUCT)
+        if HAS_KEPT:
+            is_kept = _is_kept(bits, token, column, target, num_words, is_column)
+            value = tl.where(is_kept, value, -INFINITY)
+            kept_highest, kept_total, _ = _added(kept_highest, kept_total, kept_total, value, scale_log2, False)
+    is_here = (target >= 0) & (target < num_columns)
+    own = tl.load(base + target, mask=is_here, other=-INFINITY).to(tl.float32)
+    top, whole, weighted = _merged(highest, total, product, scale_log2)
+    tl.store(out + token, top)
+    tl.store(out + num_tokens + token, whole)
+    tl.store(out + 2 * num_tokens + token, own)
+    if WITH_PRODUCT:
+        tl.store(out + 3 * num_tokens + token, weighted)
+    if HAS_KEPT:
+        top, whole, _ = _merged(kept_highest, kept_total, kept_total, scale_log2)
+        tl.store(out + 4 * num_tokens + token, top)
+        tl.store(out + 5 * num_tokens + token, whole)
+
+
+@triton.jit
+def _over_ranks(
+    highest,
+    total,
+    product,
+    tokens,
+    is_token,
+    rank_stride,
+    TEMPERATURE: tl.constexpr,
+    WITH_PRODUCT: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+):
+    """The highest logit of all ranks, and the sums over it."""
+    top = tl.full(tokens.shape, -INFINITY, tl.float64)
+    for rank in tl.static_range(NUM_RANKS):
+        top = tl.maximum(top, tl.load(highest + rank * rank_stride + tokens, mask=is_token, other=0.0))
+    whole = tl.zeros(tokens.shape, tl.float64)
+    weighted = tl.zeros(tokens.shape, tl.float64)
+    for rank in tl.static_range(NUM_RANKS):
+        at = rank * rank_stride + tokens
+        own_highest = tl.load(highest + at, mask=is_token, other=0.0)
+        # Of a rank without a finite logit the sums are 0.
+        moved = tl.where(own_highest == -INFINITY, 0.0, own_highest - tl.where(top == -INFINITY, 0.0, top))
+        share = tl.exp(moved / TEMPERATURE)
+        own_total = tl.load(total + at, mask=is_token, other=0.0)
+        whole += own_total * share
+        if WITH_PRODUCT:
+            weighted += (tl.load(product + at, mask=is_token, other=0.0) + own_total * moved) * share
+    # The lanes behind the last token are not stored.
+    return top, tl.where(is_token, whole, 1.0), weighted
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rank_stride"])
+def finish_kernel(
+    highest,
+    total,
+    target,
+    product,
+    kept_highest,
+    kept_total,
+    log_prob,
+    entropy,
+    normalizers,
+    num_tokens,
+    rank_stride,
+    TEMPERATURE: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    WITH_PRODUCT: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Log-probs and entropy from the sums of all ranks, in float64; a temperature that is an argument would be float32.
+
+    ``normalizers`` ``[4, num_tokens]``: highest and log of the total, of all columns and of the kept ones.
+    """
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_token = tokens < num_tokens
+    top, whole, weighted = _over_ranks(
+        highest, total, product, tokens, is_token, rank_stride, TEMPERATURE, WITH_PRODUCT, NUM_RANKS
+    )
+    log_total = tl.log(whole)
+    among_top = top
+    among_log_total = log_total
+    if HAS_KEPT:
+        among_top, whole_kept, _ = _over_ranks(
+            kept_highest, kept_total, kept_total, tokens, is_token, rank_stride, TEMPERATURE, False, NUM_RANKS
+        )
+        among_log_total = tl.log(whole_kept)
+    own = tl.full([BLOCK], -INFINITY, tl.float64)
+    for rank in tl.static_range(NUM_RANKS):
+        own = tl.maximum(own, tl.load(target + rank * rank_stride + tokens, mask=is_token, other=0.0))
+    tl.store(log_prob + tokens, (own - among_top) / TEMPERATURE - among_log_total, mask=is_token)
+    if WITH_PRODUCT:
+        tl.store(entropy + tokens, log_total - weighted / TEMPERATURE / whole, mask=is_token)
+    tl.store(normalizers + tokens, top, mask=is_token)
+    tl.store(normalizers + num_tokens + tokens, log_total, mask=is_token)
+    tl.store(normalizers + 2 * num_tokens + tokens, among_top, mask=is_token)
+    tl.store(normalizers + 3 * num_tokens + tokens, among_log_total, mask=is_token)
+
+
+@triton.jit(do_not_specialize=["scale", "first"])
+def gradient_kernel(
+    logits,
+    out,
+    token_of_rows,
+    tokens,
+    bits,
+    whole_highest,
+    whole_log_total,
+    among_highest,
+    among_log_total,
+    entropy,
+    log_prob_slope,
+    entropy_slope,
+    row_stride,
+    out_stride,
+    first,
+    num_columns,
+    width,
+    num_words,
+    scale,
+    HAS_ROWS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    OF_LOG_PROB: tl.constexpr,
+    OF_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``token_of_rows`` is -1 for a row that scores no token; of tokens are the seven arguments before the strides."""
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * row_stride
+    base_out = out + row.to(tl.int64) * out_stride
+    token = row
+    if HAS_ROWS:
+        token = tl.load(token_of_rows + row)
+    is_scored = token >= 0
+    at = tl.maximum(token, 0)
+    slope = 0.0
+    of_entropy = 0.0
+    if OF_LOG_PROB:
+        slope = tl.load(log_prob_slope + at, mask=is_scored, other=0.0)
+    if OF_ENTROPY:
+        of_entropy = tl.load(entropy_slope + at, mask=is_scored, other=0.0)
+    if (slope == 0.0) & (of_entropy == 0.0):
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(base_out + column, tl.zeros([BLOCK], out.dtype.element_ty), mask=column < width)
+    else:
+        highest = tl.load(whole_highest + at)
+        log_total = tl.load(whole_log_total + at)
+        kept_highest = tl.load(among_highest + at)
+        kept_log_total = tl.load(among_log_total + at)
+        target = tl.load(tokens + token) - first
+        own_entropy = 0.0
+        if OF_ENTROPY:
+            own_entropy = tl.load(entropy + at)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            is_column = column < num_columns
+            value = tl.load(base + column, mask=is_column, other=-INFINITY).to(tl.float32)
+            log_share = (value - highest) * scale - log_total
+            share = tl.exp2(log_share * LOG2_E)
+            found = tl.zeros([BLOCK], tl.float32)
+            # The gradient of the logits: g (1[v = t] - p_v) - h p_v (log p_v + H)
+            if OF_LOG_PROB:
+                among = share
+                if HAS_KEPT:
+                    among = tl.exp2(((value - kept_highest) * scale - kept_log_total) * LOG2_E)
+                    among = tl.where(_is_kept(bits, token, column, target, num_words, is_column), among, 0.0)
+                found = slope * (tl.where(column == target, 1.0, 0.0) - among)
+            if OF_ENTROPY:
+                found -= of_entropy * (share * (tl.maximum(log_share, LOWEST) + own_entropy))
+            found = tl.where(is_column, found * scale, 0.0)
+            tl.store(base_out + column, found.to(out.dtype.element_ty), mask=column < width)
+
 
 _row_sums, _finish, _gradient = map(Launcher, (row_sums_kernel, finish_kernel, gradient_kernel))
 
@@ -113,7 +365,6 @@ class TritonBackend:
             )
 
 
-_LOG2_E = 1.4426950408889634
 _TOKENS = 256
 
 
