@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets, unpacked
-from mis_ext.scoring.tiles import accumulated, slices
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits at a time."""
@@ -175,3 +174,13 @@ def _columns(targets: Targets) -> Tensor:
 def _parts(num_rows: int, logits_NV: Tensor) -> Iterator[slice]:
     size = max(CHUNK.get(logits_NV.device.type, CHUNK["cuda"]) // max(logits_NV.shape[1], 1), 1)
     return slices(num_rows, size)
+
+
+def slices(number: int, size: int) -> Iterator[slice]:
+    """So many at a time; at least one part, of none."""
+    return (slice(begin, min(begin + size, number)) for begin in range(0, max(number, 1), size))
+
+
+def accumulated(operand: Tensor) -> torch.dtype:
+    """The dtype of sums: float32, of float64 that."""
+    return torch.promote_types(operand.dtype, torch.float32)

@@ -9,7 +9,7 @@ from hidden_cases import DTYPES, Answer, Case, answered, assert_near, drawn, jud
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mis_ext.scoring import KeptColumns, score_hidden, score_tokens, tiles
+from mis_ext.scoring import KeptColumns, hidden, score_hidden, score_tokens
 
 
 @pytest.fixture(params=["eager", "triton"])
@@ -304,8 +304,8 @@ def test_no_tensor_has_tokens_and_vocabulary(monkeypatch, with_kept) -> None:
 
 @pytest.mark.parametrize(("number", "most"), [(0, 5), (1, 5), (5, 5), (300, 256), (1000, 384), (248_320, 8192), (9, 0)])
 def test_parts_are_equal_and_none_is_larger(number, most) -> None:
-    size = tiles._even(number, most)
-    parts = list(tiles.slices(number, size))
+    size = hidden._even(number, most)
+    parts = list(hidden.slices(number, size))
     assert [each.start for each in parts] == [0, *(each.stop for each in parts[:-1])]
     assert parts[-1].stop == number
     assert size <= max(most, 1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.scoring import KeptColumns, score_hidden, score_tokens, tiles
+from mis_ext.scoring import KeptColumns, hidden, score_hidden, score_tokens
 from mis_ext.scoring.naive import naive_score_hidden
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -181,4 +181,4 @@ def logits_of(case: Case, products_TV: Tensor) -> Tensor:
 def with_tiles(monkeypatch: Any, *, tile: int, slopes: int, states: int, device: str = "cpu") -> None:
     """Tiles as small as those of a vocabulary that is large."""
     for name, size in (("TILE", tile), ("SLOPES", slopes), ("STATES", states)):
-        monkeypatch.setitem(getattr(tiles, name), device, size)
+        monkeypatch.setitem(getattr(hidden, name), device, size)
