@@ -2,6 +2,9 @@
 """Batches as slime, Miles and Megatron loops hold them, lists of tensors per sample: their scores and whole loss.
 
 :func:`make_loss_func` is that for a plain Megatron-Core loop, whose ranks share sequences, batch and vocabulary.
+:func:`hand_over_hidden_states` lets a model of Megatron-Core make no logits: what it gives are logits of no columns,
+which the schedule, the wrappers of the model and the host pass on like any others. With them goes a :class:`Head`, from
+which :func:`fused_scores` takes what it needs, in the loss and in the pass that scores the rollout.
 """
 
 from __future__ import annotations
@@ -16,10 +19,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
-from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
-from mis_ext.hosts.output_layer import NoLogits
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, chosen_loss, current_run
 from mis_ext.hosts.whole_loss import packed_loss, present, tokens_for
@@ -27,7 +29,6 @@ from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_hidden, score_tokens
-from mis_ext.scoring.places import response_places
 from mis_ext.validation import check_number
 
 Batch = Mapping[str, Any]
@@ -253,7 +254,7 @@ def fused_scores(
         config: What of them is wanted.
         batch: ``unconcat_tokens``, ``total_lengths``, and where samples are padded to other lengths ``max_seq_lens``.
         logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary; or what
-            :func:`~mis_ext.hosts.output_layer.hand_over_hidden_states` has put in their place.
+            :func:`hand_over_hidden_states` has put in their place.
         layout: The local response tokens.
         groups: The ranks that share sequences.
         part: This rank's part of the vocabulary.
@@ -303,3 +304,162 @@ def fused_scores(
         gradient_accumulation_fusion=head.gradient_accumulation_fusion,
         **given,
     )
+
+
+_PASSES_ON = frozenset({"transpose", "contiguous", "float", "to"})
+"""What stands between a model's output layer and its loss, by the names of PyTorch's functions.
+
+Not ``detach``: the head would still lead to the graph that was left.
+"""
+_CHANGES_NOTHING = frozenset({"requires_grad_", "__get__"})
+"""What gives the same tensor, and is neither of these nor in place."""
+
+
+class Head(NamedTuple):
+    """What makes logits of one micro-batch: the input of the output layer, ``[S / TP, B, H]`` or ``[S, B, H]``.
+
+    ``weight``: ``[V / TP, H]``. ``sequence_parallel``: each rank has its part of the first dimension.
+    ``gradient_accumulation_fusion``: the weight's gradient is added to its ``main_grad``.
+    """
+
+    hidden_SBH: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    sequence_parallel: bool
+    gradient_accumulation_fusion: bool
+
+
+class NoLogits(Tensor):
+    """Logits of no columns, and their head. An operation on them gives an ordinary tensor, which the loss refuses."""
+
+    head: Head
+
+    @classmethod
+    def with_head(cls, logits: Tensor, head: Head) -> NoLogits:
+        """A tensor without columns that has this head."""
+        found = logits.as_subclass(cls)
+        found.head = head
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass the head on where the tensor itself is passed on.
+
+        Raises:
+            RuntimeError: An operation in place, of which the head would know nothing.
+        """
+        name, kwargs = getattr(func, "__name__", None), kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        if name in _PASSES_ON:
+            # Where it has nothing to do it gives the same tensor.
+            given = args[0] if args else kwargs["input"]
+            return found if type(found) is cls else cls.with_head(found, given.head)
+        if name == "__setitem__" or (type(found) is cls and name not in _CHANGES_NOTHING):
+            raise RuntimeError(f"{name} in place has no effect on a loss without logits: mis_ext leaves none to change")
+        return found
+
+
+def _is_plain(forward: Any, plain: Any) -> bool:
+    """Whether it makes logits as a plain output layer does, like that of the newer Megatron-Core of slime and Miles."""
+    name = f"{forward.__module__}.{forward.__qualname__}"
+    return forward is plain or name == "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule.forward"
+
+
+def hand_over_hidden_states(model: Any) -> None:
+    """Let the last stage of a model of Megatron-Core give hidden states to the loss, and no logits.
+
+    Its output layer keeps its weight and its name in checkpoints. It makes logits as before for whoever calls it with
+    another argument (``runtime_gather_output`` in inference), and where the model itself computes a loss, as that of
+    multi-token prediction. A layer that is put in its place, as that of a critic, is left alone.
+
+    Args:
+        model: On the last pipeline stage, without wrappers.
+
+    Raises:
+        ValueError: Its logits are not those of a plain output layer.
+    """
+    # Where such a model is, it is installed.
+    plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
+    layer, why = model.output_layer, None
+    if not isinstance(layer, plain):
+        why = f"the output layer is a {type(layer).__name__}"
+    elif not _is_plain(type(layer).forward, plain.forward):
+        why = f"the output layer is a {type(layer).__name__} with a forward of its own, as one with a soft cap has"
+    elif layer.skip_bias_add and layer.bias is not None:
+        why = "the output layer leaves its bias to its caller (skip_bias_add=True)"
+    elif layer.gather_output:
+        why = "the output layer gathers the vocabulary (parallel_output=False)"
+    elif model.config.defer_embedding_wgrad_compute:
+        why = "--defer-embedding-wgrad-compute keeps the input of the output layer for later"
+    elif getattr(model.config, "use_mup", False):
+        why = "--use-mup scales the logits behind the output layer"
+    if why is not None:
+        raise ValueError(f"hidden states cannot take the place of logits: {why}")
+    make_logits, compute_loss = layer.forward, model.compute_language_model_loss
+
+    def forward(input_: Tensor, weight: Tensor | None = None, *others: Any, **more: Any) -> Any:
+        if any(value is not None for value in (*others, *more.values())):
+            return make_logits(input_, weight, *others, **more)
+        ranks = layer.tp_group.size() if layer.sequence_parallel else 1
+        head = Head(
+            input_,
+            layer.weight if weight is None else weight,
+            layer.bias,
+            layer.sequence_parallel,
+            layer.gradient_accumulation_fusion,
+        )
+        # A part of the graph, for a rank whose loss has no token.
+        return NoLogits.with_head(input_[..., :0].repeat(ranks, 1, 1), head), None
+
+    def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Any:
+        if isinstance(logits, NoLogits):
+            logits, _ = make_logits(logits.head.hidden_SBH, logits.head.weight)
+        return compute_loss(labels, logits)
+
+    layer.forward, model.compute_language_model_loss = forward, compute_language_model_loss
+
+
+class Places(NamedTuple):
+    """``[T]`` each: which local row of logits scores a response token, and which of all tokens it is."""
+
+    row_T: Tensor
+    token_T: Tensor
+
+
+def response_places(
+    layout: PackedLayout,
+    *,
+    total_lengths: Sequence[int],
+    padded_lengths: Sequence[int] | None,
+    cp_rank: int,
+    cp_size: int,
+) -> Places:
+    """Where the local response tokens of a zigzag or whole layout stand.
+
+    Args:
+        layout: The local tokens.
+        total_lengths: Tokens per prompt and response; the rows of a sample without padding.
+        padded_lengths: Rows per sample of ``[B, L, V]`` logits; None for packed ones.
+        cp_rank: This rank within the context-parallel group.
+        cp_size: Ranks in the context-parallel group.
+    """
+    chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size)
+    rows: list[int] = []
+    tokens: list[int] = []
+    row = token = whole = 0
+    pieces = iter(zip(layout.pieces.lengths, layout.pieces.whole_starts, strict=True))
+    for index, (response, total) in enumerate(zip(layout.response_lengths, total_lengths, strict=True)):
+        length = total if padded_lengths is None else padded_lengths[index]
+        chunk = chunks.padded(length) // chunks.num_chunks
+        for place, number in enumerate(chunks.owned):
+            _, whole_start = next(pieces)
+            position = total - response + whole_start - whole
+            # The logits of the token before it, counted from where this chunk begins among the local rows.
+            rows.append(row + place * chunk + position - 1 - number * chunk)
+            tokens.append(token + position)
+        row, token, whole = row + len(chunks.owned) * chunk, token + total, whole + response
+    # Only the pieces are copied to the device: all tokens would take longer on the host than the loss on the device.
+    numbers = torch.tensor([*rows, *tokens, *layout.pieces.lengths], dtype=torch.int64)
+    pieces_3P = to_device([numbers], layout.device)[0].view(3, len(rows))
+    return Places(*runs(pieces_3P[:2], pieces_3P[2], total=layout.num_local_tokens).unbind())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mis_ext.correction import layout as layout_module
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.scoring import places
+from mis_ext.hosts import megatron
 
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 
@@ -143,7 +143,7 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
             sizes.append(sum(map(len, tensors)))
             return tensors
 
-        for module in (places, layout_module):
+        for module in (megatron, layout_module):
             monkeypatch.setattr(module, "to_device", recorded)
         responses, totals = [length, 1, 2 * length], [length + 3, 2, 2 * length + 1]
         if cp_size == 1:
@@ -152,7 +152,7 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
             layout = PackedLayout.context_parallel(
                 response_lengths=responses, total_lengths=totals, cp_rank=1, cp_size=cp_size
             )
-        found = places.response_places(
+        found = megatron.response_places(
             layout, total_lengths=totals, padded_lengths=None, cp_rank=cp_size - 1, cp_size=cp_size
         )
         assert len(found.row_T) == layout.num_local_tokens

@@ -12,7 +12,7 @@ from host_stand_ins import HOSTS, running
 from torch.utils.checkpoint import checkpoint
 
 import mis_ext
-from mis_ext.hosts.output_layer import Head, NoLogits
+from mis_ext.hosts.megatron import Head, NoLogits
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import model_provider as provider
 from mis_ext.hosts.slime_miles import policy_loss as hosts

@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 import mis_ext
-from mis_ext.hosts.output_layer import Head, NoLogits
+from mis_ext.hosts.megatron import Head, NoLogits
 
 PRELOAD = ("megatron.core.models.gpt.gpt_layer_specs",)
 WIDTH, LENGTH = 16, 16

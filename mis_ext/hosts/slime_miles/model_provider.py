@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.hosts.output_layer import NoLogits, hand_over_hidden_states
+from mis_ext.hosts.megatron import NoLogits, hand_over_hidden_states
 from mis_ext.hosts.runs import current_run, read_argument
 from mis_ext.hosts.slime_miles.policy_loss import is_miles, scores_without_logits
 from mis_ext.keys.run_config import RunConfig

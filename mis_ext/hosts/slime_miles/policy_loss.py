@@ -17,6 +17,7 @@ from mis_ext.hosts.groups import Groups, find_groups
 from mis_ext.hosts.megatron import (
     Batch,
     Host,
+    NoLogits,
     VocabularyPart,
     batch_loss,
     entropy_use,
@@ -26,7 +27,6 @@ from mis_ext.hosts.megatron import (
     positive_temperature,
     refuse_host_scoring,
 )
-from mis_ext.hosts.output_layer import NoLogits
 from mis_ext.hosts.packing import batch_layout, pack
 from mis_ext.hosts.runs import chosen_loss, current_run
 from mis_ext.keys.run_config import RunConfig
