@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.session import Session as Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup as check_setup
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp as compute_mis_weights_with_cp
-    from mis_ext.hosts.slime_miles.model_provider import model_provider as model_provider
+    from mis_ext.hosts.slime_miles.policy_loss import model_provider as model_provider
     from mis_ext.hosts.slime_miles.policy_loss import policy_loss as policy_loss
     from mis_ext.hosts.slime_miles.rollout import group_rewards as group_rewards
     from mis_ext.hosts.slime_miles.rollout import prepare_rollout as prepare_rollout

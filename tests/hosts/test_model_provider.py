@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import mis_ext
 from mis_ext.hosts.megatron import Head, NoLogits
 from mis_ext.hosts.runs import current_run
-from mis_ext.hosts.slime_miles import model_provider as provider
 from mis_ext.hosts.slime_miles import policy_loss as hosts
+from mis_ext.hosts.slime_miles import policy_loss as provider
 
 WIDTH = 5
 NAMES = ("unconcat_tokens", "total_lengths", "response_lengths")

@@ -30,16 +30,17 @@ from mis_ext.hosts.packing import TokenLags, batch_layout
 from mis_ext.hosts.runs import Run, all_arguments, current_run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, weigh_batch
-from mis_ext.hosts.slime_miles.model_provider import FLAG as MODEL_FLAG
-from mis_ext.hosts.slime_miles.model_provider import model_provider, refuse_missing_logits
 from mis_ext.hosts.slime_miles.policy_loss import (
     IDS,
+    MODEL_FLAG,
     OFFSETS,
     SLIME,
     host_without_ranks,
     is_miles,
+    model_provider,
     on_host,
     policy_loss,
+    refuse_missing_logits,
 )
 from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
 from mis_ext.keys.native import NATIVE_KEY
