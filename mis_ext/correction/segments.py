@@ -17,8 +17,7 @@ from torch import Tensor
 from mis_ext.correction.backend import Backend
 from mis_ext.correction.collectives import Group, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.graph_layout import GraphLayout
-from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.layout import GraphLayout, PackedLayout
 from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.

@@ -19,8 +19,7 @@ from mis_ext.correction.collectives import (
     sum_over_ranks,
 )
 from mis_ext.correction.formula import NamedValues, bounded_exp
-from mis_ext.correction.graph_layout import GraphLayout
-from mis_ext.correction.layout import PackedLayout, to_device
+from mis_ext.correction.layout import GraphLayout, PackedLayout, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
 from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
 
