@@ -12,7 +12,7 @@ import torch
 from commands import json_of
 
 from mis_ext.tools.dumps import DumpedSample, Dumps, Skipped, stream
-from mis_ext.tools.dumps.sample import read_file as read_whole
+from mis_ext.tools.dumps.formats import read_file as read_whole
 
 
 def read(*paths: Path | str) -> list[DumpedSample]:

@@ -76,8 +76,7 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.log_report import REASONING, LogReport, check_conversation
-    from mis_ext.rollout.rollout_log import RolloutLog
+    from mis_ext.rollout.rollout_log import REASONING, LogReport, RolloutLog, check_conversation
 
     opening, closing = parsed.reasoning or REASONING
     report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
@@ -120,7 +119,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _show_report(report: Mapping[str, Any]) -> None:
-    """Print a report of :class:`~mis_ext.rollout.log_report.LogReport`: verdict, counts and tables."""
+    """Print a report of :class:`~mis_ext.rollout.rollout_log.LogReport`: verdict, counts and tables."""
     passed, policy = report["passed"], report["policy"]
     show("PASSED" if passed else "FAILED", "bold green" if passed else "bold red")
     show_grid(_rows(report))

@@ -31,7 +31,7 @@
 | ``metadata`` | optional: of a sample; under ``on_policy_tokens_canary`` what the canary said of the engine |
 """
 
-from mis_ext.tools.dumps.sample import DumpedSample, Skipped
+from mis_ext.tools.dumps.formats import DumpedSample, Skipped
 from mis_ext.tools.dumps.stream import Dumps, num_usable_tokens
 
 __all__ = ["DumpedSample", "Dumps", "Skipped", "num_usable_tokens"]

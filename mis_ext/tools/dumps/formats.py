@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of every format as columns: what hosts write with torch, JSON lines, Parquet and safetensors."""
+"""Files of every format as columns, then as samples: what hosts write with torch, JSON lines, Parquet, safetensors."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -267,3 +269,247 @@ def _needed(module: str, requirement: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise OSError(f"reading such a file needs {requirement}: pip install {requirement}") from error
+
+
+class ContextPart(NamedTuple):
+    """Which part of the response's log-probs a context-parallel rank has, of a sequence cut by zigzag.
+
+    ``laid_out_length`` is that of the whole sequence, with its padding where sequences are padded.
+    """
+
+    rank: int
+    size: int
+    total_length: int
+    laid_out_length: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DumpedSample:
+    """One sample; None for what the file does not hold. ``T`` counts the tokens of the response.
+
+    Lists of numbers may be tensors, NumPy arrays or lists, as they were dumped.
+
+    Attributes:
+        proximal_log_probs: The trainer's, ``[T]``, in nats.
+        behavior_log_probs: The inference engine's, likewise.
+        response_mask: ``[T]``, nonzero where a token is trained. Ones where the file has only a length.
+        response_length: ``T``, if the file says it.
+        token_ids: Prompt and response, as the trainer scored them.
+        response_ids: The last of them, ``[T]``; all where they are fewer than the response has.
+        sampled_ids: The response, ``[T]``, as the engine sampled it.
+        proximal_weight_version: With which the trainer scored.
+        behavior_weight_versions: All with which the engine sampled.
+        rollout_id: The host's number of the rollout.
+        sample_index: The host's number of the sample.
+        part: Set where the log-probs are a part of the response only, because the others were not found.
+        problem: Why the sample cannot be used, where its file says so.
+        path: The file; of a response that was joined from several, the first.
+        index: The sample's place in it.
+        advantages: Of each token ``[T]``, or one number for all, 0-dim.
+        reward: As the host dumped it.
+        group_index: Of the samples with one prompt, as the host dumped it.
+        canary: What the canary of :func:`mis_ext.rollout.generate` said of the engine's weights.
+    """
+
+    proximal_log_probs: Tensor | None
+    behavior_log_probs: Tensor | None
+    response_mask: Any
+    response_length: int | None
+    token_ids: Any
+    response_ids: Any
+    sampled_ids: Any
+    proximal_weight_version: str | int | None
+    behavior_weight_versions: list[str] | None
+    rollout_id: int | None
+    sample_index: int | None
+    part: ContextPart | None
+    problem: str | None
+    path: str
+    index: int
+    advantages: Tensor | None = None
+    reward: float | None = None
+    group_index: Any = None
+    canary: str | None = None
+
+    @property
+    def name(self) -> str:
+        """File and index of the sample, for messages."""
+        return f"{self.path}, its sample {self.index}"
+
+    @property
+    def is_one_memory(self) -> bool:
+        """Whether the log-probs of both sides are the same tensor in the file: one was filled in from the other."""
+        proximal, behavior = self.proximal_log_probs, self.behavior_log_probs
+        if proximal is None or behavior is None or not proximal.numel():
+            return False
+        return proximal.data_ptr() == behavior.data_ptr()
+
+
+class Skipped(NamedTuple):
+    """What was not read, and why; ``num_samples`` is None for a whole file."""
+
+    path: str
+    num_samples: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        plural = "" if self.num_samples == 1 else "s"
+        what = "the file" if self.num_samples is None else f"{self.num_samples} sample{plural}"
+        return f"{self.path}: {what}: {self.reason}"
+
+
+# What torch, NumPy and Python raise over numbers that are none, or of another shape than a list of them.
+_OF_CONTENT = (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError, KeyError)
+_NO_TRAINER = (
+    "the file is what the host dumped before training: it has no trainer log-probs (the audit takes it as "
+    "--engine-records)"
+)
+
+
+def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
+    """The samples of a file; of a ``.pt`` file without any known key one that lacks everything."""
+    try:
+        return _to_samples(read_columns(path, trust_pickle=trust_pickle), str(path))
+    except _OF_CONTENT as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
+        raise ValueError(f"{path}: {reason}") from error
+
+
+def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
+    columns = content.columns
+    # What only parts need may be of the whole rollout elsewhere.
+    unused = () if content.cp_size > 1 else ("total_lengths", "max_seq_lens")
+    per_sample = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
+    of_file = columns.get(VERSION_OF_FILE)
+    if isinstance(of_file, list):
+        per_sample[VERSION_OF_FILE], of_file = of_file, None
+    lengths = {key: len(column) for key, column in per_sample.items() if key not in OPTIONAL}
+    for key in OPTIONAL:
+        if key in per_sample and {len(per_sample[key])} != {*lengths.values()}:
+            del per_sample[key]
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"not the same number of samples for every key: {lengths}")
+    for key, column in per_sample.items():
+        _check_tensors(key, column)
+    dtype, rollout_ids = _narrowest_dtype(per_sample), content.rollout_id
+    samples = []
+    for index in range(max(lengths.values(), default=1)):
+        row = {key: column[index] for key, column in per_sample.items()}
+        samples.append(
+            DumpedSample(
+                proximal_log_probs=_to_tensor(row.get("log_probs"), dtype),
+                behavior_log_probs=_to_tensor(row.get("rollout_log_probs"), dtype),
+                response_mask=_mask(row),
+                response_length=_integer(row.get("response_lengths")),
+                token_ids=row.get("tokens"),
+                response_ids=_response_ids(row),
+                sampled_ids=row.get("rollout_token_ids"),
+                proximal_weight_version=row.get(VERSION_OF_FILE, of_file),
+                behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
+                rollout_id=_integer(rollout_ids[index] if isinstance(rollout_ids, Sequence) else rollout_ids),
+                sample_index=_integer(row.get("sample_indices")),
+                # One number per token, or one for the sample.
+                advantages=None if row.get("advantages") is None else torch.as_tensor(row["advantages"]).float(),
+                reward=_reward(row.get("rewards")),
+                group_index=row.get("group_indices"),
+                canary=metadata.get(CANARY) if isinstance(metadata := row.get("metadata"), Mapping) else None,
+                part=_part(row, content),
+                problem=_problem_of_mask(row.get("loss_masks")) if content.has_trainer else _NO_TRAINER,
+                path=path,
+                index=index,
+            )
+        )
+    return samples
+
+
+def _check_tensors(key: str, column: Any) -> None:
+    """Refuse tensors that are no plain numbers in memory."""
+    for values in (column,) if isinstance(column, Tensor) else column:
+        if not isinstance(values, Tensor):
+            continue
+        kinds = {
+            "nested": values.is_nested,
+            "quantised": values.is_quantized,
+            "sparse": values.layout is not torch.strided,
+            "complex": values.is_complex(),
+            f"on the device {values.device.type}": values.device.type != "cpu",
+        }
+        if found := [kind for kind, is_such in kinds.items() if is_such]:
+            raise ValueError(f"{key}: expected a dense tensor of real numbers on the CPU, got a {found[0]} one")
+
+
+def _problem_of_mask(mask: Any) -> str | None:
+    try:
+        values = torch.ones(()) if mask is None else torch.as_tensor(mask).double()
+    except _OF_CONTENT as error:
+        return f"loss_mask is not comparable: {error}"
+    # NaN is in no range.
+    return None if bool(((values >= 0) & (values <= 1)).all()) else "loss_mask has values that are not in [0, 1]"
+
+
+def _integer(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _reward(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0) else None
+
+
+def _part(row: Mapping[str, Any], content: Columns) -> ContextPart | None:
+    if content.cp_size == 1:
+        return None
+    total_length = _integer(row.get("total_lengths"))
+    laid_out_length = _integer(row.get("max_seq_lens")) if content.is_padded else total_length
+    if total_length is None or laid_out_length is None or row.get("response_lengths") is None:
+        needed = f"response_lengths, total_lengths{' and max_seq_lens' if content.is_padded else ''}"
+        raise ValueError(f"has parts of responses (cp_size {content.cp_size}) and needs {needed} to join them")
+    return ContextPart(content.cp_rank, content.cp_size, total_length, laid_out_length)
+
+
+def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:
+    lists = [
+        _to_tensor(values, torch.float64)
+        for key in ("log_probs", "rollout_log_probs")
+        for values in columns.get(key, ())
+        if values is not None and not isinstance(values, Tensor)
+    ]
+    flat = torch.cat(lists) if lists else torch.empty(0)
+    flat = flat[~flat.isnan()]
+    return torch.float32 if torch.equal(flat.float().double(), flat.double()) else torch.float64
+
+
+def _to_tensor(values: Any, dtype: torch.dtype) -> Any:
+    # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
+    if values is None or isinstance(values, Tensor):
+        return values
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
+
+
+def _mask(row: Mapping[str, Any]) -> Any:
+    """The mask of the response; where there is none but a length, ones, so that the length is compared too."""
+    mask, length = row.get("loss_masks"), row.get("response_lengths")
+    if mask is None:
+        return None if length is None else torch.ones(int(length))
+    if length is not None and len(mask) != int(length):
+        raise ValueError(f"{len(mask)} mask values for a response of {int(length)} tokens")
+    return mask
+
+
+def _response_ids(row: Mapping[str, Any]) -> Any:
+    tokens, length = row.get("tokens"), row.get("response_lengths")
+    if tokens is None:
+        return None
+    if length is None:
+        length = max((len(row[key]) for key in ("loss_masks", "log_probs") if row.get(key) is not None), default=0)
+    return tokens[max(0, len(tokens) - int(length)) :]
+
+
+def _flat_versions(versions: Any) -> list[str]:
+    """All versions in what hosts store: a version, a list of them, or nested lists of ``{"version": ...}``."""
+    if versions is None:
+        return []
+    if isinstance(versions, Mapping):
+        return _flat_versions(versions.get("version"))
+    if isinstance(versions, (list, tuple)):
+        return [name for version in versions for name in _flat_versions(version)]
+    return [str(versions)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import owned_chunks
 from mis_ext.files import regular_file
-from mis_ext.tools.dumps.sample import DumpedSample, Skipped, read_file
+from mis_ext.tools.dumps.formats import DumpedSample, Skipped, read_file
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _HAS_NUMPY = find_spec("numpy") is not None
