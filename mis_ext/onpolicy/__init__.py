@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.batch_invariant import batch_invariant_forward as batch_invariant_forward
     from mis_ext.onpolicy.batch_invariant import batch_invariant_mode as batch_invariant_mode
     from mis_ext.onpolicy.batch_invariant import is_batch_invariant as is_batch_invariant
-    from mis_ext.onpolicy.invariance.checks import check_batch_invariance as check_batch_invariance
-    from mis_ext.onpolicy.invariance.checks import check_sequence_invariance as check_sequence_invariance
-    from mis_ext.onpolicy.invariance.probes import InvarianceReport as InvarianceReport
+    from mis_ext.onpolicy.invariance import InvarianceReport as InvarianceReport
+    from mis_ext.onpolicy.invariance import check_batch_invariance as check_batch_invariance
+    from mis_ext.onpolicy.invariance import check_sequence_invariance as check_sequence_invariance
     from mis_ext.onpolicy.kv_cache import SimulatedKVCache as SimulatedKVCache
     from mis_ext.onpolicy.kv_cache import simulate_kv_cache as simulate_kv_cache
     from mis_ext.onpolicy.recording.compare import Comparison as Comparison

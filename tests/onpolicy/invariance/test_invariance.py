@@ -11,8 +11,7 @@ from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.bits import ulp_distance
-from mis_ext.onpolicy.invariance.checks import check_batch_invariance
-from mis_ext.onpolicy.invariance.probes import InFloat64
+from mis_ext.onpolicy.invariance import InFloat64, check_batch_invariance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

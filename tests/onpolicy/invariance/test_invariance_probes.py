@@ -9,8 +9,7 @@ import torch
 from batch_probes import NUM_ROWS, ascending_rows, normal, outcomes, probe_of, rotated_sum
 from torch import nn
 
-from mis_ext.onpolicy.invariance.checks import check_batch_invariance
-from mis_ext.onpolicy.invariance.probes import InvarianceReport, Probe
+from mis_ext.onpolicy.invariance import InvarianceReport, Probe, check_batch_invariance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

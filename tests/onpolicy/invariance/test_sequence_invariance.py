@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from batch_probes import outcomes, probe_of
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.invariance.checks import check_sequence_invariance
+from mis_ext.onpolicy.invariance import check_sequence_invariance
 
 NUM_TOKENS = 20
 FED_IN_PARTS = {
