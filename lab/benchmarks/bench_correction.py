@@ -51,9 +51,9 @@ from policy_step import policy_step_seconds
 from workload import Item, Shape, Workload, World, settings
 
 import mis_ext
-from mis_ext.correction.backend import VARIABLE as BACKEND_VARIABLE
-from mis_ext.correction.backend import triton_obstacle
 from mis_ext.correction.plan import plan_of
+from mis_ext.correction.triton import VARIABLE as BACKEND_VARIABLE
+from mis_ext.correction.triton import triton_obstacle
 
 YAML_FOLDER = Path(__file__).parents[2] / "yaml"
 SHAPES = ["8x2048", "64x2048", "256x1024", "64x8192", "16x32768", "4096x64", "1x1000000"]

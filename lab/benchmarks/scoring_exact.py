@@ -16,7 +16,7 @@ from scoring_work import Logits
 from torch import Tensor
 from workload import World
 
-from mis_ext.correction.backend import VARIABLE
+from mis_ext.correction.triton import VARIABLE
 from mis_ext.scoring import score_tokens
 
 ROWS = 64

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.backend import Outputs, Sequences
 from mis_ext.correction.formula import Column, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams, mask_as_float, zero_outside
 from mis_ext.correction.metrics import GROUP_FORMULAS, inverse, known_or_mean, mean_value, own_value, term
+from mis_ext.correction.pipeline import Outputs, Sequences
 from mis_ext.correction.plan import Plan, scale_values, total_values, with_scatters
 from mis_ext.correction.weights import WeightScale
 

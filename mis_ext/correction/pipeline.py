@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.backend import Backend, Outputs, Sequences, choose_backend
 from mis_ext.correction.collectives import Group, gather_rows, group_size, mark_failed, merge_bits
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
@@ -16,7 +16,30 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams
 from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
 from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
+from mis_ext.correction.triton import wants_triton
 from mis_ext.correction.weights import WeightScale
+
+if TYPE_CHECKING:
+    from mis_ext.correction.eager import EagerBackend, EagerSequences
+    from mis_ext.correction.triton.fused import FusedSequences, TritonBackend
+
+    Backend: TypeAlias = EagerBackend | TritonBackend
+    Sequences: TypeAlias = EagerSequences | FusedSequences
+else:
+    # Importing mis_ext must not import Triton, and a call of one backend not the other.
+    Backend = Sequences = object
+
+
+class Outputs(NamedTuple):
+    """What the last pass writes; neither weights nor a mask where nothing is corrected (``metrics_only``).
+
+    ``weights_T``: ``[T]`` float32, 0 where a token has none. ``loss_mask_R``: ``[R]`` float32, the given mask where a
+    token of the whole responses stays in the loss, else 0. ``token_metrics``: ``[T]`` by public name.
+    """
+
+    weights_T: Tensor | None
+    loss_mask_R: Tensor | None
+    token_metrics: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +225,17 @@ def prepare(
     if band_scales_N is None:
         band_scales_N = torch.ones(len(plan.band_scales), device=device)
     return choose_backend(device)(streams, layout, plan, band_scales_N)
+
+
+def choose_backend(device: torch.device) -> type[Backend]:
+    """The backend that runs the passes for tensors on ``device``: eager or Triton."""
+    if wants_triton(device):
+        from mis_ext.correction.triton.fused import TritonBackend
+
+        return TritonBackend
+    from mis_ext.correction.eager import EagerBackend
+
+    return EagerBackend
 
 
 def run_passes(

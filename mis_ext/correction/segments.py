@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.backend import Backend
 from mis_ext.correction.collectives import Group, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import GraphLayout, PackedLayout
+from mis_ext.correction.pipeline import Backend
 from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mis_ext.correction.backend import wants_triton
 from mis_ext.correction.collectives import Group, gather_rows
+from mis_ext.correction.triton import wants_triton
 from mis_ext.scoring.chunked import EagerBackend
 from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets, check_targets
 from mis_ext.validation import check_choice, check_number

@@ -11,10 +11,11 @@ from cases import correction_keys, random_samples
 from reference import Samples
 
 import mis_ext
-from mis_ext.correction import backend, pipeline
-from mis_ext.correction.backend import choose_backend
+from mis_ext.correction import pipeline
 from mis_ext.correction.eager import EagerBackend
+from mis_ext.correction.pipeline import choose_backend
 from mis_ext.correction.plan import plan_of
+from mis_ext.correction.triton import _can_run_triton
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 needs_triton = pytest.mark.skipif(triton_support.OBSTACLE is not None, reason=str(triton_support.OBSTACLE))
@@ -23,9 +24,9 @@ needs_triton = pytest.mark.skipif(triton_support.OBSTACLE is not None, reason=st
 @pytest.fixture(autouse=True)
 def choose_anew(monkeypatch):
     monkeypatch.delenv("MIS_EXT_BACKEND", raising=False)
-    backend._can_run_triton.cache_clear()
+    _can_run_triton.cache_clear()
     yield
-    backend._can_run_triton.cache_clear()
+    _can_run_triton.cache_clear()
 
 
 @needs_triton

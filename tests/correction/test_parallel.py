@@ -19,7 +19,7 @@ from parallel_worker import SECONDS, TOPOLOGIES, Worker
 from process_ranks import joined, run_processes
 from zigzag import local_tokens
 
-from mis_ext.correction.backend import triton_obstacle
+from mis_ext.correction.triton import triton_obstacle
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,7 @@ import torch
 from interpreted import dot_row_by_row
 from torch import Tensor
 
-from mis_ext.correction.backend import triton_obstacle
+from mis_ext.correction.triton import triton_obstacle
 from mis_ext.onpolicy.bits import same_bits
 
 HAS_GPU = torch.cuda.is_available()

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.backend import Outputs, Sequences
 from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import Streams, TokenRatios
+from mis_ext.correction.pipeline import Outputs, Sequences
 from mis_ext.correction.plan import Plan
 from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
 from mis_ext.correction.triton.kernels import TILE, weigh_kernel, whole_mask_kernel

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.backend import triton_obstacle
+from mis_ext.correction.triton import triton_obstacle
 from mis_ext.onpolicy.batch_invariant import cpu
 
 
