@@ -153,6 +153,8 @@ class NamedValues:
         for name in formula.names:
             if name not in known:
                 known[name] = self[name]
+        if formula.function is _same:
+            return known[formula.names[0]]
         return formula.function(*map(known.__getitem__, formula.names))
 
 
