@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mis_ext.correction.config import CorrectionConfig as CorrectionConfig
     from mis_ext.correction.gates import Gate as Gate
     from mis_ext.correction.layout import PackedLayout as PackedLayout
+    from mis_ext.correction.log_ratio import PackedStreams as PackedStreams
     from mis_ext.correction.metrics import GroupNumber as GroupNumber
     from mis_ext.correction.metrics import Mean as Mean
     from mis_ext.correction.pipeline import Correction as Correction
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from mis_ext.hosts.own_trainer import compute_mis_weights as compute_mis_weights
     from mis_ext.hosts.own_trainer import correct_padded as correct_padded
     from mis_ext.hosts.own_trainer import scalars as scalars
-    from mis_ext.hosts.packing import PackedStreams as PackedStreams
     from mis_ext.hosts.runs import session_for as session_for
     from mis_ext.hosts.session import Session as Session
     from mis_ext.hosts.slime_miles.check_setup import check_setup as check_setup

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.formula import Column, NamedValues
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import Streams, mask_as_float, zero_outside
+from mis_ext.correction.log_ratio import PackedStreams, mask_as_float, zero_outside
 from mis_ext.correction.metrics import GROUP_FORMULAS, inverse, known_or_mean, mean_value, own_value, term
 from mis_ext.correction.pipeline import Outputs, Sequences
 from mis_ext.correction.plan import Plan, scale_values, total_values, with_scatters
@@ -40,10 +39,10 @@ class EagerSequences(NamedTuple):
 class EagerBackend:
     """One call's passes, in the order of the methods."""
 
-    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
-        self.streams, self.layout, self.plan, self.band_scales_N = streams, layout, plan, band_scales_N
+    def __init__(self, streams: PackedStreams, plan: Plan, band_scales_N: Tensor) -> None:
+        self.streams, self.layout, self.plan, self.band_scales_N = streams, streams.layout, plan, band_scales_N
         self._band_scales = dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))
-        self.tokens = tokens = streams.token_ratios(layout)
+        self.tokens = tokens = streams.tokens
         given = {
             "log_ratio": tokens.log_ratio_T,
             "proximal": tokens.proximal_T,

@@ -26,8 +26,8 @@ class TokenRatios(NamedTuple):
     valid_mask_T: Tensor
 
 
-class Streams(NamedTuple):
-    """What comes in: log-probs of the local tokens ``[T]``, nats, and the mask of whole responses ``[R]``, any dtype.
+class PackedStreams(NamedTuple):
+    """One micro-batch, packed: log-probs of the local tokens ``[T]``, nats, the mask of whole responses ``[R]``.
 
     ``proximal``: scored by the training engine before the update. ``behavior``: reported by the inference engine that
     sampled the tokens. The mask is not 0 on tokens that the policy generated. ``lag``: by how many weight updates the
@@ -37,6 +37,7 @@ class Streams(NamedTuple):
     proximal_logprobs_T: Tensor
     behavior_logprobs_T: Tensor
     response_mask_R: Tensor
+    layout: PackedLayout
     lag_T: Tensor | None = None
 
     @property
@@ -48,7 +49,8 @@ class Streams(NamedTuple):
         is_known_T = (lag_T >= 0.0) & (lag_T < UNKNOWN_LAG)
         return torch.where(is_known_T, lag_T, UNKNOWN_LAG)
 
-    def token_ratios(self, layout: PackedLayout) -> TokenRatios:
+    @property
+    def tokens(self) -> TokenRatios:
         """Per-token ``log(pi_prox / mu)`` in float32, and the mask of the tokens that have one.
 
         A token with a log-probability that is NaN or infinite has no ratio. It leaves the mask; it is never given
@@ -57,7 +59,7 @@ class Streams(NamedTuple):
         References:
             Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641.
         """
-        response_mask_T = layout.local_part(self.response_mask_R).bool()
+        response_mask_T = self.layout.local_part(self.response_mask_R).bool()
         proximal_T = self.proximal_logprobs_T.detach().float()
         behavior_T = self.behavior_logprobs_T.detach().float()
         # d_t = log pi_t - log mu_t. The fused passes subtract where they load a token: triton/kernels.py.

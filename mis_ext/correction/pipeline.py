@@ -13,7 +13,7 @@ from mis_ext.correction.collectives import Group, gather_rows, group_size, mark_
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import Streams
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
 from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
 from mis_ext.correction.triton import wants_triton
@@ -192,10 +192,8 @@ def compute_correction(
         ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale, the scales of
             bands or lags are missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
     """
-    streams = Streams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, lag_T)
-    backend = prepare(
-        streams, layout, config, cp_group=cp_group, rollout_scale=rollout_scale, band_scales_N=band_scales_N
-    )
+    streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
+    backend = prepare(streams, config, cp_group=cp_group, rollout_scale=rollout_scale, band_scales_N=band_scales_N)
     return run_passes(
         backend,
         cp_group=cp_group,
@@ -207,8 +205,7 @@ def compute_correction(
 
 
 def prepare(
-    streams: Streams,
-    layout: PackedLayout,
+    streams: PackedStreams,
     config: CorrectionConfig | Plan,
     *,
     cp_group: Group | None = None,
@@ -220,11 +217,11 @@ def prepare(
     For callers that have switched gradients off, as for :func:`run_passes`.
     """
     plan = config if isinstance(config, Plan) else plan_of(config)
-    _check(streams, layout, plan, cp_group, rollout_scale, band_scales_N)
+    _check(streams, plan, cp_group, rollout_scale, band_scales_N)
     device = streams.proximal_logprobs_T.device
     if band_scales_N is None:
         band_scales_N = torch.ones(len(plan.band_scales), device=device)
-    return choose_backend(device)(streams, layout, plan, band_scales_N)
+    return choose_backend(device)(streams, plan, band_scales_N)
 
 
 def choose_backend(device: torch.device) -> type[Backend]:
@@ -282,18 +279,17 @@ def run_passes(
 
 
 def _check(
-    streams: Streams,
-    layout: PackedLayout,
+    streams: PackedStreams,
     plan: Plan,
     cp_group: Group | None,
     rollout_scale: WeightScale | None,
     band_scales_N: Tensor | None,
 ) -> None:
     """Refuse what does not fit together."""
-    *log_probs_and_mask, lag_T = streams
+    *log_probs_and_mask, layout, lag_T = streams
     expected = layout.num_local_tokens, layout.num_local_tokens, layout.num_whole_tokens
     if tuple(map(Tensor.numel, log_probs_and_mask)) != expected:
-        for name, stream, length in zip(Streams._fields, log_probs_and_mask, expected, strict=False):
+        for name, stream, length in zip(PackedStreams._fields, log_probs_and_mask, expected, strict=False):
             if stream.numel() != length:
                 raise ValueError(f"{name} has {stream.numel()} tokens, the layout says {length}")
     if layout.is_whole and cp_group is not None and group_size(cp_group) > 1:

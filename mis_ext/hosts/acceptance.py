@@ -28,10 +28,10 @@ from mis_ext.correction.collectives import covering_value
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.gates import Gate
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import PackedStreams
 from mis_ext.validation import check_known, check_mapping, check_number
 
 SCALE_RANGE = (1e-3, 1e3)
@@ -75,7 +75,7 @@ class AcceptanceLoop:
         tokens = streams.tokens
         leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T}
         if streams.lag_T is not None:
-            leaves[LAG] = streams.streams.known_lag_T
+            leaves[LAG] = streams.known_lag_T
         of_tokens = NamedValues(leaves, TOKEN_FORMULAS)
         needed = []
         for gate in self._gates.values():

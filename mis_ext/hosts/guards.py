@@ -26,10 +26,10 @@ from mis_ext.checks.token_sums import (
 )
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import PackedStreams, check_mask, mask_extremes, refuse_extremes
+from mis_ext.hosts.packing import check_mask, mask_extremes, refuse_extremes
 
 if TYPE_CHECKING:
     from mis_ext.tools.diagnosis.cause import Diagnosis

@@ -5,38 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import Streams, TokenRatios
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.hosts.groups import Groups
-
-
-class PackedStreams(NamedTuple):
-    """One micro-batch, packed.
-
-    Log-probs of the local tokens are ``[T]`` in nats, the mask of whole responses is ``[R]``. ``lag_T``: see
-    :class:`~mis_ext.correction.log_ratio.Streams`.
-    """
-
-    proximal_logprobs_T: Tensor
-    behavior_logprobs_T: Tensor
-    response_mask_R: Tensor
-    layout: PackedLayout
-    lag_T: Tensor | None = None
-
-    @property
-    def streams(self) -> Streams:
-        """The tensors without the layout, as the passes take them."""
-        return Streams(*self[:3], self.lag_T)
-
-    @property
-    def tokens(self) -> TokenRatios:
-        """Log-ratios of the local tokens, computed when asked for."""
-        return self.streams.token_ratios(self.layout)
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:

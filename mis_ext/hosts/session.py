@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.correction.plan import plan_of
 from mis_ext.correction.weights import WeightScale
@@ -28,7 +28,7 @@ from mis_ext.hosts.guards import (
     StatusMonitor,
     raise_if_failed,
 )
-from mis_ext.hosts.packing import PackedStreams, TokenLags, pack
+from mis_ext.hosts.packing import TokenLags, pack
 from mis_ext.keys.flat import config_given
 
 _NO_LAGS = (
@@ -82,8 +82,7 @@ class Session:
         with self.local_work(layout.response_lengths, groups=groups, device=mask_R.device):
             self._masks.observe(mask_R)
             backend = prepare(
-                streams.streams,
-                layout,
+                streams,
                 self._plan,
                 cp_group=groups.cp_group,
                 rollout_scale=scale,
@@ -100,7 +99,7 @@ class Session:
         )
         if not groups.is_alone:
             self._status.observe(correction.status)
-        if not self.config.metrics_only and groups.is_first_rank:
+        if not self._plan.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(correction)
         return correction
 
@@ -137,9 +136,7 @@ class Session:
         scales_N = torch.ones(len(self.config.adapted_gates), device=device)
         try:
             streams = make_streams()
-            backend = prepare(
-                streams.streams, streams.layout, measuring.config, cp_group=groups.cp_group, band_scales_N=scales_N
-            )
+            backend = prepare(streams, measuring.config, cp_group=groups.cp_group, band_scales_N=scales_N)
         except Exception:
             alone = groups.without_data_parallelism
             failed = measuring.neutral(response_lengths, groups=alone, device=device, fails=True)
@@ -171,7 +168,7 @@ class Session:
         Raises:
             ValueError: Nobody has stored them.
         """
-        if not self.config.staleness:
+        if not self._plan.config.staleness:
             return None
         if isinstance(self.token_lags, str):
             raise ValueError(self.token_lags)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups
-from mis_ext.hosts.packing import PackedStreams
 from mis_ext.hosts.runs import current_run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import refuse_group_keys

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
-from mis_ext.correction.log_ratio import Streams
+from mis_ext.correction.log_ratio import PackedStreams
 
 FUZZ = searching(15)
 # Weights are applied as they are: a normaliser belongs to the batch.
@@ -204,7 +204,7 @@ def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch
         keys = correction_keys(weight, gate="geometric gate", veto="all vetoes", normalizer="kept")
         correction = correction_of(keys, samples)
         with monkeypatch.context() as patch, NoPassOverTokens(1603) as recorder:
-            patch.setattr(Streams, "token_ratios", None)
+            patch.setattr(PackedStreams, "tokens", None)
             if backend == "triton":
                 from mis_ext.correction.triton.launch import BoundKernel
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_ext.correction.formula import Formula, NamedValues
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import Streams, TokenRatios
+from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Outputs, Sequences
 from mis_ext.correction.plan import Plan
 from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
@@ -55,10 +55,10 @@ def _nonzero(row_S: Tensor) -> Formula:
 class TritonBackend:
     """See :class:`~mis_ext.correction.eager.EagerBackend`."""
 
-    def __init__(self, streams: Streams, layout: PackedLayout, plan: Plan, band_scales_N: Tensor) -> None:
-        self.streams = streams
+    def __init__(self, streams: PackedStreams, plan: Plan, band_scales_N: Tensor) -> None:
+        self.streams, self.layout = streams, streams.layout
         self._inputs = tuple(stream.contiguous() for stream in streams[:3])
-        self.layout, self.plan, self.band_scales_N = layout, plan, band_scales_N
+        self.plan, self.band_scales_N = plan, band_scales_N
         self._device = streams.proximal_logprobs_T.device
         if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
             raise ValueError(
@@ -66,15 +66,15 @@ class TritonBackend:
                 "launches there; call torch.cuda.set_device"
             )
         self._dtypes = dtypes_of(self._inputs)
-        self._tiles = tiles_of(layout)
-        self._programs = programs_of(plan, is_whole=layout.is_whole)
+        self._tiles = tiles_of(self.layout)
+        self._programs = programs_of(plan, is_whole=self.layout.is_whole)
         # Read by nobody where a plan has no given_names.
         self._given_TF = band_scales_N
 
     @property
     def tokens(self) -> TokenRatios:
         """See :class:`~mis_ext.correction.eager.EagerBackend`."""
-        return self.streams.token_ratios(self.layout)
+        return self.streams.tokens
 
     def take_given(self, given_FT: Tensor) -> None:
         """See :class:`~mis_ext.correction.eager.EagerBackend`."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups
-from mis_ext.hosts.packing import PackedStreams, batch_layout, is_absent, pack, unpack
+from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, current_run
 
 
@@ -111,8 +112,8 @@ def weigh_batch(
     if streams is None:
         session.join_without_data(response_lengths, groups=groups, device=device)
         not_measured_T = torch.where(layout.index.local_part(mask_R) != 0, torch.nan, 0.0)
-        return pg_loss, loss_masks, dict.fromkeys(session.config.metric_names, not_measured_T)
+        return pg_loss, loss_masks, dict.fromkeys(run.config.correction.metric_names, not_measured_T)
     correction = session.correct(streams, groups=groups, token_metrics=True)
-    if session.config.metrics_only:
+    if run.config.correction.metrics_only:
         return pg_loss, loss_masks, correction.token_metrics
     return correction.weigh(pg_loss), unpack(correction.loss_mask_R, layout), correction.token_metrics

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.weights import WeightScale, ratio_or_one
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import PackedStreams, TokenLags, check_samples, is_absent, pack_rollout
+from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout
 from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.run_config import GroupConfig, read_group
