@@ -54,7 +54,7 @@ Keys = Mapping[str, Any] | str | Path
 
 _bound = partial(check_number, low=0.0, high=math.inf)
 _share = partial(check_number, low=0.0, high=1.0, open_low=True)
-_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
+CORRECTION_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "use_rs": (check_bool, False),
     "tis_level": (partial(check_choice, choices=(*get_args(HookLevel), "none")), "token"),
     "tis_mode": (partial(check_choice, choices=BOUNDS), "truncate"),
@@ -76,10 +76,13 @@ _CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "tis_normalize_over": (partial(check_choice, choices=get_args(NormalizeOver)), "kept"),
     "mis_denominator": (partial(check_choice, choices=get_args(Denominator)), "fixed"),
 }
-"""The check and the default of each key but those of :func:`~mis_ext.keys.native.reporting`; None: it follows."""
+"""The check and the default of each key but those of :func:`~mis_ext.keys.native.reporting`; None: it follows.
+
+The schema reads its words and ranges here too.
+"""
 
 REPORT_KEYS = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
-CORRECTION_KEYS = ("use_tis", *_CHECKS, *REPORT_KEYS)
+CORRECTION_KEYS = ("use_tis", *CORRECTION_CHECKS, *REPORT_KEYS)
 GROUP_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mis_group_baseline": partial(check_choice, choices=get_args(Baseline)),
     "mis_group_over": partial(check_choice, choices=get_args(BaselineOver)),
@@ -113,7 +116,7 @@ _VETOES: dict[str, tuple[str, HookReduce, str]] = {
     "rs_veto_probability": ("proximal_probability", "min", "low"),
 }
 """Statistic, reduction and bound of the gate that each is."""
-_INSTEAD_OF_NULL = {
+INSTEAD_OF_NULL = {
     "tis_level": "tis_level: none for no weight",
     "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
     "rs_level": "use_rs: false for no gate",
@@ -164,7 +167,9 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     if not any(key in given for key in _VETOES) and any(key in every for key in _VETOES):
         keys.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
     # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
-    values = {key: check(key, keys[key]) if key in keys else default for key, (check, default) in _CHECKS.items()}
+    values = {
+        key: check(key, keys[key]) if key in keys else default for key, (check, default) in CORRECTION_CHECKS.items()
+    }
     if values["tis_lower_bound"] is None:
         values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
     weight = _weight(keys, values)
@@ -184,7 +189,7 @@ def _check_names(mapping: Mapping[str, Any]) -> None:
     known = {*READ_KEYS, *STRAY_KEYS}
     refuse_near_misses((key for key in mapping if not key.startswith(PREFIXES) and key not in known), keys=READ_KEYS)
     refuse_strays(mapping, advice=STRAY_KEYS)
-    for key, instead in _INSTEAD_OF_NULL.items():
+    for key, instead in INSTEAD_OF_NULL.items():
         if key in mapping and mapping[key] is None:
             raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig
 from mis_ext.correction.gates import Action
-from mis_ext.correction.log_ratio import UNKNOWN_LAG
 from mis_ext.correction.statistics import STATISTICS, HookReduce
 from mis_ext.correction.weights import (
     BOUNDS,
@@ -24,12 +23,13 @@ from mis_ext.correction.weights import (
     NormalizeOver,
     Scope,
 )
-from mis_ext.keys.flat import Baseline, BaselineOver
+from mis_ext.keys.flat import CORRECTION_CHECKS, INSTEAD_OF_NULL, Baseline, BaselineOver
 from mis_ext.keys.loss_keys import DEFAULT_SCORING
-from mis_ext.keys.native import LEVELS, NATIVE_KEY
+from mis_ext.keys.native import LEVELS, NATIVE_KEY, native_gates
 from mis_ext.keys.run_config import Scoring
 from mis_ext.keys.strays import HOST_CLIPS, PREFIXES
 from mis_ext.loss.settings import LossDenominator, Mode, PenaltyTokens, Proximal
+from mis_ext.validation import check_bool, check_choice, check_number
 
 _Node = dict[str, Any]
 _WHEN_TEXT = "stale: weighs tokens of older weights alone, others have weight 1. Needs staleness."
@@ -67,41 +67,34 @@ def schema_text() -> str:
 
 
 def _flat_keys() -> dict[str, _Node]:
-    bound: dict[str, Any] = {"low": 0.0, "high": math.inf}
-    share: dict[str, Any] = {"low": 0.0, "high": 1.0}
+    texts = {
+        "tis_level": "What the weight is the ratio of.",
+        "tis_mode": _modes(),
+        "tis_lower_bound": "Lower bound of the weight. Default: 1 / tis_upper_bound.",
+        "tis_upper_bound": "Upper bound of the weight.",
+        "tis_when": _WHEN_TEXT,
+        "use_rs": "Rejects what lies outside of the rs bounds.",
+        "rs_level": "What is compared with the rs bounds.",
+        "rs_lower_bound": "Lower bound of what is kept. Default: that of the weight.",
+        "rs_upper_bound": "Upper bound of what is kept. Default: that of the weight.",
+        "rs_gates": "Further gates.",
+        "rs_veto_threshold": "Rejects a response if a ratio in it is below.",
+        "rs_veto_upper_threshold": "Rejects a response if a ratio in it is above.",
+        "rs_veto_probability": "Rejects a response if the trainer's probability of a token is below.",
+        "rs_veto_requires_rs": "The vetoes act only with use_rs.",
+        "rs_max_staleness": "Rejects tokens of weights that are more updates old. Needs mis_staleness.",
+        "rs_staleness_level": "Whether such a token leaves alone or with its response.",
+        "tis_batch_normalize": "Divides the weights by their mean.",
+        "tis_normalize_scope": "The samples of that mean.",
+        "tis_normalize_over": "The tokens of that mean.",
+        "mis_denominator": "Whether rejected tokens still count in it.",
+    }
     nodes = {
         "use_tis": _bool("Corrects the loss; false measures only."),
-        "tis_level": _words(
-            (*get_args(HookLevel), "none"), "What the weight is the ratio of.", "token", nullable=False
-        ),
-        "tis_mode": _words(BOUNDS, _modes(), "truncate", nullable=False),
-        "tis_lower_bound": _number("Lower bound of the weight. Default: 1 / tis_upper_bound.", **bound),
-        "tis_upper_bound": _number("Upper bound of the weight.", DEFAULT_UPPER_BOUND, **bound, open_low=True),
-        "tis_when": _words(get_args(HookWhen), _WHEN_TEXT, "always"),
-        "use_rs": _bool("Rejects what lies outside of the rs bounds.", False),
-        "rs_level": _words(get_args(HookLevel), "What is compared with the rs bounds.", "token", nullable=False),
-        "rs_lower_bound": _number("Lower bound of what is kept. Default: that of the weight.", **bound),
-        "rs_upper_bound": _number("Upper bound of what is kept. Default: that of the weight.", **bound, open_low=True),
-        "rs_gates": _gates("Further gates."),
-        "rs_veto_threshold": _number("Rejects a response if a ratio in it is below.", **share, open_low=True),
-        "rs_veto_upper_threshold": _number("Rejects a response if a ratio in it is above.", low=1.0, high=math.inf),
-        "rs_veto_probability": _number(
-            "Rejects a response if the trainer's probability of a token is below.", **share, open_low=True
-        ),
-        "rs_veto_requires_rs": _bool("The vetoes act only with use_rs.", False),
-        "rs_max_staleness": _number(
-            "Rejects tokens of weights that are more updates old. Needs mis_staleness.",
-            low=0.0,
-            high=UNKNOWN_LAG,
-            open_high=True,
-        ),
-        "rs_staleness_level": _words(
-            ("token", "sequence_max"), "Whether such a token leaves alone or with its response.", "token"
-        ),
-        "tis_batch_normalize": _bool("Divides the weights by their mean.", False),
-        "tis_normalize_scope": _words(get_args(Scope), "The samples of that mean.", "data_parallel"),
-        "tis_normalize_over": _words(get_args(NormalizeOver), "The tokens of that mean.", "kept"),
-        "mis_denominator": _words(get_args(Denominator), "Whether rejected tokens still count in it.", "fixed"),
+        **{
+            key: _checked(*CORRECTION_CHECKS[key], text, nullable=key not in INSTEAD_OF_NULL)
+            for key, text in texts.items()
+        },
         "mis_group_baseline": _words(get_args(Baseline), "What a reward is compared with.", "mean"),
         "mis_group_over": _words(get_args(BaselineOver), "Which trajectories of a prompt count in it.", "trained"),
         "mis_prompt_mean": _bool("Every prompt weighs the same.", False),
@@ -242,6 +235,18 @@ def _modes() -> str:
 
 def _object(properties: dict[str, _Node], **more: Any) -> _Node:
     return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+def _checked(check: Any, default: Any, description: str, *, nullable: bool) -> _Node:
+    """What a check of ``CORRECTION_CHECKS`` lets pass: its words, or its range."""
+    if check is check_bool:
+        return _bool(description, default)
+    if check is native_gates:
+        return _gates(description)
+    if check.func is check_choice:
+        return _words(check.keywords["choices"], description, default, nullable=nullable)
+    assert check.func is check_number, check
+    return _number(description, default, **check.keywords)
 
 
 def _bool(description: str, default: bool | None = None) -> _Node:
