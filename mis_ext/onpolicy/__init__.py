@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.recording.compare import compare as compare
     from mis_ext.onpolicy.recording.recorder import record as record
     from mis_ext.onpolicy.recording.recordings import Recording as Recording
+    from mis_ext.onpolicy.recording.recordings import read_sglang_dumps as read_sglang_dumps
     from mis_ext.onpolicy.recording.rows import Rows as Rows
-    from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps as read_sglang_dumps
     from mis_ext.onpolicy.routing.experts import RoutedExperts as RoutedExperts
     from mis_ext.onpolicy.routing.experts import record_hf_routing as record_hf_routing
     from mis_ext.onpolicy.routing.experts import routing_disagreement as routing_disagreement

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from mis_ext.cli import main
 from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recorder import record
-from mis_ext.onpolicy.recording.recordings import Recording
+from mis_ext.onpolicy.recording.recordings import Recording, read_sglang_dumps
 from mis_ext.onpolicy.recording.rows import Rows
-from mis_ext.onpolicy.recording.sglang_dumps import read_sglang_dumps
 
 needs_rich = pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")
 
