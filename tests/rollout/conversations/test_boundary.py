@@ -13,8 +13,7 @@ from tiny_tokenizers import PLAIN, STRIP_REASONING, TOKENIZERS, TURN_END, encode
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.prefix_tree import find_mismatch
+from mis_ext.rollout.conversations.builder import build_samples, find_mismatch
 from mis_ext.rollout.generation import Boundary
 from mis_ext.rollout.vocabulary import BYTE_LEVEL_ALPHABET, TokenBytes
 

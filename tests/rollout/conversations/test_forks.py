@@ -15,8 +15,7 @@ from agents import Conversation, rewrite
 from conversations import CASES, call, sample_of
 from tiny_tokenizers import TOKENIZERS, encode, encode_bytewise, english_tokenizer
 
-from mis_ext.rollout.conversations.builder import build_samples
-from mis_ext.rollout.conversations.prefix_tree import Node, find_mismatch
+from mis_ext.rollout.conversations.builder import Node, build_samples, find_mismatch
 from mis_ext.rollout.generation import BoundaryError
 
 TOKENIZER = english_tokenizer()
