@@ -87,10 +87,9 @@ def methods_table() -> Table:
 
 
 def causes_table() -> Table:
-    """The causes: title, what shows them, and who can judge."""
-    askers = {"tokens": "guards, report, audit", "signals": "report, audit", "samples": "report, audit"}
+    """The causes, with a star on those that guards can judge: title, and what shows them."""
     rows = (
-        (f"`{cause.name}`", cause.title, cause.looks_like, askers[cause.needs[-1]], cause.advice)
+        (f"`{cause.name}`" + " *" * (cause.needs[-1] == "tokens"), cause.title, cause.looks_like)
         for cause in CAUSES.values()
     )
-    return Table(("cause", "what it is", "what shows it", "who can judge", "what to do"), tuple(rows))
+    return Table(("cause", "what it is", "what shows it"), tuple(rows))
