@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -79,11 +80,15 @@ def _one_of_every_kind() -> Iterable[CorrectionConfig]:
 
 
 def methods_table() -> Table:
-    """Every method with its family, objective and source."""
-    return Table(
-        ("family", "method", "objective of a token", "source"),
-        tuple((row.family, f"`{row.name}`", f"`{row.formula}`", row.paper) for row in METHODS.values()),
+    """Every method with its family, objective and source, whose title `mis-ext methods NAME` prints."""
+    rows = (
+        (row.family, f"`{row.name}`", f"`{row.formula}`", _TITLE.sub(r"\1, \2", row.paper)) for row in METHODS.values()
     )
+    return Table(("family", "method", "objective of a token", "source"), tuple(rows))
+
+
+_TITLE = re.compile(r"( et al\.), [^;]+?, (arXiv:)")
+"""Between authors and number of a paper."""
 
 
 def causes_table() -> Table:
