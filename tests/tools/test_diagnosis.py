@@ -108,6 +108,23 @@ def test_the_audit_names_the_planted_cause_and_nothing_else(plant) -> None:
     assert [found.cause for found in by_audit(make(0))] == ([] if cause == "equal" else [cause])
 
 
+# What changed a run between two versions of vLLM (ServiceNow, May 2026): log-probs of raw logits, defaults, updates
+# in flight, and the dtype of the head.
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        ("temperature", "(vLLM: --logprobs-mode processed_logprobs)"),
+        ("top_p_or_top_k", "start it with --generation-config vllm"),
+        ("stale_prefix_cache", "Flush the engine's prefix cache at every weight update"),
+        ("stale_weights", "After an update in flight one answer is of two versions"),
+        ("bf16_or_low_precision", "with only the engine's head in float32"),
+    ],
+)
+def test_a_cause_that_newer_vllm_brought_is_told_with_its_setting(cause, told) -> None:
+    (found,) = by_report(SINGLE[FIRST[cause]][1](0))
+    assert (found.cause, told in found.advice) == (cause, True)
+
+
 def test_every_cause_is_planted() -> None:
     assert {cause for cause, _ in SINGLE.values()} == {*CAUSES}
 

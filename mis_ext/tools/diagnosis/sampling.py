@@ -81,7 +81,7 @@ for more noise than there is."""
     "variance, or 45 % where a cut is seen beside it; and `ratio - 1` says that one distribution is a power of "
     "the other",
     advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
-    "it sampled from.",
+    "it sampled from (vLLM: --logprobs-mode processed_logprobs).",
     is_fault=True,
     hides=("broken_trainer", "broken_engine", "vocabulary_padding", *TAILS),
 )
@@ -199,7 +199,9 @@ def padding(measured: Measured, signals: Signals) -> Finding | None:
     title="top-p, top-k or min-p in the sampling, not in the trainer's log-probs",
     looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by more "
     "than 0.03 and 20 standard errors; or by 0.005 and 12, and no token loses 3 nats",
-    advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens (mis_ext.rollout.define_log_probs).",
+    advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens (mis_ext.rollout.define_log_probs). "
+    "What a request leaves out vLLM takes from the model's generation_config.json: start it with "
+    "--generation-config vllm.",
     is_fault=True,
     hides=TAILS,
 )

@@ -87,9 +87,9 @@ def kernels(measured: Measured, signals: Signals) -> Finding | None:
     title="kernels in bfloat16 of a pretrained model (usual, no fault), or lower precision on one side",
     looks_like=_left(f"{KERNEL_K3:g} to {PRETRAINED_K3:g}"),
     advice="Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
-    "both k3 was a 65th, and training learned in about half the steps (lab/evidence/normal.md). In "
-    "small models an fp8 cache or fp8 weights have this size. Token TIS (yaml/mis.yaml) rejects nothing, and made no "
-    "difference there (docs/guide/presets.md).",
+    "both k3 was a 65th, and training learned in about half the steps; with only the engine's head in float32 it was "
+    "three quarters (lab/evidence/normal.md). In small models an fp8 cache or fp8 weights have this size. Token TIS "
+    "(yaml/mis.yaml) rejects nothing, and made no difference there (docs/guide/presets.md).",
 )
 def kernels_or_low_precision(measured: Measured, signals: Signals) -> Finding | None:
     """A difference that kernels in bfloat16 give in a pretrained model, and low precision in a small one.

@@ -34,8 +34,9 @@ MAX_EXPLAINED = 0.3
     looks_like="the canary of mis_ext.rollout.generate says so, or k3 grows with the recorded versions, or over steps "
     "(steadily, or back to its floor), or the mean difference exceeds 0.3 nats",
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
-    "trainer in fp16. Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained "
-    "model, 0.13 with 8, and 0.34 in a tiny one (lab/evidence/README.md).",
+    "trainer in fp16. After an update in flight one answer is of two versions (docs/reference/methods_extras.md). "
+    "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8 "
+    "(lab/evidence/README.md).",
     hides=("decode_dependence", "stale_prefix_cache", "late_positions", *TAILS),
 )
 def stale(measured: Measured, samples: Samples) -> Finding | None:
