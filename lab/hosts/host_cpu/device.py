@@ -96,6 +96,7 @@ def install() -> None:
         _register_accelerator()
     if find_spec("miles") is not None:
         weight_transfer.install()
+        weight_transfer.find(OVER_GLOO)
 
 
 def _replace_cuda_functions() -> None:
@@ -151,6 +152,32 @@ def _pass_on_new_names(wrapper: Any) -> None:
     for name in RENAMED_COLLECTIVES:
         if name not in vars(wrapper):
             setattr(wrapper, name, passing_on(name))
+
+
+def _over_gloo(name: str) -> Callable[[Any], None]:
+    """Make a completion of a module or class whose function joins a group by the name of its backend."""
+
+    def complete(owner: Any) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def joined(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+            return function(*args, backend="gloo" if backend == "nccl" else backend, **kwargs)
+
+        setattr(owner, name, joined)
+
+    return complete
+
+
+def _engine_over_gloo(module: Any) -> None:
+    _over_gloo("init_weights_update_group")(module.SGLangEngine)
+
+
+# Miles says NCCL to itself and to the engine that gets its weights, and has no flag for it.
+OVER_GLOO = {
+    "miles.utils.distributed_utils": _over_gloo("init_process_group"),
+    "miles.backends.sglang_utils.sglang_engine": _engine_over_gloo,
+}
 
 
 def _seed(seed: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host's own ``train.py``, with a Ray of this machine alone: ``python -m slime_gpu.train HOST`` and its command line.
 
-HOST is ``slime`` or ``miles``. ``ON_CPU=1`` rehearses without a GPU: `host_cpu.device` then stands for CUDA in every
-process.
+HOST is ``slime`` or ``miles``. ``LOOP=train_async`` takes the other program of the host. ``ON_CPU=1`` rehearses without
+a GPU: `host_cpu.device` then stands for CUDA in every process.
 """
 
 import asyncio
@@ -14,6 +14,8 @@ import sys
 import ray
 import torch
 
+RANKS_ON_CPU = 2
+
 
 def main() -> None:
     """Parse with the host's parser, and train with the host's loop."""
@@ -23,7 +25,8 @@ def main() -> None:
     if stand_in is not None:
         importlib.import_module(stand_in).install()
         hook = {"worker_process_setup_hook": f"{stand_in}.install"}
-    num_gpus = max(torch.cuda.device_count(), 1)
+    # On a CPU nothing looks whether there is one.
+    num_gpus = RANKS_ON_CPU if os.environ.get("ON_CPU") else torch.cuda.device_count()
     ray.init(
         num_gpus=num_gpus,
         # Ray starts as many workers beforehand. The hosts ask for less than this.
@@ -32,9 +35,8 @@ def main() -> None:
         _temp_dir=os.environ.get("RAY_TMPDIR"),
         runtime_env=hook,
     )
-    import train
-
-    training = train.train(importlib.import_module(f"{host}.utils.arguments").parse_args())
+    loop = importlib.import_module(os.environ.get("LOOP") or "train")
+    training = loop.train(importlib.import_module(f"{host}.utils.arguments").parse_args())
     # Miles' loop is a coroutine.
     if inspect.iscoroutine(training):
         asyncio.run(training)
