@@ -3,16 +3,20 @@ r"""Unmodified slime or Miles on one GPU, run after run, each with its own log a
 
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py whole [RUN ...]
+    SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py ways [RUN ...] [--jobs 2 --in-turn --engine-gpu 1]
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py memory [RUN ...] --rollouts DIR
     MILES_DIR=... MILES_MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded [RUN ...] --host miles \
         --rollouts DIR
     python lab/real_stack/slime_gpu.py table [--json FILE]
 
 ``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
-router; all such runs of a call share one engine, whose start takes up to two minutes. Every run is
-``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done is not run again: a second call goes on. One run
-that fails does not stop the others. With ``--in-turn`` runs start side by side and train one after the other: that is
-for their times, as a start takes longer than ten steps. ``memory`` trains on rollouts that grow (`rollouts.py
+router; such runs share an engine, whose start takes up to two minutes, or with ``--jobs`` each lane of them has one.
+``ways`` are whole runs too: every way to run the loop and to split the trainer on two GPUs, each without a correction,
+with the three flags, with `policy_loss`, and with it over hidden states. First the host's own parser reads all their
+command lines; ``--dry-run`` ends there. Every run is ``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done
+is not run again: a second call goes on. One run that fails does not stop the others. With ``--in-turn`` runs start side
+by side and train one after the other: that is for their times, as a start takes longer than ten steps. With
+``ON_CPU=1`` all of it rehearses with a tiny model. ``memory`` trains on rollouts that grow (`rollouts.py
 --tokens`), each one micro-batch, until memory ends: the run fails, and the table says what fitted. It starts two runs
 at a time, of which the second builds its model when the first has ended. ``table`` shows what was stopped from its
 log, and ``--json`` keeps all numbers that the host logged.
@@ -21,7 +25,9 @@ log, and ``--json`` keeps all numbers that the host logged.
 import argparse
 import json
 import os
+import queue
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -30,7 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +58,8 @@ PEAKS = (
 )
 ONE_MICRO_BATCH = ("--max-tokens-per-gpu", str(1 << 30))
 PROVIDER = ("--custom-model-provider-path", "mis_ext.model_provider")
-PORT, NUM_PORTS = 31000, 64
+PORT, NUM_PORTS, ROUTERS = 31000, 64, 900
+CHECKOUTS = {"slime": "MEGATRON_DIR", "miles": "MILES_MEGATRON_DIR"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,13 @@ class Run:
     kill_after_rollout: int | None = None
     path: str = ""
     """A folder of the host's checkout for the Python path."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the script."""
+
+    @property
+    def shares_an_engine(self) -> bool:
+        """Whether the host does not start its engine itself."""
+        return self.environment.get("ENGINE") != "own"
 
 
 def method(name: str, *flags: str, **keys: Any) -> Run:
@@ -123,6 +137,7 @@ RECORDED = {
     "two_steps_loss": Run(("--use-tis", *LOSS, "--num-steps-per-rollout", "2"), TOKEN_TIS),
     "refused": Run(("--use-tis", *HOOK), {"tis_uper_bound": 2.0}, seconds=120),
 }
+TWO_TURNS = {"on_policy_tokens": {"environment": "arithmetic.second_try", "max_turns": 2}}
 WHOLE = {
     **{
         f"whole_{name}": replace(RECORDED[run], seconds=420)
@@ -138,7 +153,7 @@ WHOLE = {
     ),
     "two_turns": Run(
         ("--use-tis", *HOOK, "--num-rollout", "4", "--rollout-max-context-len", "256"),
-        TOKEN_TIS | {"on_policy_tokens": {"environment": "arithmetic.second_try", "max_turns": 2}},
+        TOKEN_TIS | TWO_TURNS,
         seconds=300,
     ),
 }
@@ -156,6 +171,64 @@ MEMORY = {
     "logits_saving": Run((*RECOMPUTE, *_LOSS, *_SAVING), TOKEN_TIS, seconds=300),
     "no_logits_all_kept": Run((*_LOSS, *PROVIDER), TOKEN_TIS, seconds=300),
     "logits_all_kept": Run(_LOSS, TOKEN_TIS, seconds=300),
+}
+_PROMPTS, _SAMPLES = (4, 4) if os.environ.get("ON_CPU") else (32, 8)
+_SHORT = (
+    *("--num-rollout", "4", "--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)),
+    *("--rollout-max-context-len", "512", *PEAKS[2:]),
+)
+_TWO_GPUS = ("--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "2")
+_BESIDE = ("--num-gpus-per-node", "2", "--rollout-num-gpus", "1")
+_CP = ("--context-parallel-size", "2") + (
+    ("--cp-comm-type", "all_gather") if os.environ.get("ATTENTION") == "torch" else ()
+)
+_LAGS = {"mis_staleness": True}
+_ASYNC, _OWN, _FSDP = {"LOOP": "train_async"}, {"ENGINE": "own"}, {"BACKEND": "fsdp"}
+_PREPARE = ("--rollout-data-postprocess-path", "mis_ext.prepare_rollout")
+# How the loop runs, and how the trainer is split. Keys count for runs with a correction.
+_WAYS = {
+    "sync": Run(keys=_LAGS),
+    "async1": Run(environment=_ASYNC, keys=_LAGS),
+    "async2": Run(("--update-weights-interval", "2"), environment=_ASYNC, keys=_LAGS),
+    "partial": Run(("--partial-rollout", "--over-sampling-batch-size", str(2 * _PROMPTS)), keys=_LAGS),
+    "turns": Run(keys=TWO_TURNS),
+    "tp2": Run((*_TWO_GPUS, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "cp2": Run((*_TWO_GPUS, *_CP)),
+    "nccl": Run(_BESIDE, environment=_OWN),
+    "cache8": Run((*_BESIDE, "--sglang-kv-cache-dtype", "fp8_e4m3"), environment=_OWN),
+    "colocate": Run((*_TWO_GPUS, "--colocate"), environment=_OWN),
+}
+_CORRECTIONS = {
+    "nothing": Run(),
+    "hook": RECORDED["hook_core"],
+    "loss": RECORDED["loss_baseline"],
+    "no_logits": replace(RECORDED["loss_baseline"], flags=(*RECORDED["loss_baseline"].flags, *PROVIDER)),
+}
+
+
+def _together(way: Run, correction: Run) -> Run:
+    keys = correction.keys if correction.keys is None else correction.keys | (way.keys or {})
+    prepared = _PREPARE if keys is not None and _LAGS.items() <= keys.items() else ()
+    # The environment of two turns works without a correction too.
+    if keys is None and way.keys == TWO_TURNS:
+        keys = TWO_TURNS
+    return replace(way, flags=(*_SHORT, *way.flags, *correction.flags, *prepared), keys=keys, seconds=180)
+
+
+def _ways(ways: dict[str, Run]) -> dict[str, Run]:
+    return {
+        f"{way}_{name}": _together(run, correction)
+        for way, run in ways.items()
+        for name, correction in _CORRECTIONS.items()
+    }
+
+
+WAYS = _ways(_WAYS)
+# Miles starts no engine that it does not share, and its FSDP trainer has neither hooks nor ways to split a model.
+MILES_WAYS = _ways({name: _WAYS[name] for name in ("sync", "async1", "async2", "partial", "turns", "tp2", "cp2")}) | {
+    f"fsdp_{name}": Run((*_SHORT[:-2], *(word for word in run.flags if word not in CHECK)), run.keys, environment=_FSDP)
+    for name, run in _CORRECTIONS.items()
+    if name != "no_logits"
 }
 OF_BOTH = (
     *(
@@ -195,7 +268,10 @@ def numbers(pattern: re.Pattern[str], text: str) -> dict[int, dict[str, float]]:
             )
         except json.JSONDecodeError:
             continue
-        found.setdefault(int(step), {}).update(values)
+        known = found.setdefault(int(step), {})
+        for key, value in values.items():
+            # Of memory each rank says its own.
+            known[key] = max(value, known.get(key, value)) if pattern is PEAK else value
     return found
 
 
@@ -209,13 +285,24 @@ def logged(folder: Path) -> dict[str, Any]:
         "memory": numbers(PEAK, text),
         "says": sorted({line[line.index("mis_ext: ") :] for line in text.splitlines() if "mis_ext: " in line})[:4],
         "errors": [found[:300] for found in ERROR.findall(text)][-3:],
+        "report": reported(folder),
     }
+
+
+def reported(folder: Path) -> str:
+    """What `mis-ext report` named first of the run's dumps; empty without a report."""
+    file = folder / "report/summary.json"
+    found = json.loads(file.read_text())["diagnoses"] if file.exists() else []
+    return f"{found[0]['cause']} ({found[0]['confidence']})" if found else ""
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
     """All runs below a folder, in their order here. One that was stopped has no exit code, and what its log has."""
     found = []
-    order = {name: place for place, name in enumerate(dict.fromkeys((*RECORDED, *WHOLE, *MILES, *MEMORY)))}
+    order = {
+        name: place
+        for place, name in enumerate(dict.fromkeys((*RECORDED, *WHOLE, *WAYS, *MILES_WAYS, *MILES, *MEMORY)))
+    }
     logs = sorted(folder.glob("*/run.log"), key=lambda path: (order.get(path.parent.name, len(order)), path))
     for log in logs:
         done = log.with_name("done.json")
@@ -231,12 +318,13 @@ class Runner:
         self.out, self.shared, self.python, self.patience = out, tuple(shared), python, patience
         self.host = host
 
-    def start(self, name: str, run: Run, *, port: int, engine: str | None) -> dict[str, Any]:
-        """Run it, unless it is done, and write what it logged."""
+    def is_done(self, name: str) -> bool:
+        """Whether an earlier call has run it."""
+        return (self.out / name / "done.json").exists()
+
+    def _command(self, name: str, run: Run, *, port: int, engine: str | None) -> tuple[list[str], dict[str, str]]:
+        """The flags of a run and its environment; its keys are in a file then."""
         folder = self.out / name
-        done = folder / "done.json"
-        if done.exists():
-            return json.loads(done.read_text())
         folder.mkdir(parents=True, exist_ok=True)
         flags = [*self.shared, *run.flags]
         if run.keys is not None:
@@ -245,12 +333,63 @@ class Runner:
             flags += ["--custom-config-path", str(folder / "keys.yaml")]
         environment = dict(os.environ, OUT=str(folder), CONFIG="", PORT=str(port), PYTHON=self.python)
         environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
+        environment["ROUTER_PORT"] = str(port + ROUTERS)
         environment["TURN_LOCK"] = str(self.out / "turn.lock")
         if run.path:
             folders = [str(Path(environment[f"{self.host.upper()}_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         if engine:
             environment["ENGINE"] = engine
+        return flags, environment | run.environment
+
+    def check(self, runs: dict[str, Run]) -> None:
+        """Let the host's own parser read the command line of every run.
+
+        Raises:
+            ValueError: It would drop a flag without a word.
+            subprocess.CalledProcessError: It refuses one.
+        """
+        lines = []
+        for name, run in runs.items():
+            # Nothing asks for an engine where nothing samples.
+            flags, environment = self._command(name, run, port=PORT, engine=None)
+            words = ["bash", str(self._script), *flags, "--debug-train-only"]
+            result = subprocess.run(
+                words, env=environment | {"DRY_RUN": "1"}, capture_output=True, text=True, check=True
+            )
+            command = shlex.split(result.stdout.splitlines()[-1])
+            lines.append(command[command.index(self.host) + 1 :])
+        answers = self.out / "parsed.json"
+        paths = [os.environ[f"{self.host.upper()}_DIR"], os.environ[CHECKOUTS[self.host]], str(SCRIPT.parent)]
+        path = os.pathsep.join([*paths, str(ROOT), os.environ.get("PYTHONPATH", "")])
+        given = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        with (self.out / "parse.log").open("w") as log:
+            subprocess.run(
+                [self.python, "-m", "host_cpu.parse", self.host, str(answers)],
+                **{"input": json.dumps(lines), "text": True, "check": True, "env": os.environ | given},
+                **{"stdout": log, "stderr": log},
+            )
+        parsed = json.loads(answers.read_text())
+        dropped = {
+            name: [flag for flag in answer["dropped"] if flag not in parsed["options"]]
+            for name, answer in zip(runs, parsed["answers"], strict=True)
+        }
+        if any(dropped.values()):
+            raise ValueError(
+                f"{self.host} would drop flags: { {name: found for name, found in dropped.items() if found} }"
+            )
+
+    @property
+    def _script(self) -> Path:
+        return MILES_SCRIPT if self.host == "miles" else SCRIPT
+
+    def start(self, name: str, run: Run, *, port: int, engine: str | None) -> dict[str, Any]:
+        """Run it, unless it is done, and write what it logged."""
+        folder = self.out / name
+        done = folder / "done.json"
+        if done.exists():
+            return json.loads(done.read_text())
+        flags, environment = self._command(name, run, port=port, engine=engine)
         begin = time.monotonic()
         codes = [self._process(name, flags, environment, run, first=True)]
         if run.kill_after_rollout is not None:
@@ -271,9 +410,8 @@ class Runner:
     def _process(self, name: str, flags: Sequence[str], environment: dict[str, str], run: Run, *, first: bool) -> int:
         log = self.out / name / "run.log"
         with log.open("a") as file:
-            script = MILES_SCRIPT if self.host == "miles" else SCRIPT
             process = subprocess.Popen(
-                ["bash", str(script), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
+                ["bash", str(self._script), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
             )
         limit = run.seconds * self.patience
         end = time.monotonic() + limit
@@ -296,7 +434,8 @@ def model_of(out: Path, *, python: str) -> Path:
     model = out / "model"
     if not (model / "config.json").exists():
         out.mkdir(parents=True, exist_ok=True)
-        subprocess.run([python, "-m", "slime_gpu.model", str(model)], check=True, cwd=SCRIPT.parent)
+        module = "slime_gpu.tiny" if os.environ.get("ON_CPU") else "slime_gpu.model"
+        subprocess.run([python, "-m", module, str(model)], check=True, cwd=SCRIPT.parent)
     return model
 
 
@@ -311,16 +450,20 @@ def checkpoint_of(out: Path, *, model: Path, python: str) -> Path:
 
 
 @contextmanager
-def shared_engine(out: Path, *, port: int, python: str) -> Iterator[str]:
+def shared_engine(out: Path, *, port: int, python: str, gpu: str | None = None) -> Iterator[str]:
     """SGLang's server, as ``slime_gpu.sh`` starts it: its address once it answers, and its end afterwards.
+
+    It sees all GPUs, or one of them.
 
     Raises:
         subprocess.CalledProcessError: It ended, or does not answer in time; the end of its log is printed.
     """
-    folder = out / "engine"
+    folder = out / f"engine_{port}"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "engine.log"
     given = {"OUT": str(folder), "CONFIG": "", "PORT": str(port), "PYTHON": python, "ENGINE_ONLY": "1"}
+    if gpu is not None:
+        given["CUDA_VISIBLE_DEVICES"] = gpu
     with log.open("w") as file:
         process = subprocess.Popen(
             ["bash", str(SCRIPT)], env=os.environ | given, stdout=file, stderr=file, start_new_session=True
@@ -339,8 +482,8 @@ def table(folder: Path) -> str:
     """Markdown: one row per run."""
     lines = [
         "| run | rc | s | gradient norm, step 1 | step 2 | last | loss, step 1 | k3, step 1 | s a step "
-        "| s of sampling, new weights, all | scoring pass | `train/mis_*` | reward, first to last |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| s of sampling, new weights, all | scoring pass | `train/mis_*` | reward, first to last | GiB | report |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in results(folder):
         steps = [values for _, values in sorted((int(step), values) for step, values in run["steps"].items())]
@@ -350,6 +493,7 @@ def table(folder: Path) -> str:
         shown = [norms[0], norms[1] if len(norms) > 1 else None, norms[-1]] if norms else [None] * 3
         rewards = [values["rollout/raw_reward"] for values in rollouts if "rollout/raw_reward" in values]
         own = len({key for step in steps for key in step if key.startswith("train/mis_")})
+        peaks = [values["training"] for values in run.get("memory", {}).values() if "training" in values]
         # The first step compiles.
         train, *loop = (
             statistics.median(found) if (found := [each[key] for each in perf[1:] if key in each]) else None
@@ -367,6 +511,8 @@ def table(folder: Path) -> str:
             "yes" if any("perf/log_probs_time" in values for values in perf) else "no",
             str(own),
             f"{rewards[0]:.3f} to {rewards[-1]:.3f}" if rewards else "",
+            "" if not peaks else f"{max(peaks):.2f}",
+            run.get("report", ""),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -418,14 +564,16 @@ def memory_table(folder: Path) -> str:
 def main() -> None:
     """Run what is asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("recorded", "whole", "memory", "table"))
+    parser.add_argument("what", choices=("recorded", "whole", "ways", "memory", "table"))
     parser.add_argument("runs", nargs="*", help="names; default all")
     parser.add_argument("--host", choices=("slime", "miles"), default="slime", help="miles: recorded only")
     parser.add_argument("--out", type=Path, default=Path("runs/slime_gpu_record"))
     parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
     parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
-    parser.add_argument("--jobs", type=int, default=1, help="recorded runs side by side on one GPU")
-    parser.add_argument("--in-turn", action="store_true", help="start recorded runs side by side, train one at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; whole ones have an engine each")
+    parser.add_argument("--in-turn", action="store_true", help="start runs side by side, train one at a time")
+    parser.add_argument("--engine-gpu", help="where the engines run that runs share; without it on all that are there")
+    parser.add_argument("--dry-run", action="store_true", help="let the host's parser read ways, and run nothing")
     parser.add_argument("--engine", help="host:port of an engine that runs, for whole runs; without it one starts")
     parser.add_argument("--port", type=int, default=PORT, help="of the engine that starts; two calls need two")
     parser.add_argument("--flags", default="", help="the host's flags for every run, after those of the script")
@@ -435,9 +583,12 @@ def main() -> None:
     args = parser.parse_args()
     args.out = args.out.resolve()
     if args.what != "table":
-        known = {"recorded": MILES if args.host == "miles" else RECORDED, "whole": WHOLE, "memory": MEMORY}[args.what]
-        if args.host == "miles" and args.what == "whole":
-            parser.error("whole: lab/hosts/miles_gpu.sh starts no engine, and says why")
+        known = {
+            "recorded": MILES if args.host == "miles" else RECORDED,
+            **{"whole": WHOLE, "ways": MILES_WAYS if args.host == "miles" else WAYS, "memory": MEMORY},
+        }[args.what]
+        if args.host == "miles" and (args.what == "whole" or (args.what == "ways" and not args.engine)):
+            parser.error(f"{args.what}: lab/hosts/miles_gpu.sh starts no engine; ways run with --engine")
         if args.host == "miles" and args.what == "memory":
             parser.error("memory: its hooks and its flags are slime's")
         unknown = set(args.runs) - set(known)
@@ -457,27 +608,42 @@ def main() -> None:
             files = str(args.rollouts.resolve() / "{rollout_id}.pt")
             shared += ["--debug-train-only", "--load-debug-rollout-data", files, "--num-rollout", str(args.num_rollout)]
             if args.in_turn:
-                shared += IN_TURN
                 args.jobs = len(args.runs or known)
+        if args.in_turn and args.what == "ways":
+            os.environ["IN_TURN"] = "1"
+        elif args.in_turn:
+            shared += IN_TURN
+        if os.environ.get("ON_CPU"):
+            shared += ["--custom-rm-path", "slime_gpu.tiny.reward"]
         if "MODEL" not in os.environ:
             os.environ["MODEL"] = str(model_of(args.out, python=sys.executable))
         if args.host == "miles" and "CHECKPOINT" not in os.environ:
             model = Path(os.environ["MODEL"])
             os.environ["CHECKPOINT"] = str(checkpoint_of(args.out, model=model, python=sys.executable))
         runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience, host=args.host)
+        names = args.runs or list(known)
+        if args.what == "ways":
+            runner.check({name: known[name] for name in names if not runner.is_done(name)})
+            print(f"the host's parser takes {len(names)} command lines", flush=True)
         begin = time.monotonic()
+        engines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
         def start(item: tuple[int, str]) -> None:
             index, name = item
+            engine = engines.get()
             if args.limit is None or time.monotonic() - begin < args.limit:
-                runner.start(name, known[name], port=args.port + index % NUM_PORTS, engine=args.engine)
+                runner.start(name, known[name], port=args.port + index % NUM_PORTS, engine=engine)
+            engines.put(engine)
 
         with ExitStack() as stack:
-            is_left = any(not (args.out / name / "done.json").exists() for name in args.runs or known)
-            if args.what == "whole" and args.engine is None and is_left:
-                args.engine = stack.enter_context(shared_engine(args.out, port=args.port, python=sys.executable))
+            needs_engine = args.what in ("whole", "ways") and args.engine is None and not args.dry_run
+            needs_engine &= any(known[name].shares_an_engine and not runner.is_done(name) for name in names)
+            # One after the other: at its start an engine measures what memory it takes.
+            for port in range(args.port, args.port + args.jobs):
+                engine = shared_engine(args.out, port=port, python=sys.executable, gpu=args.engine_gpu)
+                engines.put(stack.enter_context(engine) if needs_engine else args.engine)
             pool = stack.enter_context(ThreadPoolExecutor(args.jobs))
-            list(pool.map(start, enumerate(args.runs or known)))
+            list(pool.map(start, enumerate([] if args.dry_run else names)))
     elif args.json is not None:
         args.json.write_text("[\n" + ",\n".join(map(json.dumps, results(args.out))) + "\n]\n", encoding="utf-8")
     print(memory_table(args.out) if (args.out / "tokens.json").exists() else table(args.out))

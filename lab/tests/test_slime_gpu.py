@@ -9,13 +9,14 @@ import select
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from examples.questions.arithmetic import draw_task, is_right, reward, second_try, write_prompts
-from lab.hosts.slime_gpu import memory, shape
+from lab.hosts.slime_gpu import in_turn, memory, shape
 from lab.hosts.slime_gpu.check import checkout_problems, is_patched
 from lab.real_stack import slime_gpu
 from lab.real_stack.slime_gpu import STEP, memory_table, numbers, table
@@ -175,11 +176,84 @@ def test_recorded_runs_of_miles_share_one_checkpoint(tmp_path: Path, monkeypatch
     assert f"--debug-train-only --load-debug-rollout-data {tmp_path}" in hook
 
 
+ECHO = """echo "$OUT" ENGINE="$ENGINE" LOOP="$LOOP" "$@" >> {calls}"""
+
+
+@pytest.fixture
+def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run ways with a script that notes how it is called, and engines that are not there; return these notes."""
+    script = tmp_path / "run_gpu.sh"
+    script.write_text(ECHO.format(calls=tmp_path / "calls"))
+
+    @contextmanager
+    def engine(out: Path, *, port: int, python: str, gpu: str | None):
+        yield f"127.0.0.1:{port} on {gpu}"
+
+    monkeypatch.setattr(slime_gpu, "SCRIPT", script)
+    monkeypatch.setattr(slime_gpu, "shared_engine", engine)
+    monkeypatch.setattr(slime_gpu.Runner, "check", lambda self, runs: None)
+    monkeypatch.setenv("MODEL", "a_model")
+    monkeypatch.setenv("IN_TURN", "")
+    for name in ("LOOP", "ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: str) -> list[str]:
+        (tmp_path / "calls").write_text("")
+        monkeypatch.setattr(sys, "argv", ["slime_gpu.py", "ways", *words, "--out", str(tmp_path / "out")])
+        slime_gpu.main()
+        return (tmp_path / "calls").read_text().splitlines()
+
+    return run
+
+
+def test_each_lane_of_ways_has_an_engine_and_what_is_done_stays(ways) -> None:
+    names = ("async2_hook", "colocate_loss", "tp2_no_logits", "turns_nothing")
+    calls = ways(*names, "--jobs", "2", "--engine-gpu", "1")
+    by_name = {call.split()[0].rpartition("/")[2]: call for call in calls}
+    assert by_name.keys() == {*names}
+    assert "ENGINE=own" in by_name["colocate_loss"]
+    shared = [by_name[name].split("ENGINE=")[1].split(" LOOP")[0] for name in names if name != "colocate_loss"]
+    assert {*shared} <= {"127.0.0.1:31000 on 1", "127.0.0.1:31001 on 1"}
+    assert "LOOP=train_async " in by_name["async2_hook"]
+    assert "--rollout-data-postprocess-path mis_ext.prepare_rollout" in by_name["async2_hook"]
+    assert "--sequence-parallel" in by_name["tp2_no_logits"]
+    assert "mis_ext.model_provider" in by_name["tp2_no_logits"]
+    # The environment needs keys, and nothing corrects.
+    assert "--custom-config-path" in by_name["turns_nothing"]
+    assert "custom-tis" not in by_name["turns_nothing"]
+    assert ways(*names) == []
+
+
+def test_a_dry_run_of_ways_starts_nothing(ways) -> None:
+    assert ways("async1_hook", "--dry-run") == []
+
+
+def test_of_two_ranks_the_first_waits_for_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TURN_LOCK", str(tmp_path / "lock"))
+    monkeypatch.setattr(in_turn.distributed, "is_initialized", lambda: True)
+    for rank, held in ((1, 0), (0, 1)):
+        monkeypatch.setattr(in_turn, "_held", [])
+        monkeypatch.setattr(in_turn.distributed, "get_rank", lambda rank=rank: rank)
+        in_turn.wait()
+        assert len(in_turn._held) == held
+        for file in in_turn._held:
+            file.close()
+
+
+def test_the_table_has_the_peak_of_all_ranks_and_the_first_cause(tmp_path: Path) -> None:
+    (tmp_path / "nothing/report").mkdir(parents=True)
+    lines = ["x) step 0: {'train/grad_norm': 1.5, 'train/loss': 0.25}", "memory 0: {'training': 3.5}"]
+    (tmp_path / "nothing/run.log").write_text("\n".join([*lines, "memory 0: {'training': 2.0}"]))
+    cause = {"cause": "stale_weights", "confidence": "possible"}
+    (tmp_path / "nothing/report/summary.json").write_text(json.dumps({"diagnoses": [cause, {}]}))
+    assert table(tmp_path).endswith("| 3.50 | stale_weights (possible) |")
+
+
 def test_miles_has_no_whole_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["slime_gpu.py", "whole", "--host", "miles"])
     with pytest.raises(SystemExit):
         slime_gpu.main()
-    assert "miles_gpu.sh starts no engine" in capsys.readouterr().err
+    assert "whole: lab/hosts/miles_gpu.sh starts no engine" in capsys.readouterr().err
 
 
 def test_tasks_have_one_right_answer(tmp_path: Path) -> None:
@@ -360,7 +434,7 @@ def test_whole_runs_share_an_engine_that_answers_and_ends_with_them(tmp_path: Pa
     port = free_port()
     with slime_gpu.shared_engine(tmp_path, port=port, python=sys.executable) as address:
         assert address == f"127.0.0.1:{port}"
-        assert (tmp_path / "engine/engine.log").read_text() == f"arguments 1 {port} a_model\n"
+        assert (tmp_path / f"engine_{port}/engine.log").read_text() == f"arguments 1 {port} a_model\n"
         socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))

@@ -10,12 +10,15 @@ import fcntl
 import os
 from typing import Any, TextIO
 
+from torch import distributed
+
 _held: list[TextIO] = []
 
 
 def wait(*_: Any) -> None:
-    """Return at once where this process has its turn already."""
-    if not _held:
+    """Return at once where this process has its turn already, or another rank of its run waits for all of them."""
+    is_first = not distributed.is_initialized() or distributed.get_rank() == 0
+    if not _held and is_first:
         file = open(os.environ["TURN_LOCK"], "w")  # noqa: SIM115 (closed at the end of the process)
         fcntl.flock(file, fcntl.LOCK_EX)
         _held.append(file)

@@ -6,9 +6,12 @@ slime calls these with ``--custom-megatron-before-log-prob-hook-path slime_gpu.m
 pass is said when the next one begins, so the last has none.
 """
 
+import os
 from typing import Any
 
 import torch
+
+from . import in_turn
 
 GIB = 1 << 30
 _pass: tuple[int, str] | None = None
@@ -21,7 +24,9 @@ def before_scoring(*_: Any) -> None:
 
 
 def before_step(_: Any, rollout_id: int, *others: Any) -> None:
-    """Begin a training step."""
+    """Begin a training step; with ``IN_TURN=1`` when it is this run's turn."""
+    if os.environ.get("IN_TURN"):
+        in_turn.wait()
     _begin(rollout_id, "training")
 
 
