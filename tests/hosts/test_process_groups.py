@@ -2,8 +2,15 @@
 """Real gloo processes: where a rank stands, and what the other one learns when it fails."""
 
 import argparse
+import os
+import platform
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -160,6 +167,73 @@ def check_rollout(rank: int) -> None:
     kind, message = (KeyError, "response_lengths") if rank == 1 else (RuntimeError, "failed on rank 1;")
     with pytest.raises(kind, match=message):
         prepare_rollout(args, 1, data)
+
+
+HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
+
+
+def start(**keys: Any) -> None:
+    mis_ext.check_setup(argparse.Namespace(**HOOK | {"rank": dist.get_rank()} | keys))
+
+
+@contextmanager
+def own_folder(**texts: str) -> Iterator[Path]:
+    """What a node has in the folder in which it works, which Python's path names first."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend("")
+        for name, text in texts.items():
+            Path(f"{name}.py").write_text(text)
+        yield Path(folder)
+
+
+def check_a_start_that_is_right_on_every_node(rank: int) -> None:
+    with redirect_stdout(StringIO()) as out:
+        start()
+    assert out.getvalue().count("\n") == 1 - rank
+
+
+def check_a_function_that_is_on_one_node_alone(rank: int) -> None:
+    module = {} if rank else {"only_here": "from mis_ext import compute_mis_weights_with_cp as mine\n"}
+    message = f"ranks differ; rank 1 on {platform.node()}: ModuleNotFoundError: .*No module named 'only_here'"
+    with own_folder(**module), pytest.raises(RuntimeError, match=message) as caught:
+        start(custom_tis_function_path="only_here.mine")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError) == bool(rank)
+
+
+def check_a_file_of_keys_that_is_on_one_node_alone(rank: int) -> None:
+    """The host has read it where train.py runs. There, and nowhere else, it can be read again."""
+    with own_folder() as folder:
+        if rank == 0:
+            (folder / "keys.yaml").write_text("tis_upper_bound: 2.0\n")
+        start(custom_config_path="keys.yaml", tis_upper_bound=2.0)
+        if rank == 0:
+            (folder / "keys.yaml").write_text("tis_upper_bound: 2.0\ntis_upper_bound: 3.0\n")
+        with pytest.raises(RuntimeError, match=r"differ; rank 0 on .*: ValueError: keys\.yaml: .*tis_upper_bound"):
+            start(custom_config_path="keys.yaml", tis_upper_bound=3.0)
+
+
+def check_an_error_of_all_nodes_is_that_of_one(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"^unknown keys: 'tis_levl'"):
+        start(tis_levl="token")
+
+
+def check_other_files_of_the_package_on_one_node(rank: int) -> None:
+    with own_folder() as folder:
+        copy = shutil.copytree(Path(mis_ext.__file__).parent, folder / "copy")
+        if rank:
+            (copy / "correction" / "weights.py").open("a").write("# another commit\n")
+        with mock.patch.object(mis_ext, "__file__", str(copy / "__init__.py")):
+            files = rf"mis_ext {mis_ext.__version__}, files \w+, eager"
+            message = f"rank 0 on {platform.node()}: {files}; rank 1 on {platform.node()}: {files}; install the same"
+            with pytest.raises(RuntimeError, match=message):
+                start()
+
+
+def check_another_backend_on_one_node(rank: int) -> None:
+    backend = {} if rank else {"MIS_EXT_BACKEND": "tritn"}
+    with mock.patch.dict(os.environ, backend), pytest.raises(RuntimeError, match=r"rank 0 on .*'tritn'.*install the"):
+        start()
 
 
 CHECKS: dict[str, Callable[[int], None]] = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import inspect
 import json
+import platform
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 
+import mis_ext
+from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.config import GUARD_NAMES
+from mis_ext.correction.triton import wants_triton
 from mis_ext.correction.weights import WeightScale
 from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import Groups
@@ -100,6 +106,9 @@ _TAKEN: dict[str, tuple[str, ...]] = {
 _CALLED_ELSEWHERE = ("--custom-generate-function-path", "--custom-reward-post-process-path")
 _CALLED_HERE = [flag for flag in _TAKEN if flag not in (_HOOK.flag, _LOSS.flag, *_CALLED_ELSEWHERE)]
 """Whatever these name the host loads on this rank; others perhaps in a process that has other packages."""
+_LONGEST_ERROR = 2000
+_MOST_NAMED = 8
+"""Of ranks, and of nodes, in one error."""
 
 
 def check_setup(args: Any) -> None:
@@ -107,7 +116,8 @@ def check_setup(args: Any) -> None:
 
     For ``--custom-megatron-init-path mis_ext.check_setup``. Both hosts call it on every training rank of Megatron,
     after the process groups exist and before the model loads; with a critic also on the critic's ranks. Miles' FSDP
-    backend does not call it. Ranks do not communicate, because all have the same arguments. Rank 0 prints: a line that
+    backend does not call it. All have the same arguments, but not the same disk: if ranks of ``torch.distributed`` have
+    met, they tell each other what they found, so an error of one node is an error of all. Rank 0 prints: a line that
     says what will run, and a line for each warning, and for what could not be tried.
 
     The one call, on two short drawn responses on a CPU, refuses what the first training step would refuse. It leaves
@@ -124,7 +134,24 @@ def check_setup(args: Any) -> None:
         TypeError: A key has the wrong type.
         ImportError: A path names no module.
         AttributeError: A module has no such function.
+        RuntimeError: Some ranks raise one of these and others do not, or mis_ext is not the same on all of them. It
+            names ranks and nodes.
     """
+    said, error = [], None
+    try:
+        said = _checked(args)
+    except Exception as found:
+        error = found
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        error = _error_of_ranks(error)
+    if error is not None:
+        raise error
+    if read_argument(args, "rank") in (None, 0):
+        print("\n".join(said), flush=True)
+
+
+def _checked(args: Any) -> list[str]:
+    """What rank 0 says, of this rank's own findings."""
     entrance = None if _only_dithers(args) else _entrance_of(args)
     config = current_run(args, whole_loss=entrance is _LOSS).config
     said = ["mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"]
@@ -155,8 +182,53 @@ def check_setup(args: Any) -> None:
         said += _rounding_engine(args)
     if entrance is not None:
         said += _rehearse(args, entrance, config)
-    if read_argument(args, "rank") in (None, 0):
-        print("\n".join(said), flush=True)
+    return said
+
+
+def _installed() -> str:
+    """What must be the same on every rank: others would compute or exchange something else, and wait forever."""
+    package, read = Path(mis_ext.__file__).parent, hashlib.sha256()
+    # A checkout of another commit may have the same version.
+    for path in sorted(package.rglob("*.py")):
+        read.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = "Triton" if wants_triton(device) else "eager"
+    return f"mis_ext {mis_ext.__version__}, files {read.hexdigest()[:8]}, {backend}"
+
+
+def _error_of_ranks(error: Exception | None) -> Exception | None:
+    """What this rank has to raise, so that either all ranks raise something or none does.
+
+    Other versions of mis_ext read what is exchanged here: its keys stay.
+    """
+    found = {"node": platform.node(), "error": "", "installed": ""}
+    try:
+        found["installed"] = _installed()
+    except Exception as wrong:
+        error = error or wrong
+    if error is not None:
+        found["error"] = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    ranks = gather_objects(found, dist.group.WORLD)
+    errors, installed = ([*dict.fromkeys(each[name] for each in ranks)] for name in ("error", "installed"))
+    said = [f"{_places(ranks, 'error', text)}: {text}" for text in errors if text and "" in errors]
+    if len(installed) > 1:
+        said += [f"{_places(ranks, 'installed', text)}: {text or 'unknown'}" for text in installed]
+        said.append("install the same mis_ext on every node, and set the same MIS_EXT_BACKEND")
+    if not said:
+        return error
+    differ = RuntimeError("check_setup: ranks differ; " + "; ".join(said))
+    differ.__cause__ = error
+    return differ
+
+
+def _places(ranks: list[dict[str, str]], name: str, value: str) -> str:
+    """The ranks that found ``value``, and their nodes; of many the first."""
+    numbers = [rank for rank, found in enumerate(ranks) if found[name] == value]
+    nodes = [*dict.fromkeys(ranks[rank]["node"] for rank in numbers)]
+    shown = [
+        ", ".join([*map(str, each[:_MOST_NAMED]), *["..."] * (len(each) > _MOST_NAMED)]) for each in (numbers, nodes)
+    ]
+    return f"rank {shown[0]} on {shown[1]}"
 
 
 def summary(config: RunConfig) -> str:
