@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_optimizer import BF16, SHAPES, Quantized, optimizer_of
+import torch.distributed as dist
+from megatron_optimizer import BF16, SHAPES, Quantized, model_of_ranks, optimizer_of
+from process_ranks import run_checks
 
 from mis_ext import check_setup, dither_master_weights, dither_weights
-from mis_ext.hosts.master_weights import CHUNK, dithered
+from mis_ext.hosts.master_weights import CHUNK, _dither, _Part, dithered
 
 HOOK_PATH = "custom_megatron_before_train_step_hook_path"
 
@@ -154,6 +156,55 @@ def test_the_hook_of_the_hosts_dithers_before_the_first_step_of_a_process_alone(
         dither_weights(argparse.Namespace(seed=3, rank=1), 0, 0, [model], optimizer, None)
         assert capsys.readouterr().out == ""
         assert not torch.equal(masters_of(optimizer)[0], masters_of(optimizer)[0].bfloat16().float())
+
+
+LAYOUTS = {
+    "TP 2": {"tensor_model_parallel_size": 2},
+    "PP 2": {"pipeline_model_parallel_size": 2},
+    "EP 2": {"expert_model_parallel_size": 2},
+}
+
+
+def is_shared(layout: dict[str, int], name: str, parameter: torch.Tensor) -> bool:
+    """Whether two ranks have this parameter: norms and routers, tied embeddings, all but experts."""
+    if "pipeline_model_parallel_size" in layout:
+        return name.startswith(("output_layer", "embedding.word"))
+    if "expert_model_parallel_size" in layout:
+        return bool(getattr(parameter, "allreduce", True))
+    return not getattr(parameter, "tensor_model_parallel", False)
+
+
+def check_layout(layout: dict[str, int], _rank: int) -> None:
+    """Every part is that of the whole parameter, and what ranks share is the same on them, after a step too."""
+    with model_of_ranks(**layout) as (optimizer, model):
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        assert dither_master_weights(optimizer, seed=5)
+        for own in optimizer.chained_optimizers:
+            groups = zip(own.model_float16_groups, own.shard_fp32_from_float16_groups, strict=True)
+            for weight, master in (pair for group in groups for pair in zip(*group, strict=True)):
+                part, whole = own._get_model_param_range_map(weight)["param"], weight.detach().float().flatten()
+                _dither(_Part(weight=whole, master=whole, start=0, size=whole.numel()), 5)
+                assert torch.equal(master, whole[part.start : part.end])
+        assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+        optimizer.step()
+        moved = torch.cat([(each != before[name]).flatten() for name, each in model.named_parameters()])
+        # Some weights reach the next number of bf16, most do not.
+        assert 0.01 < float(moved.float().mean()) < 0.5
+        shared = [each.detach() for name, each in model.named_parameters() if is_shared(layout, name, each)]
+    ranks: list[list[torch.Tensor]] = [[], []]
+    dist.all_gather_object(ranks, shared)
+    assert len(ranks[0]) == len(ranks[1]) > 0
+    assert all(torch.equal(*pair) for pair in zip(*ranks, strict=True))
+
+
+CHECKS = {name: functools.partial(check_layout, layout) for name, layout in LAYOUTS.items()}
+
+
+@MEGATRON
+@pytest.mark.whole_run
+@pytest.mark.distributed
+def test_real_ranks_share_what_they_draw_and_stay_alike_after_a_step(tmp_path) -> None:
+    assert run_checks(CHECKS, folder=tmp_path, world_size=2, seconds=100) == [dict.fromkeys(CHECKS, "")] * 2
 
 
 @MEGATRON

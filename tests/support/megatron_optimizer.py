@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's optimizer and its small model, on a CPU."""
+"""Megatron-Core's optimizer on a CPU, of a few parameters and of a real model."""
 
 from __future__ import annotations
 
@@ -74,3 +74,60 @@ def alone(rank: int, size: int) -> Iterator[None]:
 
 class Quantized(torch.Tensor):
     """Stands for a type of Transformer Engine."""
+
+
+@contextmanager
+def model_of_ranks(**layout: int) -> Iterator[tuple[Any, Any]]:
+    """Megatron-Core's distributed optimizer and a mixture of experts with tied embeddings, of the ranks that have met.
+
+    Parameters of one shape are equal, and so are their gradients, on every rank.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    from grpo.cpu import megatron_device
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+
+    # Without Transformer Engine, Megatron-Core 0.16 forgets to define this name, which its routers look up.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
+    sizes |= {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2}
+    off = ("add_bias_linear", "perform_initialization", "bias_dropout_fusion", "masked_softmax_fusion")
+    off += ("gradient_accumulation_fusion", "persist_layer_norm")
+    settings = {"bf16": True, "params_dtype": BF16}
+    parallel_state.initialize_model_parallel(**layout, create_gloo_process_groups=False)
+    try:
+        # torch 2.13 gave collectives of Megatron-Core other names.
+        with megatron_device(torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = TransformerConfig(
+                **sizes, **dict.fromkeys(off, False), **settings, **layout, pipeline_dtype=BF16, normalization="RMSNorm"
+            )
+            model = GPTModel(
+                config,
+                get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm"),
+                vocab_size=64,
+                max_sequence_length=8,
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+                share_embeddings_and_output_weights=True,
+            )
+            options = OptimizerConfig(optimizer="adam", lr=2e-5, use_distributed_optimizer=True, **settings)
+            chunk = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                model.bfloat16(),
+            )
+            for parameter in model.parameters():
+                generator = torch.Generator().manual_seed(sum(parameter.shape))
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+            optimizer = get_megatron_optimizer(options, [chunk], use_gloo_process_groups=False)
+            optimizer.reload_model_params()
+            yield optimizer, model
+    finally:
+        parallel_state.destroy_model_parallel()
