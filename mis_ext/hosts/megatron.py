@@ -24,7 +24,7 @@ from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, chosen_loss, current_run
-from mis_ext.hosts.whole_loss import packed_loss, present, tokens_for
+from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
 from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
@@ -104,7 +104,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             "skip it",
             stacklevel=4,
         )
-    with run.session.local_work(batch["response_lengths"], groups=groups, device=logits.device):
+    told, device = status_groups(loss, groups, extra_metrics=host.metrics), logits.device
+    with run.session.local_work(batch["response_lengths"], groups=groups, device=device, status_groups=told):
         if config.group is not None:
             run.refuse_unseen_rollout()
         layout = batch_layout(
@@ -155,7 +156,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     found = packed_loss(
         settings,
         tokens,
-        session=run.session if loss.has_correction else None,
+        session=run.session,
+        told=told,
         groups=groups,
         make_reducer=partial(_reducer, loss, batch, layout),
         extra_metrics=host.metrics,

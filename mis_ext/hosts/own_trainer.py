@@ -160,9 +160,17 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
 
     Raises:
         TypeError: A metric is neither a ``Mean`` nor a ``GroupNumber``, or the group is not one of torch's own.
+        RuntimeError: Another rank failed.
     """
     sums: dict[str, tuple[float, float]] = {}
-    for terms in gather_objects(_terms(calls), group):
+    try:
+        mine = _terms(calls)
+    except Exception:
+        gather_objects(None, group)
+        raise
+    for rank, terms in enumerate(gather_objects(mine, group)):
+        if terms is None:
+            raise RuntimeError(f"scalars failed on rank {rank} of the group; its own error says why")
         for name, total, count in terms:
             before = sums.get(name, (0.0, 0.0))
             sums[name] = before[0] + total, before[1] + count

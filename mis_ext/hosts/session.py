@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import gather_rows
+from mis_ext.correction.collectives import Group, gather_rows, mark_failed, min_over_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
@@ -185,14 +185,42 @@ class Session:
             self._status.observe(correction.status)
 
     @contextmanager
-    def local_work(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Iterator[None]:
-        """What a rank does before the collectives of a call: an error in it is raised when the other ranks know it."""
+    def local_work(
+        self,
+        response_lengths: Sequence[int],
+        *,
+        groups: Groups,
+        device: torch.device,
+        status_groups: Sequence[Group] | None = None,
+    ) -> Iterator[None]:
+        """What a rank does before the collectives of a call: an error in it is raised when the other ranks know it.
+
+        With ``status_groups`` they are the ranks that call :meth:`exchange_status`, and not those of a correction.
+        """
         try:
             yield
         except Exception:
-            if not groups.is_alone:
+            if status_groups is not None:
+                self.exchange_status(status_groups, device=device, fails=True)
+            elif not groups.is_alone:
                 self.neutral(response_lengths, groups=groups, device=device, fails=True)
             raise
+
+    def exchange_status(self, groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> None:
+        """Hear from other ranks whether they failed, or tell them, where no correction does.
+
+        Raises:
+            RuntimeError: Another rank failed.
+        """
+        if not groups:
+            return
+        status = torch.full((1,), torch.inf, device=device)
+        if fails:
+            mark_failed(status, global_rank())
+        for group in groups:
+            status = min_over_ranks(status, group)
+        if not fails:
+            self._status.observe(status.squeeze(0))
 
     def check_mask(self, mask: Tensor) -> None:
         """Refuse a mask with values below 0 or not finite, in the first call and now and then.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.metrics import Mean
@@ -23,7 +24,7 @@ from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import refuse_group_keys
 from mis_ext.keys.run_config import WholeLoss
 from mis_ext.loss.objective import LossTokens
-from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, num_tokens
+from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups_of_sums, num_tokens
 from mis_ext.loss.settings import LossSettings
 from mis_ext.scoring.hidden import score_hidden
 
@@ -106,8 +107,8 @@ def policy_loss_from_log_probs(
         )
     if loss.scoring.said is not None or loss.scoring.inplace:
         raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
-    lengths = () if layout is None else layout.response_lengths
-    with run.session.local_work(lengths, groups=groups, device=response_mask.device):
+    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
+    with run.session.local_work(lengths, groups=groups, device=response_mask.device, status_groups=told):
         whole = _padded_layout(current_logprobs, response_mask) if layout is None else layout
         is_of_rows = layout is None and advantages.shape == current_logprobs.shape[:1]
 
@@ -150,8 +151,7 @@ def policy_loss_from_log_probs(
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")
-    session = run.session if loss.has_correction else None
-    found = packed_loss(settings, tokens, session=session, groups=groups)
+    found = packed_loss(settings, tokens, session=run.session, told=told, groups=groups)
     if settings.per_token_loss:
         num_terms = found.response_T.sum().float()
     else:
@@ -207,8 +207,8 @@ def policy_loss_from_hidden(
     """
     run = current_run(args, whole_loss=True)
     loss = run.loss
-    lengths = () if layout is None else layout.response_lengths
-    with run.session.local_work(lengths, groups=groups, device=hidden.device):
+    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
+    with run.session.local_work(lengths, groups=groups, device=hidden.device, status_groups=told):
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
                 f"hidden has shape {list(hidden.shape)}, token_ids {list(token_ids.shape)}: a state for each token"
@@ -298,26 +298,40 @@ def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:
     return {policy: values_T for policy, values_T in streams.items() if values_T is not None}
 
 
+def status_groups(
+    loss: WholeLoss, groups: Groups, *, extra_metrics: frozenset[str] = frozenset()
+) -> list[Group] | None:
+    """Who hears of an error before a loss; None where its correction says it to all, none where nobody would wait."""
+    if loss.has_correction:
+        return None
+    return groups_of_sums(
+        loss.settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics
+    )
+
+
 def packed_loss(
     settings: LossSettings,
     tokens: LossTokens,
     *,
-    session: Session | None,
+    session: Session,
+    told: list[Group] | None,
     groups: Groups,
     make_reducer: Callable[[Correction | None], Reducer | None] | None = None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> PolicyLoss:
-    """Correct the tokens, and compute their loss."""
+    """Correct the tokens, and compute their loss; ``told`` are those of :func:`status_groups`."""
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
-    if session is not None and "behavior" in log_probs:
+    if told is not None:
+        session.exchange_status(told, device=mask_R.device)
+    elif "behavior" in log_probs:
         # Between the behavior policy and the one whose ratio to it is not in the loss yet.
         trainer: Policy = "proximal" if settings.uses_proximal else "current"
         streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout, tokens.lag_T)
         correction = session.correct(streams, groups=groups, token_metrics=True)
         token_metrics = correction.token_metrics
-    elif session is not None:
+    else:
         session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
         not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
         token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)

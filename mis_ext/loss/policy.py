@@ -131,15 +131,27 @@ def compute_policy_loss(
     return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T, measured)
 
 
+def groups_of_sums(
+    settings: LossSettings,
+    *,
+    cp_group: Group | None,
+    dp_group: Group | None,
+    extra_metrics: frozenset[str] = frozenset(),
+) -> list[Group]:
+    """The ranks with which the loss exchanges sums of its own."""
+    exchanges = settings.sums_sequences is not None or "ess_ratio" in extra_metrics
+    averages = objective_of(settings).method.averages_over_batch
+    wanted = ((cp_group, exchanges), (dp_group, averages))
+    return [group for group, is_wanted in wanted if is_wanted and group is not None]
+
+
 def refuse_graph_of_ranks(settings: LossSettings, *, cp_group: Group | None, dp_group: Group | None) -> None:
     """Refuse to compile what ranks exchange numbers in.
 
     Raises:
         ValueError: The pass over tokens would have a collective.
     """
-    if not settings.compiled or settings.sums_sequences is None:
-        return
-    if cp_group is not None or (dp_group is not None and objective_of(settings).method.averages_over_batch):
+    if settings.compiled and groups_of_sums(settings, cp_group=cp_group, dp_group=dp_group):
         raise ValueError(
             f"mis_loss_compile: {settings.sums_sequences} sums over sequences or the batch, which ranks exchange "
             "inside of what would be compiled; remove mis_loss_compile"

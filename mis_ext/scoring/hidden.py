@@ -31,7 +31,7 @@ from mis_ext.scoring.passes import (
     Targets,
     check_targets,
 )
-from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend
+from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend, gathered, work_before_gather
 from mis_ext.validation import check_choice, check_integer, check_number
 
 
@@ -93,7 +93,8 @@ def score_hidden(
     References:
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
     """
-    try:
+    states = hidden if sequence_parallel else None
+    with work_before_gather(entropy, kept is not None, token_T, tp_group, states=states):
         hidden_NE = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
         num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
@@ -104,13 +105,6 @@ def score_hidden(
         _check_main_grad(parameter)
         backend = choose_backend(hidden_NE)
         targets = Targets.of_rank(token_T, row_T, width=len(weight), tp_rank=tp_rank, vocab_size=vocab_size)
-    except Exception:
-        # The other ranks may have found nothing to refuse: they must not wait.
-        if tp_group is not None:
-            if sequence_parallel:
-                gather_rows(hidden, tp_group)
-            _gathered(None, _num_sums(entropy, kept), token_T, tp_group)
-        raise
     use = _Use(
         # A scale without a cap is a temperature.
         temperature=float(temperature) / (logit_scale if soft_cap is None else 1.0),
@@ -229,19 +223,12 @@ class _Scored(torch.autograd.Function):
         use: _Use,
     ) -> tuple[Tensor, Tensor | None]:
         whole_NE = _whole(hidden_NE, use)
-        try:
+        no_cast = torch.autocast(hidden_NE.device.type, enabled=False)
+        with work_before_gather(use.entropy, kept is not None, targets.token_T, use.tp_group), no_cast:
             columns = None if kept is None else kept.sorted()
-            with torch.autocast(hidden_NE.device.type, enabled=False):
-                sums = _row_sums(
-                    _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use
-                )
-        except Exception:
-            # Without memory, say. The other ranks must not wait.
-            _gathered(None, _num_sums(use.entropy, kept), targets.token_T, use.tp_group)
-            raise
-        sums_WT = _gathered(sums, _num_sums(use.entropy, kept), targets.token_T, use.tp_group)
+            sums = _row_sums(_Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use)
         dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
-        found = use.backend.finish(sums_WT, temperature=use.temperature, dtype=dtype)
+        found = use.backend.finish(gathered(sums, use.tp_group), temperature=use.temperature, dtype=dtype)
         ctx.save_for_backward(
             hidden_NE, weight_VE, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
         )
@@ -301,32 +288,6 @@ class _Scored(torch.autograd.Function):
 def _whole(hidden_NE: Tensor, use: _Use) -> Tensor:
     """The hidden states of all ranks, where each has a part of them."""
     return gather_rows(hidden_NE, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NE
-
-
-def _num_sums(entropy: str, kept: KeptColumns | None) -> int:
-    """How many numbers a rank says of each token."""
-    return 3 + (entropy != "none") + 2 * (kept is not None)
-
-
-def _gathered(sums: RowSums | None, num_sums: int, token_T: Tensor, group: Group | None) -> RowSums:
-    """``[W, T]``: the sums over each rank's columns; None of a rank that failed, where the others fail then too.
-
-    Raises:
-        RuntimeError: Another rank failed; on a GPU a failed assertion of the device, which is not waited for.
-    """
-    if group is None and sums is not None:
-        return RowSums(*(None if x_T is None else x_T.unsqueeze(0) for x_T in sums))  # type: ignore[arg-type]
-    message = torch.zeros(num_sums * len(token_T) + 1, dtype=torch.float64, device=token_T.device)
-    if sums is None:
-        message[-1] = 1.0
-    else:
-        torch.stack([x_T for x_T in sums if x_T is not None], out=message[:-1].view(num_sums, len(token_T)))
-    messages = gather_rows(message, group)
-    if sums is None:
-        return RowSums(*messages.new_zeros(3, 1, len(token_T)))
-    torch._assert_async((messages[:, -1] == 0.0).all(), "score_hidden: another tensor-parallel rank failed")
-    gathered = iter(messages[:, :-1].reshape(-1, num_sums, len(token_T)).unbind(1))
-    return RowSums(*(None if x_T is None else next(gathered).contiguous() for x_T in sums))  # type: ignore[arg-type]
 
 
 def _sum_of_ranks(grad_TE: Tensor, row_T: Tensor | None, num_states: int, use: _Use) -> Tensor:

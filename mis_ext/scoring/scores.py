@@ -10,6 +10,8 @@ Triton kernels do it on a GPU where Triton imports, PyTorch operations elsewhere
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -70,24 +72,28 @@ def score_tokens(
     Raises:
         ValueError: A setting is out of range, or shapes do not fit.
         TypeError: The logits are no floats, or ``token_T`` and ``row_T`` no integers.
+        RuntimeError: Another tensor-parallel rank refused something or had no memory for it. It can say so only in a
+            message of the size of theirs: ``token_T``, ``entropy`` and whether there is a ``kept`` must be those of the
+            others, as in any collective.
 
     References:
         Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
     """
-    check_choice("entropy", entropy, get_args(EntropyUse))
-    check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
-    if vocab_size is not None:
-        check_number("vocab_size", vocab_size, low=1, high=math.inf)
-    logits_NV = logits.reshape(-1, logits.shape[-1])
-    if not logits_NV.is_floating_point():
-        raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
-    num_rows, width = logits_NV.shape
-    check_targets(token_T, row_T, kept, num_rows=num_rows, rows="rows of logits", device=logits.device)
-    targets = Targets.of_rank(token_T, row_T, width=width, tp_rank=tp_rank, vocab_size=vocab_size)
-    bits_TC = None if kept is None else kept.bits(first=targets.first, num_columns=targets.num_columns)
-    if logits_NV.stride(-1) != 1:
-        logits_NV = logits_NV.contiguous()
-    use = _Use(float(temperature), entropy, inplace, tp_group, choose_backend(logits_NV))
+    with work_before_gather(entropy, kept is not None, token_T, tp_group):
+        check_choice("entropy", entropy, get_args(EntropyUse))
+        check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
+        if vocab_size is not None:
+            check_number("vocab_size", vocab_size, low=1, high=math.inf)
+        logits_NV = logits.reshape(-1, logits.shape[-1])
+        if not logits_NV.is_floating_point():
+            raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
+        num_rows, width = logits_NV.shape
+        check_targets(token_T, row_T, kept, num_rows=num_rows, rows="rows of logits", device=logits.device)
+        targets = Targets.of_rank(token_T, row_T, width=width, tp_rank=tp_rank, vocab_size=vocab_size)
+        bits_TC = None if kept is None else kept.bits(first=targets.first, num_columns=targets.num_columns)
+        if logits_NV.stride(-1) != 1:
+            logits_NV = logits_NV.contiguous()
+        use = _Use(float(temperature), entropy, inplace, tp_group, choose_backend(logits_NV))
     log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, bits_TC, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
@@ -105,11 +111,12 @@ class _Scored(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use
     ) -> tuple[Tensor, Tensor | None]:
-        sums = use.backend.row_sums(
-            logits_NV, targets, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
-        )
+        with work_before_gather(use.entropy, bits_TC is not None, targets.token_T, use.tp_group):
+            sums = use.backend.row_sums(
+                logits_NV, targets, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
+            )
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        found = use.backend.finish(_of_all_ranks(sums, use.tp_group), temperature=use.temperature, dtype=dtype)
+        found = use.backend.finish(gathered(sums, use.tp_group), temperature=use.temperature, dtype=dtype)
         ctx.save_for_backward(
             logits_NV, targets.token_T, targets.row_T, bits_TC, *found.whole, *found.among, found.entropy_T
         )
@@ -149,12 +156,44 @@ class _Scored(torch.autograd.Function):
         return out_NV, None, None, None
 
 
-def _of_all_ranks(sums: RowSums, group: Group | None) -> RowSums:
-    """``[W, T]``: the sums over each rank's part of the vocabulary."""
+@contextmanager
+def work_before_gather(
+    entropy: str, is_among_kept: bool, token_T: Tensor, group: Group | None, *, states: Tensor | None = None
+) -> Iterator[None]:
+    """What a tensor-parallel rank does before it has to meet the others: an error in it is raised when they know it.
+
+    They may have found nothing to refuse, or have memory where this rank has none. ``states`` are gathered first.
+    """
+    try:
+        yield
+    except Exception:
+        if group is not None:
+            if states is not None:
+                gather_rows(states, group)
+            # As many numbers of each token as the others say.
+            num_sums = 3 + (entropy != "none") + 2 * is_among_kept
+            message = torch.zeros(num_sums * len(token_T) + 1, dtype=torch.float64, device=token_T.device)
+            message[-1] = 1.0
+            gather_rows(message, group)
+        raise
+
+
+def gathered(sums: RowSums, group: Group | None) -> RowSums:
+    """``[W, T]``: the sums over each rank's columns.
+
+    Raises:
+        RuntimeError: Another rank failed; on a GPU a failed assertion of the device, which is not waited for.
+    """
     if group is None:
         return RowSums(*(None if x_T is None else x_T.unsqueeze(0) for x_T in sums))  # type: ignore[arg-type]
-    gathered = iter(gather_rows(torch.stack([x_T for x_T in sums if x_T is not None]), group).unbind(1))
-    return RowSums(*(None if x_T is None else next(gathered) for x_T in sums))  # type: ignore[arg-type]
+    given = [x_T for x_T in sums if x_T is not None]
+    # The last number says that a rank failed.
+    messages = gather_rows(torch.cat([*given, given[0].new_zeros(1)]), group)
+    torch._assert_async(
+        (messages[:, -1] == 0.0).all(), "another tensor-parallel rank failed to score; its own error says why"
+    )
+    found = iter(messages[:, :-1].view(len(messages), len(given), len(given[0])).unbind(1))
+    return RowSums(*(None if x_T is None else next(found).contiguous() for x_T in sums))  # type: ignore[arg-type]
 
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

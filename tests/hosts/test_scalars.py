@@ -186,6 +186,13 @@ def check_a_number_of_all_ranks_stays_what_it_is(rank: int) -> None:
     )
 
 
+def check_an_error_of_one_rank_leaves_none_waiting(rank: int) -> None:
+    wrong = {"mis_a": torch.tensor(1.0)} if rank == 2 else {"mis_a": mean(1.0, 2.0)}
+    kind, message = (TypeError, "no metric of mis_ext") if rank == 2 else (RuntimeError, "scalars failed on rank 2 of")
+    with pytest.raises(kind, match=message):
+        scalars(wrong, group=dist.group.WORLD)
+
+
 def check_context_parallel_ranks_count_nothing_twice(rank: int) -> None:
     """Two ranks share each sequence, and two such pairs the batch: one group of all four."""
     whole = streams()

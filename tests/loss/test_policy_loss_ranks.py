@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context, tensor and data parallelism give the whole loss of one rank: value, metrics, and every rank's gradient."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import loss_cases
@@ -12,7 +13,7 @@ from thread_ranks import Rank, run_ranks
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
+from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_scores, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores, score_tokens
@@ -23,6 +24,12 @@ MODES = {
     "kept": {"mis_loss_denominator": "kept"} | loss_cases.GATES,
     "sequence": {"mis_loss_denominator": "sequence"} | loss_cases.GATES,
     "segments": loss_cases.GATES | {"rs_gates": [{"reduce": "segment_mean", "low": 0.9, "high": 1.1}]},
+}
+AVERAGED = {
+    "mis_loss_method": "reinforce_sequence_snis",
+    "use_rollout_logprobs": True,
+    "eps_clip": 0.2,
+    "eps_clip_high": None,
 }
 OPTIONS = {name: keys for name, keys in loss_cases.OPTIONS.items() if "reducer" not in name} | MODES
 
@@ -134,7 +141,59 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
             assert count == 1 or float(loss) == 0.0
 
 
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("keys", [{}, {"advantage_estimator": "gspo"}, AVERAGED, loss_cases.GATES])
+@pytest.mark.parametrize("extra", [frozenset(), MILES_METRICS])
+def test_an_error_of_one_rank_leaves_none_waiting(dp_size, keys, extra) -> None:
+    """Whatever the loss exchanges, sums of its own, of a correction or nothing."""
+    batch = loss_cases.whole_batch()
+
+    def on_rank(rank: Rank) -> torch.Tensor:
+        args = loss_cases.host_args(**keys)
+        local = loss_cases.local_batch(batch, cp_rank=rank.cp_rank, cp_size=3 - dp_size)
+        logits = local.pop("logits").requires_grad_()
+        if rank.number == 1:
+            local["advantages"] = local["advantages"][:1]
+        return batch_loss(
+            current_run(args, whole_loss=True), Host(rank.groups, plain_scores, extra), local, logits
+        ).loss
+
+    good, bad = run_ranks(on_rank, cp_size=3 - dp_size, dp_size=dp_size)
+    assert isinstance(bad, ValueError)
+    assert "advantages has samples" in str(bad)
+    # A loss without a number of other ranks is as good as it was.
+    assert isinstance(good, torch.Tensor) or "failed on rank 1;" in str(good)
+    if keys == loss_cases.GATES:
+        assert isinstance(good, RuntimeError)
+
+
 # --- gloo processes
+
+
+def failing_tensor_parallel(rank: int) -> None:
+    """Two ranks share a vocabulary, two the batch. Rank 1 cannot read its logits: all four hear of it."""
+    tp_group, dp_group = (
+        [dist.new_group(ranks) for ranks in pairs][place]
+        for pairs, place in ((([0, 1], [2, 3]), rank // 2), (([0, 2], [1, 3]), rank % 2))
+    )
+    local = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=0, cp_size=1)
+    half = loss_cases.VOCABULARY // 2
+    logits = local.pop("logits")[..., rank % 2 * half : (rank % 2 + 1) * half]
+    score = partial(fused_scores, part=VocabularyPart(tp_group, rank % 2), temperature=1.0)
+    host = Host(Groups.of_process_groups(dp_group=dp_group), score)
+    kind, message = {
+        0: (RuntimeError, "another tensor-parallel rank failed to score"),
+        1: (TypeError, "logits must be floats"),
+        2: (RuntimeError, "failed on rank 0;"),
+        3: (RuntimeError, "failed on rank 1;"),
+    }[rank]
+    with pytest.raises(kind, match=message):
+        batch_loss(
+            current_run(loss_cases.host_args(**loss_cases.GATES), whole_loss=True),
+            host,
+            local,
+            logits.int() if rank == 1 else logits,
+        )
 
 
 def tensor_parallel(rank: int) -> None:
@@ -211,7 +270,7 @@ def megatron(rank: int) -> None:
     torch.testing.assert_close(logits.grad, torch.cat(cut)[None, :, mine], rtol=1e-5, atol=1e-6)
 
 
-CHECKS = {check.__name__: check for check in (tensor_parallel, context_parallel, megatron)}
+CHECKS = {check.__name__: check for check in (tensor_parallel, failing_tensor_parallel, context_parallel, megatron)}
 
 
 @pytest.fixture(scope="module")

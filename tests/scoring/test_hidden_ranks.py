@@ -135,7 +135,7 @@ def test_what_one_rank_refuses_no_rank_waits_for(monkeypatch, change, error, tex
     monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
     good, bad = run_ranks(lambda rank: failing(rank, change), cp_size=2)
     assert isinstance(good, RuntimeError)
-    assert "score_hidden: another tensor-parallel rank failed" in str(good)
+    assert "another tensor-parallel rank failed to score" in str(good)
     with pytest.raises(error, match=text):
         raise bad
 

@@ -10,6 +10,8 @@ import torch
 from scoring_cases import Case, answered, assert_near, drawn, judged
 from thread_ranks import Rank, run_ranks
 
+from mis_ext.scoring import KeptColumns, score_tokens, scores
+
 
 @pytest.fixture(params=["eager", "triton"], autouse=True)
 def backend(request, monkeypatch) -> str:
@@ -71,3 +73,43 @@ def test_a_rank_whose_logits_are_all_minus_infinity_adds_nothing() -> None:
     assert_near(case, whole, wanted)
     again, _ = of_ranks(case._replace(entropy_grad_T=torch.ones(4)), 2)
     assert all(answer.gradient.isfinite().all() for answer in again)
+
+
+class NoMemory:
+    def row_sums(self, *_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"temperature": -1.0}, ValueError, "temperature must be"),
+        ({"logits": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "logits must be floats"),
+        ({"row_T": torch.tensor([0])}, ValueError, r"row_T has shape \[1\]"),
+        ({"logits": None}, AttributeError, "no attribute 'reshape'"),
+        ({}, torch.OutOfMemoryError, "no memory"),
+    ],
+)
+def test_what_one_rank_refuses_no_rank_waits_for(monkeypatch, num_tokens, change, error, text) -> None:
+    monkeypatch.setenv("MIS_EXT_BACKEND", "eager")
+    choose = scores.choose_backend
+    monkeypatch.setattr(scores, "choose_backend", lambda x: NoMemory() if x.shape[1] == 1 else choose(x))
+    none_N = torch.zeros(0, dtype=torch.int64)
+    kept = KeptColumns(none_N, none_N, torch.zeros(num_tokens, dtype=torch.bool))
+    if error is torch.OutOfMemoryError:
+        change = {"logits": torch.ones(num_tokens, 1)}
+    for said in ({"entropy": "none"}, {"entropy": "value"}, {"entropy": "gradient", "kept": kept}):
+
+        def answer(rank: Rank, said: dict[str, Any] = said) -> Any:
+            given = {"logits": torch.ones(num_tokens, 4), **said, **(change if rank.cp_rank == 1 else {})}
+            logits = given.pop("logits")
+            return score_tokens(
+                logits, torch.arange(num_tokens), tp_group=rank.groups.cp_group, tp_rank=rank.cp_rank, **given
+            )
+
+        good, bad = run_ranks(answer, cp_size=2)
+        assert isinstance(good, RuntimeError), good
+        assert "another tensor-parallel rank failed to score" in str(good)
+        with pytest.raises(error, match=text):
+            raise bad
