@@ -65,14 +65,19 @@ class Run(NamedTuple):
         """The whole loss, of a run that was asked for it."""
         return chosen_loss(self.config)
 
-    def refuse_unseen_rollout(self) -> None:
-        """Refuse in the loss what nobody prepared: a function of the user's, at the flag for it, did not call ours."""
+    def check_rollout(self) -> None:
+        """Refuse in the loss what nobody prepared, and warn once of what perhaps nobody did.
+
+        Where the host calls a function of the user's, at the flag for ours, it may not have called ours.
+        """
         key = self.config.group and self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
             raise ValueError(
                 f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
                 "--rollout-data-postprocess-path, or call it in the function there"
             )
+        for found in self.config.unplugged:
+            self.session.warn_once(found)
 
 
 def chosen_loss(config: RunConfig) -> WholeLoss:

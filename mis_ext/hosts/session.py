@@ -59,6 +59,7 @@ class Session:
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
         self._masks = MaskMonitor()
+        self._told: set[str] = set()
 
     @property
     def config(self) -> CorrectionConfig:
@@ -249,6 +250,12 @@ class Session:
     def warn(self, message: str) -> None:
         """Warn of something legal that is probably not meant, as a ``MismatchWarning``."""
         warnings.warn(message, MismatchWarning, stacklevel=4)
+
+    def warn_once(self, message: str) -> None:
+        """:meth:`warn`, in the first call that has reason to."""
+        if message not in self._told:
+            self._told.add(message)
+            self.warn(message)
 
     def compute(
         self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False, fails: bool = False

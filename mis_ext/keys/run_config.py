@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +53,10 @@ REWARD_FLAG, ROLLOUT_FLAG = "custom_reward_post_process_path", "rollout_data_pos
 _ADVANTAGE_FACTS = ("custom_advantage_function_path", "normalize_advantages", "rewards_normalization")
 GROUP_FACTS = (REWARD_FLAG, ROLLOUT_FLAG, *_ADVANTAGE_FACTS, "grpo_std_normalization")
 """Flags of the hosts that say what becomes of the rewards of a prompt."""
+ROLLOUT_KEY = "on_policy_tokens"
+"""Key of the mapping that ``mis_ext.rollout.generate`` reads."""
+GENERATE_FLAG = "custom_generate_function_path"
+_GENERATE_FACTS = (ROLLOUT_KEY, GENERATE_FLAG, "load_debug_rollout_data")
 ESTIMATORS = ("grpo", "gspo", "cispo")
 """Of the hosts, those in which the advantage of every token is the normalized reward."""
 
@@ -60,9 +64,8 @@ _FACTS = ("loss_type", "qkv_format", "rollout_temperature", "skip_actor_forward_
 _BATCH_SIZES = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")
 _STEP_FACTS = ("num_steps_per_rollout", *_BATCH_SIZES, "use_dynamic_global_batch_size")
 
-ARGUMENTS = tuple(
-    dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_FACTS, *SCORING_FACTS, *GROUP_FACTS, *_STEP_FACTS))
-)
+_ALL_FACTS = (*_FACTS, *SCORING_FACTS, *GROUP_FACTS, *_GENERATE_FACTS, *_STEP_FACTS)
+ARGUMENTS = tuple(dict.fromkeys((*READ_KEYS, *HOST_CLIPS, *HOST_KEYS, *_ALL_FACTS)))
 """Every argument that is read; the names of all others are only compared with ours."""
 
 
@@ -133,6 +136,12 @@ class GroupConfig:
     said: tuple[str, ...]
 
     @property
+    def of_rewards(self) -> str:
+        """What is said of the rewards: keys and values; nothing where it is not said."""
+        values = {"mis_group_baseline": self.baseline, "mis_group_over": self.over}
+        return ", ".join(f"{key}: {value}" for key, value in values.items() if key in self.said)
+
+    @property
     def needs_rollout(self) -> str | None:
         """The key for which the scored rollout must be seen, or None."""
         if self.over == "kept":
@@ -163,6 +172,7 @@ class RunConfig:
         divides_by_kept: The host divides by the tokens that are left (Miles' FSDP backend).
         whole_loss: None where the host's own loss runs, and calls the hook.
         group: What answers to one prompt share; None where no key says anything about it.
+        unplugged: What keys ask of a function that the host is not told to call: a warning each.
     """
 
     correction: CorrectionConfig
@@ -172,6 +182,7 @@ class RunConfig:
     divides_by_kept: bool
     whole_loss: WholeLoss | None
     group: GroupConfig | None
+    unplugged: tuple[str, ...]
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
@@ -182,6 +193,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
 
         loss = read_whole_loss(given)
+    group = read_group(given, denominator=correction.denominator) if says_group(given) else None
     config = RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
@@ -189,7 +201,8 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         also_measures=bool(given.get("get_mismatch_metrics")),
         divides_by_kept=given.get("train_backend") == "fsdp",
         whole_loss=loss,
-        group=read_group(given, denominator=correction.denominator) if says_group(given) else None,
+        group=group,
+        unplugged=tuple(_unplugged(given, group)),
     )
     idle = [key for key in LOSS_KEYS if given.get(key) is not None]
     if idle and given.get("loss_type") not in (None, "custom_loss"):
@@ -200,6 +213,24 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     if config.divides_by_kept:
         _refuse_two_denominators(config)
     return config
+
+
+def _unplugged(given: Mapping[str, Any], group: GroupConfig | None) -> Iterator[str]:
+    """What happens in other processes, of which a loss sees nothing: a function of the user's may call ours, or none.
+
+    Of the whole rollout it sees whether ours was called. A host without these flags has ways of its own.
+    """
+    asked = {}
+    if given.get(ROLLOUT_KEY) and not given.get("load_debug_rollout_data"):
+        asked[f"{ROLLOUT_KEY} ({', '.join(given[ROLLOUT_KEY])})"] = (GENERATE_FLAG, "mis_ext.rollout.generate")
+    if group is not None and group.of_rewards and group.over != "kept":
+        asked[group.of_rewards] = (REWARD_FLAG, "mis_ext.group_rewards")
+    for keys, (argument, function) in asked.items():
+        path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
+        if path is None and argument in given:
+            yield f"{keys} does nothing unless a function of yours calls {function}: {flag} is not set"
+        elif path is not None and not path.startswith("mis_ext."):
+            yield f"{keys} does nothing unless {flag} {path} calls {function}"
 
 
 _COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
@@ -232,7 +263,7 @@ def read_group(given: Mapping[str, Any], *, denominator: str = "fixed") -> Group
         per_token_loss=bool(given.get("calculate_per_token_loss")),
         said=tuple(keys),
     )
-    of_rewards = ", ".join(f"{key}: {keys[key]}" for key in ("mis_group_baseline", "mis_group_over") if key in keys)
+    of_rewards = config.of_rewards
     if config.needs_rollout is not None and ROLLOUT_FLAG in given and given[ROLLOUT_FLAG] is None:
         flag = "--rollout-data-postprocess-path mis_ext.prepare_rollout"
         raise ValueError(f"{config.needs_rollout} needs {flag}, in slime; Miles has nothing for it")

@@ -9,11 +9,13 @@ import json
 import re
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hook_batches import make_batch
 
 import mis_ext
 from mis_ext.hosts.runs import current_run
@@ -354,14 +356,48 @@ def test_prompts_are_not_left_to_another_function_of_ours(needs, path) -> None:
         start(HOOK | needs | {"n_samples_per_prompt": 4, "rollout_data_postprocess_path": path})
 
 
+REWARDS = {"mis_group_baseline": "leave_one_out", "mis_group_over": "all"}
+TOKENS = {"on_policy_tokens": {"cache_by_version": True, "canary": "warn"}}
+
+
 @pytest.mark.parametrize(
-    ("path", "is_warned"), [("os.path.join", True), ("mis_ext.prepare_rollout", False)], ids=["foreign", "ours"]
+    ("keys", "argument", "ours"),
+    [
+        (PROMPTS, "rollout_data_postprocess_path", "mis_ext.prepare_rollout"),
+        (REWARDS, "custom_reward_post_process_path", "mis_ext.group_rewards"),
+        (TOKENS, "custom_generate_function_path", "mis_ext.rollout.generate"),
+    ],
+    ids=["prompts", "rewards", "tokens"],
 )
-def test_it_warns_where_only_a_foreign_function_sees_the_rollout(capsys, path, is_warned) -> None:
-    start(HOOK | PROMPTS | {"rollout_data_postprocess_path": path})
-    assert (
-        "does nothing unless --rollout-data-postprocess-path os.path.join calls" in capsys.readouterr().out
-    ) == is_warned
+def test_what_a_foreign_function_may_leave_undone_is_said_at_start_and_once_in_the_first_call(
+    capsys, keys, argument, ours
+) -> None:
+    flag = argument.replace("_", "-")
+    said = f"does nothing unless --{flag} os.path.join calls {ours}"
+    start(HOOK | keys | {argument: "os.path.join"})
+    assert said in capsys.readouterr().out
+    start(HOOK | keys | {argument: ours})
+    assert "nothing" not in capsys.readouterr().out
+    if keys is PROMPTS:
+        return  # In the loss nobody has to guess, and it is refused.
+    for path, times in ((ours, 0), ("os.path.join", 1)):
+        args, batch = arguments(HOOK | keys | {argument: path}), make_batch()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                mis_ext.compute_mis_weights_with_cp(args, **batch)
+        assert [said in str(each.message) for each in caught].count(True) == times
+
+
+def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None:
+    start(HOOK | TOKENS)
+    expected = (
+        "on_policy_tokens (cache_by_version, canary) does nothing unless a function of yours calls "
+        "mis_ext.rollout.generate: --custom-generate-function-path is not set"
+    )
+    assert f"mis_ext: warning: {expected}\n" in capsys.readouterr().out
+    start(HOOK | TOKENS | {"load_debug_rollout_data": "a dump"})
+    assert "nothing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS, {}], ids=["target", "scope", "prompts", "nothing"])
@@ -439,7 +475,7 @@ def with_file(path: str, content: dict[str, Any]) -> argparse.Namespace:
         ("eps_clip_hihg: 0.28\nname: x\n", ["'eps_clip_hihg' (did you mean 'eps_clip_high'?)", "'name'"]),
         ("tau: 0.1\nmis_loss_x: null\n", None),
         ("eps_clip_high: 0.28\ntis_upper_bound: 3.0\nrs_veto_threshold: 1.0e-4\nsglang_mem_fraction: 0.7\n", []),
-        ("on_policy_tokens: {max_turns: 3}\nmis_metrics: [mis_kl]\n", []),
+        ("on_policy_tokens: {}\nmis_metrics: [mis_kl]\n", []),
         ("# Nothing yet.\n", []),
     ],
 )

@@ -53,7 +53,6 @@ from mis_ext.keys.native import NATIVE_KEY
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
 from mis_ext.loss.policy import refuse_graph_of_ranks
-from mis_ext.rollout.custom_generate.host import KEY as ON_POLICY_TOKENS
 from mis_ext.tools.explain.words import steps_of
 
 
@@ -165,6 +164,7 @@ def _checked(args: Any) -> list[str]:
         said.append(
             "mis_ext: model_provider makes no logits: the loss and the host's scoring passes take hidden states"
         )
+    said += [f"mis_ext: warning: {found}" for found in config.unplugged]
     said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
     of_prompts, path = config.group and config.group.needs_rollout, read_argument(args, "rollout_data_postprocess_path")
     if of_prompts and not str(path).startswith("mis_ext."):
@@ -320,7 +320,7 @@ def _unread_keys(args: Any) -> list[str]:
         said = [f"mis_ext: {name} cannot be read here ({why}): not every key in it that nobody reads is named"]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    known = {*flags, *ARGUMENTS, *_SET_LATER, ON_POLICY_TOKENS}
+    known = {*flags, *ARGUMENTS, *_SET_LATER}
     unread = [key for key in keys if key not in known and not key.startswith("sglang_")]
     if not unread:
         return said

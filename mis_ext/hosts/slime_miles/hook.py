@@ -84,8 +84,7 @@ def weigh_batch(
     session, device = run.session, pg_loss.device if isinstance(pg_loss, Tensor) else device_of()
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
-        if run.config.group is not None:
-            run.refuse_unseen_rollout()
+        run.check_rollout()
         layout = batch_layout(
             is_padded=run.config.is_padded,
             groups=groups,
