@@ -53,8 +53,9 @@ class PackedStreams(NamedTuple):
     def tokens(self) -> TokenRatios:
         """Per-token ``log(pi_prox / mu)`` in float32, and the mask of the tokens that have one.
 
-        A token with a log-probability that is NaN or infinite has no ratio. It leaves the mask; it is never given
-        ratio 1, which would train it as if it were on-policy.
+        A token with a log-probability that is NaN or infinite has no ratio. It leaves the mask, and takes its sequence
+        along where a product or mean over that is asked for (``usable`` in :mod:`mis_ext.correction.plan`); it is never
+        given ratio 1, which would train it as if it were on-policy.
 
         References:
             Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641.

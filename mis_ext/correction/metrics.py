@@ -277,6 +277,7 @@ GROUP_FORMULAS: dict[str, Formula] = {
     "effective_token_share": Formula(
         effective_share, _sums(Column("sum", "ratio"), Column("sum", "squared_ratio"), NUM_VALID)
     ),
+    # The same of W = prod_t rho_t of each sequence: (sum W)^2 / (n sum W^2), over those with a valid token.
     "effective_sequence_share": Formula(
         effective_share, _sums("sequence_ratio", "squared_sequence_ratio", "is_measured")
     ),

@@ -267,7 +267,7 @@ def _token_formulas(config: CorrectionConfig, metrics: Iterable[MetricRow]) -> d
     if config.weight is not None:
         formulas |= config.weight.token_formulas
     on_tokens = [gate for gate in config.all_gates if gate.is_of_tokens]
-    formulas |= _outcome("valid", on_tokens, suffix="")
+    formulas |= _outcome("valid", on_tokens, kept="kept", weighted="weighted", live="live")
     for name, gate in config.labelled_gates.items():
         if gate.is_of_tokens:
             formulas[f"kept_by_{name}"] = _all_pass("valid", [gate])
@@ -309,7 +309,13 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
     formulas = {
         **SEQUENCE_FORMULAS,
         "usable": _IS_WHOLE if config.needs_whole_sequences else Formula.named("measured"),
-        **_outcome("usable", [gate for gate in config.all_gates if not gate.is_of_tokens], suffix="_sequence"),
+        **_outcome(
+            "usable",
+            [gate for gate in config.all_gates if not gate.is_of_tokens],
+            kept="kept_sequence",
+            weighted="weighted_sequence",
+            live="live_sequence",
+        ),
     }
     # One column less where everything in the mask has a weight.
     if any(gate.action == "zero" for gate in config.all_gates):
@@ -322,14 +328,14 @@ def _sequence_formulas(config: CorrectionConfig) -> dict[str, Formula]:
     return formulas | term_formulas(weight, over=config.normalize_over, per_token_loss=config.per_token_loss)
 
 
-def _outcome(mask: str, gates: list[Gate], *, suffix: str) -> dict[str, Formula]:
-    """What is kept, what is weighted, and what is both."""
+def _outcome(mask: str, gates: list[Gate], *, kept: str, weighted: str, live: str) -> dict[str, Formula]:
+    """What stays in the mask, what has a weight, and what both are true of, under these names."""
     rejecting = [gate for gate in gates if gate.action == "reject"]
     zeroing = [gate for gate in gates if gate.action == "zero"]
     return {
-        f"kept{suffix}": _all_pass(mask, rejecting),
-        f"weighted{suffix}": _all_pass(mask, zeroing),
-        f"live{suffix}": _all_pass(f"kept{suffix}", zeroing),
+        kept: _all_pass(mask, rejecting),
+        weighted: _all_pass(mask, zeroing),
+        live: _all_pass(kept, zeroing),
     }
 
 

@@ -127,7 +127,7 @@ def _shares(highest_WT: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
 def _slopes(
     rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the scaled logits, and the rows ``[T, 1]`` where one comes in.
+    """The gradient of the logits, but for their scale, and the rows ``[T, 1]`` where one comes in.
 
     ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy.
     """
