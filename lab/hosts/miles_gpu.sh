@@ -10,10 +10,9 @@
 #
 # Without ENGINE transformers samples the rollouts beforehand, with weights rounded to fp8: lab/real_stack/rollouts.py.
 #
-#   ENGINE      host:port of SGLang's server, which samples the rollouts, and gets every step's weights over NCCL; this
-#               script starts the router. 0.5.23 has all that Miles calls; 0.5.17 needs slime_gpu/serve.py. To start it:
-#               ENGINE_ONLY=1 SERVER=slime_gpu.serve PYTHON=its-environment/bin/python bash lab/hosts/slime_gpu.sh
-#   ROUTER_PORT of that router (31900)
+#   ENGINE=own  Miles starts SGLang, which samples the rollouts, and sends it every step's weights over NCCL, or with
+#               --colocate by CUDA's shared memory. (--rollout-external does not work in this commit.)
+#   GPU_SHARE   of memory, for the engine (0.3)
 #   BACKEND     megatron or fsdp (megatron)
 #   LOOP        train_async: Miles' loop that samples the next rollout while it trains (train)
 #   CONFIG      keys of mis_ext (yaml/mis.yaml); CONFIG= trains without them
@@ -36,13 +35,10 @@ source lab/hosts/one_gpu.sh
 checkpoint="$(realpath -m -- "${CHECKPOINT:-${model}_megatron}")"
 own_rollouts=1 dumps=(--dump-details "$out/dumps")
 [[ " $* " != *" --load-debug-rollout-data "* ]] || own_rollouts="" dumps=()
-engine="${ENGINE:-}" router_port="${ROUTER_PORT:-31900}"
 samples=(--debug-train-only --load-debug-rollout-data "$out/rollouts/{rollout_id}.pt")
-if [[ -n "$engine" ]]; then
+if [[ "${ENGINE:-}" == own ]]; then
     own_rollouts=""
-    samples=(--rollout-external --rollout-external-engine-addrs "$engine" --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
-        --sglang-router-ip 127.0.0.1 --sglang-router-port "$router_port"
-        --custom-generate-function-path mis_ext.rollout.generate
+    samples=("${own_engine[@]}" --custom-generate-function-path mis_ext.rollout.generate
         --load "$out/checkpoints" --save "$out/checkpoints" --save-interval 10)
     [[ "$attention" == te ]] || samples+=(--no-save-optim --no-load-optim)
 fi
@@ -65,13 +61,10 @@ fi
 train=("$python" -m slime_gpu.train miles "${of_megatron[@]}" "${backend[@]}" "${train_args[@]}"
     "${dumps[@]}" "${rollout_args[@]}" --num-rollout 4 --rollout-batch-size 16
     "${samples[@]}" "${mis_args[@]}" "$@")
-router=("$python" -m sglang_router.launch_router --worker-urls "http://$engine" --host 127.0.0.1 --port "$router_port"
-    --prometheus-port "$((router_port + 1))" --log-level warn)
 
 if [[ -n "${DRY_RUN:-}" ]]; then
     printf '%q ' "${convert[@]}" && echo
     [[ -z "$own_rollouts" ]] || { printf '%q ' "${rollouts[@]}" && echo; }
-    [[ -z "$engine" ]] || { printf '%q ' "${router[@]}" && echo; }
     printf '%q ' "${train[@]}" && echo
     exit
 fi
@@ -81,13 +74,7 @@ prepare_inputs
 [[ "${BACKEND:-}" == fsdp || -e "$checkpoint/latest_checkpointed_iteration.txt" ]] || "${convert[@]}"
 [[ -z "$own_rollouts" || -e "$out/rollouts/3.pt" ]] || "${rollouts[@]}"
 [[ -z "${PREPARE_ONLY:-}" ]] || exit 0
-if [[ -n "$engine" ]]; then
-    "${router[@]}" > "$out/router.log" 2>&1 &
-    router_pid=$!
-    trap 'kill "$router_pid" 2> /dev/null || true' EXIT
-    "$python" -m slime_gpu.wait "http://127.0.0.1:$router_port/health" "$router_pid" "$out/router.log"
-fi
 "${train[@]}" 2>&1 | tee -a "$out/train.log"
 
-[[ -n "$own_rollouts$engine" ]] || exit 0
+[[ -n "$own_rollouts${ENGINE:-}" ]] || exit 0
 write_report

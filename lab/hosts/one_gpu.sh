@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the runs of slime and of Miles on one GPU have in common: paths, the model, its tasks, and flags that both hosts
 # know. To be sourced, from the repository's root, when host, host_dir and megatron_dir are set and "$@" are the flags of
-# the user. Sets python, out, model, config, train_only, attention, layers, model_args, train_args, rollout_args, mis_args.
+# the user. Sets python, out, model, config, train_only, attention, layers, model_args, train_args, rollout_args,
+# own_engine, mis_args.
 
 root="$PWD"
 python="${PYTHON:-python3}"
@@ -46,6 +47,16 @@ rollout_args=(
     --rollout-max-response-len 32 --rollout-temperature 1
     --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0 --kl-coef 0
 )
+# Of an engine that the host starts itself.
+own_engine=(--rollout-num-gpus-per-engine 1 --sglang-dtype bfloat16 --sglang-sampling-backend pytorch --sglang-grammar-backend none
+    --sglang-mem-fraction-static "${GPU_SHARE:-0.3}")
+if [[ -n "$ON_CPU" ]]; then
+    export SGLANG_USE_CPU_ENGINE=1
+    own_engine+=(--sglang-device cpu --sglang-attention-backend torch_native --sglang-max-total-tokens 16384
+        --sglang-max-running-requests 32)
+else
+    own_engine+=(--sglang-attention-backend triton --sglang-max-running-requests 512 --sglang-disable-prefill-cuda-graph)
+fi
 mis_args=()
 if [[ -n "$config" ]]; then
     read -ra mis_args <<< "$("$python" examples/launch_flags.py "$config")"

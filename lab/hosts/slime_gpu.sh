@@ -16,7 +16,7 @@
 #               over NCCL, or with --colocate by CUDA's shared memory
 #   LOOP        train_async: slime's loop that samples the next rollout while it trains (train)
 #   ENGINE_FLAGS, PYTHON, GPU_SHARE (of memory, for the engine: 0.3)
-#   ENGINE_ONLY=1  is the engine, and trains nothing; with SERVER=slime_gpu.serve one for Miles
+#   ENGINE_ONLY=1  is the engine, and trains nothing
 #   DRY_RUN=1   prints the commands, and starts nothing
 #   ON_CPU=1    rehearses without a GPU: host_cpu/device.py stands for CUDA, SGLang runs on the CPU
 #
@@ -40,15 +40,7 @@ engine_args=(
     --load "$out/checkpoints" --save "$out/checkpoints" --save-interval 10
 )
 if [[ "${ENGINE:-}" == own ]]; then
-    engine_args+=(--rollout-num-gpus-per-engine 1 --sglang-dtype bfloat16 --sglang-sampling-backend pytorch
-        --sglang-grammar-backend none --sglang-mem-fraction-static "${GPU_SHARE:-0.3}")
-    if [[ -n "$ON_CPU" ]]; then
-        export SGLANG_USE_CPU_ENGINE=1 PYTHONPATH="$root/examples/grpo/sglang_cpu:$PYTHONPATH"
-        engine_args+=(--sglang-device cpu --sglang-attention-backend torch_native --sglang-max-total-tokens 16384
-            --sglang-max-running-requests 32)
-    else
-        engine_args+=(--sglang-attention-backend triton --sglang-max-running-requests 512 --sglang-disable-prefill-cuda-graph)
-    fi
+    engine_args+=("${own_engine[@]}")
 else
     engine_args+=(--rollout-external-engine-addrs "${ENGINE:-127.0.0.1:$port}"
         --update-weight-transport disk --update-weight-disk-dir "${WEIGHTS_DIR:-/dev/shm/slime_gpu_$port}")
@@ -60,7 +52,7 @@ fi
 train=("$python" -m slime_gpu.train slime "${model_args[@]}" "${layers[@]}" "${train_args[@]}" --ref-load "$model"
     --dump-details "$out/dumps" "${rollout_args[@]}" "${engine_args[@]}" "${mis_args[@]}" "$@")
 
-engine=("$python" -m "${SERVER:-sglang.launch_server}" --model-path "$model" --host 127.0.0.1 --port "$port" --dtype bfloat16
+engine=("$python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" --dtype bfloat16
     --sampling-backend pytorch --grammar-backend none --skip-server-warmup --random-seed 0)
 if [[ -n "$ON_CPU" ]]; then
     engine=(env SGLANG_USE_CPU_ENGINE=1 "PYTHONPATH=$root/examples/grpo/sglang_cpu:$PYTHONPATH" "${engine[@]}" --device cpu

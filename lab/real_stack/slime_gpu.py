@@ -58,7 +58,7 @@ PEAKS = (
 )
 ONE_MICRO_BATCH = ("--max-tokens-per-gpu", str(1 << 30))
 PROVIDER = ("--custom-model-provider-path", "mis_ext.model_provider")
-PORT, NUM_PORTS, ROUTERS = 31000, 64, 900
+PORT, NUM_PORTS = 31000, 64
 CHECKOUTS = {"slime": "MEGATRON_DIR", "miles": "MILES_MEGATRON_DIR"}
 
 
@@ -173,9 +173,10 @@ MEMORY = {
     "logits_all_kept": Run(_LOSS, TOKEN_TIS, seconds=300),
 }
 _PROMPTS, _SAMPLES = (4, 4) if os.environ.get("ON_CPU") else (32, 8)
-_SHORT = (
+# Of all ways, before the flags of a call.
+SIZES = (
     *("--num-rollout", "4", "--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)),
-    *("--rollout-max-context-len", "512", *PEAKS[2:]),
+    *("--rollout-max-context-len", "512"),
 )
 _TWO_GPUS = ("--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "2")
 _BESIDE = ("--num-gpus-per-node", "2", "--rollout-num-gpus", "1")
@@ -212,7 +213,7 @@ def _together(way: Run, correction: Run) -> Run:
     # The environment of two turns works without a correction too.
     if keys is None and way.keys == TWO_TURNS:
         keys = TWO_TURNS
-    return replace(way, flags=(*_SHORT, *way.flags, *correction.flags, *prepared), keys=keys, seconds=180)
+    return replace(way, flags=(*PEAKS[2:], *way.flags, *correction.flags, *prepared), keys=keys, seconds=180)
 
 
 def _ways(ways: dict[str, Run]) -> dict[str, Run]:
@@ -224,12 +225,25 @@ def _ways(ways: dict[str, Run]) -> dict[str, Run]:
 
 
 WAYS = _ways(_WAYS)
-# Miles starts no engine that it does not share, and its FSDP trainer has neither hooks nor ways to split a model.
-MILES_WAYS = _ways({name: _WAYS[name] for name in ("sync", "async1", "async2", "partial", "turns", "tp2", "cp2")}) | {
-    f"fsdp_{name}": Run((*_SHORT[:-2], *(word for word in run.flags if word not in CHECK)), run.keys, environment=_FSDP)
+# Miles starts all its engines itself, and its FSDP trainer has neither hooks nor ways to split a model.
+_OF_MILES = {
+    **{name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags)) for name in ("sync", "partial", "turns")},
+    **{name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags)) for name in ("async1", "async2")},
+    "colocate": _WAYS["colocate"],
+    **{name: replace(_WAYS[name], flags=(*_WAYS[name].flags, "--colocate")) for name in ("tp2", "cp2")},
+}
+_OF_MILES = {name: replace(run, environment=run.environment | _OWN) for name, run in _OF_MILES.items()}
+MILES_WAYS = _ways(_OF_MILES) | {
+    f"fsdp_{name}": Run(
+        (*_BESIDE, *(word for word in run.flags if word not in CHECK)), run.keys, environment=_FSDP | _OWN
+    )
     for name, run in _CORRECTIONS.items()
     if name != "no_logits"
 }
+_KILLED = MILES_WAYS["sync_hook"]
+MILES_WAYS["killed"] = replace(
+    _KILLED, flags=(*_KILLED.flags, "--num-rollout", "6", "--save-interval", "2"), seconds=300, kill_after_rollout=3
+)
 OF_BOTH = (
     *(
         "nothing",
@@ -333,7 +347,6 @@ class Runner:
             flags += ["--custom-config-path", str(folder / "keys.yaml")]
         environment = dict(os.environ, OUT=str(folder), CONFIG="", PORT=str(port), PYTHON=self.python)
         environment["WEIGHTS_DIR"] = f"/dev/shm/slime_gpu_{os.getpid()}_{name}"
-        environment["ROUTER_PORT"] = str(port + ROUTERS)
         environment["TURN_LOCK"] = str(self.out / "turn.lock")
         if run.path:
             folders = [str(Path(environment[f"{self.host.upper()}_DIR"]) / run.path), environment.get("PYTHONPATH", "")]
@@ -587,14 +600,14 @@ def main() -> None:
             "recorded": MILES if args.host == "miles" else RECORDED,
             **{"whole": WHOLE, "ways": MILES_WAYS if args.host == "miles" else WAYS, "memory": MEMORY},
         }[args.what]
-        if args.host == "miles" and (args.what == "whole" or (args.what == "ways" and not args.engine)):
-            parser.error(f"{args.what}: lab/hosts/miles_gpu.sh starts no engine; ways run with --engine")
+        if args.host == "miles" and args.what == "whole":
+            parser.error("whole: its engine is slime's; Miles has ways")
         if args.host == "miles" and args.what == "memory":
             parser.error("memory: its hooks and its flags are slime's")
         unknown = set(args.runs) - set(known)
         if unknown:
             parser.error(f"runs {sorted(unknown)}: must be among {', '.join(known)}")
-        shared = args.flags.split()
+        shared = [*(SIZES if args.what == "ways" else ()), *args.flags.split()]
         if args.what in ("recorded", "memory"):
             if args.rollouts is None or not (args.rollouts / "0.pt").exists():
                 parser.error(f"{args.what}: --rollouts must name a folder with 0.pt")

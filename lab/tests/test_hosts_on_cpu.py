@@ -9,6 +9,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,35 @@ def test_the_line_of_a_step_that_miles_writes_twice_is_one_step() -> None:
         read_log("".join(lines) + lines[-1].replace("0.5", "0.75"))
     with pytest.raises(ValueError, match="step 0 follows 2"):
         read_log("".join(lines) + lines[0])
+
+
+class Arguments:
+    """Like those of SGLang 0.5.17: final."""
+
+    def __init__(self, host: str) -> None:
+        self.__dict__["host"] = host
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} assigned after resolution")
+
+
+def test_of_an_engine_what_stands_there_may_be_assigned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = ("begin_weight_update", "end_weight_update")
+    for has_them in (False, True):
+        members = {name: lambda self, selector: "asked" for name in calls}
+        host = SimpleNamespace(
+            ServerArgs=type("ServerArgs", (Arguments,), {}), SGLangEngine=type("E", (), dict(members))
+        )
+        engine = types.ModuleType(weight_transfer.ENGINE)
+        engine.Engine = type("Engine", (), dict(members) if has_them else {})
+        monkeypatch.setitem(sys.modules, weight_transfer.ENGINE, engine)
+        weight_transfer.complete_engine(host)
+        arguments = host.ServerArgs("here")
+        arguments.host = "here"
+        with pytest.raises(AttributeError, match="host assigned after resolution"):
+            arguments.host = "there"
+        answers = {getattr(host.SGLangEngine(), name)(selector="all") for name in calls}
+        assert answers == ({"asked"} if has_them else {None})
 
 
 def test_a_name_is_added_only_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,16 +98,15 @@ def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
 
 
 @pytest.mark.whole_run
-def test_an_engine_of_miles_is_behind_a_router() -> None:
-    given = {"ATTENTION": "torch", "ENGINE": "127.0.0.1:5", "ROUTER_PORT": "7", "BACKEND": "fsdp"}
-    *_, router, train = dry_run(script=MILES_SCRIPT, **given)
-    assert "--worker-urls http://127.0.0.1:5 --host 127.0.0.1 --port 7" in router
-    assert "--rollout-external-engine-addrs 127.0.0.1:5" in train
-    assert "--sglang-router-port 7" in train
-    assert "--train-backend fsdp" in train
-    # It reads the model's own folder.
-    assert "--num-layers" not in train
-    assert "--debug-train-only" not in train
+def test_miles_starts_an_engine_of_its_own_for_either_trainer() -> None:
+    for trainer in ("megatron", "fsdp"):
+        *_, train = dry_run(script=MILES_SCRIPT, ATTENTION="torch", ENGINE="own", BACKEND=trainer, ON_CPU="")
+        assert "--rollout-num-gpus-per-engine 1" in train
+        assert "--sglang-attention-backend triton" in train
+        assert f"--train-backend {trainer}" in train
+        assert "--debug-train-only" not in train
+        # FSDP reads the model's own folder.
+        assert ("--num-layers" in train) is (trainer == "megatron")
 
 
 QWEN2 = {
@@ -224,6 +223,12 @@ def test_each_lane_of_ways_has_an_engine_and_what_is_done_stays(ways) -> None:
     assert ways(*names) == []
 
 
+def test_miles_starts_the_engines_of_all_its_ways() -> None:
+    for name, run in slime_gpu.MILES_WAYS.items():
+        assert not run.shares_an_engine, name
+        assert ("--colocate" in run.flags) is not ("--rollout-num-gpus" in run.flags), name
+
+
 def test_a_dry_run_of_ways_starts_nothing(ways) -> None:
     assert ways("async1_hook", "--dry-run") == []
 
@@ -253,7 +258,7 @@ def test_miles_has_no_whole_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(sys, "argv", ["slime_gpu.py", "whole", "--host", "miles"])
     with pytest.raises(SystemExit):
         slime_gpu.main()
-    assert "whole: lab/hosts/miles_gpu.sh starts no engine" in capsys.readouterr().err
+    assert "whole: its engine is slime's; Miles has ways" in capsys.readouterr().err
 
 
 def test_tasks_have_one_right_answer(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def install() -> None:
             _pass_on_new_names(importlib.import_module(f"{host}.utils.reloadable_process_group").ReloadableProcessGroup)
     if find_spec("slime") is not None:
         _register_accelerator()
+    weight_transfer.install_engine()
     if find_spec("miles") is not None:
         weight_transfer.install()
         weight_transfer.find(OVER_GLOO)

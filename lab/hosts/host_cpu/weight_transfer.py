@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for Miles' Megatron trainer, which imports every way to send weights to an engine, used or not.
+"""What the hosts want of SGLang 0.5.17, beyond what it has.
 
-One of them needs Mooncake, and classes that only Miles' own SGLang has. Nothing here does anything.
+Miles' Megatron trainer imports every way to send weights to an engine, used or not. One of them needs Mooncake, and
+classes that only Miles' own SGLang has: names here, which do nothing. Both hosts assign to a field of `ServerArgs` that
+are final what stands there already, before they start an engine; the older SGLang of their images lets them. And around
+new weights Miles calls two endpoints, which SGLang 0.5.23 has, for quantised weights.
 """
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +23,7 @@ MISSING = {
     "mooncake": (),
     "mooncake.engine": ("TransferEngine",),
 }
+ENGINE = "sglang.srt.entrypoints.engine"
 
 
 def complete(module: ModuleType) -> None:
@@ -27,11 +33,25 @@ def complete(module: ModuleType) -> None:
             setattr(module, name, type(name, (), {}))
 
 
+def complete_engine(module: Any) -> None:
+    """Let a host start this SGLang, and Miles send it weights that are not quantised."""
+    original = module.ServerArgs.__setattr__
+
+    def set_what_differs(self: Any, name: str, value: Any) -> None:
+        if name not in vars(self) or vars(self)[name] != value:
+            original(self, name, value)
+
+    module.ServerArgs.__setattr__ = set_what_differs
+    for name in ("begin_weight_update", "end_weight_update"):
+        if hasattr(module.SGLangEngine, name) and not hasattr(importlib.import_module(ENGINE).Engine, name):
+            setattr(module.SGLangEngine, name, lambda self, **_: None)
+
+
 class Completed(Loader):
     """Loads a module as ``loader`` does, or an empty one, and completes it."""
 
-    def __init__(self, loader: Any, completion: Callable[[ModuleType], None]) -> None:
-        self.loader, self.completion = loader, completion
+    def __init__(self, loader: Any, completions: Sequence[Callable[[ModuleType], None]]) -> None:
+        self.loader, self.completions = loader, completions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As the other loader."""
@@ -41,14 +61,15 @@ class Completed(Loader):
         """As the other loader, and more."""
         if self.loader is not None:
             self.loader.exec_module(module)
-        self.completion(module)
+        for completion in self.completions:
+            completion(module)
 
 
 class Finder(MetaPathFinder):
     """Finds modules, whether they are there or not, each with what completes it once it is loaded."""
 
-    def __init__(self, completions: Mapping[str, Callable[[ModuleType], None]]) -> None:
-        self.completions = completions
+    def __init__(self) -> None:
+        self.completions: dict[str, list[Callable[[ModuleType], None]]] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Of the other finders, completed; of an empty package where they find none."""
@@ -60,16 +81,28 @@ class Finder(MetaPathFinder):
         return spec
 
 
-def install() -> None:
-    """Add what is missing, and only that, once it is imported: SGLang looks for a GPU when it is."""
-    for name in MISSING.keys() & sys.modules.keys():
-        complete(sys.modules[name])
-    find(dict.fromkeys(MISSING, complete))
+FINDER = Finder()
 
 
 def find(completions: Mapping[str, Callable[[ModuleType], None]]) -> None:
-    """Complete these modules when they are imported; once in a process."""
-    if not any(
-        isinstance(finder, Finder) and finder.completions.keys() == completions.keys() for finder in sys.meta_path
-    ):
-        sys.meta_path.insert(0, Finder(completions))
+    """Complete these modules when they are imported."""
+    for name, completion in completions.items():
+        known = FINDER.completions.setdefault(name, [])
+        if completion not in known:
+            known.append(completion)
+    if FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)
+
+
+def install_engine() -> None:
+    """Complete the engines that a host starts, once they are imported."""
+    hosts = [host for host in ("slime", "miles") if find_spec(host) is not None]
+    find({f"{host}.backends.sglang_utils.sglang_engine": complete_engine for host in hosts})
+
+
+def install() -> None:
+    """Add what Miles misses, and only that, once it is imported: SGLang looks for a GPU when it is."""
+    install_engine()
+    for name in MISSING.keys() & sys.modules.keys():
+        complete(sys.modules[name])
+    find(dict.fromkeys(MISSING, complete))

@@ -20,11 +20,12 @@ RANKS_ON_CPU = 2
 def main() -> None:
     """Parse with the host's parser, and train with the host's loop."""
     host = sys.argv.pop(1)
-    stand_in = "host_cpu.device" if os.environ.get("ON_CPU") else {"miles": "host_cpu.weight_transfer"}.get(host)
-    hook = {}
-    if stand_in is not None:
-        importlib.import_module(stand_in).install()
-        hook = {"worker_process_setup_hook": f"{stand_in}.install"}
+    if os.environ.get("ON_CPU"):
+        module, function = "host_cpu.device", "install"
+    else:
+        module, function = "host_cpu.weight_transfer", "install" if host == "miles" else "install_engine"
+    getattr(importlib.import_module(module), function)()
+    hook = {"worker_process_setup_hook": f"{module}.{function}"}
     # On a CPU nothing looks whether there is one.
     num_gpus = RANKS_ON_CPU if os.environ.get("ON_CPU") else torch.cuda.device_count()
     ray.init(
