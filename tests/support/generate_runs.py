@@ -29,3 +29,24 @@ def run(script, tokenizer_folder, sample, *, params=LIMITS, settings=None, **oth
         assert asyncio.run(generate(args, sample, params)) is sample
     assert not list(scripts)
     return server
+
+
+# --- routed experts of a small mixture
+
+NUM_LAYERS, DENSE_LAYER, TOPK, NUM_EXPERTS = 3, 1, 2, 8
+REPLAYED = {
+    "use_rollout_routing_replay": True,
+    "num_layers": NUM_LAYERS,
+    "moe_router_topk": TOPK,
+    "num_experts": NUM_EXPERTS,
+}
+
+
+def experts(version, position, token):
+    """The two experts of a token in each layer: another weight version, place or token has others."""
+    row = []
+    for layer in range(NUM_LAYERS):
+        first = 1 + (7 * token + 3 * position + 2 * version + layer) % 7
+        other = (first + 1 + (token + position + version) % 6) % NUM_EXPERTS
+        row.append([0, 0] if layer == DENSE_LAYER else [first, other])
+    return row

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
-from generate_runs import LIMITS, QUESTION, WITH_ENVIRONMENT, run
+from generate_runs import LIMITS, NUM_LAYERS, REPLAYED, TOPK, WITH_ENVIRONMENT, experts, run
 from host_samples import SlimeSample
 from sglang_answers import aborted, cut, stopped
 from tokens.sample import Sample, Status
@@ -22,24 +22,7 @@ from mis_ext.rollout.generation import Contradiction, CountMismatch, MalformedRe
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
-NUM_LAYERS, DENSE_LAYER, TOPK, NUM_EXPERTS = 3, 1, 2, 8
-REPLAYED = {
-    "use_rollout_routing_replay": True,
-    "num_layers": NUM_LAYERS,
-    "moe_router_topk": TOPK,
-    "num_experts": NUM_EXPERTS,
-}
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "rollout_responses"
-
-
-def experts(version, position, token):
-    """The two experts of a token in each layer: another weight version, place or token has others."""
-    row = []
-    for layer in range(NUM_LAYERS):
-        first = 1 + (7 * token + 3 * position + 2 * version + layer) % 7
-        other = (first + 1 + (token + position + version) % 6) % NUM_EXPERTS
-        row.append([0, 0] if layer == DENSE_LAYER else [first, other])
-    return row
 
 
 def with_experts(reply, request, *, knows_start=True, dtype="int32", version=None):
@@ -89,50 +72,6 @@ def held(sample, engine):
 
 
 KINDS = pytest.mark.parametrize("sample_class", [Sample, SlimeSample], ids=["miles", "slime"])
-
-
-@KINDS
-@pytest.mark.parametrize("seed", range(4))
-def test_a_single_turn_has_the_experts_of_all_its_tokens_but_the_last(tokenizer_folder, sample_class, seed):
-    draw = random.Random(seed)
-    engine, sample = Engine(knows_start=draw.random() < 0.5), sample_class(prompt=words(draw))
-    run([engine.answers(draw.choice([stopped, cut]), words(draw), "7")], tokenizer_folder, sample, **REPLAYED)
-    assert held(sample, engine) == len(sample.tokens) - 1
-    assert sample.metadata["on_policy_tokens"]["retracted_requests"] == 0
-
-
-@KINDS
-@pytest.mark.parametrize("seed", range(4))
-def test_turns_are_joined_with_the_experts_of_what_tools_said(tokenizer_folder, environment, sample_class, seed):
-    draw = random.Random(seed)
-    turns = draw.randint(2, 5)
-    environment(*[[{"role": "tool", "content": words(draw)}] for _ in range(turns - 1)], None)
-    engine, sample = Engine(knows_start=draw.random() < 0.5), sample_class(prompt=QUESTION)
-    # The weights change between two turns, and the cache is dropped with them.
-    script = [engine.answers(stopped, words(draw), str(7 + turn)) for turn in range(turns)]
-    run(script, tokenizer_folder, sample, settings=WITH_ENVIRONMENT, **REPLAYED)
-    assert 0 in sample.loss_mask
-    assert held(sample, engine) == len(sample.tokens) - 1
-
-
-@KINDS
-@pytest.mark.parametrize("seed", range(4))
-def test_a_continued_sample_keeps_the_experts_of_the_weights_that_sampled(
-    tokenizer_folder, environment, sample_class, seed
-):
-    draw = random.Random(seed)
-    environment([{"role": "tool", "content": words(draw)}], None)
-    engine, sample = Engine(knows_start=draw.random() < 0.5), sample_class(prompt=QUESTION)
-    partial = {"settings": WITH_ENVIRONMENT, "partial_rollout": True, "params": {"max_new_tokens": 500}, **REPLAYED}
-    aborts = draw.randint(1, 3)
-    for version in range(7, 7 + aborts):
-        run([engine.answers(aborted, words(draw), str(version))], tokenizer_folder, sample, **partial)
-        assert sample.status is Status.ABORTED
-        assert held(sample, engine) == len(sample.tokens) - 1
-    ends = [engine.answers(stopped, words(draw), str(7 + aborts)) for _ in range(2)]
-    run(ends, tokenizer_folder, sample, **partial)
-    assert sample.status is Status.COMPLETED
-    assert held(sample, engine) == len(sample.tokens) - 1
 
 
 @KINDS

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom generate function: aborted samples, partial rollouts and several weight versions."""
 
-import itertools
 import math
-import random
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,53 +102,6 @@ def test_a_response_of_two_weight_versions_names_both(tokenizer_folder, sample_c
     sample = sample_class(prompt="The weather")
     run([updated_midway], tokenizer_folder, sample)
     assert sample.weight_versions == ["7", "8"]
-
-
-class Conversation:
-    """Answers with versions that only grow, and of each token that was sampled the version, in their order."""
-
-    def __init__(self, kind: str, seed: int) -> None:
-        self.kind, self.random = kind, random.Random(f"{kind} {seed}")
-        self.version, self.truth = self.random.choice([0, 3, 41]), list[float]()
-        self.turns = self.random.randint(2, 3) if "turns" in kind else 1
-        # The answers of each time that the host asks for the sample: all but the last end with an abort.
-        self.scripts: list[list] = [[]]
-        for _ in range(self.turns):
-            for _ in range(self.random.randint(1, 3) if "cut short" in kind else 0):
-                self.scripts[-1].append(partial(self.answer, is_cut=True))
-                self.scripts.append([])
-            self.scripts[-1].append(self.answer)
-
-    def answer(self, request, *, is_cut: bool = False):
-        """What the server samples: of one version, or where it updates within a request of several."""
-        text = "mild and dry"[: self.random.randint(1, 12)]
-        response = aborted(request, text) if is_cut else stopped(request, text)
-        size, segments = len(response["output_ids"]), []
-        is_updated = "updated" in self.kind and size > 1
-        starts = sorted(self.random.sample(range(1, size), self.random.randint(1, size - 1))) if is_updated else []
-        for start, end in itertools.pairwise([0, *starts, size]):
-            segments.append({"version": str(self.version), "start": start, "end": end})
-            self.truth += [float(self.version)] * (end - start)
-            self.version += self.random.choice([1, 1, 2]) if end < size or is_cut else 0
-        response["meta_info"] |= {"weight_version": segments[-1]["version"], "weight_versions": segments}
-        return response
-
-
-@pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
-@pytest.mark.parametrize("kind", ["one request", "updated", "cut short", "turns", "turns, cut short, updated"])
-def test_each_token_has_the_version_that_sampled_it(kind, sample_class, tokenizer_folder, environment):
-    for seed in range(5 if "," in kind else 2):
-        conversation, sample = Conversation(kind, seed), sample_class(prompt="The weather")
-        environment(*["[rain]"] * (conversation.turns - 1), None)
-        for script in conversation.scripts:
-            options = {"settings": WITH_ENVIRONMENT, "partial_rollout": True, "mis_staleness": True}
-            run(script, tokenizer_folder, sample, **options)
-        assert sample.status is Status.COMPLETED
-        stored = [*zip(sample.teacher_log_probs, sample.loss_mask, strict=True)]
-        assert [version for version, mask in stored if mask] == conversation.truth
-        # Nobody sampled an observation.
-        assert all(math.isnan(version) for version, mask in stored if not mask)
-        assert ("turns" in kind) == (0 in sample.loss_mask)
 
 
 def test_a_version_that_nobody_knows_is_no_number(tokenizer_folder):
