@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our losses are those of prime-rl's and NeMo-RL's own code, recorded by ``lab/peers/peer_losses/record.py``."""
+"""Our losses are those of prime-rl, NeMo-RL and RLinf, of their own code: ``lab/peers/peer_losses/record.py``."""
 
 import json
 import lzma
@@ -84,7 +84,26 @@ def assert_close(found: tuple, wanted: dict) -> None:
 def test_the_record_holds_every_case_and_ours_agreed_in_their_own_code() -> None:
     assert set(RECORD["losses"]["prime_rl"]) == set(peer_cases.PRIME_RL)
     assert set(RECORD["losses"]["nemo_rl"]) == set(peer_cases.NEMO_RL)
+    assert set(RECORD["losses"]["rlinf"]) == set(peer_cases.RLINF)
     assert max(RECORD["worst"].values()) < 2e-6
+
+
+@pytest.mark.parametrize("name", peer_cases.RLINF)
+def test_the_loss_of_a_batch_is_that_of_rlinf(name) -> None:
+    *_, keys = peer_cases.RLINF[name]
+    for each, wanted in RECORD["losses"]["rlinf"][name].items():
+        batch = BATCHES[each]
+        current = batch["log_prob"].clone().requires_grad_()
+        loss, _ = peer_cases.rlinf_loss(
+            keys=keys,
+            logprobs=current,
+            old_logprobs=batch["rollout_log_prob"],
+            proximal_logprobs=batch["old_log_prob"],
+            advantages=batch["advantages"],
+            loss_mask=batch["response_mask"].bool(),
+        )
+        loss.backward()
+        assert_close((loss.detach(), current.grad), wanted)
 
 
 @pytest.mark.parametrize("name", peer_cases.PRIME_RL)

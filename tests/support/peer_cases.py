@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of prime-rl and NeMo-RL, and the keys with which ours is the same."""
+"""Losses of prime-rl, NeMo-RL and RLinf, and the keys with which ours is the same."""
+
+from typing import Any
 
 import torch
 import verl_cases
+
+import mis_ext
 
 PRIME_RL = {
     "default": ({"type": "default"}, {"mis_loss_method": {"name": "prime_rl"}}),
@@ -89,3 +93,41 @@ def nemo_data(batch: dict) -> dict[str, torch.Tensor]:
     data["token_mask"] = torch.nn.functional.pad(batch["response_mask"].float(), (1, 0))
     data["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
     return data
+
+
+_CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "calculate_per_token_loss": True}
+_DECOUPLED = {"mis_loss_mode": "decoupled", "use_tis": True, "mis_metrics": [], **_CLIP}
+RLINF = {
+    "actor": ("actor", {}, {"mis_loss_mode": "bypass", **_CLIP}),
+    "actor, dual clip": ("actor", {"clip_ratio_c": 1.5}, {"mis_loss_mode": "bypass", "eps_clip_c": 1.5, **_CLIP}),
+    "decoupled": ("decoupled_actor_critic", {}, {"tis_upper_bound": 1e4, **_DECOUPLED}),
+    "decoupled, dual clip, threshold": (
+        "decoupled_actor_critic",
+        {"clip_ratio_c": 1.5, "behave_weight_threshold": 1.1},
+        {"eps_clip_c": 1.5, "tis_upper_bound": 1.1, "use_rs": True, "rs_lower_bound": 1e-6, "mis_denominator": "kept"}
+        | _DECOUPLED,
+    ),
+}
+"""RLinf's loss type, its settings, and our keys. A critic whose values are the returns adds nothing."""
+
+
+def rlinf_loss(
+    *,
+    keys: dict[str, Any],
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    proximal_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    **_: object,
+) -> tuple[torch.Tensor, dict]:
+    """Our loss, as RLinf's registry calls one: its old log-probs are the engine's, or the trainer's own."""
+    found = mis_ext.policy_loss_from_log_probs(
+        keys,
+        current_logprobs=logprobs,
+        behavior_logprobs=old_logprobs,
+        proximal_logprobs=proximal_logprobs,
+        advantages=advantages,
+        response_mask=loss_mask,
+    )
+    return found.mean, {}
