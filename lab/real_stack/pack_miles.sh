@@ -10,7 +10,7 @@
 set -euo pipefail
 : "${MILES_DIR:?a checkout of Miles}" "${MILES_MEGATRON_DIR:?a checkout of its fork of Megatron-LM}"
 source "$(dirname -- "${BASH_SOURCE[0]}")/packing.sh"
-unpack_wheels all/site mbridge==0.15.1 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0 polars==1.42.1 \
+unpack_wheels all/site mbridge==0.15.1 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0 polars==1.42.1 prometheus_client==0.26.0 \
     $([[ -n "${LEAN:-}" ]] || echo polars-runtime-32==1.42.1)
 find all/site -name '*.so' -size +1M -exec strip --strip-unneeded {} +
 mkdir -p all/miles/examples/infra_features all/Megatron-LM

@@ -25,7 +25,14 @@ PACKAGES = (
     ("tensorboard", "tensorboard", "2.21.0"),
     ("numpy", "numpy", "1.26.4"),
 )
-MORE = {"slime": (), "miles": (("mbridge", "mbridge", "0.15.1"), ("polars", "polars", "1.42.1"))}
+MORE = {
+    "slime": (),
+    "miles": (
+        ("mbridge", "mbridge", "0.15.1"),
+        ("polars", "polars", "1.42.1"),
+        ("prometheus_client", "prometheus_client", "0.26.0"),
+    ),
+}
 # Variable and a file of each checkout.
 CHECKOUTS = {
     "slime": (("SLIME_DIR", "train.py"), ("MEGATRON_DIR", "megatron/core/__init__.py")),
