@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -101,8 +102,9 @@ def model_of_ranks(**layout: int) -> Iterator[tuple[Any, Any]]:
     settings = {"bf16": True, "params_dtype": BF16}
     parallel_state.initialize_model_parallel(**layout, create_gloo_process_groups=False)
     try:
-        # torch 2.13 gave collectives of Megatron-Core other names.
-        with megatron_device(torch.device("cpu")), warnings.catch_warnings():
+        # Checkpoints wait for a GPU. torch 2.13 gave collectives of Megatron-Core other names.
+        no_gpu = mock.patch("torch.cuda.synchronize", return_value=None)
+        with megatron_device(torch.device("cpu")), no_gpu, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = TransformerConfig(
                 **sizes, **dict.fromkeys(off, False), **settings, **layout, pipeline_dtype=BF16, normalization="RMSNorm"
@@ -125,9 +127,24 @@ def model_of_ranks(**layout: int) -> Iterator[tuple[Any, Any]]:
             for parameter in model.parameters():
                 generator = torch.Generator().manual_seed(sum(parameter.shape))
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-                parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
             optimizer = get_megatron_optimizer(options, [chunk], use_gloo_process_groups=False)
             optimizer.reload_model_params()
             yield optimizer, model
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def step(optimizer: Any, model: Any, *, number: int) -> None:
+    """An optimizer step, by gradients that are drawn from a parameter's shape and the number of the step."""
+    for parameter in model.parameters():
+        generator = torch.Generator().manual_seed(sum(parameter.shape) + 1000 * number)
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer.step()
+
+
+def sharded_state(optimizer: Any, model: Any, *, is_loading: bool = False) -> dict[str, Any]:
+    """What Megatron-LM saves of both, in its default format."""
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+    metadata["singleton_local_shards"] = False
+    weights = model.sharded_state_dict(metadata=metadata)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading, metadata=metadata)}
