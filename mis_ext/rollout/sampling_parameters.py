@@ -248,7 +248,7 @@ class Change(NamedTuple):
 
 
 CHANGES: list[Change] = []
-"""All that is known of this kind, in the order in which it is made. ``on_policy_tokens.md`` has it as a table."""
+"""All that is known of this kind, in the order in which it is made. ``docs/reference/rollout.md`` has it as a table."""
 _RELEASES: dict[Server, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
 
 

@@ -220,6 +220,6 @@ async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, l
     if [row[1] for row in rows] != ids or meta.get("weight_version") is None:
         raise ValueError(
             f"{engine} did not score the canary: {len(rows)} log-probs of {len(ids)} tokens, weight_version "
-            f"{meta.get('weight_version')!r}"
+            f"{meta.get('weight_version')!r}; leave out canary"
         )
     return str(meta["weight_version"]), [row[0] for row in rows[1:]]
