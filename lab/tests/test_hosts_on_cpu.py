@@ -189,8 +189,8 @@ def test_a_correction_that_does_not_show_is_a_fault() -> None:
 
 @MEGATRON_HOSTS
 def test_each_layout_has_the_host_without_a_correction_with_its_own_and_with_ours(host) -> None:
-    # What is compared with a computation by hand stands for itself.
-    cases = [case for case in host.cases if case.by_hand is None]
+    # What is compared with a computation by hand stands for itself, and what a second node lacks.
+    cases = [case for case in host.cases if case.by_hand is None and case.second_node is None]
     by_name = {case.name: case for case in cases}
     of_layout = {case.layout: [] for case in cases if case.layout}
     for case in cases:
@@ -352,6 +352,10 @@ def test_a_refusal_must_come_with_its_error_and_before_the_model() -> None:
     assert "not refused" in faults_of_run(refused("misspelt_key", text, return_code=0))[0]
     assert "has no 'tis_uper_bound'" in faults_of_run(refused("misspelt_key", "out of memory"))[0]
     assert "after the model was built" in faults_of_run(refused("misspelt_key", f"> {MODEL_BUILT} rank 0\n{text}"))[0]
+    # On two nodes it must say where.
+    text = "ModuleNotFoundError: No module named 'mis_ext'"
+    assert faults_of_run(refused("nodes_missing", f"Error (pid=1, ip=10.77.0.2)\n{text}")) == []
+    assert "no line with 'ip=10.77.0.2'" in faults_of_run(refused("nodes_missing", text))[0]
 
 
 def test_the_table_has_a_row_for_each_run() -> None:

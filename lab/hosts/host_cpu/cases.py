@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .by_hand import ByHand
+from .nodes import SecondNode
 
 NUM_ROLLOUTS = 2
 NUM_PROMPTS = 2
@@ -66,7 +67,7 @@ class Case:
         flags: After the common ones, so that they win.
         config: A file of ``yaml/``, or keys for a file of the run's own; None for no ``--custom-config-path``.
         metrics: Metrics of ours that every step must have logged; empty for a run that shall have none.
-        says: Texts that the log must have.
+        says: Texts that the log must have, that of a refusal too.
         refusal: Text of the error that must end the run before the model is built; None for a run that trains. Without
             `CHECK` among the flags it may come in the first step.
         steps_per_rollout: Optimizer steps.
@@ -77,6 +78,7 @@ class Case:
         partner: Name of the run on one rank whose first gradient norm and metrics this must have; empty for none.
         is_float32: Whether the model has float32 in the place of bfloat16.
         by_hand: What its first gradient norm must be that of; None for no such computation.
+        second_node: What is otherwise on the second of two Ray nodes; None for one node.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Case:
     partner: str = ""
     is_float32: bool = False
     by_hand: ByHand | None = None
+    second_node: SecondNode | None = None
 
     def command(self, common: list[str], *, root: Path, folder: Path) -> list[str]:
         """Every word for the host's parser. Keys of the run's own are written into ``folder``."""

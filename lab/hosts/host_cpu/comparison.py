@@ -63,8 +63,11 @@ def faults_of_run(result: Result) -> list[str]:
         found += [f"step {index}: {name} is {value}" for name, value in finite.items() if not math.isfinite(value)]
     if result.by_hand is not None and not math.isclose(result.first_grad_norm, result.by_hand, rel_tol=SAME):
         found.append(f"first gradient norm {result.first_grad_norm!r}, and {result.by_hand!r} by hand")
-    found += [f"its log has no line with {text!r}" for text in case.says if text not in logged.text]
-    return [f"{case.name}: {fault}" for fault in found]
+    return [f"{case.name}: {fault}" for fault in found + _unsaid(result)]
+
+
+def _unsaid(result: Result) -> list[str]:
+    return [f"its log has no line with {text!r}" for text in result.case.says if text not in result.logged.text]
 
 
 def _faults_of_refusal(result: Result) -> list[str]:
@@ -78,7 +81,7 @@ def _faults_of_refusal(result: Result) -> list[str]:
         found.append("refused only after a step")
     if CHECK[0] in result.case.flags and logged.built_the_model:
         found.append("refused only after the model was built")
-    return [f"{name}: {fault}" for fault in found]
+    return [f"{name}: {fault}" for fault in found + _unsaid(result)]
 
 
 def faults_of_comparison(results: Iterable[Result]) -> list[str]:

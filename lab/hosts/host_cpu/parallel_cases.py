@@ -7,7 +7,10 @@ They are in float32, in which rounding does not hide a difference. The hosts tak
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .cases import MAX_TOKENS, SAME, Case
+import mis_ext
+
+from .cases import CHECK, MAX_TOKENS, SAME, Case
+from .nodes import ADDRESSES, SECOND, SecondNode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ CP_ALLGATHER = Layout(
     title="CP 2, `--allgather-cp`, no positions",
     flags=(*_CP, "--allgather-cp", *_NO_POSITIONS),
 )
+NODES = Layout(name="nodes", title="DP 2, two nodes", flags=("--actor-num-nodes", "2"))
 CP_BFLOAT16 = Layout(name="cp2_bfloat16", title="CP 2, bfloat16", flags=_CP)
 
 
@@ -84,6 +88,51 @@ def allgather_cp(cases: Iterable[Case]) -> tuple[Case, ...]:
     # There the host's own function scores for the whole loss, as it does for the three flags.
     split = tuple(replace(case, partner=case.partner.replace("policy_loss", "hook")) for case in split)
     return (*_in_layout(ONE_NO_POSITIONS, cases), *split)
+
+
+def on_two_nodes(hook: Case) -> tuple[Case, ...]:
+    """Three flags on two Ray nodes, alike and with a difference; the second may have less, or end."""
+    (alike,) = _in_layout(NODES, [replace(hook, second_node=SecondNode())], LARGER)
+    package, version = mis_ext.__name__, f'__version__ = "{mis_ext.__version__}"'
+    other = SecondNode(edits={f"{package}/__init__.py": (version, '__version__ = "0.0.1"')})
+    # Ray says so for each process of another node than that of train.py.
+    place = f"ip={ADDRESSES[SECOND]}"
+    without_check = tuple(flag for flag in alike.flags if flag not in CHECK)
+    killed = tuple(flag.replace(hook.flags[2], "host_cpu.nodes.dies") for flag in without_check)
+    refused = replace(alike, metrics=(), partner="", is_alike=False, layout="")
+    return (
+        alike,
+        replace(
+            alike,
+            name="nodes_keys",
+            layout=f"{NODES.title}, the file of keys on the first alone",
+            second_node=SecondNode(hidden=("yaml",)),
+        ),
+        replace(
+            refused,
+            name="nodes_missing",
+            title="two nodes, mis_ext on the first alone",
+            second_node=SecondNode(hidden=(package,)),
+            refusal=f"ModuleNotFoundError: No module named '{package}'",
+            says=(place,),
+        ),
+        replace(
+            refused,
+            name="nodes_version",
+            title="two nodes, another mis_ext on the second",
+            second_node=other,
+            refusal=f"rank 1 on {SECOND}: mis_ext 0.0.1",
+            says=(),
+        ),
+        replace(
+            refused,
+            name="nodes_killed",
+            title="two nodes, the rank of the second is killed in the loss",
+            flags=killed,
+            refusal="The actor died unexpectedly before finishing this task",
+            says=(ADDRESSES[SECOND],),
+        ),
+    )
 
 
 def in_bfloat16(case: Case) -> Case:

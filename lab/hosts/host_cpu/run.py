@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from . import documented, report
+from . import documented, nodes, report
 from .cases import Case, Host
 from .comparison import Result, faults_of_comparison, faults_of_run
 from .logged import read_log
@@ -58,15 +59,24 @@ def train(host: Host, case: Case, *, inputs: Path, folder: Path) -> Result:
     dtype = ["--float32"] if case.is_float32 else []
     command = [sys.executable, "-m", "host_cpu.train", *dtype, host.package, *words]
     log = folder / f"{case.name}.log"
-    # Ray's sockets lie below its folder, and their paths must be short.
-    with log.open("w") as out, tempfile.TemporaryDirectory(prefix="ray") as ray_folder:
-        of_run = {"RAY_TMPDIR": ray_folder, "MISMATCH_LOG_DIR": str(folder / "mismatch")}
+    with ExitStack() as stack:
+        # Ray's sockets lie below its folder, and their paths must be short.
+        ray_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))
+        environment = (
+            os.environ | ENVIRONMENT | {"RAY_TMPDIR": ray_folder, "MISMATCH_LOG_DIR": str(folder / "mismatch")}
+        )
         start = time.monotonic()
+        if (second := case.second_node) is not None:
+            environment |= nodes.ENVIRONMENT
+            started = nodes.two_nodes(
+                command, second, root=ROOT, folder=folder, scratch=Path(ray_folder), environment=environment
+            )
+            command = stack.enter_context(started)
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | ENVIRONMENT | of_run,
-            stdout=out,
+            env=environment,
+            stdout=stack.enter_context(log.open("w")),
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )

@@ -24,14 +24,10 @@ def main() -> None:
     host = sys.argv.pop(1 + is_float32)
     del sys.argv[1 : 1 + is_float32]
     device.install()
-    # The hosts ask Ray for a GPU per rank; nothing looks whether there is one.
-    ray.init(
-        num_gpus=MOST_RANKS,
-        num_cpus=8,
-        include_dashboard=False,
-        _temp_dir=os.environ.get("RAY_TMPDIR"),
-        runtime_env={"worker_process_setup_hook": "host_cpu.device.install"},
-    )
+    # The hosts ask Ray for a GPU per rank; nothing looks whether there is one. Nodes that run already have theirs.
+    own = {"num_gpus": MOST_RANKS, "num_cpus": 8, "include_dashboard": False, "_temp_dir": os.environ.get("RAY_TMPDIR")}
+    given = {} if "RAY_ADDRESS" in os.environ else own
+    ray.init(**given, runtime_env={"worker_process_setup_hook": "host_cpu.device.install"})
     import train
 
     arguments = importlib.import_module(f"{host}.utils.arguments")
