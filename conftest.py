@@ -24,8 +24,10 @@ if not torch.cuda.is_available():
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
-    # In place of its own, which draws the same each time.
-    settings.register_profile("ci", settings.get_profile("default"), max_examples=200, deadline=None)
+    # In place of its own: no example is too slow on a machine that others use, and "ci" draws others each time.
+    settings.register_profile("default", settings.get_profile("default"), deadline=None)
+    settings.register_profile("ci", settings.get_profile("default"), max_examples=200)
+    settings.load_profile("default")
 
 
 @pytest.hookimpl(tryfirst=True)
