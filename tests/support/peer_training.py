@@ -81,8 +81,8 @@ def _relative(pairs: list[tuple[list[float], list[float]]]) -> float:
     return max(each) if all(value == value for value in each) else float("inf")
 
 
-def write_model(folder: Path) -> None:
-    """A Llama of two layers with random weights, and a tokenizer with one token a word."""
+def write_model(folder: Path, **other: Any) -> None:
+    """A Llama of two layers with random weights, and a tokenizer with one token a word; ``other`` than by default."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -95,7 +95,8 @@ def write_model(folder: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": len(WORDS)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, initializer_range=0.05)).save_pretrained(folder)
+    config = LlamaConfig(**{**sizes, **heads, **ends, "initializer_range": 0.05, **other})
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def rollouts() -> list[dict[str, torch.Tensor]]:

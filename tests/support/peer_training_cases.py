@@ -58,6 +58,19 @@ VERL: dict[str, dict[str, Any]] = {
     },
 }
 """``main_ppo`` of verl: options beside those of the tiny run, and our keys, or the run whose options are converted."""
+_REAL = {"actor_rollout_ref.rollout": {"name": "vllm_cpu"}}
+_CLOSE = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 1.01,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.97_1.03",
+}
+VERL_VLLM: dict[str, dict[str, Any]] = {
+    "vllm none": {"options": _REAL},
+    "vllm own": {"options": _REAL | {PLACE: _CLOSE}, "unlike": "vllm none"},
+    "vllm ours": {"options": _REAL | {PLACE: _CLOSE}, "keys": "vllm own", "like": "vllm own", "logs": LOGS},
+}
+"""The same with vLLM: bounds as narrow as its mismatch."""
 
 
 _WEIGHT = {"level": "token", "mode": "truncate", "high": 1.2}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl on a CPU: a platform and an engine in its own registries; one of ``VERL_USE_EXTERNAL_MODULES``.
+"""verl on a CPU: a platform and two engines in its own registries; one of ``VERL_USE_EXTERNAL_MODULES``.
 
-The engine samples nothing: it returns random tokens with log-probs near those of a model with nearly equal logits. A
-tenth of them is off by a factor of 3.3, up or down. It writes the weights that verl sends it.
+``recorded`` samples nothing: it returns random tokens with log-probs near those of a model with nearly equal logits. A
+tenth of them is off by a factor of 3.3, up or down. ``vllm_cpu`` is a ``vllm.LLM`` in bfloat16. verl's own ``vllm``
+writes weights into the tensors of vLLM's model, which on a CPU are packed and empty. Both get what verl sends as files.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import collections
 import functools
 import os
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,13 +106,68 @@ class Engine:
     release_kv_cache = resume_kv_cache = start_profile = stop_profile = nothing
 
 
+class VLLM(Engine):
+    """vLLM itself, a request at a time and with a seed of its own: equal weights give equal responses in every run."""
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        from vllm import LLM
+
+        super().__init__()
+        self.max_tokens, self.loaded = max_tokens, ""
+        self.engine = LLM(
+            model=model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=64,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            distributed_executor_backend="uni",
+            enforce_eager=True,
+            disable_log_stats=True,
+        )
+
+    async def generate(self, prompt_ids: list[int], *, sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+        """One response, after the newest weights."""
+        from vllm import SamplingParams
+
+        newest = max(Path(os.environ["RUN"]).glob("*.pt"), key=lambda path: int(path.stem))
+        if newest.name != self.loaded:
+            weights = list(torch.load(newest).items())
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self.engine.reset_prefix_cache()
+            self.loaded = newest.name
+        prompt = tuple(prompt_ids)
+        self.asked[prompt] += 1
+        given = {key: sampling_params[key] for key in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        parameters = SamplingParams(
+            **given,
+            max_tokens=self.max_tokens,
+            seed=hash((*prompt, self.asked[prompt])) % 2**31,
+            stop_token_ids=[END],
+            logprobs=0,
+            detokenize=False,
+        )
+        (output,) = self.engine.generate([{"prompt_token_ids": prompt_ids}], parameters, use_tqdm=False)
+        answer, step = output.outputs[0], int(newest.stem)
+        places = zip(answer.token_ids, answer.logprobs, strict=True)
+        return TokenOutput(
+            token_ids=list(answer.token_ids),
+            log_probs=[place[token].logprob for token, place in places],
+            stop_reason="completed",
+            extra_fields={"global_steps": step, "min_global_steps": step, "max_global_steps": step},
+        )
+
+
 class Replica(RolloutReplica):
     """What verl's trainer sees of the engine."""
 
     async def launch_servers(self) -> None:
         """One actor."""
-        self.servers = [ray.remote(Engine).options(num_cpus=0).remote()]
-        self._server_handle, self._server_address = self.servers[0], "recorded:0"
+        is_real = self.config.name == "vllm_cpu"
+        engine, given = (VLLM, (self.model_config.path, self.config.response_length)) if is_real else (Engine, ())
+        self.servers = [ray.remote(engine).options(num_cpus=0).remote(*given)]
+        self._server_handle, self._server_address = self.servers[0], f"{self.config.name}:0"
 
 
 class Adapter(BaseRollout):
@@ -123,16 +180,19 @@ class Adapter(BaseRollout):
         """It has no memory to free."""
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
-        """Write them."""
-        torch.save({name: tensor.clone() for name, tensor in weights}, f"{os.environ['RUN']}/{global_steps}.pt")
+        """Write them, whole at once."""
+        path = Path(os.environ["RUN"]) / f"{global_steps}.pt"
+        torch.save({name: tensor.clone() for name, tensor in weights}, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
 
 
 # It would ask for "cpu:gloo,cpu:gloo", which PyTorch refuses.
 distributed.initialize_global_process_group_ray = functools.partial(
     distributed.initialize_global_process_group_ray, backend="gloo"
 )
-_ROLLOUT_REGISTRY["recorded", "async"] = "on_cpu.Adapter"
-RolloutReplicaRegistry.register("recorded", lambda: Replica)
+for name in ("recorded", "vllm_cpu"):
+    _ROLLOUT_REGISTRY[name, "async"] = "on_cpu.Adapter"
+    RolloutReplicaRegistry.register(name, lambda: Replica)
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:

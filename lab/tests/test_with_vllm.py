@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL and verl with vLLM, as recorded: ours has the gradients of their own correction, from its own samples."""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+import peer_training  # noqa: E402
+import peer_training_cases as cases  # noqa: E402
+from trl_cases import faults_of_steps  # noqa: E402
+
+TRL, VERL = (json.loads((ROOT / "lab" / "real_stack" / f"{host}_vllm.json").read_text()) for host in ("trl", "verl"))
+
+
+def test_ours_has_the_gradients_of_trls_own_correction_and_not_those_of_none() -> None:
+    logged = {name: run["logged"] for name, run in TRL["runs"].items()}
+    assert faults_of_steps(logged) == []
+    # The engine computed in bfloat16: there was a mismatch to correct.
+    assert {run["engine"]["dtype"] for run in TRL["runs"].values()} == {"torch.bfloat16"}
+    assert all(value > 1e-3 for value in logged["TRL's own"]["sampling/sampling_logp_difference/mean"])
+    # The first rollout is of the same weights and the same seed in all runs.
+    assert len({run["reward"][0] for run in logged.values()}) == 1
+
+
+def test_ours_has_the_gradients_of_verls_own_correction_and_not_those_of_none() -> None:
+    runs = VERL["runs"]
+    assert peer_training.faults(runs, cases.VERL_VLLM) == []
+    k3 = [steps for run in runs.values() for key, steps in run["steps"].items() if key.endswith("k3_kl")]
+    # The engine got new weights: its samples stay as near to the trainer as they were, and the first are the same.
+    assert len(k3) == 3
+    assert all(1e-4 < each < 3e-3 for steps in k3 for each in steps)
+    assert max(steps[0] for steps in k3) - min(steps[0] for steps in k3) < 1e-8
