@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import STRAY_KEYS
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config
@@ -65,8 +66,8 @@ class Run(NamedTuple):
         """The whole loss, of a run that was asked for it."""
         return chosen_loss(self.config)
 
-    def check_rollout(self) -> None:
-        """Refuse in the loss what nobody prepared, and warn once of what perhaps nobody did.
+    def check_rollout(self, groups: Groups) -> None:
+        """Refuse in the loss what nobody prepared, and warn once, on one rank, of what perhaps nobody did.
 
         Where the host calls a function of the user's, at the flag for ours, it may not have called ours.
         """
@@ -77,7 +78,8 @@ class Run(NamedTuple):
                 "--rollout-data-postprocess-path, or call it in the function there"
             )
         for found in self.config.unplugged:
-            self.session.warn_once(found)
+            if self.session.is_news(found) and groups.is_first_rank:
+                self.session.warn(found)
 
 
 def chosen_loss(config: RunConfig) -> WholeLoss:

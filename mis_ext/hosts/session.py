@@ -251,11 +251,11 @@ class Session:
         """Warn of something legal that is probably not meant, as a ``MismatchWarning``."""
         warnings.warn(message, MismatchWarning, stacklevel=4)
 
-    def warn_once(self, message: str) -> None:
-        """:meth:`warn`, in the first call that has reason to."""
-        if message not in self._told:
-            self._told.add(message)
-            self.warn(message)
+    def is_news(self, message: str) -> bool:
+        """Whether this is the first time that the message is asked for."""
+        is_new = message not in self._told
+        self._told.add(message)
+        return is_new
 
     def compute(
         self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False, fails: bool = False

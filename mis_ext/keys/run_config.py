@@ -221,16 +221,18 @@ def _unplugged(given: Mapping[str, Any], group: GroupConfig | None) -> Iterator[
     Of the whole rollout it sees whether ours was called. A host without these flags has ways of its own.
     """
     asked = {}
-    if given.get(ROLLOUT_KEY) and not given.get("load_debug_rollout_data"):
-        asked[f"{ROLLOUT_KEY} ({', '.join(given[ROLLOUT_KEY])})"] = (GENERATE_FLAG, "mis_ext.rollout.generate")
+    keys = given.get(ROLLOUT_KEY)
+    if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
+        # What else it may be, and which keys there are, the function itself says.
+        asked[f"{ROLLOUT_KEY} ({', '.join(map(str, keys))})"] = (GENERATE_FLAG, "mis_ext.rollout.generate")
     if group is not None and group.of_rewards and group.over != "kept":
         asked[group.of_rewards] = (REWARD_FLAG, "mis_ext.group_rewards")
-    for keys, (argument, function) in asked.items():
+    for what, (argument, function) in asked.items():
         path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
         if path is None and argument in given:
-            yield f"{keys} does nothing unless a function of yours calls {function}: {flag} is not set"
-        elif path is not None and not path.startswith("mis_ext."):
-            yield f"{keys} does nothing unless {flag} {path} calls {function}"
+            yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"
+        elif path is not None and not str(path).startswith("mis_ext."):
+            yield f"{what} does nothing unless {flag} {path} calls {function}"
 
 
 _COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")

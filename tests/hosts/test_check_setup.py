@@ -387,6 +387,20 @@ def test_what_a_foreign_function_may_leave_undone_is_said_at_start_and_once_in_t
             for _ in range(2):
                 mis_ext.compute_mis_weights_with_cp(args, **batch)
         assert [said in str(each.message) for each in caught].count(True) == times
+    args = arguments(HOOK | keys | {argument: "os.path.join"})
+    mis_ext.check_setup(args)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does nothing")
+        mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+
+
+@pytest.mark.parametrize("value", [True, 1, "text", ["canary"], {1: True}, {}])
+def test_a_value_of_another_program_at_our_key_of_the_rollout_is_no_business_of_the_loss(value) -> None:
+    args = arguments(HOOK | {"on_policy_tokens": value, "custom_generate_function_path": ["a", "list"]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mis_ext.compute_mis_weights_with_cp(args, **make_batch())
+    assert any("on_policy_tokens (1)" in str(each.message) for each in caught) == (value == {1: True})
 
 
 def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None:

@@ -221,9 +221,15 @@ def check_an_error_of_all_nodes_is_that_of_one(rank: int) -> None:
 def check_other_files_of_the_package_on_one_node(rank: int) -> None:
     with own_folder() as folder:
         copy = shutil.copytree(Path(mis_ext.__file__).parent, folder / "copy")
-        if rank:
-            (copy / "correction" / "weights.py").open("a").write("# another commit\n")
         with mock.patch.object(mis_ext, "__file__", str(copy / "__init__.py")):
+            if rank:
+                # An editor's lock, and its copies.
+                (copy / ".#weights.py").symlink_to("nobody@nowhere.1")
+                (copy / ".ipynb_checkpoints").mkdir()
+                (copy / ".ipynb_checkpoints" / "weights-checkpoint.py").touch()
+            start()
+            if rank:
+                (copy / "_presets" / "mis.yaml").open("a").write("# another commit\n")
             files = rf"mis_ext {mis_ext.__version__}, files \w+, eager"
             message = f"rank 0 on {platform.node()}: {files}; rank 1 on {platform.node()}: {files}; install the same"
             with pytest.raises(RuntimeError, match=message):

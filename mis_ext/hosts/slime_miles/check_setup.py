@@ -116,8 +116,8 @@ def check_setup(args: Any) -> None:
     For ``--custom-megatron-init-path mis_ext.check_setup``. Both hosts call it on every training rank of Megatron,
     after the process groups exist and before the model loads; with a critic also on the critic's ranks. Miles' FSDP
     backend does not call it. All have the same arguments, but not the same disk: if ranks of ``torch.distributed`` have
-    met, they tell each other what they found, so an error of one node is an error of all. Rank 0 prints: a line that
-    says what will run, and a line for each warning, and for what could not be tried.
+    met, all of them have to call it: they tell each other what they found, so an error of one node is an error of all.
+    Rank 0 prints: a line that says what will run, and a line for each warning, and for what could not be tried.
 
     The one call, on two short drawn responses on a CPU, refuses what the first training step would refuse. It leaves
     nothing behind.
@@ -152,7 +152,8 @@ def check_setup(args: Any) -> None:
 def _checked(args: Any) -> list[str]:
     """What rank 0 says, of this rank's own findings."""
     entrance = None if _only_dithers(args) else _entrance_of(args)
-    config = current_run(args, whole_loss=entrance is _LOSS).config
+    run = current_run(args, whole_loss=entrance is _LOSS)
+    config = run.config
     said = ["mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"]
     if entrance is not None:
         _refuse_missing_preparation(args, config)
@@ -164,7 +165,8 @@ def _checked(args: Any) -> list[str]:
         said.append(
             "mis_ext: model_provider makes no logits: the loss and the host's scoring passes take hidden states"
         )
-    said += [f"mis_ext: warning: {found}" for found in config.unplugged]
+    # Said here, and not again in the first call.
+    said += [f"mis_ext: warning: {found}" for found in config.unplugged if run.session.is_news(found)]
     said += [*_fp16_gradients(args), *_unscored_rollout(args, config), *_unread_keys(args)]
     of_prompts, path = config.group and config.group.needs_rollout, read_argument(args, "rollout_data_postprocess_path")
     if of_prompts and not str(path).startswith("mis_ext."):
@@ -188,9 +190,11 @@ def _checked(args: Any) -> list[str]:
 def _installed() -> str:
     """What must be the same on every rank: others would compute or exchange something else, and wait forever."""
     package, read = Path(mis_ext.__file__).parent, hashlib.sha256()
-    # A checkout of another commit may have the same version.
-    for path in sorted(package.rglob("*.py")):
-        read.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    # A checkout of another commit may have the same version. What editors leave behind is hidden, or no file.
+    for path in sorted([*package.rglob("*.py"), *package.glob("_presets/*.yaml")]):
+        name = path.relative_to(package)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            read.update(name.as_posix().encode() + path.read_bytes())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = "Triton" if wants_triton(device) else "eager"
     return f"mis_ext {mis_ext.__version__}, files {read.hexdigest()[:8]}, {backend}"

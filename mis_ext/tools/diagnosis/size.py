@@ -108,8 +108,8 @@ def kernels_or_low_precision(measured: Measured, signals: Signals) -> Finding | 
     title="lower precision on one side (fp8 or int8 weights or cache)",
     looks_like=_left(f"{PRETRAINED_K3:g} to {QUANTISED_K3:g}"),
     advice="Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
-    "correction, and needed 8 steps more than 107 to a reward of 0.9 with it (docs/reference/presets.md). A k3 far above "
-    "that of the same engine in bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
+    "correction, and needed 8 steps more than 107 to a reward of 0.9 with it (docs/reference/presets.md). A k3 far "
+    "above that of the same engine in bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
 )
 def low_precision(measured: Measured, signals: Signals) -> Finding | None:
     if not _is_left(measured, PRETRAINED_K3, QUANTISED_K3):
