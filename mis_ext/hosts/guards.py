@@ -199,10 +199,10 @@ class StatusMonitor:
 
 
 def raise_if_failed(status: float) -> None:
-    """Raise an error if a status names a rank on which the correction failed."""
+    """Raise an error if a status names a rank on which a call failed."""
     rank = failed_rank(status)
     if rank is not None:
-        raise RuntimeError(f"the correction failed on rank {rank}; the error of that rank says why")
+        raise RuntimeError(f"a call failed on rank {rank}; the error of that rank says why")
 
 
 class Finding(NamedTuple):

@@ -323,7 +323,7 @@ def test_an_error_on_one_rank_is_known_to_all_and_moves_nothing(cp_size, dp_size
 
     first, *others = run_ranks(work, cp_size=cp_size, dp_size=dp_size)
     assert first[0].startswith("target_accept: rollout 3 has no rollout_log_probs")
-    assert others == [("the correction failed on rank 0; the error of that rank says why", 0)] * len(others)
+    assert others == [("a call failed on rank 0; the error of that rank says why", 0)] * len(others)
 
 
 # --- hosts

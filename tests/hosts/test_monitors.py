@@ -78,7 +78,7 @@ def test_a_failed_rank_is_named_in_every_call() -> None:
     monitor = StatusMonitor()
     for rank in (0, 3, 1_000_000):
         monitor.observe(torch.tensor(math.inf))
-        with pytest.raises(RuntimeError, match=rf"the correction failed on rank {rank};"):
+        with pytest.raises(RuntimeError, match=rf"a call failed on rank {rank};"):
             monitor.observe(torch.tensor(-(rank + 1.0)))
 
 
