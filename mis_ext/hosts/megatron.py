@@ -107,6 +107,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     told, device = status_groups(loss, groups, extra_metrics=host.metrics), logits.device
     with run.session.local_work(batch["response_lengths"], groups=groups, device=device, status_groups=told):
         run.check_rollout(groups)
+        make_reducer = _reducer_maker(loss)
         layout = batch_layout(
             is_padded=config.is_padded,
             groups=groups,
@@ -158,7 +159,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         session=run.session,
         told=told,
         groups=groups,
-        make_reducer=partial(_reducer, loss, batch, layout),
+        make_reducer=None if make_reducer is None else partial(_reducer, make_reducer, loss, batch, layout),
         extra_metrics=host.metrics,
     )
     if layout.num_local_tokens > 0 or scores.log_prob_T.requires_grad:
@@ -181,17 +182,23 @@ def _divisor(given: Any, layout: PackedLayout) -> Tensor | None:
     return divisor_S
 
 
-def _reducer(loss: WholeLoss, batch: Batch, layout: PackedLayout, correction: Correction | None) -> Reducer | None:
-    """The user's own, made from the returned masks as the hosts do."""
+def _reducer_maker(loss: WholeLoss) -> Callable[..., Reducer] | None:
+    """The user's own function, where there is one."""
     if loss.reducer_path is None:
         return None
     module, _, name = loss.reducer_path.rpartition(".")
-    make = getattr(import_module(module), name)
+    maker: Callable[..., Reducer] = getattr(import_module(module), name)
+    return maker
+
+
+def _reducer(
+    make: Callable[..., Reducer], loss: WholeLoss, batch: Batch, layout: PackedLayout, correction: Correction | None
+) -> Reducer:
+    """The user's own, made from the returned masks as the hosts do."""
     masks = batch["loss_masks"]
     if correction is not None and not correction.plan.config.metrics_only:
         masks = unpack(correction.loss_mask_R, layout)
-    reducer: Reducer = make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
-    return reducer
+    return make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
 
 
 def positive_temperature(config: RunConfig) -> float:

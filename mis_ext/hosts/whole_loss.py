@@ -302,11 +302,11 @@ def status_groups(
     loss: WholeLoss, groups: Groups, *, extra_metrics: frozenset[str] = frozenset()
 ) -> list[Group] | None:
     """Who hears of an error before a loss; None where its correction says it to all, none where nobody would wait."""
-    if loss.has_correction:
-        return None
-    return groups_of_sums(
-        loss.settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics
-    )
+    return None if loss.has_correction else _waiting(loss.settings, groups, extra_metrics)
+
+
+def _waiting(settings: LossSettings, groups: Groups, extra_metrics: frozenset[str]) -> list[Group]:
+    return groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
 
 
 def packed_loss(
@@ -316,30 +316,39 @@ def packed_loss(
     session: Session,
     told: list[Group] | None,
     groups: Groups,
-    make_reducer: Callable[[Correction | None], Reducer | None] | None = None,
+    make_reducer: Callable[[Correction | None], Reducer] | None = None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> PolicyLoss:
-    """Correct the tokens, and compute their loss; ``told`` are those of :func:`status_groups`."""
+    """Correct the tokens, and compute their loss; ``told`` are those of :func:`status_groups`.
+
+    ``make_reducer`` runs code of the user: whoever waits in the sums of the loss hears of an error in it.
+    """
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
+    reducer: Reducer | None = None
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
-    if told is not None:
-        session.exchange_status(told, device=mask_R.device)
-    elif "behavior" in log_probs:
-        # Between the behavior policy and the one whose ratio to it is not in the loss yet.
-        trainer: Policy = "proximal" if settings.uses_proximal else "current"
-        streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout, tokens.lag_T)
-        correction = session.correct(streams, groups=groups, token_metrics=True)
-        token_metrics = correction.token_metrics
-    else:
-        session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
-        not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
-        token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
+    if told is None:
+        if "behavior" in log_probs:
+            # Between the behavior policy and the one whose ratio to it is not in the loss yet.
+            trainer: Policy = "proximal" if settings.uses_proximal else "current"
+            streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout, tokens.lag_T)
+            correction = session.correct(streams, groups=groups, token_metrics=True)
+            token_metrics = correction.token_metrics
+        else:
+            session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
+            not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
+            token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
+        # Behind a correction nobody else has an error to tell.
+        told = [] if make_reducer is None else _waiting(settings, groups, extra_metrics)
+    if make_reducer is not None:
+        with session.local_work(layout.response_lengths, groups=groups, device=mask_R.device, status_groups=told):
+            reducer = make_reducer(correction)
+    session.exchange_status(told, device=mask_R.device)
     return compute_policy_loss(
         settings,
         tokens,
         correction=correction,
         token_metrics=token_metrics,
-        reducer=None if make_reducer is None else make_reducer(correction),
+        reducer=reducer,
         extra_metrics=extra_metrics,
     )

@@ -15,14 +15,18 @@ import mis_ext
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_scores, plain_scores
 from mis_ext.hosts.runs import current_run
-from mis_ext.loss.policy import MILES_METRICS
+from mis_ext.loss.policy import MILES_METRICS, groups_of_sums
 from mis_ext.scoring import Scores, score_tokens
 
+REDUCER = "custom_pg_loss_reducer_function_path"
+GSPO = {"advantage_estimator": "gspo"}
 MODES = {
     "bypass": {"mis_loss_mode": "bypass", "use_rollout_logprobs": True} | loss_cases.SEQUENCES,
     "reinforce": {"mis_loss_mode": "reinforce", "use_rollout_logprobs": True} | loss_cases.GATES,
     "kept": {"mis_loss_denominator": "kept"} | loss_cases.GATES,
     "sequence": {"mis_loss_denominator": "sequence"} | loss_cases.GATES,
+    "reducer": {REDUCER: "loss_cases.reduce_by_constant"},
+    "gspo, reducer, gates": GSPO | {REDUCER: "loss_cases.reduce_by_constant"} | loss_cases.GATES,
     "segments": loss_cases.GATES | {"rs_gates": [{"reduce": "segment_mean", "low": 0.9, "high": 1.1}]},
 }
 AVERAGED = {
@@ -31,6 +35,7 @@ AVERAGED = {
     "eps_clip": 0.2,
     "eps_clip_high": None,
 }
+# A reducer by the lengths of whole responses is for one rank.
 OPTIONS = {name: keys for name, keys in loss_cases.OPTIONS.items() if "reducer" not in name} | MODES
 
 
@@ -105,7 +110,7 @@ def test_compiled_context_parallel_ranks_give_the_loss_of_one_too(name, graphs) 
 
 
 def test_what_exchanges_sums_is_not_compiled() -> None:
-    keys = {"advantage_estimator": "gspo", "mis_loss_compile": True}
+    keys = GSPO | {"mis_loss_compile": True}
     batch = loss_cases.whole_batch()
     for error in run_ranks(lambda rank: computed(rank.groups, keys, batch), cp_size=2):
         with pytest.raises(ValueError, match=r"mis_loss_compile: --advantage-estimator gspo sums over sequences or"):
@@ -119,7 +124,7 @@ def no_scores(*_) -> Scores:
 def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
     """One response of one token: one rank owns the logits before it, the other one none that count."""
     chosen = of_one_token(loss_cases.whole_batch())
-    for keys in ({}, loss_cases.GATES, {"advantage_estimator": "gspo"}):
+    for keys in ({}, loss_cases.GATES, GSPO):
 
         def on_rank(rank: Rank, keys=keys) -> tuple:
             place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size}
@@ -141,30 +146,61 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
             assert count == 1 or float(loss) == 0.0
 
 
+def failing_on_rank_1(rank: Rank, keys: dict, extra: frozenset, *, spoiled: bool = False, reducer: str = "") -> tuple:
+    """What the loss gives where rank 1 has its own reducer or batch, and whether the loss needs numbers of others."""
+    given = {REDUCER: reducer if rank.number == 1 else "loss_cases.reduce_by_constant"} if reducer else {}
+    cp_size = 3 - rank.groups.dp_size
+    local = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=rank.cp_rank, cp_size=cp_size)
+    logits = local.pop("logits").requires_grad_()
+    if rank.number == 1 and spoiled:
+        local["advantages"] = local["advantages"][:1]
+    run = current_run(loss_cases.host_args(**keys | given), whole_loss=True)
+    groups = {"cp_group": rank.groups.cp_group, "dp_group": rank.groups.dp_group}
+    sums = groups_of_sums(run.loss.settings, **groups, extra_metrics=extra)
+    try:
+        return batch_loss(run, Host(rank.groups, plain_scores, extra), local, logits).loss, bool(sums)
+    except (ValueError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        return error, bool(sums)
+
+
+LOSSES_OF_RANKS = [{}, GSPO, AVERAGED, loss_cases.GATES, loss_cases.GATES | GSPO]
+
+
 @pytest.mark.parametrize("dp_size", [1, 2])
-@pytest.mark.parametrize("keys", [{}, {"advantage_estimator": "gspo"}, AVERAGED, loss_cases.GATES])
+@pytest.mark.parametrize("keys", LOSSES_OF_RANKS)
 @pytest.mark.parametrize("extra", [frozenset(), MILES_METRICS])
 def test_an_error_of_one_rank_leaves_none_waiting(dp_size, keys, extra) -> None:
     """Whatever the loss exchanges, sums of its own, of a correction or nothing."""
-    batch = loss_cases.whole_batch()
+    good, bad = run_ranks(
+        lambda rank: failing_on_rank_1(rank, keys, extra, spoiled=True), cp_size=3 - dp_size, dp_size=dp_size
+    )
+    assert isinstance(bad[0], ValueError)
+    assert "advantages has samples" in str(bad[0])
+    assert_told(*good, is_corrected="use_rs" in keys)
 
-    def on_rank(rank: Rank) -> torch.Tensor:
-        args = loss_cases.host_args(**keys)
-        local = loss_cases.local_batch(batch, cp_rank=rank.cp_rank, cp_size=3 - dp_size)
-        logits = local.pop("logits").requires_grad_()
-        if rank.number == 1:
-            local["advantages"] = local["advantages"][:1]
-        return batch_loss(
-            current_run(args, whole_loss=True), Host(rank.groups, plain_scores, extra), local, logits
-        ).loss
 
-    good, bad = run_ranks(on_rank, cp_size=3 - dp_size, dp_size=dp_size)
-    assert isinstance(bad, ValueError)
-    assert "advantages has samples" in str(bad)
-    # A loss without a number of other ranks is as good as it was.
-    assert isinstance(good, torch.Tensor) or "failed on rank 1;" in str(good)
-    if keys == loss_cases.GATES:
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("keys", LOSSES_OF_RANKS)
+@pytest.mark.parametrize("extra", [frozenset(), MILES_METRICS])
+@pytest.mark.parametrize(
+    ("reducer", "error"), [("loss_cases.forgotten", AttributeError), ("loss_cases.refuse_masks", ZeroDivisionError)]
+)
+def test_a_reducer_that_one_rank_cannot_make_leaves_none_waiting(dp_size, keys, extra, reducer, error) -> None:
+    good, bad = run_ranks(
+        lambda rank: failing_on_rank_1(rank, keys, extra, reducer=reducer), cp_size=3 - dp_size, dp_size=dp_size
+    )
+    assert isinstance(bad[0], error)
+    # Masks are known after the correction: who needs no more of others is done then.
+    assert_told(*good, is_corrected="use_rs" in keys and error is AttributeError)
+
+
+def assert_told(good, is_waiting, *, is_corrected) -> None:
+    if is_waiting or is_corrected:
         assert isinstance(good, RuntimeError)
+        assert str(good) == "a call failed on rank 1; the error of that rank says why"
+    else:
+        # A loss without a number of other ranks is as good as it was.
+        assert isinstance(good, torch.Tensor)
 
 
 # --- gloo processes

@@ -24,7 +24,7 @@ _here = threading.local()
 
 
 class Meeting:
-    """Where the threads of one group exchange tensors of one shape."""
+    """Where the threads of one group exchange tensors of one shape and dtype."""
 
     def __init__(self, size: int, baton: threading.Lock) -> None:
         self.size, self._baton = size, baton
@@ -40,7 +40,7 @@ class Meeting:
         finally:
             self._baton.acquire()
         tensors = [self._given[turn, other] for other in range(self.size)]
-        assert len({each.shape for each in tensors}) == 1, "a gather of different shapes would hang"
+        assert len({(each.shape, each.dtype) for each in tensors}) == 1, "a gather of different sizes would hang"
         return tensors
 
 
