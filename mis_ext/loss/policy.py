@@ -100,6 +100,7 @@ def compute_policy_loss(
     """
     layout = tokens.layout
     settings, reductions = _prepared(settings, tokens)
+    errors: list[Exception] = []
     with torch.no_grad():
         share_T = _share(settings, tokens, tokens.divisor_S)
         policy_share_T = share_T
@@ -113,7 +114,7 @@ def compute_policy_loss(
             reductions=reductions,
             share_T=share_T,
             policy_share_T=policy_share_T,
-            reducer=reducer,
+            reduce=None if reducer is None else functools.partial(_reduced, reducer, errors=errors),
             is_corrected=token_metrics is not None,
             with_kl="train_rollout_kl" in extra_metrics,
         )
@@ -122,6 +123,8 @@ def compute_policy_loss(
             totals["ess_ratio"] = effective_samples(
                 settings, tokens, log_ratio_T=passed.log_ratio_T, response_T=response_T
             )
+    if errors:
+        raise errors[0]
     current_T = tokens.log_probs["current"]
     loss: Tensor = _WithSlopes.apply(  # type: ignore[no-untyped-call]
         totals["loss"], current_T, passed.slope_T, tokens.entropy_T, passed.entropy_slope_T
@@ -205,7 +208,7 @@ def _token_pass(
     reductions: Reductions,
     share_T: Tensor,
     policy_share_T: Tensor,
-    reducer: Reducer | None,
+    reduce: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
     is_corrected: bool,
     with_kl: bool,
 ) -> _Passed:
@@ -215,13 +218,8 @@ def _token_pass(
         totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
     if settings.opsm_delta is not None:
         totals["opsm_clipfrac"] = masked_sequences(settings.opsm_delta, objective.pair, tokens, found)
-    if reducer is not None:
-        # The sum that a function of the user makes, and what it makes of each token.
-        with torch.enable_grad():
-            loss_T = found.loss_T.detach().requires_grad_()
-            total = reducer(loss_T)
-            (policy_share_T,) = torch.autograd.grad(total, loss_T)
-        totals["pg_loss"] = total.detach()
+    if reduce is not None:
+        totals["pg_loss"], policy_share_T = reduce(found.loss_T)
     elif settings.denominator != "original":
         totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
     slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
@@ -232,6 +230,22 @@ def _token_pass(
         loss = loss.add(totals["kl_loss"], alpha=settings.kl.coefficient)
     totals["loss"] = loss
     return _Passed(totals, slope_T, entropy_slope_T, found.log_ratio_T)
+
+
+def _reduced(reducer: Reducer, loss_T: Tensor, *, errors: list[Exception]) -> tuple[Tensor, Tensor]:
+    """The sum that a function of the user makes, and what it makes of each token; NaN after an error.
+
+    The error is kept until other ranks need no more sums of this one.
+    """
+    try:
+        with torch.enable_grad():
+            leaf_T = loss_T.detach().requires_grad_()
+            total = reducer(leaf_T)
+            (share_T,) = torch.autograd.grad(total, leaf_T)
+        return total.detach(), share_T
+    except Exception as error:
+        errors.append(error)
+        return loss_T.new_tensor(torch.nan), torch.full_like(loss_T, torch.nan)
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
 
 
 def failing_on_rank_1(rank: Rank, keys: dict, extra: frozenset, *, spoiled: bool = False, reducer: str = "") -> tuple:
-    """What the loss gives where rank 1 has its own reducer or batch, and whether the loss needs numbers of others."""
+    """The gradient, or the error, where rank 1 has its own reducer or batch; and whether the loss sums over ranks."""
     given = {REDUCER: reducer if rank.number == 1 else "loss_cases.reduce_by_constant"} if reducer else {}
     cp_size = 3 - rank.groups.dp_size
     local = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=rank.cp_rank, cp_size=cp_size)
@@ -158,7 +158,8 @@ def failing_on_rank_1(rank: Rank, keys: dict, extra: frozenset, *, spoiled: bool
     groups = {"cp_group": rank.groups.cp_group, "dp_group": rank.groups.dp_group}
     sums = groups_of_sums(run.loss.settings, **groups, extra_metrics=extra)
     try:
-        return batch_loss(run, Host(rank.groups, plain_scores, extra), local, logits).loss, bool(sums)
+        loss = batch_loss(run, Host(rank.groups, plain_scores, extra), local, logits).loss
+        return torch.autograd.grad(loss, logits)[0], bool(sums)
     except (ValueError, AttributeError, ZeroDivisionError, RuntimeError) as error:
         return error, bool(sums)
 
@@ -183,15 +184,24 @@ def test_an_error_of_one_rank_leaves_none_waiting(dp_size, keys, extra) -> None:
 @pytest.mark.parametrize("keys", LOSSES_OF_RANKS)
 @pytest.mark.parametrize("extra", [frozenset(), MILES_METRICS])
 @pytest.mark.parametrize(
-    ("reducer", "error"), [("loss_cases.forgotten", AttributeError), ("loss_cases.refuse_masks", ZeroDivisionError)]
+    ("reducer", "error"),
+    [
+        ("loss_cases.forgotten", AttributeError),
+        ("loss_cases.refuse_masks", ZeroDivisionError),
+        ("loss_cases.refuse_loss", ZeroDivisionError),
+    ],
 )
-def test_a_reducer_that_one_rank_cannot_make_leaves_none_waiting(dp_size, keys, extra, reducer, error) -> None:
+def test_a_reducer_that_fails_on_one_rank_leaves_none_waiting(dp_size, keys, extra, reducer, error) -> None:
     good, bad = run_ranks(
         lambda rank: failing_on_rank_1(rank, keys, extra, reducer=reducer), cp_size=3 - dp_size, dp_size=dp_size
     )
     assert isinstance(bad[0], error)
-    # Masks are known after the correction: who needs no more of others is done then.
-    assert_told(*good, is_corrected="use_rs" in keys and error is AttributeError)
+    # Masks are known after the correction, and a loss after most sums: who needs no more of others is done then.
+    is_waiting = good[1] and reducer != "loss_cases.refuse_loss"
+    assert_told(good[0], is_waiting, is_corrected="use_rs" in keys and error is AttributeError)
+    if reducer == "loss_cases.refuse_loss":
+        # Not a part of a gradient, with which it would train.
+        assert bool(good[0].isnan().any()) is ("advantage_estimator" in keys and dp_size == 1)
 
 
 def assert_told(good, is_waiting, *, is_corrected) -> None:

@@ -129,6 +129,11 @@ def refuse_masks(*_):
     raise ZeroDivisionError("a reducer of no tokens")
 
 
+def refuse_loss(*_):
+    """One that cannot be called."""
+    return refuse_masks
+
+
 def host_args(**options) -> Namespace:
     """Arguments as both hosts have them."""
     defaults = {
