@@ -94,7 +94,7 @@ def score_hidden(
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
     """
     states = hidden if sequence_parallel else None
-    with work_before_gather(entropy, kept is not None, token_T, tp_group, states=states):
+    with work_before_gather(entropy, kept is not None, token_T, tp_group, beside=hidden, states=states):
         hidden_NE = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
         num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
@@ -224,7 +224,8 @@ class _Scored(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         whole_NE = _whole(hidden_NE, use)
         no_cast = torch.autocast(hidden_NE.device.type, enabled=False)
-        with work_before_gather(use.entropy, kept is not None, targets.token_T, use.tp_group), no_cast:
+        meeting = work_before_gather(use.entropy, kept is not None, targets.token_T, use.tp_group, beside=whole_NE)
+        with meeting, no_cast:
             columns = None if kept is None else kept.sorted()
             sums = _row_sums(_Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use)
         dtype = torch.promote_types(hidden_NE.dtype, torch.float32)

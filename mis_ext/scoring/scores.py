@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -79,7 +79,7 @@ def score_tokens(
     References:
         Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
     """
-    with work_before_gather(entropy, kept is not None, token_T, tp_group):
+    with work_before_gather(entropy, kept is not None, token_T, tp_group, beside=logits):
         check_choice("entropy", entropy, get_args(EntropyUse))
         check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
         if vocab_size is not None:
@@ -111,7 +111,7 @@ class _Scored(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use
     ) -> tuple[Tensor, Tensor | None]:
-        with work_before_gather(use.entropy, bits_TC is not None, targets.token_T, use.tp_group):
+        with work_before_gather(use.entropy, bits_TC is not None, targets.token_T, use.tp_group, beside=logits_NV):
             sums = use.backend.row_sums(
                 logits_NV, targets, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
             )
@@ -158,23 +158,33 @@ class _Scored(torch.autograd.Function):
 
 @contextmanager
 def work_before_gather(
-    entropy: str, is_among_kept: bool, token_T: Tensor, group: Group | None, *, states: Tensor | None = None
+    entropy: str,
+    is_among_kept: bool,
+    token_T: Tensor,
+    group: Group | None,
+    *,
+    beside: Tensor,
+    states: Tensor | None = None,
 ) -> Iterator[None]:
     """What a tensor-parallel rank does before it has to meet the others: an error in it is raised when they know it.
 
-    They may have found nothing to refuse, or have memory where this rank has none. ``states`` are gathered first.
+    They may have found nothing to refuse, or have memory where this rank has none. They are told where ``beside`` is.
+    ``states`` are gathered first.
     """
     try:
         yield
     except Exception:
-        if group is not None:
-            if states is not None:
-                gather_rows(states, group)
-            # As many numbers of each token as the others say.
-            num_sums = 3 + (entropy != "none") + 2 * is_among_kept
-            message = torch.zeros(num_sums * len(token_T) + 1, dtype=torch.float64, device=token_T.device)
-            message[-1] = 1.0
-            gather_rows(message, group)
+        # Arguments that were refused may have no message in them either: the error is still the first one.
+        with suppress(Exception):
+            if group is not None:
+                if states is not None:
+                    gather_rows(states, group)
+                # As many numbers of each token as the others say.
+                num_sums = 3 + (entropy != "none") + 2 * is_among_kept
+                device = (beside if isinstance(beside, Tensor) else token_T).device
+                message = torch.zeros(num_sums * len(token_T) + 1, dtype=torch.float64, device=device)
+                message[-1] = 1.0
+                gather_rows(message, group)
         raise
 
 

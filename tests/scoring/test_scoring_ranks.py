@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,8 @@ class NoMemory:
         ({"logits": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "logits must be floats"),
         ({"row_T": torch.tensor([0])}, ValueError, r"row_T has shape \[1\]"),
         ({"logits": None}, AttributeError, "no attribute 'reshape'"),
+        ({"token_T": "abc"}, AttributeError, "no attribute 'dtype'"),
+        ({"token_T": torch.zeros(3, dtype=torch.int64, device="meta")}, ValueError, "token_T is on meta"),
         ({}, torch.OutOfMemoryError, "no memory"),
     ],
 )
@@ -97,19 +100,30 @@ def test_what_one_rank_refuses_no_rank_waits_for(monkeypatch, num_tokens, change
     monkeypatch.setattr(scores, "choose_backend", lambda x: NoMemory() if x.shape[1] == 1 else choose(x))
     none_N = torch.zeros(0, dtype=torch.int64)
     kept = KeptColumns(none_N, none_N, torch.zeros(num_tokens, dtype=torch.bool))
+    if "token_T" in change:
+        change = {"token_T": change["token_T"][:num_tokens]}
     if error is torch.OutOfMemoryError:
         change = {"logits": torch.ones(num_tokens, 1)}
     for said in ({"entropy": "none"}, {"entropy": "value"}, {"entropy": "gradient", "kept": kept}):
 
         def answer(rank: Rank, said: dict[str, Any] = said) -> Any:
-            given = {"logits": torch.ones(num_tokens, 4), **said, **(change if rank.cp_rank == 1 else {})}
-            logits = given.pop("logits")
-            return score_tokens(
-                logits, torch.arange(num_tokens), tp_group=rank.groups.cp_group, tp_rank=rank.cp_rank, **given
-            )
+            given = {"logits": torch.ones(num_tokens, 4), "token_T": torch.arange(num_tokens), **said}
+            given |= change if rank.cp_rank == 1 else {}
+            logits, token_T = given.pop("logits"), given.pop("token_T")
+            return score_tokens(logits, token_T, tp_group=rank.groups.cp_group, tp_rank=rank.cp_rank, **given)
 
         good, bad = run_ranks(answer, cp_size=2)
         assert isinstance(good, RuntimeError), good
         assert "another tensor-parallel rank failed to score" in str(good)
         with pytest.raises(error, match=text):
             raise bad
+
+
+@pytest.mark.parametrize("token_T", [torch.zeros(3, dtype=torch.int64), None])
+def test_the_error_that_came_first_is_raised_where_none_can_be_told(token_T) -> None:
+    def allgather(*_: Any) -> Any:
+        raise RuntimeError("no backend for this device")
+
+    group = SimpleNamespace(_replica_id=0, size=lambda: 2, allgather=allgather)
+    with pytest.raises(ValueError, match="temperature must be"):
+        score_tokens(torch.ones(3, 4), token_T, temperature=-1.0, tp_group=group)
