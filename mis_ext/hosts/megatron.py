@@ -269,6 +269,10 @@ def fused_scores(
         temperature: Of the rollout, by which the logits are divided.
         observes_entropy: Whether the entropy is logged where the loss has no use for it.
         kept: The tokens among which each one was drawn; None for all.
+
+    Raises:
+        ValueError: The batch does not fit the logits. Tensor-parallel ranks hear only what the scoring itself refuses;
+            after an earlier error they wait, as no message has their size yet.
     """
     loss = chosen_loss(config)
     padded_lengths = None

@@ -203,7 +203,8 @@ def policy_loss_from_hidden(
     Raises:
         ValueError: As :func:`policy_loss_from_log_probs` and :func:`~mis_ext.score_hidden`.
         TypeError: Likewise, or an argument is none of theirs.
-        RuntimeError: Another rank failed; it is named, and its own error says why.
+        RuntimeError: Another rank failed; it is named, and its own error says why. Tensor-parallel ranks hear only what
+            :func:`~mis_ext.score_hidden` refuses; after an earlier error they wait, as no message has their size yet.
     """
     run = current_run(args, whole_loss=True)
     loss = run.loss
