@@ -40,7 +40,7 @@ if [[ "${ENGINE:-}" == own ]]; then
     own_rollouts=""
     samples=("${own_engine[@]}" --custom-generate-function-path mis_ext.rollout.generate
         --load "$out/checkpoints" --save "$out/checkpoints" --save-interval 10)
-    [[ "$attention" == te ]] || samples+=(--no-save-optim --no-load-optim)
+    [[ "$attention" == te || "${BACKEND:-}" == fsdp ]] || samples+=(--no-save-optim --no-load-optim)
 fi
 
 backend=(--train-backend "${BACKEND:-megatron}")

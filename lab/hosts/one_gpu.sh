@@ -32,10 +32,10 @@ read -ra shape <<< "$("$python" lab/hosts/slime_gpu/shape.py "$model")"
 model_args=(
     "${shape[@]}" --swiglu --group-query-attention --use-rotary-position-embeddings --disable-bias-linear
     --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0 --no-gradient-accumulation-fusion
+    --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
 )
 train_args=(
     --actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --hf-checkpoint "$model"
-    --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
     --optimizer adam --lr 1e-5 --lr-decay-style constant --weight-decay 0 --adam-beta1 0.9 --adam-beta2 0.95
     --use-dynamic-batch-size --max-tokens-per-gpu 8192
     --use-tensorboard

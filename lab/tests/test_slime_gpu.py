@@ -105,8 +105,9 @@ def test_miles_starts_an_engine_of_its_own_for_either_trainer() -> None:
         assert "--sglang-attention-backend triton" in train
         assert f"--train-backend {trainer}" in train
         assert "--debug-train-only" not in train
-        # FSDP reads the model's own folder.
-        assert ("--num-layers" in train) is (trainer == "megatron")
+        # FSDP reads the model's own folder, and its parser ends at a flag of Megatron-LM.
+        for flag in ("--num-layers", "--attention-softmax-in-fp32", "--no-load-optim"):
+            assert (flag in train) is (trainer == "megatron"), flag
 
 
 QWEN2 = {
