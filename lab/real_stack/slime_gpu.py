@@ -435,11 +435,19 @@ class Runner:
                 and run.kill_after_rollout in numbers(STEP, log.read_text())
             )
             if reached or time.monotonic() > end:
-                os.killpg(process.pid, signal.SIGKILL)
+                end_session(process.pid)
                 with log.open("a") as file:
                     file.write("\nKILLED " + ("as planned\n" if reached else f"after {limit:.0f} s\n"))
             time.sleep(0.5)
         return process.returncode
+
+
+def end_session(leader: int) -> None:
+    """Kill all processes of a session: Ray gives each of its workers a group, and engines and routers outlive them."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getsid(int(folder.name)) == leader:
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def model_of(out: Path, *, python: str) -> Path:
