@@ -106,7 +106,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         )
     told, device = status_groups(loss, groups, extra_metrics=host.metrics), logits.device
     with run.session.local_work(batch["response_lengths"], groups=groups, device=device, status_groups=told):
-        run.check_rollout(groups)
+        if run.config.group is not None or run.config.unplugged:
+            run.check_rollout(groups)
         make_reducer = _reducer_maker(loss)
         layout = batch_layout(
             is_padded=config.is_padded,

@@ -84,7 +84,8 @@ def weigh_batch(
     session, device = run.session, pg_loss.device if isinstance(pg_loss, Tensor) else device_of()
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
-        run.check_rollout(groups)
+        if run.config.group is not None or run.config.unplugged:
+            run.check_rollout(groups)
         layout = batch_layout(
             is_padded=run.config.is_padded,
             groups=groups,
