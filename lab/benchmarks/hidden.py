@@ -5,6 +5,8 @@
 
 ``FOLDER`` holds checkouts ``verl/``, ``nemo-rl/`` and ``prime-rl/``, of which a few files are read; Liger-Kernel and
 cut-cross-entropy (25.6 or later) are imported where they are installed. Nothing of theirs is part of this repository.
+Liger's head in CuTe DSL needs ``nvidia-cutlass-dsl`` of the driver's CUDA, whose code a ``.pth`` file puts on the path:
+beside ``site-packages`` Python reads none, and ``nvidia_cutlass_dsl/dsl_packages`` has to be on ``PYTHONPATH`` too.
 What cannot run says why in its row. ``--json`` is written after every row; ``--show`` prints the tables of such files
 together.
 
