@@ -439,6 +439,7 @@ class Runner:
                 with log.open("a") as file:
                     file.write("\nKILLED " + ("as planned\n" if reached else f"after {limit:.0f} s\n"))
             time.sleep(0.5)
+        end_session(process.pid)
         return process.returncode
 
 

@@ -224,17 +224,21 @@ def test_each_lane_of_ways_has_an_engine_and_what_is_done_stays(ways) -> None:
     assert ways(*names) == []
 
 
-def test_a_killed_run_leaves_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("last", "kill_after_rollout"), [("wait", 0), ("exit", None)])
+def test_a_run_leaves_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, kill_after_rollout: int | None
+) -> None:
     # As Ray's workers it has a process group of its own.
     script = tmp_path / "run_gpu.sh"
-    script.write_text('set -m; sleep 60 > "$OUT/engine" & echo "step 0: {}"; wait')
+    script.write_text(f'set -m; exec 3> "$OUT/engine"; sleep 60 & exec 3>&-; echo "step 0: {{}}"; {last}')
     monkeypatch.setattr(slime_gpu, "SCRIPT", script)
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a/engine")
     lives = os.open(tmp_path / "a/engine", os.O_RDONLY | os.O_NONBLOCK)
     runner = slime_gpu.Runner(tmp_path, shared=(), python=sys.executable, patience=1)
     environment = os.environ | {"OUT": str(tmp_path / "a")}
-    assert runner._process("a", (), environment, slime_gpu.Run(kill_after_rollout=0), first=True) < 0
+    run = slime_gpu.Run(kill_after_rollout=kill_after_rollout)
+    assert (runner._process("a", (), environment, run, first=True) < 0) is (last == "wait")
     assert select.select([lives], [], [], 5)[0]
     os.close(lives)
 
