@@ -197,6 +197,9 @@ _WAYS = {
     "cp2": Run((*_TWO_GPUS, *_CP)),
     "nccl": Run(_BESIDE, environment=_OWN),
     "cache8": Run((*_BESIDE, "--sglang-kv-cache-dtype", "fp8_e4m3"), environment=_OWN),
+    "fp8": Run((*_BESIDE, "--sglang-quantization", "fp8"), environment=_OWN),
+    # In place of what measures memory.
+    "dithered": Run(("--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights")),
     "colocate": Run((*_TWO_GPUS, "--colocate"), environment=_OWN),
 }
 _CORRECTIONS = {
