@@ -30,6 +30,9 @@ GPU_SETTINGS: dict[str, Scalar] = {"device": "cuda", "mem_fraction_static": 0.3}
 # Graphs of prefills take most of the start, and save little with prompts of a few tokens. Not every version has them.
 GPU_SAVINGS: dict[str, Scalar] = {"disable_prefill_cuda_graph": True}
 
+# The same of vLLM. It counts from the whole memory, and does not start where less than that is free.
+VLLM_GPU_SETTINGS: dict[str, Scalar] = {"gpu_memory_utilization": 0.3}
+
 # They follow from the run, or the comparison of weights after an update relies on them. Speculation is none of the
 # user's: without Triton vLLM 0.32.0 draws drafted tokens at a temperature that it never set.
 FIXED = {

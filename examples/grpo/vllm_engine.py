@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .engine import Completion, RolloutEngine
 from .engine_process import TORCHRUN, EngineProcess, serve
-from .engine_settings import FIXED, VLLM_COLDEST, Scalar, check_settings
+from .engine_settings import FIXED, VLLM_COLDEST, VLLM_GPU_SETTINGS, Scalar, check_settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,7 +50,7 @@ class VLLMEngine(RolloutEngine):
         seed: Seed of the engine's sampler.
         workdir: Directory for the configuration and the engine's log, made if missing.
         dtype: Of weights and activations.
-        settings: Arguments of ``vllm.LLM``.
+        settings: Arguments of ``vllm.LLM``, over those that suit the machine.
 
     Attributes:
         settings: What ``vllm.LLM`` got, and a few more, as it resolved them.
@@ -243,6 +243,7 @@ class _Worker:
             "distributed_executor_backend": "uni",
             "enforce_eager": True,
             "disable_log_stats": True,
+            **(VLLM_GPU_SETTINGS if torch.cuda.is_available() else {}),
             **settings,
         }
         self.engine = LLM(**passed)

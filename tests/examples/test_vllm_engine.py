@@ -7,11 +7,13 @@
 # The imports after the skip need packages that not every environment has.
 # ruff: noqa: E402
 
+import dataclasses
 import importlib.util
 import math
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -222,3 +224,33 @@ def test_a_setting_that_vllm_lacks_or_the_example_sets_is_refused(settings, tmp_
     (key,) = settings
     with pytest.raises(ValueError, match=f"engine settings: .*{key}"):
         VLLMEngine(hf_config=CONFIG, seed=1, workdir=tmp_path, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "settings", "share"),
+    [(False, {}, None), (True, {}, 0.3), (True, {"gpu_memory_utilization": 0.1}, 0.1)],
+)
+def test_shares_a_gpu_with_the_trainer(monkeypatch, tmp_path, on_gpu, settings, share):
+    """Of a GPU it takes a part, as the user says; vLLM's own default leaves the trainer none."""
+    passed = {}
+    config = types.SimpleNamespace()
+    engine = types.SimpleNamespace(
+        vllm_config=types.SimpleNamespace(
+            cache_config=config, scheduler_config=config, attention_config=config, model_config=config
+        )
+    )
+
+    def llm(**arguments):
+        passed.update(arguments)
+        return types.SimpleNamespace(llm_engine=engine)
+
+    arguments = dataclasses.make_dataclass("EngineArgs", ["gpu_memory_utilization"])
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=llm))
+    monkeypatch.setitem(sys.modules, "vllm.engine", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", types.SimpleNamespace(EngineArgs=arguments))
+    monkeypatch.setattr(vllm_engine, "_is_installed", lambda name: True)
+    monkeypatch.setattr(vllm_engine.importlib.metadata, "version", lambda name: "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    CONFIG.save_pretrained(tmp_path)
+    vllm_engine._Worker().start(config=str(tmp_path), seed=1, dtype=torch.float32, settings=settings)
+    assert passed.get("gpu_memory_utilization") == share
