@@ -2,6 +2,7 @@
 """The runs of slime and Miles on one GPU: their command lines, tasks, and what they say where something is missing."""
 
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -247,6 +248,33 @@ def test_miles_starts_the_engines_of_all_its_ways() -> None:
     for name, run in slime_gpu.MILES_WAYS.items():
         assert not run.shares_an_engine, name
         assert ("--colocate" in run.flags) is not ("--rollout-num-gpus" in run.flags), name
+
+
+class Stopped(Exception):
+    """Ray was asked for."""
+
+
+def test_nodes_that_run_already_keep_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict] = []
+
+    def init(**given: object) -> None:
+        asked.append(given)
+        raise Stopped
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.delenv("ON_CPU", raising=False)
+    train = importlib.import_module("lab.hosts.slime_gpu.train")
+    for name in ("host_cpu", "host_cpu.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(install_engine=lambda: None))
+    for address in ("10.77.0.1:6399", None):
+        monkeypatch.setattr(sys, "argv", ["train", "slime"])
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        if address:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(Stopped):
+            train.main()
+    assert asked[0].keys() == {"runtime_env"}
+    assert {"num_gpus", "num_cpus"} < asked[1].keys()
 
 
 def test_of_two_hooks_at_one_flag_the_way_has_the_last() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A host's own ``train.py``, with a Ray of this machine alone: ``python -m slime_gpu.train HOST`` and its command line.
 
-HOST is ``slime`` or ``miles``. ``LOOP=train_async`` takes the other program of the host. ``ON_CPU=1`` rehearses without
-a GPU: `host_cpu.device` then stands for CUDA in every process.
+HOST is ``slime`` or ``miles``. ``LOOP=train_async`` takes the other program of the host, ``RAY_ADDRESS`` nodes
+that run already. ``ON_CPU=1`` rehearses without a GPU: `host_cpu.device` then stands for CUDA in every process.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ def main() -> None:
     hook = {"worker_process_setup_hook": f"{module}.{function}"}
     # On a CPU nothing looks whether there is one.
     num_gpus = RANKS_ON_CPU if os.environ.get("ON_CPU") else torch.cuda.device_count()
-    ray.init(
-        num_gpus=num_gpus,
+    own = {
+        "num_gpus": num_gpus,
         # Ray starts as many workers beforehand. The hosts ask for less than this.
-        num_cpus=3 + num_gpus,
-        include_dashboard=False,
-        _temp_dir=os.environ.get("RAY_TMPDIR"),
-        runtime_env=hook,
-    )
+        "num_cpus": 3 + num_gpus,
+        "include_dashboard": False,
+        "_temp_dir": os.environ.get("RAY_TMPDIR"),
+    }
+    # Nodes that run already have theirs.
+    ray.init(**({} if "RAY_ADDRESS" in os.environ else own), runtime_env=hook)
     loop = importlib.import_module(os.environ.get("LOOP") or "train")
     training = loop.train(importlib.import_module(f"{host}.utils.arguments").parse_args())
     # Miles' loop is a coroutine.
