@@ -46,8 +46,6 @@ fi
 backend=(--train-backend "${BACKEND:-megatron}")
 convert=("$python" "$MILES_DIR/tools/convert_hf_to_torch_dist.py")
 if [[ -n "$ON_CPU" ]]; then
-    # Torchvision's names, where it is not installed.
-    export PYTHONPATH="$PYTHONPATH:$root/examples/grpo/sglang_cpu"
     backend+=(--distributed-backend gloo)
     convert=("$python" -m host_cpu.convert)
 fi

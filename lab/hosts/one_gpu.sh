@@ -15,6 +15,8 @@ train_only=""
 export ON_CPU="${ON_CPU:-}"
 # Both hosts have a package "examples": ours is not on their path, only one folder of it.
 export PYTHONPATH="$megatron_dir:$host_dir:$root:$root/lab/hosts:$root/examples/questions${PYTHONPATH:+:$PYTHONPATH}"
+# Torchvision's names, where it is not installed.
+[[ -z "$ON_CPU" ]] || export PYTHONPATH="$PYTHONPATH:$root/examples/grpo/sglang_cpu"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 PYTHONUNBUFFERED=1
 export TENSORBOARD_DIR="$out/tensorboard"
 # Proxies of a machine would take the requests to its own servers.

@@ -377,8 +377,9 @@ class Runner:
             lines.append(command[command.index(self.host) + 1 :])
         answers = self.out / "parsed.json"
         paths = [os.environ[f"{self.host.upper()}_DIR"], os.environ[CHECKOUTS[self.host]], str(SCRIPT.parent)]
-        path = os.pathsep.join([*paths, str(ROOT), os.environ.get("PYTHONPATH", "")])
-        given = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # Last, torchvision's names for where it is not installed.
+        paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT / "examples/grpo/sglang_cpu")]
+        given = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         with (self.out / "parse.log").open("w") as log:
             subprocess.run(
                 [self.python, "-m", "host_cpu.parse", self.host, str(answers)],

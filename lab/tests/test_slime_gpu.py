@@ -136,6 +136,18 @@ def test_a_rehearsal_of_miles_needs_no_gpu() -> None:
     assert "--distributed-backend gloo" in train
 
 
+@pytest.mark.whole_run
+@pytest.mark.parametrize("script", [SCRIPT, MILES_SCRIPT], ids=["slime", "miles"])
+def test_a_rehearsal_finds_torchvisions_names(script, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$PYTHONPATH" > {tmp_path}/path\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for is_rehearsal in ("", "1"):
+        dry_run(script=script, ATTENTION="torch", PYTHON=str(python), ON_CPU=is_rehearsal)
+        found = (tmp_path / "path").read_text().strip().endswith(":" + str(ROOT / "examples/grpo/sglang_cpu"))
+        assert found is bool(is_rehearsal)
+
+
 def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILES_DIR", str(tmp_path))
     monkeypatch.setenv("MILES_MEGATRON_DIR", str(tmp_path))
