@@ -409,7 +409,8 @@ class Runner:
         flags, environment = self._command(name, run, port=port, engine=engine)
         begin = time.monotonic()
         codes = [self._process(name, flags, environment, run, first=True)]
-        if run.kill_after_rollout is not None:
+        # One that failed by itself would begin anew, and nothing would be killed.
+        if run.kill_after_rollout is not None and codes == [-signal.SIGKILL]:
             codes.append(self._process(name, flags, environment, run, first=False))
         result = {
             "name": name,

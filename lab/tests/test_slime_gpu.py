@@ -256,6 +256,17 @@ def test_a_run_leaves_no_engine(
     os.close(lives)
 
 
+@pytest.mark.whole_run
+@pytest.mark.parametrize(("ends", "codes"), [("exit 1", [1]), ("exec sleep 60", [-9, -9])])
+def test_only_what_was_killed_is_resumed(ends, codes, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(f"echo 'step 0: {{}}'; {ends}")
+    monkeypatch.setattr(slime_gpu, "SCRIPT", script)
+    runner = slime_gpu.Runner(tmp_path, shared=(), python=sys.executable, patience=1)
+    run = slime_gpu.Run(kill_after_rollout=0, seconds=5)
+    assert runner.start("a", run, port=0, engine=None)["return_codes"] == codes
+
+
 def test_miles_starts_the_engines_of_all_its_ways() -> None:
     for name, run in slime_gpu.MILES_WAYS.items():
         assert not run.shares_an_engine, name
