@@ -202,11 +202,16 @@ def test_each_layout_has_the_host_without_a_correction_with_its_own_and_with_our
             f"{name}_tp2" if layout.startswith("TP") else name for name in everything
         )
     assert [case.name for case in of_layout["TP 2"]] == ["nothing_tp2", "policy_loss_tp2", "no_logits_tp2"]
+    for layout in ("PP 2, two stages a rank", "PP 2, CP 2"):
+        assert sorted(case.name.split("_pp2")[0] for case in of_layout[layout]) == sorted(
+            name for name in everything if not name.endswith("_tis")
+        )
+    assert [case.name for case in of_layout["EP 2"]] == ["mixture_ep2", "mixture_replayed_ep2", "mixture_loss_ep2"]
     # slime itself refuses it with a model like this one.
     assert ("CP 2, `--allgather-cp`, no positions" in of_layout) == (host is MILES_MEGATRON)
     for case in cases:
         if case.layout:
-            names = (*everything, "max_staleness")
+            names = (*everything, "max_staleness", "mixture_replayed", "mixture_loss", "mixture")
             plain = by_name[next(name for name in names if case.name.startswith(f"{name}_"))]
             assert (case.config, case.metrics, case.says) == (plain.config, plain.metrics, plain.says)
             assert case.flags[: len(plain.flags)] == plain.flags

@@ -4,6 +4,7 @@
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from process_ranks import joined, run_processes
@@ -15,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lab.hosts.host_cpu.context_parallel import zigzag_places
-from lab.hosts.host_cpu.layers import PackedAttention
+from lab.hosts.host_cpu.layers import Experts, PackedAttention, token_dispatcher
 from mis_ext.onpolicy import simulate_kv_cache
 
 SIZE = 2
@@ -73,3 +74,18 @@ def compare(rank: int, folder: Path, is_contiguous: bool, rounds: bool) -> None:
 def test_two_ranks_have_output_and_gradients_of_one(is_contiguous, rounds, tmp_path) -> None:
     preload = ("lab.hosts.host_cpu.layers",)
     run_processes(compare, tmp_path, is_contiguous, rounds, world_size=SIZE, preload=preload)
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_of_experts_that_other_ranks_lack_are_not_summed(size) -> None:
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "expert_model_parallel_size": size}
+    made = Experts(4 // size, TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, **experts))
+    assert [each.allreduce for each in made.parameters()] == [size == 1] * (8 // size)
+
+
+def test_sizes_that_are_sent_to_other_ranks_are_numbers() -> None:
+    moved = token_dispatcher.maybe_move_tensor_to_cpu
+    assert isinstance(moved(torch.tensor([3, 1]), as_numpy=True), np.ndarray)
+    assert isinstance(moved(torch.tensor([3, 1]), record_stream=True), torch.Tensor)
+    assert moved(None, as_numpy=True) is None

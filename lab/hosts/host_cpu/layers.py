@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -32,6 +32,14 @@ from .context_parallel import zigzag_places
 
 # Megatron-LM's router asks whether it is None, and without Transformer Engine nobody defines it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
+
+
+def _as_if_copied(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+# Sizes by which ranks send tokens to each other's experts: it makes numbers of them only when it copies from a GPU.
+token_dispatcher.maybe_move_tensor_to_cpu = _as_if_copied
 
 
 class PackedAttention(MegatronModule):
@@ -123,11 +131,13 @@ class Matrices(torch.nn.Module):
         for expert in range(num_experts):
             matrix = torch.nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
             config.init_method(matrix)
+            # Other ranks have other experts: Megatron-LM then does not sum their gradients.
+            matrix.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{expert}", matrix)
 
 
 class Experts(MegatronModule):
-    """The experts of a layer, one after the other; no parallelism."""
+    """The experts of a layer that this rank has, one after the other."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *_: Any, **__: Any) -> None:
         super().__init__(config=config)

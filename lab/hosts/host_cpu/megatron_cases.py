@@ -138,8 +138,8 @@ OURS = (
 )
 
 
-def of_a_mixture(load: str, path: str) -> tuple[Case, Case]:
-    """Three flags on a mixture of experts, without and with the host's replay of the experts that sampled.
+def of_a_mixture(load: str, path: str) -> tuple[Case, ...]:
+    """A mixture of experts: three flags, without and with the host's replay of the experts that sampled, and the loss.
 
     Args:
         load: The host's flag for its checkpoint.
@@ -159,12 +159,20 @@ def of_a_mixture(load: str, path: str) -> tuple[Case, Case]:
         says=(CALLED,),
         is_optional=True,
     )
-    return off, replace(
+    replayed = replace(
         off,
         name="mixture_replayed",
         title="three flags, 8 experts, `--use-rollout-routing-replay`",
         flags=(*off.flags, "--use-rollout-routing-replay"),
     )
+    loss = replace(
+        off,
+        name="mixture_loss",
+        title="`policy_loss`, 8 experts",
+        flags=("--use-tis", *LOSS, *CHECK, *flags),
+        says=(REPLACED,),
+    )
+    return off, replayed, loss
 
 
 _FP16 = Case(

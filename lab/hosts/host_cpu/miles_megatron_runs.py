@@ -17,7 +17,7 @@ from .megatron_cases import (
     own_corrections,
 )
 from .miles_runs import MILES
-from .parallel_cases import allgather_cp, on_two_ranks
+from .parallel_cases import allgather_cp, on_two_ranks, with_experts
 from .slime_runs import STALENESS, prompts
 
 _BACKEND = ("--train-backend", "megatron", "--distributed-backend", "gloo")
@@ -76,6 +76,7 @@ def _rounded(case: Case) -> Case:
 
 _TWO_RANKS = tuple(_rounded(case) for case in (*on_two_ranks(_ONE_RANK), *allgather_cp(_ONE_RANK)))
 _MIXTURE = of_a_mixture("--ref-load", "inputs/mixture/megatron")
+_MIXTURE += with_experts(_MIXTURE)
 
 MILES_MEGATRON = Host(
     name="miles_megatron",

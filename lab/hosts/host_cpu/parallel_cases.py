@@ -48,6 +48,22 @@ CP = Layout(name="cp2", title="CP 2", flags=_CP)
 TP = Layout(name="tp2", title="TP 2", flags=_TP)
 TP_SP = Layout(name="tp2_sp", title="TP 2, `--sequence-parallel`", flags=(*_TP, "--sequence-parallel"))
 PP = Layout(name="pp2", title="PP 2", flags=(*_TWO_RANKS, "--pipeline-model-parallel-size", "2"))
+# Embedding and loss count as layers, so that each of two ranks has two stages of a model of two layers.
+VPP = Layout(
+    name="pp2_vp2",
+    title="PP 2, two stages a rank",
+    flags=(
+        *(*PP.flags, "--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    ),
+)
+_FOUR_RANKS = ("--actor-num-gpus-per-node", "4", "--num-gpus-per-node", "4")
+PP_CP = Layout(
+    name="pp2_cp2",
+    title="PP 2, CP 2",
+    flags=(*_CP, *_FOUR_RANKS, "--pipeline-model-parallel-size", "2"),
+)
+EP = Layout(name="ep2", title="EP 2", flags=(*_TWO_RANKS, "--expert-model-parallel-size", "2"))
 ONE_NO_POSITIONS = Layout(name="no_positions", title="one rank, no positions", flags=_NO_POSITIONS)
 CP_ALLGATHER = Layout(
     name="cp2_allgather",
@@ -64,6 +80,7 @@ def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
     ours = [case for case in cases if case.metrics]
     others = [case for case in cases if not case.metrics]
     ends = [case for case in cases if case.name in ("nothing", "policy_loss", "no_logits")]
+    at_once = [case for case in cases if case.metrics or case.name == "nothing"]
     return (
         *_in_layout(ONE, cases),
         *_in_layout(LARGER, ours),
@@ -74,7 +91,15 @@ def on_two_ranks(cases: Iterable[Case]) -> tuple[Case, ...]:
         *_in_layout(TP, ends, ONE),
         *_in_layout(TP_SP, cases, ONE),
         *_in_layout(PP, cases, ONE),
+        *_in_layout(VPP, at_once, ONE),
+        *_in_layout(PP_CP, at_once, ONE),
     )
+
+
+def with_experts(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """Those of a mixture of experts: on one rank, and on two, each with half of the experts and half of the samples."""
+    cases = tuple(cases)
+    return (*_in_layout(LARGER, cases), *_in_layout(EP, cases, LARGER))
 
 
 def allgather_cp(cases: Iterable[Case]) -> tuple[Case, ...]:

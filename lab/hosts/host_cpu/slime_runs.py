@@ -21,7 +21,7 @@ from .cases import (
     input_files,
 )
 from .megatron_cases import CALLED, MODEL_FLAGS, OF_THE_OPTIMIZER, OURS, REFUSED, of_a_mixture, own_corrections
-from .parallel_cases import DP, ONE, in_bfloat16, on_two_nodes, on_two_ranks
+from .parallel_cases import DP, ONE, in_bfloat16, on_two_nodes, on_two_ranks, with_experts
 
 _TWO_STEPS = ("--global-batch-size", str(SAMPLES_PER_ROLLOUT // 2))
 
@@ -152,6 +152,7 @@ _ONE_RANK = (*own_corrections("slime", whose="slime's"), *OURS)
 # By default one run has two ranks.
 _TWO_RANKS = (in_bfloat16(OURS[0]), in_bfloat16(STALENESS[1]), *on_two_ranks(_ONE_RANK), *on_two_nodes(OURS[0]))
 _MIXTURE = of_a_mixture("--load", "inputs/mixture/model")
+_MIXTURE += with_experts(_MIXTURE)
 
 SLIME = Host(
     name="slime",

@@ -15,7 +15,7 @@ import torch
 
 from . import device
 
-MOST_RANKS = 2
+MOST_RANKS = 4
 
 
 def main() -> None:
