@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-SECONDS = 300
+SECONDS = 1200
 LINES_OF_LOG = 20
 
 
