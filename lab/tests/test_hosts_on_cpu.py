@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lab.hosts.host_cpu import device, documented, inputs, weight_transfer
+from lab.hosts.host_cpu import device, documented, inputs, nodes, weight_transfer
 from lab.hosts.host_cpu.by_hand import ByHand
 from lab.hosts.host_cpu.cases import CHECK, Host
 from lab.hosts.host_cpu.comparison import Result, faults_of_comparison, faults_of_run, off
@@ -361,6 +361,15 @@ def test_a_refusal_must_come_with_its_error_and_before_the_model() -> None:
     text = "ModuleNotFoundError: No module named 'mis_ext'"
     assert faults_of_run(refused("nodes_missing", f"Error (pid=1, ip=10.77.0.2)\n{text}")) == []
     assert "no line with 'ip=10.77.0.2'" in faults_of_run(refused("nodes_missing", text))[0]
+
+
+def test_a_node_that_may_not_have_a_network_of_its_own_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "node-b.log"
+    log.write_text("unshare: unshare failed: Operation not permitted")
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ChildProcessError, match="Operation not permitted"):
+            nodes._link([process], log)
 
 
 def test_the_table_has_a_row_for_each_run() -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,20 +92,27 @@ def two_nodes(
         for process in started:
             stack.callback(process.wait)
             stack.callback(os.killpg, process.pid, signal.SIGKILL)
-        first, second_node = (process.pid for process in started)
-        _link(first, second_node)
+        _link(started, Path(log.name))
+        first = started[0].pid
         head = _ray(FIRST, "--head", f"--port={PORT}", f"--temp-dir={ray_folder}", "--include-dashboard=false")
         # Not `exec`: the first process of a node takes in those that have lost their parent.
         work = f"{_named(FIRST)}; {head}; {shlex.join(command)}"
         yield ["nsenter", f"--net=/proc/{first}/ns/net", *_APART, "bash", "-ec", work]
 
 
-def _link(*pids: int) -> None:
-    """A cable between the networks of two processes. It goes when they end."""
-    for pid in pids:
-        while os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
-            time.sleep(0.1)
-    ends = [f"{LINK} netns {pid}" for pid in pids]
+def _link(processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
+    """A cable between the networks of two processes. It goes when they end.
+
+    Raises:
+        ChildProcessError: One ended, as where a process may not have a network of its own; with the log.
+    """
+    for process in processes:
+        try:
+            while os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+                time.sleep(0.1)
+        except FileNotFoundError:
+            raise ChildProcessError(f"a node ended: {log.read_text(encoding='utf-8')}") from None
+    ends = [f"{LINK} netns {process.pid}" for process in processes]
     subprocess.run(f"ip link add {ends[0]} type veth peer name {ends[1]}".split(), check=True)
 
 
