@@ -102,9 +102,7 @@ class VLLM:
         found = self.engine.llm_engine.vllm_config
         worker = self.engine.llm_engine.model_executor.driver_worker.worker
         backends = {
-            type(group.backend).__name__
-            for groups in getattr(worker.model_runner, "attn_groups", ())
-            for group in groups
+            group.backend.__name__ for groups in getattr(worker.model_runner, "attn_groups", ()) for group in groups
         }
         return {
             "attention": str(found.attention_config.backend),
