@@ -197,6 +197,7 @@ _WAYS = {
     "cp2": Run((*_TWO_GPUS, *_CP)),
     "nccl": Run(_BESIDE, environment=_OWN),
     "cache8": Run((*_BESIDE, "--sglang-kv-cache-dtype", "fp8_e4m3"), environment=_OWN),
+    # SGLang 0.5.17 refuses new weights then.
     "fp8": Run((*_BESIDE, "--sglang-quantization", "fp8"), environment=_OWN),
     # In place of what measures memory.
     "dithered": Run(("--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights")),
@@ -271,6 +272,7 @@ STEP = re.compile(r"step (\d+): (\{.*\})")
 ROLLOUT = re.compile(r"rollout (\d+): (\{.*\})")
 PERF = re.compile(r"perf (\d+): (\{.*\})")
 PEAK = re.compile(r"memory (\d+): (\{.*\})")
+PLANNED = "\nKILLED as planned\n"
 ERROR = re.compile(r"\w+(?:Error|Exception): .*")
 
 
@@ -410,7 +412,7 @@ class Runner:
         begin = time.monotonic()
         codes = [self._process(name, flags, environment, run, first=True)]
         # One that failed by itself would begin anew, and nothing would be killed.
-        if run.kill_after_rollout is not None and codes == [-signal.SIGKILL]:
+        if (folder / "run.log").read_text(errors="replace").endswith(PLANNED):
             codes.append(self._process(name, flags, environment, run, first=False))
         result = {
             "name": name,
@@ -442,7 +444,7 @@ class Runner:
             if reached or time.monotonic() > end:
                 end_session(process.pid)
                 with log.open("a") as file:
-                    file.write("\nKILLED " + ("as planned\n" if reached else f"after {limit:.0f} s\n"))
+                    file.write(PLANNED if reached else f"\nKILLED after {limit:.0f} s\n")
             time.sleep(0.5)
         end_session(process.pid)
         return process.returncode

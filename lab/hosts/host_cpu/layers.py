@@ -34,8 +34,13 @@ from .context_parallel import zigzag_places
 moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
-def _as_if_copied(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+_copied = token_dispatcher.maybe_move_tensor_to_cpu
+
+
+def _as_if_copied(tensor: Any, as_numpy: bool = False, **more: Any) -> Any:
+    if as_numpy and isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+        return tensor.numpy()
+    return _copied(tensor, as_numpy=as_numpy, **more)
 
 
 # Sizes by which ranks send tokens to each other's experts: it makes numbers of them only when it copies from a GPU.

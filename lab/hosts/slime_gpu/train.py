@@ -36,7 +36,7 @@ def main() -> None:
         "_temp_dir": os.environ.get("RAY_TMPDIR"),
     }
     # Nodes that run already have theirs.
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else own), runtime_env=hook)
+    ray.init(**({} if os.environ.get("RAY_ADDRESS") else own), runtime_env=hook)
     loop = importlib.import_module(os.environ.get("LOOP") or "train")
     training = loop.train(importlib.import_module(f"{host}.utils.arguments").parse_args())
     # Miles' loop is a coroutine.
