@@ -4,8 +4,8 @@
     python lab/peers/vllm/on_gpu.py MODEL_FOLDER OUT.jsonl [--settings eager graphs ...]
 
 16 prompts share 256 tokens and are asked twice, so that a prefix cache has them; the second answers count. Each
-setting is a process, and one line of the file: k3, mean and largest absolute log-ratio, against transformers in the
-engine's dtype and in float32 with the same weights, one sequence after the other. ``alone`` asks the same greedily in
+setting is a process, and one line of the file: k3, mean and largest absolute log-ratio, against transformers in
+bfloat16 and in float32 with the same weights, one sequence after the other. ``alone`` asks the same greedily in
 one batch and one by one: how many rows have the same ids, how many the same bits. ``prefill`` is the engine's own
 prefill of the answers, in one batch and one by one. ``sglang`` is SGLang with the same prompts, where its packages are
 found.
@@ -235,7 +235,7 @@ def run(folder: Path, name: str) -> dict[str, Any]:
     is_sglang = name.startswith("sglang")
     engine: Any = SGLang(folder, graphs="graphs" in name) if is_sglang else VLLM(folder, SETTINGS[name][0])
     row |= {
-        "version": version("sglang" if is_sglang else os.environ.get("VLLM_PACKAGE", "vllm")),
+        "version": version("sglang" if is_sglang else "vllm"),
         "torch": torch.__version__,
     }
     row |= {"transformers": version("transformers"), "started": round(time.monotonic() - began, 1)}
@@ -309,6 +309,7 @@ def main() -> int:
                 code: int | str = process.wait(args.seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
+                process.wait()
                 code = f"longer than {args.seconds:.0f} s"
         if code:
             failed += 1
