@@ -114,6 +114,19 @@ def test_the_same_weights_under_another_load_are_not_said_to_have_arrived(seed, 
 
 
 @seeds
+@pytest.mark.parametrize(("with_trainer", "after"), [(False, "unknown"), (True, "arrived")])
+def test_an_adapter_that_changes_under_one_name_is_noise(seed, with_trainer, after):
+    """The old name with new log-probs: a scoring again, which without the trainer hides every update after it."""
+    truth, canary = Truth(seed, adapter=True), Canary()
+    found = []
+    for name, version in (("adapter", 0), ("adapter", 1), ("adapter", 2), ("other", 3)):
+        trainer = truth.trainer(version) if with_trainer else None
+        found.append(canary.check(name, truth.engine(truth.weights[version]), trainer=trainer))
+    assert [result.verdict for result in found] == ["first", "first", "first", after]
+    assert found[-1].noise > 0.01
+
+
+@seeds
 def test_with_the_trainer_old_weights_are_found_behind_the_noise(seed):
     truth = Truth(seed)
     stuck = [truth.weights[0]] * VERSIONS
