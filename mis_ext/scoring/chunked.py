@@ -18,10 +18,16 @@ class EagerBackend:
     """See :class:`~mis_ext.scoring.passes.Backend`."""
 
     def row_sums(
-        self, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, *, scale: float, with_product: bool
-    ) -> RowSums:
+        self,
+        logits_NV: Tensor,
+        targets: Targets,
+        bits_TC: Tensor | None,
+        out: Tensor,
+        *,
+        scale: float,
+        with_product: bool,
+    ) -> None:
         """Read the rows of the tokens, chunk by chunk."""
-        chunks: list[RowSums] = []
         column_T = _columns(targets)
         for part in _parts(len(targets.token_T), logits_NV):
             rows_TV = logits_NV[part] if targets.row_T is None else logits_NV.index_select(0, targets.row_T[part])
@@ -29,9 +35,10 @@ class EagerBackend:
             kept_TV = None
             if bits_TC is not None:
                 kept_TV = _kept_with_target(bits_TC[part], column_T[part], targets.num_columns)
-            chunks.append(_sums(rows_TV, column_T[part], kept_TV, scale=scale, with_product=with_product))
-        columns = (None if parts[0] is None else torch.cat(parts).double() for parts in zip(*chunks, strict=True))
-        return RowSums(*columns)  # type: ignore[arg-type]
+            sums = _sums(rows_TV, column_T[part], kept_TV, scale=scale, with_product=with_product)
+            for out_T, sum_T in zip(out, sums, strict=True):
+                if sum_T is not None:
+                    out_T[part] = sum_T
 
     def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
         """In float64, and rounded once."""

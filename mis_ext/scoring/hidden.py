@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -227,9 +226,11 @@ class _Scored(torch.autograd.Function):
         meeting = work_before_gather(use.entropy, kept is not None, targets.token_T, use.tp_group, beside=whole_NE)
         with meeting, no_cast:
             columns = None if kept is None else kept.sorted()
-            sums = _row_sums(_Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use)
+            parts = _row_sums(_Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use)
+            sums = None if use.tp_group is None else merged(parts, temperature=use.temperature)
         dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
-        found = use.backend.finish(gathered(sums, use.tp_group), temperature=use.temperature, dtype=dtype)
+        parts = parts if sums is None else gathered(sums, use.tp_group)
+        found = use.backend.finish(parts, temperature=use.temperature, dtype=dtype)
         ctx.save_for_backward(
             hidden_NE, weight_VE, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
         )
@@ -313,25 +314,22 @@ class _Gradients(NamedTuple):
 
 
 def _row_sums(head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
-    """``[T]`` each, over this rank's columns."""
+    """``[W, T]`` each, over the ``W`` tiles of this rank's columns."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
     buffer = hidden_NE.new_empty(tiles.tokens * tiles.columns, dtype=accumulated(hidden_NE))
     scale, with_product = 1.0 / use.temperature, use.entropy != "none"
-    found: list[RowSums] = []
-    for part in slices(len(targets.token_T), tiles.tokens):
+    num_tokens, parts = len(targets.token_T), list(slices(targets.num_columns, tiles.columns))
+    # Rows of an even length are aligned alike: the kernels are compiled once for them.
+    sums = hidden_NE.new_empty(6, len(parts), num_tokens + num_tokens % 2, dtype=torch.float64)[..., :num_tokens]
+    for part in slices(num_tokens, tiles.tokens):
         rows_NE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
-        sums: list[RowSums] = []
-        for columns in slices(targets.num_columns, tiles.columns):
+        for number, columns in enumerate(parts):
             logits_NV = view(buffer, len(rows_NE), length(columns))
             head.logits(rows_NE, columns, logits_NV)
             of_tile, bits_TC = _tile(targets, kept, part, columns)
-            sums.append(use.backend.row_sums(logits_NV, of_tile, bits_TC, scale=scale, with_product=with_product))
-        found.append(_joined(sums, torch.stack))
-    return merged(_joined(found, functools.partial(torch.cat, dim=1)), temperature=use.temperature)
-
-
-def _joined(sums: list[RowSums], join: Callable[[tuple[Tensor, ...]], Tensor]) -> RowSums:
-    return RowSums(*(None if each[0] is None else join(each) for each in zip(*sums, strict=True)))  # type: ignore[arg-type]
+            out = sums[:, number, part]
+            use.backend.row_sums(logits_NV, of_tile, bits_TC, out, scale=scale, with_product=with_product)
+    return RowSums.of(sums, with_product=with_product, is_kept=kept is not None)
 
 
 def _add_gradients(

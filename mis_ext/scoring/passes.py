@@ -136,6 +136,12 @@ class RowSums(NamedTuple):
     kept_highest_T: Tensor | None = None
     kept_total_T: Tensor | None = None
 
+    @classmethod
+    def of(cls, numbers: Tensor, *, with_product: bool, is_kept: bool) -> RowSums:
+        """Those of ``[6, ...]`` that a pass wrote."""
+        highest, total, target, product, *kept = numbers.unbind()
+        return cls(highest, total, target, product if with_product else None, *(kept if is_kept else (None, None)))
+
 
 class Normalizer(NamedTuple):
     """``[T]`` each: the log of a probability is ``s (x - highest_T) - log_total_T``."""
@@ -184,24 +190,31 @@ class Coefficients(NamedTuple):
         return Coefficients(whole, among, *map(chosen, self[2:]))
 
     def is_wanted(self) -> Tensor:
-        """``[T]``, bool: a gradient that is not 0 comes in."""
-        wanted_T = torch.zeros_like(self.whole.highest_T, dtype=torch.bool)
-        for grad_T in (self.log_prob_T, self.of_entropy_T):
-            if grad_T is not None:
-                wanted_T = wanted_T | (grad_T != 0.0)
-        return wanted_T
+        """``[T]``, bool: a gradient that is not 0 comes in. One has to be there."""
+        first_T, *more = (grad_T != 0.0 for grad_T in (self.log_prob_T, self.of_entropy_T) if grad_T is not None)
+        return first_T | more[0] if more else first_T
 
 
 class Backend(Protocol):
     """Two passes over logits ``[N, V]`` whose columns lie side by side."""
 
     def row_sums(
-        self, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, *, scale: float, with_product: bool
-    ) -> RowSums:
-        """Read the rows of the tokens once. ``bits_TC`` are the kept columns, 32 a word; None for all."""
+        self,
+        logits_NV: Tensor,
+        targets: Targets,
+        bits_TC: Tensor | None,
+        out: Tensor,
+        *,
+        scale: float,
+        with_product: bool,
+    ) -> None:
+        """Read the rows of the tokens once and write :class:`RowSums` into ``out`` ``[6, T]``, but what nobody wants.
+
+        ``bits_TC`` are the kept columns, 32 a word; None for all.
+        """
 
     def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
-        """Put the sums ``[W, T]`` of all tensor-parallel ranks together."""
+        """Put the sums ``[W, T]`` of all tensor-parallel ranks, or of all tiles, together."""
 
     def gradient(
         self,

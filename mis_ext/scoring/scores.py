@@ -112,11 +112,12 @@ class _Scored(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use
     ) -> tuple[Tensor, Tensor | None]:
         with work_before_gather(use.entropy, bits_TC is not None, targets.token_T, use.tp_group, beside=logits_NV):
-            sums = use.backend.row_sums(
-                logits_NV, targets, bits_TC, scale=1.0 / use.temperature, with_product=use.entropy != "none"
-            )
+            sums = logits_NV.new_empty(6, len(targets.token_T), dtype=torch.float64)
+            scale, with_product = 1.0 / use.temperature, use.entropy != "none"
+            use.backend.row_sums(logits_NV, targets, bits_TC, sums, scale=scale, with_product=with_product)
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        found = use.backend.finish(gathered(sums, use.tp_group), temperature=use.temperature, dtype=dtype)
+        own = RowSums.of(sums, with_product=with_product, is_kept=bits_TC is not None)
+        found = use.backend.finish(gathered(own, use.tp_group), temperature=use.temperature, dtype=dtype)
         ctx.save_for_backward(
             logits_NV, targets.token_T, targets.row_T, bits_TC, *found.whole, *found.among, found.entropy_T
         )

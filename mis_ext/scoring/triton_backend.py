@@ -53,14 +53,14 @@ def _merged(highest, total, product, scale_log2):
     return top, tl.sum(total * shrunk, 0), tl.sum(shrunk * (product + total * moved), 0)
 
 
-@triton.jit(do_not_specialize=["scale_log2", "num_tokens", "first"])
+@triton.jit(do_not_specialize=["scale_log2", "out_stride", "first"])
 def row_sums_kernel(
     logits,
     rows,
     tokens,
     bits,
     out,
-    num_tokens,
+    out_stride,
     row_stride,
     first,
     num_columns,
@@ -72,7 +72,7 @@ def row_sums_kernel(
     LANES: tl.constexpr,
     PER: tl.constexpr,
 ):
-    """``out`` ``[6, num_tokens]``: highest, total, target, product, and highest and total of the kept columns."""
+    """``out`` ``[6, T]``: highest, total, target, product, and highest and total of the kept columns."""
     token = tl.program_id(0)
     row = token
     if HAS_ROWS:
@@ -98,14 +98,14 @@ def row_sums_kernel(
     own = tl.load(base + target, mask=is_here, other=-INFINITY).to(tl.float32)
     top, whole, weighted = _merged(highest, total, product, scale_log2)
     tl.store(out + token, top)
-    tl.store(out + num_tokens + token, whole)
-    tl.store(out + 2 * num_tokens + token, own)
+    tl.store(out + out_stride + token, whole)
+    tl.store(out + 2 * out_stride + token, own)
     if WITH_PRODUCT:
-        tl.store(out + 3 * num_tokens + token, weighted)
+        tl.store(out + 3 * out_stride + token, weighted)
     if HAS_KEPT:
         top, whole, _ = _merged(kept_highest, kept_total, kept_total, scale_log2)
-        tl.store(out + 4 * num_tokens + token, top)
-        tl.store(out + 5 * num_tokens + token, whole)
+        tl.store(out + 4 * out_stride + token, top)
+        tl.store(out + 5 * out_stride + token, whole)
 
 
 @triton.jit
@@ -116,17 +116,17 @@ def _over_ranks(
     tokens,
     is_token,
     rank_stride,
+    num_ranks,
     TEMPERATURE: tl.constexpr,
     WITH_PRODUCT: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
 ):
     """The highest logit of all ranks, and the sums over it."""
     top = tl.full(tokens.shape, -INFINITY, tl.float64)
-    for rank in tl.static_range(NUM_RANKS):
+    for rank in range(num_ranks):
         top = tl.maximum(top, tl.load(highest + rank * rank_stride + tokens, mask=is_token, other=0.0))
     whole = tl.zeros(tokens.shape, tl.float64)
     weighted = tl.zeros(tokens.shape, tl.float64)
-    for rank in tl.static_range(NUM_RANKS):
+    for rank in range(num_ranks):
         at = rank * rank_stride + tokens
         own_highest = tl.load(highest + at, mask=is_token, other=0.0)
         # Of a rank without a finite logit the sums are 0.
@@ -140,7 +140,7 @@ def _over_ranks(
     return top, tl.where(is_token, whole, 1.0), weighted
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rank_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "rank_stride", "num_ranks"])
 def finish_kernel(
     highest,
     total,
@@ -153,10 +153,10 @@ def finish_kernel(
     normalizers,
     num_tokens,
     rank_stride,
+    num_ranks,
     TEMPERATURE: tl.constexpr,
     HAS_KEPT: tl.constexpr,
     WITH_PRODUCT: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Log-probs and entropy from the sums of all ranks, in float64; a temperature that is an argument would be float32.
@@ -166,18 +166,18 @@ def finish_kernel(
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = tokens < num_tokens
     top, whole, weighted = _over_ranks(
-        highest, total, product, tokens, is_token, rank_stride, TEMPERATURE, WITH_PRODUCT, NUM_RANKS
+        highest, total, product, tokens, is_token, rank_stride, num_ranks, TEMPERATURE, WITH_PRODUCT
     )
     log_total = tl.log(whole)
     among_top = top
     among_log_total = log_total
     if HAS_KEPT:
         among_top, whole_kept, _ = _over_ranks(
-            kept_highest, kept_total, kept_total, tokens, is_token, rank_stride, TEMPERATURE, False, NUM_RANKS
+            kept_highest, kept_total, kept_total, tokens, is_token, rank_stride, num_ranks, TEMPERATURE, False
         )
         among_log_total = tl.log(whole_kept)
     own = tl.full([BLOCK], -INFINITY, tl.float64)
-    for rank in tl.static_range(NUM_RANKS):
+    for rank in range(num_ranks):
         own = tl.maximum(own, tl.load(target + rank * rank_stride + tokens, mask=is_token, other=0.0))
     tl.store(log_prob + tokens, (own - among_top) / TEMPERATURE - among_log_total, mask=is_token)
     if WITH_PRODUCT:
@@ -270,31 +270,29 @@ class TritonBackend:
     """See :class:`~mis_ext.scoring.passes.Backend`."""
 
     def row_sums(
-        self, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, *, scale: float, with_product: bool
-    ) -> RowSums:
+        self,
+        logits_NV: Tensor,
+        targets: Targets,
+        bits_TC: Tensor | None,
+        out: Tensor,
+        *,
+        scale: float,
+        with_product: bool,
+    ) -> None:
         """One launch, a program per token."""
         token_T, row_T, first, num_columns = targets
-        sums = torch.empty(6, len(token_T), dtype=torch.float64, device=logits_NV.device)
+        num_words = -(-num_columns // BITS)
         if len(token_T) > 0:
             lanes, num_warps = _lanes(num_columns, logits_NV.element_size())
             with launching_on(logits_NV):
                 _row_sums(
                     len(token_T),
-                    (logits_NV, _or(row_T, token_T), token_T, _or(bits_TC, token_T), sums),
-                    (len(token_T), logits_NV.stride(0), first, num_columns, -(-num_columns // BITS), scale * _LOG2_E),
+                    (logits_NV, _or(row_T, token_T), token_T, _or(bits_TC, token_T), out),
+                    (out.stride(0), logits_NV.stride(0), first, num_columns, num_words, scale * _LOG2_E),
                     lanes
                     | {"HAS_ROWS": row_T is not None, "HAS_KEPT": bits_TC is not None, "WITH_PRODUCT": with_product},
                     {"num_warps": num_warps},
                 )
-        highest_T, total_T, target_T, product_T, kept_highest_T, kept_total_T = sums.unbind()
-        return RowSums(
-            highest_T,
-            total_T,
-            target_T,
-            product_T if with_product else None,
-            None if bits_TC is None else kept_highest_T,
-            None if bits_TC is None else kept_total_T,
-        )
 
     def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
         """One launch, a program per 256 tokens."""
@@ -308,12 +306,11 @@ class TritonBackend:
                 _finish(
                     -(-num_tokens // _TOKENS),
                     (*(_or(each, parts.highest_T) for each in parts), log_prob_T, entropy_T, numbers),
-                    (num_tokens, parts.highest_T.stride(0)),
+                    (num_tokens, parts.highest_T.stride(0), num_ranks),
                     {
                         "TEMPERATURE": temperature,
                         "HAS_KEPT": parts.kept_total_T is not None,
                         "WITH_PRODUCT": parts.product_T is not None,
-                        "NUM_RANKS": num_ranks,
                         "BLOCK": _TOKENS,
                     },
                     {"num_warps": 4},
