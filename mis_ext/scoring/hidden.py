@@ -5,7 +5,7 @@
 of a row adds its own three sums, as the part of a tensor-parallel rank does. So here a tile of logits, some tokens by
 some columns, is made by one matrix product, read once, and its memory used for the next. The backward pass makes each
 tile again, turns it into its gradient, and multiplies that by the weight and by the hidden states: four products of the
-head in all, where a loss from logits has three.
+head in all, where a loss from logits has three. Of few tokens, some tiles stay for the backward pass.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def score_hidden(
 
     Logits are float32, and so is what is added up over tiles, for operands of any dtype (float64 for float64); the
     gradient of a logit is rounded to their dtype before it is multiplied. If the incoming gradients of a token are both
-    0, nothing of its hidden state reaches a gradient. Tensor-parallel ranks exchange a few numbers per token in the
+    0, nothing of its hidden state reaches a gradient. Of some 2,000 tokens or fewer, tiles stay for the
+    backward pass, 512 MiB of them at most on a GPU. Tensor-parallel ranks exchange a few numbers per token in the
     forward pass, and in the backward pass the gradient of the hidden states of the tokens, each once.
 
     Args:
@@ -226,7 +227,8 @@ class _Scored(torch.autograd.Function):
         meeting = work_before_gather(use.entropy, kept is not None, targets.token_T, use.tp_group, beside=whole_NE)
         with meeting, no_cast:
             columns = None if kept is None else kept.sorted()
-            parts = _row_sums(_Head(weight_VE, bias_V, use.logit_scale, use.soft_cap), whole_NE, targets, columns, use)
+            head = _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap)
+            parts, held = _row_sums(head, whole_NE, targets, columns, use)
             sums = None if use.tp_group is None else merged(parts, temperature=use.temperature)
         dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
         parts = parts if sums is None else gathered(sums, use.tp_group)
@@ -235,6 +237,7 @@ class _Scored(torch.autograd.Function):
             hidden_NE, weight_VE, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
         )
         ctx.use, ctx.columns, ctx.kept = use, (targets.first, targets.num_columns), columns
+        ctx.held = held
         ctx.set_materialize_grads(False)
         if use.entropy == "value":
             ctx.mark_non_differentiable(found.entropy_T)
@@ -271,7 +274,9 @@ class _Scored(torch.autograd.Function):
                 targets.token_of_rows(len(whole_NE))
             with torch.autocast(hidden_NE.device.type, enabled=False):
                 head = _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap)
-                _add_gradients(head, whole_NE, targets, ctx.kept, slopes, use, gradients)
+                # They are overwritten: a second backward pass makes all tiles again.
+                held, ctx.held = ctx.held, None
+                _add_gradients(head, whole_NE, targets, ctx.kept, slopes, use, held, gradients)
         except Exception:
             # The other ranks must not wait, and not go on with a part of a gradient either.
             if hidden_grad is not None and use.tp_group is not None:
@@ -313,10 +318,13 @@ class _Gradients(NamedTuple):
     adds_to_weight: bool
 
 
-def _row_sums(head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use) -> RowSums:
-    """``[W, T]`` each, over the ``W`` tiles of this rank's columns."""
+def _row_sums(
+    head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use
+) -> tuple[RowSums, Tensor | None]:
+    """``[W, T]`` each, over the ``W`` tiles of this rank's columns; and the last tiles, where some are held."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
-    buffer = hidden_NE.new_empty(tiles.tokens * tiles.columns, dtype=accumulated(hidden_NE))
+    num_held = 0 if head.cap is not None else tiles.held
+    places = hidden_NE.new_empty(max(num_held, 1), tiles.tokens * tiles.columns, dtype=accumulated(hidden_NE))
     scale, with_product = 1.0 / use.temperature, use.entropy != "none"
     num_tokens, parts = len(targets.token_T), list(slices(targets.num_columns, tiles.columns))
     # Rows of an even length are aligned alike: the kernels are compiled once for them.
@@ -324,12 +332,12 @@ def _row_sums(head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColu
     for part in slices(num_tokens, tiles.tokens):
         rows_NE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
         for number, columns in enumerate(parts):
-            logits_NV = view(buffer, len(rows_NE), length(columns))
+            logits_NV = view(places[number % len(places)], len(rows_NE), length(columns))
             head.logits(rows_NE, columns, logits_NV)
             of_tile, bits_TC = _tile(targets, kept, part, columns)
             out = sums[:, number, part]
             use.backend.row_sums(logits_NV, of_tile, bits_TC, out, scale=scale, with_product=with_product)
-    return RowSums.of(sums, with_product=with_product, is_kept=kept is not None)
+    return RowSums.of(sums, with_product=with_product, is_kept=kept is not None), places if num_held else None
 
 
 def _add_gradients(
@@ -339,13 +347,18 @@ def _add_gradients(
     kept: SortedColumns | None,
     slopes: Coefficients,
     use: _Use,
+    held: Tensor | None,
     out: _Gradients,
 ) -> None:
     """Add ``Z W`` to the gradient of the states and ``Z^T h`` to that of the weight, ``Z`` being that of ``h W^T``."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
     weight_VE, dtype, scale = head.weight_VE, accumulated(hidden_NE), 1.0 / use.temperature
-    logits = hidden_NE.new_empty(tiles.rows * tiles.columns, dtype=dtype)
+    places = hidden_NE.new_empty(1, tiles.rows * tiles.columns, dtype=dtype) if held is None else held
     slope = hidden_NE.new_empty(tiles.tokens * tiles.columns)
+    parts = list(slices(targets.num_columns, tiles.columns))
+    num_made = len(parts) if held is None else len(parts) - len(held)
+    # Then the places of those that are held are free for the others.
+    held_first = [*range(num_made, len(parts)), *range(num_made)]
     for part in slices(len(targets.token_T), tiles.tokens):
         of_part = slopes.of_tokens(part)
         rows_TE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
@@ -355,18 +368,20 @@ def _add_gradients(
         own_TE = total_TE = None if out.hidden_TE is None else out.hidden_TE[part]
         if own_TE is not None and targets.num_columns > tiles.columns and own_TE.dtype != dtype:
             total_TE = torch.empty_like(own_TE, dtype=dtype)
-        for columns in slices(targets.num_columns, tiles.columns):
+        for number in held_first:
+            columns = parts[number]
             slopes_TV = view(slope, len(rows_TE), length(columns))
             for rows, coefficients in of_rows:
-                logits_NV = view(logits, length(rows), length(columns))
-                head.logits(rows_TE[rows], columns, logits_NV)
+                logits_NV = view(places[number % len(places)], length(rows), length(columns))
+                if number < num_made:
+                    head.logits(rows_TE[rows], columns, logits_NV)
                 tokens = slice(part.start + rows.start, part.start + rows.stop)
                 of_tile, bits_TC = _tile(targets, kept, tokens, columns)
                 slopes_NV = slopes_TV[rows]
                 use.backend.gradient(logits_NV, of_tile, bits_TC, coefficients, scale=scale, out_NV=slopes_NV)
                 head.before_cap(slopes_NV, logits_NV)
             if total_TE is not None:
-                multiply(slopes_TV, weight_VE[columns], total_TE, adds=columns.start > 0)
+                multiply(slopes_TV, weight_VE[columns], total_TE, adds=number != held_first[0])
             if out.weight_VE is not None:
                 multiply(slopes_TV.t(), rows_TE, out.weight_VE[columns], adds=out.adds_to_weight or part.start > 0)
             if out.bias_V is not None:
@@ -407,8 +422,8 @@ def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: 
 TILE = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits at a time in the backward pass, in float32: 256 MiB on a GPU."""
 SLOPES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Their gradients at a time, in the dtype of the weight: 256 MiB of bfloat16. The forward pass, which has none, makes
-as many logits at a time, which are 512 MiB."""
+"""Their gradients at a time, in the dtype of the weight: 256 MiB of bfloat16. The forward pass, which has none, has
+room for as many logits, which are 512 MiB."""
 STATES = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Numbers of the gradient of hidden states that are added up at a time, in float32: 256 MiB."""
 TOKENS, COLUMNS = 1 << 14, 1 << 15
@@ -416,11 +431,16 @@ TOKENS, COLUMNS = 1 << 14, 1 << 15
 
 
 class Tiles(NamedTuple):
-    """How many tokens go through a pass together, by so many columns; and in the backward pass so many rows of them."""
+    """How many tokens go through a pass together, by so many columns; and in the backward pass so many rows of them.
+
+    ``held``: how many tiles stay for the backward pass, if each is all tokens and both passes make it whole: those for
+    which the forward pass has room. A large call would gain little by one.
+    """
 
     tokens: int
     columns: int
     rows: int
+    held: int
 
 
 def tiles_of(num_tokens: int, num_columns: int, hidden_NE: Tensor) -> Tiles:
@@ -429,7 +449,10 @@ def tiles_of(num_tokens: int, num_columns: int, hidden_NE: Tensor) -> Tiles:
     tile, slopes, states = (sizes.get(device, sizes["cuda"]) for sizes in (TILE, SLOPES, STATES))
     tokens = _even(num_tokens, min(states // max(hidden_NE.shape[1], 1), TOKENS))
     columns = _even(num_columns, min(slopes // tokens, COLUMNS))
-    return Tiles(tokens, columns, _even(tokens, tile // columns))
+    rows = _even(tokens, tile // columns)
+    is_whole = rows == tokens == max(num_tokens, 1)
+    held = min(slopes // (tokens * columns), -(-num_columns // columns)) if is_whole else 0
+    return Tiles(tokens, columns, rows, held)
 
 
 def _even(number: int, most: int) -> int:

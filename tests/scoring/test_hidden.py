@@ -212,6 +212,31 @@ def test_tiles_are_added_up_in_float32(monkeypatch) -> None:
     assert errors[1] < 1.1 * errors[0]
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "made"), [(4, {}, [5, 3, 5]), (4, {"soft_cap": 3.0}, [5] * 3), (8, {}, [5, 10, 10])]
+)
+def test_of_few_tokens_tiles_stay_for_one_backward_pass(monkeypatch, rows, keys, made) -> None:
+    """Of five tiles the last two, for which the forward pass has room; a cap is taken off in their place."""
+    with_tiles(monkeypatch, tile=48, slopes=96, states=56)
+    monkeypatch.setattr(hidden, "COLUMNS", 12)
+    case, counts, logits = plain(rows=rows), [], hidden._Head.logits
+
+    def counted(*given: object) -> None:
+        counts[-1] += 1
+        logits(*given)
+
+    monkeypatch.setattr(hidden._Head, "logits", counted)
+    leaves = [case.hidden_NE.requires_grad_(), case.weight_VE.requires_grad_()]
+    counts.append(0)
+    scores = score_hidden(*leaves, case.token_T, **keys)
+    for _ in range(2):
+        counts.append(0)
+        found = torch.autograd.grad(scores, leaves, tuple(case.grad_2T), retain_graph=True)
+        wanted = judged(case._replace(naive=keys))
+        torch.testing.assert_close(found, (wanted.hidden_grad.float(), wanted.weight_grad.float()))
+    assert counts == made
+
+
 # --- the gradient of the weight
 
 
