@@ -372,6 +372,15 @@ def test_a_node_that_may_not_have_a_network_of_its_own_says_so(tmp_path: Path) -
             nodes._link([process], log)
 
 
+def test_two_nodes_without_a_network_tool_say_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    started = nodes.two_nodes(
+        ["true"], nodes.SecondNode(), root=tmp_path, folder=tmp_path, scratch=tmp_path, environment={}
+    )
+    with pytest.raises(FileNotFoundError, match="iproute2"), started:
+        pass
+
+
 def test_the_table_has_a_row_for_each_run() -> None:
     error = "(Actor pid=1) ValueError: unknown keys: 'tis_uper_bound'"
     results = [ran("hook"), ran("log_mismatch"), refused("misspelt_key", f"Traceback\n{error}\n")]

@@ -7,6 +7,7 @@ Linux alone, as root. What `SecondNode` hides or edits is so on the disk of the 
 import functools
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,7 +65,13 @@ def two_nodes(
         folder: Of the runs.
         scratch: For Ray; its sockets lie there, whose paths must be short.
         environment: Of the processes of the second node, with `ENVIRONMENT`.
+
+    Raises:
+        FileNotFoundError: There is no ``ip``, with which the nodes get their network.
+        ChildProcessError: A node ended before it had one.
     """
+    if shutil.which("ip") is None:
+        raise FileNotFoundError("no ip on this machine, which makes the network of the nodes: install iproute2")
     mounts = [
         f"mount -t tmpfs none {_quoted(root if (root / each).exists() else folder, each)}" for each in second.hidden
     ]
