@@ -183,6 +183,7 @@ _BESIDE = ("--num-gpus-per-node", "2", "--rollout-num-gpus", "1")
 _CP = ("--context-parallel-size", "2") + (
     ("--cp-comm-type", "all_gather") if os.environ.get("ATTENTION") == "torch" else ()
 )
+_EP = Run((*_TWO_GPUS, "--expert-model-parallel-size", "2"))
 _LAGS = {"mis_staleness": True}
 _ASYNC, _OWN, _FSDP = {"LOOP": "train_async"}, {"ENGINE": "own"}, {"BACKEND": "fsdp"}
 _PREPARE = ("--rollout-data-postprocess-path", "mis_ext.prepare_rollout")
@@ -195,6 +196,10 @@ _WAYS = {
     "turns": Run(keys=TWO_TURNS),
     "tp2": Run((*_TWO_GPUS, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": Run((*_TWO_GPUS, *_CP)),
+    # By name alone, with a mixture of experts as MODEL: `python -m slime_gpu.tiny MODEL mixture`. The engine wants
+    # --enable-return-routed-experts (ENGINE_FLAGS) where its experts are replayed.
+    "ep2": _EP,
+    "ep2_replayed": replace(_EP, flags=(*_EP.flags, "--use-rollout-routing-replay")),
     "nccl": Run(_BESIDE, environment=_OWN),
     "cache8": Run((*_BESIDE, "--sglang-kv-cache-dtype", "fp8_e4m3"), environment=_OWN),
     # SGLang 0.5.17 refuses new weights then.
@@ -650,7 +655,8 @@ def main() -> None:
             model = Path(os.environ["MODEL"])
             os.environ["CHECKPOINT"] = str(checkpoint_of(args.out, model=model, python=sys.executable))
         runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience, host=args.host)
-        names = args.runs or list(known)
+        # A mixture of experts is no model of the other runs.
+        names = args.runs or [name for name in known if not name.startswith("ep2")]
         if args.what == "ways":
             runner.check({name: known[name] for name in names if not runner.is_done(name)})
             print(f"the host's parser takes {len(names)} command lines", flush=True)

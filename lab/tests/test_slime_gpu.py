@@ -127,6 +127,11 @@ def test_the_shape_of_a_model_is_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": "llama", "tie_word_embeddings": False}))
     assert shape.flags(tmp_path)[-1] == "--untie-embeddings-and-output-weights"
     assert "--num-attention-heads 9 --num-query-groups 3 --kv-channels 64" in " ".join(shape.flags(tmp_path / "none"))
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": "qwen3_moe"} | experts))
+    words = " ".join(shape.flags(tmp_path))
+    assert "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128" in words
+    assert words.endswith("--qk-layernorm")
 
 
 @pytest.mark.whole_run
@@ -217,6 +222,13 @@ def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return (tmp_path / "calls").read_text().splitlines()
 
     return run
+
+
+def test_expert_parallelism_runs_by_name_alone(ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slime_gpu, "WAYS", {name: slime_gpu.WAYS[name] for name in ("sync_nothing", "ep2_hook")})
+    assert [call.split()[0].rpartition("/")[2] for call in ways()] == ["sync_nothing"]
+    (call,) = ways("ep2_hook")
+    assert "--expert-model-parallel-size 2" in call
 
 
 def test_each_lane_of_ways_has_an_engine_and_what_is_done_stays(ways) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a Hugging Face model as flags of Megatron-LM: ``python slime_gpu/shape.py FOLDER``.
 
-For dense models like Llama and Qwen2. Of a folder that is not there yet, it is that of SmolLM2-135M-Instruct.
+For dense models like Llama and Qwen2, and mixtures of experts like Qwen3's. Of a folder that is not there yet, it is
+that of SmolLM2-135M-Instruct.
 """
 
 import json
@@ -43,9 +44,23 @@ def flags(folder: Path) -> list[str]:
         "norm-epsilon": config["rms_norm_eps"],
         "vocab-size": config["vocab_size"],
     }
+    if config["model_type"] == "qwen3_moe":
+        pairs |= {
+            # transformers 5 writes it under the other name.
+            "num-experts": config.get("num_experts") or config["num_local_experts"],
+            "moe-router-topk": config["num_experts_per_tok"],
+            "moe-ffn-hidden-size": config["moe_intermediate_size"],
+            "moe-router-score-function": "softmax",
+            "moe-router-load-balancing-type": "none",
+            "moe-aux-loss-coeff": 0,
+            "moe-router-dtype": "fp32",
+            "moe-token-dispatcher-type": "alltoall",
+        }
     words = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
     if config["model_type"] == "qwen2":
         words.append("--add-qkv-bias")
+    if config["model_type"] == "qwen3_moe":
+        words.append("--qk-layernorm")
     if not config.get("tie_word_embeddings"):
         words.append("--untie-embeddings-and-output-weights")
     return words
