@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL and verl with vLLM, as recorded: ours has the gradients of their own correction, from its own samples."""
+"""TRL and verl with vLLM, and rLLM, as recorded: ours has the gradients of their own correction."""
 
 import json
 import sys
@@ -40,3 +40,19 @@ def test_ours_has_the_gradients_of_verls_own_correction_and_not_those_of_none() 
     assert len(k3) == 3
     assert all(1e-4 < each < 3e-3 for steps in k3 for each in steps)
     assert max(steps[0] for steps in k3) - min(steps[0] for steps in k3) < 1e-8
+
+
+def test_in_rllm_ours_has_the_gradients_of_verls_own_loss_and_what_cannot_work_is_refused() -> None:
+    runs = runs_of("verl_rllm")
+    assert set(runs) == set(cases.VERL_RLLM)
+    assert peer_training.faults(runs, cases.VERL_RLLM) == []
+    own, ours = runs["rllm own bypass clip"]["steps"], runs["rllm our bypass whole"]["steps"]
+    # The log-probs of the engine reach the loss. Later steps are means over micro-batches of other rows in each run.
+    own_k3, our_k3 = own["rollout_corr/k3_kl"], ours["actor/mis_k3_kl"]
+    assert own_k3[0] == pytest.approx(our_k3[0], rel=1e-6)
+    assert own_k3 == pytest.approx(our_k3, rel=2e-2)
+    refused = [name for name, case in cases.VERL_RLLM.items() if "refused" in case]
+    assert len(refused) == 2
+    for name in refused:
+        for run in (runs["rllm none"], {"error": "?"}):
+            assert peer_training.faults(runs | {name: run}, cases.VERL_RLLM) == [f"{name}: not refused"]

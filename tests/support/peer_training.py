@@ -48,14 +48,17 @@ def faults(runs: dict[str, Any], cases: dict[str, Any]) -> list[str]:
     found = []
     for name, case in cases.items():
         run, wanted = runs[name], case.get("like") or case.get("unlike")
-        if "error" in run:
+        if "refused" in case:
+            found += [] if case["refused"] in run.get("error", "") else [f"{name}: not refused"]
+        elif "error" in run:
             found.append(f"{name}: {run['error']}")
+        if "error" in run or "refused" in case:
             continue
         found += [f"{name}: no {key} in the log" for key in case.get("logs", ()) if key not in run["steps"]]
         if wanted is None:
             continue
         norms, weights = apart(run, runs[wanted])
-        if "like" in case and not max(norms, weights) < TOLERANCE:
+        if "like" in case and not (norms < TOLERANCE and weights < case.get("weights", TOLERANCE)):
             found.append(f"{name}: gradient norms {norms:.1e}, weights {weights:.1e} from those of {wanted}")
         if "unlike" in case and not norms > APART:
             found.append(f"{name}: gradient norms only {norms:.1e} from those of {wanted}")

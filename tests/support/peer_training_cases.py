@@ -2,7 +2,8 @@
 """Runs of other frameworks' own trainers, ``lab/peers/*/train.py``: their options, and our keys.
 
 A run with ``like`` must have the gradient norms and the weights of another one; one with ``unlike`` must not. What
-``logs`` names must be in the framework's log.
+``logs`` names must be in the framework's log. One with ``refused`` must end in an error with these words.
+``weights`` is another tolerance of theirs.
 """
 
 from __future__ import annotations
@@ -71,6 +72,43 @@ VERL_VLLM: dict[str, dict[str, Any]] = {
     "vllm ours": {"options": _REAL | {PLACE: _CLOSE}, "keys": "vllm own", "like": "vllm own", "logs": LOGS},
 }
 """The same with vLLM: bounds as narrow as its mismatch."""
+_RLLM = {"rollout_correction.bypass_mode": True, "loss_fn": "bypass_mode"}
+_RLLM_CLIP = {"rllm.algorithm": _RLLM, PLACE: CLIP, LOSS: {"+rollout_correction": "${algorithm.rollout_correction}"}}
+# In the place of the others its rollout_is would be rLLM's tis_mode, which rLLM refuses with bypass_mode.
+_RLLM_REINFORCE = {"rllm.algorithm": _RLLM, LOSS: {f"+rollout_correction.{key}": REINFORCE[key] for key in REINFORCE}}
+# Sent in bfloat16: one that is rounded the other way changes a sum by 1.5e-5, in the same run again too.
+_SENT = 1e-4
+VERL_RLLM: dict[str, dict[str, Any]] = {
+    "rllm none": {},
+    "rllm own bypass clip": {"options": _RLLM_CLIP, "unlike": "rllm none"},
+    "rllm our bypass whole": {
+        "options": {"rllm.algorithm": _RLLM},
+        "keys": VERL["our bypass whole"]["keys"],
+        "like": "rllm own bypass clip",
+        "weights": _SENT,
+        "logs": ["actor/mis_k3_kl"],
+    },
+    "rllm own bypass": {"options": _RLLM_REINFORCE, "unlike": "rllm own bypass clip"},
+    "rllm our bypass": {
+        "options": _RLLM_REINFORCE,
+        "keys": {"mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.2}, "gates": [_BAND]}},
+        "like": "rllm own bypass",
+        "weights": _SENT,
+        "logs": LOGS,
+    },
+    "rllm keys without bypass": {"keys": {"mis": {"gates": [_BAND]}}, "like": "rllm none", "weights": _SENT},
+    "rllm weights alone": {
+        "options": {"rllm.algorithm": {"rollout_correction.tis_mode": "token"}},
+        "keys": {"mis": {"gates": [_BAND]}},
+        "refused": "asks for weights alone",
+    },
+    "rllm three policies": {
+        "options": {"rllm.algorithm": {"loss_fn": "mis_ext"}},
+        "keys": VERL["our whole loss"]["keys"],
+        "refused": "behavior",
+    },
+}
+"""rLLM's trainer on verl: its bypass mode, what does nothing, and what is refused."""
 
 
 _WEIGHT = {"level": "token", "mode": "truncate", "high": 1.2}

@@ -18,17 +18,21 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from verl.plugin.platform import platform_base, platform_manager
 from verl.utils import distributed
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+try:
+    from verl.plugin.platform.platform_base import PlatformBase
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+except ImportError:  # verl 0.8.0 has no platforms: a device is a module of PyTorch.
+    PlatformBase, PlatformRegistry = object, None
 
 VOCABULARY = 32
 END = 1
 
 
-@platform_manager.PlatformRegistry.register(platform="cpu")
-class PlatformCPU(platform_base.PlatformBase):
+class PlatformCPU(PlatformBase):
     """What verl asks of a device. It has no platform of this kind."""
 
     device_name, vendor_name = "cpu", "cpu"
@@ -74,6 +78,18 @@ class PlatformCPU(platform_base.PlatformBase):
 
     set_device = synchronize = manual_seed = manual_seed_all = nothing
     set_allocator_settings = empty_cache = nvtx_range = profiler_start = profiler_stop = cudart = nothing
+
+
+if PlatformRegistry is None:
+    from verl.utils import attention_utils, npu_flash_attn_utils
+    from verl.workers.engine import base
+
+    vars(torch.cpu).update(vars(PlatformCPU.device_module))
+    base.get_device_name = lambda: "cuda"
+    names = ("index_first_axis", "pad_input", "rearrange", "unpad_input")
+    attention_utils._get_attention_functions = lambda: [getattr(npu_flash_attn_utils, name) for name in names]
+else:
+    PlatformRegistry.register(platform="cpu")(PlatformCPU)
 
 
 class Engine:
@@ -190,7 +206,8 @@ class Adapter(BaseRollout):
 distributed.initialize_global_process_group_ray = functools.partial(
     distributed.initialize_global_process_group_ray, backend="gloo"
 )
-for name in ("recorded", "vllm_cpu"):
+# The third is a recorded engine too: rLLM takes no other names than verl's.
+for name in ("recorded", "vllm_cpu", "sglang"):
     _ROLLOUT_REGISTRY[name, "async"] = "on_cpu.Adapter"
     RolloutReplicaRegistry.register(name, lambda: Replica)
 

