@@ -72,8 +72,7 @@ def compare(rank: int, folder: Path, is_contiguous: bool, rounds: bool) -> None:
     ids=["zigzag", "contiguous", "zigzag, a simulated cache"],
 )
 def test_two_ranks_have_output_and_gradients_of_one(is_contiguous, rounds, tmp_path) -> None:
-    preload = ("lab.hosts.host_cpu.layers",)
-    run_processes(compare, tmp_path, is_contiguous, rounds, world_size=SIZE, preload=preload)
+    run_processes(compare, tmp_path, is_contiguous, rounds, world_size=SIZE)
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")

@@ -23,7 +23,7 @@ from mis_ext.correction.triton import triton_obstacle
 
 pytestmark = pytest.mark.distributed
 
-# A topology takes half a minute of two cores: the others are whole runs. Tests whose ranks are threads always have four
+# A topology takes half a minute of two cores: the others are long runs. Tests whose ranks are threads always have four
 # context-parallel ranks, and interpreted kernels.
 BOTH, INTERPRETED = "CP 2 x DP 2", "CP 4"
 SECTIONS = [
@@ -77,8 +77,7 @@ def run_topology(topology: str, folder: Path) -> tuple[dict[str, list[str]], str
     cp_size, dp_size = TOPOLOGIES[topology]
     crash = ""
     try:
-        preload = ("megatron.core.parallel_state",)
-        run_processes(work, topology, str(folder), world_size=cp_size * dp_size, preload=preload)
+        run_processes(work, topology, str(folder), world_size=cp_size * dp_size)
     except Exception as error:
         crash = str(error)
     sections: dict[str, list[str]] = {}
@@ -110,9 +109,9 @@ def assert_section(outcomes, topology: str, section: str) -> None:
     assert not crash, f"in another section, or after all: {crash}"
 
 
+LONG = (pytest.mark.whole_run, pytest.mark.long_run)
 topologies = pytest.mark.parametrize(
-    "topology",
-    [pytest.param(name, marks=() if name == BOTH else pytest.mark.whole_run) for name in TOPOLOGIES],
+    "topology", [pytest.param(name, marks=() if name == BOTH else LONG) for name in TOPOLOGIES]
 )
 
 
@@ -142,6 +141,7 @@ def test_fault_tolerant_wrappers_around_the_groups_work(outcomes, topology):
 
 
 @pytest.mark.whole_run
+@pytest.mark.long_run
 def test_the_triton_backend_gives_the_results_of_one_rank(outcomes):
     assert_section(outcomes, INTERPRETED, "triton")
 

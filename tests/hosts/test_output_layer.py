@@ -38,7 +38,6 @@ with warnings.catch_warnings():
 import mis_ext
 from mis_ext.hosts.megatron import Head, NoLogits
 
-PRELOAD = ("megatron.core.models.gpt.gpt_layer_specs",)
 WIDTH, LENGTH = 16, 16
 KEYS = loss_cases.GATES | loss_cases.KL | {"kl_loss_type": "k3", "entropy_coef": 0.1, "rollout_temperature": 0.7}
 LAYOUTS = {
@@ -281,9 +280,9 @@ class Capped(ColumnParallelLinear):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_hidden_states_train_as_logits_do(name, tmp_path) -> None:
     world_size = 1 if name == "one rank" else 2
-    run_processes(compare, str(tmp_path), name, world_size, False, world_size=world_size, preload=PRELOAD)
+    run_processes(compare, str(tmp_path), name, world_size, False, world_size=world_size)
 
 
 @pytest.mark.distributed
 def test_a_model_in_bfloat16_hands_over_its_own_hidden_states(tmp_path) -> None:
-    run_processes(compare, str(tmp_path), "one rank", 1, True, world_size=1, preload=PRELOAD)
+    run_processes(compare, str(tmp_path), "one rank", 1, True, world_size=1)

@@ -321,8 +321,7 @@ CHECKS = {check.__name__: check for check in (tensor_parallel, failing_tensor_pa
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict[str, str]]:
-    folder, preload = tmp_path_factory.mktemp("gloo"), ("megatron.core.parallel_state",)
-    return run_checks(CHECKS, folder=folder, world_size=4, seconds=30, preload=preload)
+    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=4, seconds=30)
 
 
 @pytest.mark.distributed

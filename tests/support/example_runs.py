@@ -35,7 +35,7 @@ def on_ranks(work: Callable[..., None], *args: Any, world_size: int = 2) -> None
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     environment = os.environ | address | {"WORLD_SIZE": str(world_size)}
     # Less than the 900 s that .ci/run gives a whole run.
-    run_processes(_as_rank, environment, work, *args, world_size=world_size, preload=("grpo.run",), seconds=840)
+    run_processes(_as_rank, environment, work, *args, world_size=world_size, seconds=840)
 
 
 def _as_rank(rank: int, environment: dict[str, str], work: Callable[..., None], *args: Any) -> None:

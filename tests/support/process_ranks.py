@@ -27,8 +27,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOAD = {
+    "hypothesis": ("hypothesis",),
+    "mis_ext.loss.policy": (),
+    "megatron.core.models.gpt.gpt_layer_specs": ("megatron",),
+    "grpo.run": ("grpo", "megatron", "transformers", "matplotlib", "rich"),
+}
+"""What the process that forks ranks imports, where these are found: one such process serves all files of tests."""
+
 _served: set[str] = set()
-"""What the process that forks ranks began with."""
+"""What that process began with."""
 
 
 @contextmanager
@@ -46,26 +54,25 @@ def run_processes(
     work: Callable[..., None],
     *args: Any,
     world_size: int,
-    preload: tuple[str, ...] = (),
     start_method: str = "forkserver",
     seconds: float = 240,
 ) -> None:
     """Call ``work(rank, *args)`` in a process for each rank, and raise what a rank raised.
 
-    One process, which stays for later calls, imports ``preload`` and forks the ranks: their imports would take longer
+    One process, which stays for later calls, imports ``PRELOAD`` and forks the ranks: their imports would take longer
     than most tests. It keeps the environment that it began with. With ``start_method="spawn"`` each imports for itself.
 
     Raises:
         RuntimeError: A rank raised, died or took more than ``seconds``. It says which rank, and where the others stood.
     """
-    modules = tuple(name for name in preload if find_spec(name.partition(".")[0]))
+    modules = tuple(name for name, needed in PRELOAD.items() if all(map(find_spec, needed)))
     if not _served.issuperset(modules):
-        # One that began with what another file asked for would stay, and each rank import these for itself.
+        # A later file has put another folder on the path: each rank would import these for itself.
         forkserver._forkserver._stop()
         _served.clear()
     if start_method == "forkserver" and not _served:
-        multiprocessing.set_forkserver_preload(wanted := [work.__module__, *modules])
-        _served.update(wanted)
+        multiprocessing.set_forkserver_preload([*modules])
+        _served.update(modules)
     # Before Python 3.13 that process would not find modules where this one does, and import none, without a word.
     path = mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     with path, tempfile.TemporaryDirectory() as stacks:
@@ -101,7 +108,6 @@ def run_checks(
     folder: Path,
     world_size: int,
     seconds: float,
-    preload: tuple[str, ...] = (),
 ) -> list[dict[str, str]]:
     """What each rank says of each check, called with its rank: nothing, or where it failed.
 
@@ -109,11 +115,8 @@ def run_checks(
         Exception: That of a rank that ended badly after its last check.
     """
     crash: Exception | None = None
-    modules = tuple({check.__module__ for check in checks.values()})
     try:
-        run_processes(
-            _check, world_size, str(folder), seconds, checks, world_size=world_size, preload=modules + preload
-        )
+        run_processes(_check, world_size, str(folder), seconds, checks, world_size=world_size)
     except Exception as error:
         crash = error
     paths = [folder / f"{rank}.json" for rank in range(world_size)]

@@ -205,7 +205,7 @@ def folder(tmp_path_factory) -> Path:
             whole[NO_REPLAY] = score(model, inputs)
     torch.set_num_threads(threads)
     torch.save(whole, folder / "whole.pt")
-    run_processes(work, str(folder), world_size=WORLD_SIZE, preload=("toy_moe",))
+    run_processes(work, str(folder), world_size=WORLD_SIZE)
     return folder
 
 
