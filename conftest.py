@@ -24,9 +24,8 @@ if not torch.cuda.is_available():
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
-    # In place of its own: no example is too slow on a machine that others use, and "ci" draws others each time.
+    # In place of its own: no example is too slow on a machine that others use.
     settings.register_profile("default", settings.get_profile("default"), deadline=None)
-    settings.register_profile("ci", settings.get_profile("default"), max_examples=200)
     settings.load_profile("default")
 
 
@@ -43,8 +42,7 @@ def pytest_terminal_summary(terminalreporter, config):
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count} skipped: {' '.join(reason.removeprefix('Skipped: ').split())}")
     if terminalreporter.stats.get("failed") and (seed := getattr(config.option, "hypothesis_seed", None)):
-        profile = f" --hypothesis-profile={name}" if (name := config.option.hypothesis_profile) else ""
-        terminalreporter.line(f"The same examples: --hypothesis-seed={seed}{profile}")
+        terminalreporter.line(f"The same examples: --hypothesis-seed={seed}")
 
 
 def pytest_report_header():

@@ -3,8 +3,8 @@
 # Lint, types and tests, in a virtual environment of their own with pinned versions.
 #
 #   tests/run.sh [arguments of pytest ...]
-#   tests/run.sh -m whole_run      # what .ci/run runs besides: examples, the wheel, and tests of many seconds
-#   tests/run.sh lab/tests -m ""   # and the tests of the lab
+#   tests/run.sh -m whole_run      # examples, the wheel, and tests of many seconds
+#   tests/run.sh -m "not long_run" tests lab/tests   # those too, and the tests of the lab: what .ci/run runs
 #
 # VENV sets where the environment is; PYTHON the interpreter that makes it.
 set -euo pipefail
