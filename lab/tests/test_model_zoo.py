@@ -29,6 +29,7 @@ def test_the_page_has_a_row_for_every_architecture_and_a_reason_for_every_refusa
 
 
 @pytest.mark.whole_run
+@pytest.mark.long_run
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # Of some models' modules.
 def test_an_architecture_that_is_drawn_is_what_the_page_says(monkeypatch):
     rows, seed = rows_of_the_page(), random.randrange(10**6)

@@ -34,7 +34,7 @@ from mis_ext.hosts.packing import TokenLags
 from mis_ext.hosts.runs import session_for
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
-*IN_WHOLE_RUNS, _ = TOPOLOGIES.values()
+*IN_LONG_RUNS, _ = TOPOLOGIES.values()
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 STALE = [
     {"use_tis": True, "mis_staleness": True, "tis_when": "stale", "rs_max_staleness": 1, "mis_metrics": "all"},
@@ -237,13 +237,13 @@ class Worker:
         return failures
 
     def some(self, cases: list) -> list:
-        """A third of them in each of the topologies of whole runs, and all of them elsewhere."""
+        """A third of them in each of the topologies of long runs, and all of them elsewhere."""
         topology = (self.cp_size, self.dp_size)
-        return cases[IN_WHOLE_RUNS.index(topology) :: 3] if topology in IN_WHOLE_RUNS else cases
+        return cases[IN_LONG_RUNS.index(topology) :: 3] if topology in IN_LONG_RUNS else cases
 
     def run_thd(self) -> list[str]:
-        # Every setting in one of the topologies of whole runs.
-        settings = grid() if (self.cp_size, self.dp_size) in IN_WHOLE_RUNS else grid()[::31]
+        # Every setting in one of the topologies of long runs.
+        settings = grid() if (self.cp_size, self.dp_size) in IN_LONG_RUNS else grid()[::31]
         return (
             self.compare_hook([*self.some(settings), *((keys, False) for keys in STALE)], "plain")
             + self.compare_hook(self.some(grid()[1::29]), "broken")

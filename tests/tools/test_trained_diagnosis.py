@@ -32,6 +32,8 @@ JUDGED = (
 )
 """The pairs that are judged here; `python tests/trained_pairs.py` judges them all."""
 
+TOGETHER = ("another chat template", "top-p 0.9")
+
 UNTOLD = ("fp8 cache (e4m3)", "padded vocabulary")
 """Plants of which the table has the cause, but log-probs may not tell it: a cache in e4m3 has the size of kernels, and
 padding looks like a cut."""
@@ -53,8 +55,12 @@ def test_every_plant_has_a_cause_of_the_table_or_words_for_it() -> None:
     assert len(PLANTS) >= 33
 
 
+# Single plants do not see shares that add up to more than all; this pair does.
 @pytest.mark.whole_run
-@pytest.mark.parametrize("plants", JUDGED, ids="-".join)
+@pytest.mark.parametrize(
+    "plants",
+    [pytest.param(each, marks=() if each == TOGETHER else pytest.mark.long_run, id="-".join(each)) for each in JUDGED],
+)
 def test_what_gives_a_tenth_of_k3_is_named_with_its_share(plants) -> None:
     verdict = judged(plants)
     assert verdict.sign != WRONG, verdict.verdict
@@ -121,6 +127,7 @@ def test_the_record_has_every_plant_and_every_pair_and_none_is_told_wrong() -> N
 
 
 @pytest.mark.whole_run
+@pytest.mark.long_run
 def test_the_record_is_what_is_judged_now() -> None:
     verdicts = recorded()
     # Kernels of another CPU may move a share that is near its limit.
