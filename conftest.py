@@ -65,6 +65,15 @@ def pytest_runtest_teardown(item):
         del os.environ[name]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Nothing that collecting makes is garbage: looking for it took an eighth of the time."""
+    gc.disable()
+    collected = yield
+    gc.enable()
+    return collected
+
+
 def pytest_collection_finish():
     """What was imported stays: a collector that looks through all of it takes a fifth of the time of the tests.
 
