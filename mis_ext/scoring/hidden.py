@@ -5,7 +5,7 @@
 of a row adds its own three sums, as the part of a tensor-parallel rank does. So here a tile of logits, some tokens by
 some columns, is made by one matrix product, read once, and its memory used for the next. The backward pass makes each
 tile again, turns it into its gradient, and multiplies that by the weight and by the hidden states: four products of the
-head in all, where a loss from logits has three. Of few tokens, some tiles stay for the backward pass.
+head in all, where a loss from logits has three. Of few tokens, tiles stay for the backward pass.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ def score_hidden(
 
     Logits are float32, and so is what is added up over tiles, for operands of any dtype (float64 for float64); the
     gradient of a logit is rounded to their dtype before it is multiplied. If the incoming gradients of a token are both
-    0, nothing of its hidden state reaches a gradient. Of some 2,000 tokens or fewer, tiles stay for the
-    backward pass, 512 MiB of them at most on a GPU. Tensor-parallel ranks exchange a few numbers per token in the
+    0, nothing of its hidden state reaches a gradient. Tensor-parallel ranks exchange a few numbers per token in the
     forward pass, and in the backward pass the gradient of the hidden states of the tokens, each once.
+
+    If a tile of all tokens is small (of 151,936 columns some 2,200 tokens, of 18,992 some 3,500), tiles stay for the
+    backward pass: of each call up to 512 MiB on a GPU, of float64 a GiB, also where a checkpoint computes it again.
 
     Args:
         hidden: ``[..., E]``, what the head is applied to.
@@ -356,9 +358,9 @@ def _add_gradients(
     places = hidden_NE.new_empty(1, tiles.rows * tiles.columns, dtype=dtype) if held is None else held
     slope = hidden_NE.new_empty(tiles.tokens * tiles.columns)
     parts = list(slices(targets.num_columns, tiles.columns))
-    num_made = len(parts) if held is None else len(parts) - len(held)
-    # Then the places of those that are held are free for the others.
-    held_first = [*range(num_made, len(parts)), *range(num_made)]
+    # Those that are held first: then their places are free for the others.
+    num_made = len(parts) - tiles.held
+    order = [*range(num_made, len(parts)), *range(num_made)]
     for part in slices(len(targets.token_T), tiles.tokens):
         of_part = slopes.of_tokens(part)
         rows_TE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
@@ -368,12 +370,12 @@ def _add_gradients(
         own_TE = total_TE = None if out.hidden_TE is None else out.hidden_TE[part]
         if own_TE is not None and targets.num_columns > tiles.columns and own_TE.dtype != dtype:
             total_TE = torch.empty_like(own_TE, dtype=dtype)
-        for number in held_first:
+        for number in order:
             columns = parts[number]
             slopes_TV = view(slope, len(rows_TE), length(columns))
             for rows, coefficients in of_rows:
                 logits_NV = view(places[number % len(places)], length(rows), length(columns))
-                if number < num_made:
+                if held is None or number < num_made:
                     head.logits(rows_TE[rows], columns, logits_NV)
                 tokens = slice(part.start + rows.start, part.start + rows.stop)
                 of_tile, bits_TC = _tile(targets, kept, tokens, columns)
@@ -381,7 +383,7 @@ def _add_gradients(
                 use.backend.gradient(logits_NV, of_tile, bits_TC, coefficients, scale=scale, out_NV=slopes_NV)
                 head.before_cap(slopes_NV, logits_NV)
             if total_TE is not None:
-                multiply(slopes_TV, weight_VE[columns], total_TE, adds=number != held_first[0])
+                multiply(slopes_TV, weight_VE[columns], total_TE, adds=number != order[0])
             if out.weight_VE is not None:
                 multiply(slopes_TV.t(), rows_TE, out.weight_VE[columns], adds=out.adds_to_weight or part.start > 0)
             if out.bias_V is not None:

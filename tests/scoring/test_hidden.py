@@ -219,7 +219,7 @@ def test_of_few_tokens_tiles_stay_for_one_backward_pass(monkeypatch, rows, keys,
     """Of five tiles the last two, for which the forward pass has room; a cap is taken off in their place."""
     with_tiles(monkeypatch, tile=48, slopes=96, states=56)
     monkeypatch.setattr(hidden, "COLUMNS", 12)
-    case, counts, logits = plain(rows=rows), [], hidden._Head.logits
+    case, counts, gradients, logits = plain(rows=rows), [], [], hidden._Head.logits
 
     def counted(*given: object) -> None:
         counts[-1] += 1
@@ -231,9 +231,10 @@ def test_of_few_tokens_tiles_stay_for_one_backward_pass(monkeypatch, rows, keys,
     scores = score_hidden(*leaves, case.token_T, **keys)
     for _ in range(2):
         counts.append(0)
-        found = torch.autograd.grad(scores, leaves, tuple(case.grad_2T), retain_graph=True)
-        wanted = judged(case._replace(naive=keys))
-        torch.testing.assert_close(found, (wanted.hidden_grad.float(), wanted.weight_grad.float()))
+        gradients.append(torch.autograd.grad(scores, leaves, tuple(case.grad_2T), retain_graph=True))
+    wanted = judged(case._replace(naive=keys))
+    torch.testing.assert_close(gradients[0], (wanted.hidden_grad.float(), wanted.weight_grad.float()))
+    assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
     assert counts == made
 
 
