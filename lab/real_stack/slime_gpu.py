@@ -2,6 +2,7 @@
 r"""Unmodified slime or Miles on one GPU, run after run, each with its own log and time limit, and one table at the end.
 
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded --rollouts DIR [--jobs 4] [RUN]
+    SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py recorded --rollouts DIR --two-nodes [RUN]
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py whole [RUN ...]
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py ways [RUN ...] [--jobs 2 --in-turn --engine-gpu 1]
     SLIME_DIR=... MEGATRON_DIR=... python lab/real_stack/slime_gpu.py memory [RUN ...] --rollouts DIR
@@ -9,8 +10,9 @@ r"""Unmodified slime or Miles on one GPU, run after run, each with its own log a
         --rollouts DIR
     python lab/real_stack/slime_gpu.py table [--json FILE]
 
-``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine. ``whole`` has SGLang's server and
-router; such runs share an engine, whose start takes up to two minutes, or with ``--jobs`` each lane of them has one.
+``recorded`` trains on recorded rollouts (`--debug-train-only`), without an engine; with ``--two-nodes`` on two Ray
+nodes of this machine, a GPU and a network each (root, iproute2). ``whole`` has SGLang's server and router; such runs
+share an engine, whose start takes up to two minutes, or with ``--jobs`` each lane of them has one.
 ``ways`` are whole runs too: every way to run the loop and to split the trainer on two GPUs, each without a correction,
 with the three flags, with `policy_loss`, and with it over hidden states. First the host's own parser reads all their
 command lines; ``--dry-run`` ends there. Every run is ``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done
@@ -32,6 +34,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -197,7 +200,8 @@ _WAYS = {
     "tp2": Run((*_TWO_GPUS, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": Run((*_TWO_GPUS, *_CP)),
     # By name alone, with a mixture of experts as MODEL: `python -m slime_gpu.tiny MODEL mixture`. The engine wants
-    # --enable-return-routed-experts (ENGINE_FLAGS) where its experts are replayed.
+    # --enable-return-routed-experts (ENGINE_FLAGS) where its experts are replayed, and slime's own build of the router:
+    # sglang-router 0.3.2 drops return_routed_experts of a request.
     "ep2": _EP,
     "ep2_replayed": replace(_EP, flags=(*_EP.flags, "--use-rollout-routing-replay")),
     "nccl": Run(_BESIDE, environment=_OWN),
@@ -338,9 +342,18 @@ def results(folder: Path) -> list[dict[str, Any]]:
 class Runner:
     """Runs that write below one folder."""
 
-    def __init__(self, out: Path, *, shared: Sequence[str], python: str, patience: float, host: str = "slime") -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        shared: Sequence[str],
+        python: str,
+        patience: float,
+        host: str = "slime",
+        has_two_nodes: bool = False,
+    ) -> None:
         self.out, self.shared, self.python, self.patience = out, tuple(shared), python, patience
-        self.host = host
+        self.host, self.has_two_nodes = host, has_two_nodes
 
     def is_done(self, name: str) -> bool:
         """Whether an earlier call has run it."""
@@ -434,10 +447,19 @@ class Runner:
 
     def _process(self, name: str, flags: Sequence[str], environment: dict[str, str], run: Run, *, first: bool) -> int:
         log = self.out / name / "run.log"
-        with log.open("a") as file:
+        words = ["bash", str(self._script), *flags]
+        with ExitStack() as stack:
+            if self.has_two_nodes:
+                words, environment = stack.enter_context(apart(words, environment, log.parent))
+            file = stack.enter_context(log.open("a"))
             process = subprocess.Popen(
-                ["bash", str(self._script), *flags], env=environment, stdout=file, stderr=file, start_new_session=True
+                words, env=environment, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
+            self._wait(process, log, run, first=first)
+        return process.returncode
+
+    def _wait(self, process: subprocess.Popen[bytes], log: Path, run: Run, *, first: bool) -> None:
+        """Until it ends, is to be killed, or has had its time; then nothing of it is left."""
         limit = run.seconds * self.patience
         end = time.monotonic() + limit
         while process.poll() is None:
@@ -452,7 +474,35 @@ class Runner:
                     file.write(PLANNED if reached else f"\nKILLED after {limit:.0f} s\n")
             time.sleep(0.5)
         end_session(process.pid)
-        return process.returncode
+
+
+@contextmanager
+def apart(words: list[str], environment: dict[str, str], folder: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The command line that runs on two Ray nodes, a GPU each, and the environment of the first.
+
+    NCCL has their network alone: they share no memory and have names of their own.
+    """
+    sys.path[:0] = [str(ROOT), str(SCRIPT.parent)]
+    from host_cpu.nodes import ENVIRONMENT, LINK, SecondNode, two_nodes
+
+    paths = [os.environ["MEGATRON_DIR"], os.environ["SLIME_DIR"], *map(str, (ROOT, SCRIPT.parent))]
+    # Last, torchvision's names for where it is not installed.
+    paths += [
+        str(ROOT / "examples/questions"),
+        environment.get("PYTHONPATH", ""),
+        str(ROOT / "examples/grpo/sglang_cpu"),
+    ]
+    given = environment | ENVIRONMENT | {"NCCL_SOCKET_IFNAME": LINK, "NCCL_DEBUG": "INFO"}
+    # Ray's workers on the second node have its environment, which no script has set.
+    given |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    given |= {"HF_HUB_OFFLINE": "1", "TENSORBOARD_DIR": str(folder / "tensorboard")}
+    given.pop("SLIME_HOST_IP", None)
+    first, second = (given if given.get("ON_CPU") else given | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in "01")
+    with (
+        tempfile.TemporaryDirectory(prefix="n") as scratch,
+        two_nodes(words, SecondNode(), root=ROOT, folder=folder, scratch=Path(scratch), environment=second) as started,
+    ):
+        yield started, first
 
 
 def end_session(leader: int) -> None:
@@ -605,6 +655,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=Path, help="folder with 0.pt, 1.pt, ... of --save-debug-rollout-data")
     parser.add_argument("--num-rollout", type=int, default=4, help="of the recorded ones")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side; whole ones have an engine each")
+    parser.add_argument("--two-nodes", action="store_true", help="recorded, slime: two Ray nodes, a GPU each; as root")
     parser.add_argument("--in-turn", action="store_true", help="start runs side by side, train one at a time")
     parser.add_argument("--engine-gpu", help="where the engines run that runs share; without it on all that are there")
     parser.add_argument("--dry-run", action="store_true", help="let the host's parser read ways, and run nothing")
@@ -623,6 +674,8 @@ def main() -> None:
         }[args.what]
         if args.host == "miles" and args.what == "whole":
             parser.error("whole: its engine is slime's; Miles has ways")
+        if args.two_nodes and (args.host == "miles" or args.what != "recorded"):
+            parser.error("--two-nodes: must come with recorded, whose trainer alone runs, and with slime")
         if args.host == "miles" and args.what == "memory":
             parser.error("memory: its hooks and its flags are slime's")
         unknown = set(args.runs) - set(known)
@@ -654,7 +707,16 @@ def main() -> None:
         if args.host == "miles" and "CHECKPOINT" not in os.environ:
             model = Path(os.environ["MODEL"])
             os.environ["CHECKPOINT"] = str(checkpoint_of(args.out, model=model, python=sys.executable))
-        runner = Runner(args.out, shared=shared, python=sys.executable, patience=args.patience, host=args.host)
+        if args.two_nodes:
+            shared += ["--actor-num-nodes", "2"]
+        runner = Runner(
+            args.out,
+            shared=shared,
+            python=sys.executable,
+            patience=args.patience,
+            host=args.host,
+            has_two_nodes=args.two_nodes,
+        )
         # A mixture of experts is no model of the other runs.
         names = args.runs or [name for name in known if not name.startswith("ep2")]
         if args.what == "ways":

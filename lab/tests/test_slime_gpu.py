@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from host_cpu import nodes
 
 from examples.questions.arithmetic import draw_task, is_right, reward, second_try, write_prompts
 from lab.hosts.slime_gpu import in_turn, memory, shape
@@ -127,11 +128,16 @@ def test_the_shape_of_a_model_is_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": "llama", "tie_word_embeddings": False}))
     assert shape.flags(tmp_path)[-1] == "--untie-embeddings-and-output-weights"
     assert "--num-attention-heads 9 --num-query-groups 3 --kv-channels 64" in " ".join(shape.flags(tmp_path / "none"))
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"model_type": "qwen3_moe"} | experts))
     words = " ".join(shape.flags(tmp_path))
     assert "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128" in words
     assert words.endswith("--qk-layernorm")
+    (tmp_path / "config.json").write_text(
+        json.dumps(QWEN2 | {"model_type": "qwen3_moe"} | experts | {"mlp_only_layers": [0]})
+    )
+    with pytest.raises(ValueError, match="experts in every layer"):
+        shape.flags(tmp_path)
 
 
 @pytest.mark.whole_run
@@ -192,6 +198,31 @@ def test_recorded_runs_of_miles_share_one_checkpoint(tmp_path: Path, monkeypatch
     assert hook.endswith(f" {checkpoint} None None")
     assert "mis_ext.compute_mis_weights_with_cp" in hook
     assert f"--debug-train-only --load-debug-rollout-data {tmp_path}" in hook
+
+
+def test_two_nodes_have_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    @contextmanager
+    def two_nodes(command: list[str], second: nodes.SecondNode, *, environment: dict[str, str], **_: Path):
+        started.append(environment["CUDA_VISIBLE_DEVICES"])
+        yield ["bash", "-c", 'echo "$CUDA_VISIBLE_DEVICES $RAY_ADDRESS $0 $*" > "$OUT/call"', *command]
+
+    monkeypatch.setattr(nodes, "two_nodes", two_nodes)
+    for name in ("SLIME_DIR", "MEGATRON_DIR", "MODEL"):
+        monkeypatch.setenv(name, "there")
+    monkeypatch.delenv("ON_CPU", raising=False)
+    (tmp_path / "0.pt").touch()
+    words = ["recorded", "hook_core", "--rollouts", str(tmp_path), "--out", str(tmp_path / "out"), "--two-nodes"]
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", *words])
+    slime_gpu.main()
+    call = (tmp_path / "out/hook_core/call").read_text()
+    assert call.startswith("0 10.77.0.1:6399 bash ")
+    assert "--actor-num-nodes 2" in call
+    assert started == ["1"]
+    monkeypatch.setattr(sys, "argv", ["slime_gpu.py", *words, "--host", "miles"])
+    with pytest.raises(SystemExit):
+        slime_gpu.main()
 
 
 ECHO = """echo "$OUT" ENGINE="$ENGINE" LOOP="$LOOP" "$@" >> {calls}"""

@@ -45,6 +45,12 @@ def flags(folder: Path) -> list[str]:
         "vocab-size": config["vocab_size"],
     }
     if config["model_type"] == "qwen3_moe":
+        if (
+            not config.get("norm_topk_prob")
+            or config.get("mlp_only_layers")
+            or config.get("decoder_sparse_step", 1) > 1
+        ):
+            raise ValueError("a mixture must have experts in every layer, and norm_topk_prob: true")
         pairs |= {
             # transformers 5 writes it under the other name.
             "num-experts": config.get("num_experts") or config["num_local_experts"],
