@@ -203,9 +203,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Record, or compare; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--verl", type=Path, required=True, help=f"a clone at {REVISION}, with --rllm {RLLM_VERL}")
-    parser.add_argument("--rllm", type=Path, help=f"a clone of rLLM at {RLLM_REVISION}, whose trainer runs")
+    engine = parser.add_mutually_exclusive_group()
+    engine.add_argument("--rllm", type=Path, help=f"a clone of rLLM at {RLLM_REVISION}, whose trainer runs")
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--vllm", action="store_true", help="with vLLM as the engine")
+    engine.add_argument("--vllm", action="store_true", help="with vLLM as the engine")
     parser.add_argument("runs", nargs="*", help="these runs; the others are those of the file")
     parsed = parser.parse_args(arguments)
     revisions = {parsed.verl: RLLM_VERL, parsed.rllm: RLLM_REVISION} if parsed.rllm else {parsed.verl: REVISION}
@@ -213,8 +214,10 @@ def main(arguments: list[str] | None = None) -> int:
         git = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         if git.stdout.strip() != revision:
             parser.error(f"{clone} is at {git.stdout.strip()}, the numbers are of {revision}")
-    wanted, file = (cases.VERL_VLLM, VLLM_FILE) if parsed.vllm else (cases.VERL, FILE)
-    if parsed.rllm:
+    wanted, file = cases.VERL, FILE
+    if parsed.vllm:
+        wanted, file = cases.VERL_VLLM, VLLM_FILE
+    elif parsed.rllm:
         wanted, file = cases.VERL_RLLM, RLLM_FILE
     recorded = json.loads(_read(file))["runs"] if parsed.runs else {}
     with tempfile.TemporaryDirectory() as name:
