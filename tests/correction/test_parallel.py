@@ -23,8 +23,8 @@ from mis_ext.correction.triton import triton_obstacle
 
 pytestmark = pytest.mark.distributed
 
-# A topology takes half a minute of two cores: the others are long runs. Tests whose ranks are threads always have four
-# context-parallel ranks, and interpreted kernels.
+# A topology takes half a minute of two cores: the others, and Triton between real ranks, are long runs. Tests whose
+# ranks are threads always have four context-parallel ranks, and interpreted kernels.
 BOTH, INTERPRETED = "CP 2 x DP 2", "CP 4"
 SECTIONS = [
     "thd",

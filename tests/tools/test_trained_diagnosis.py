@@ -64,6 +64,8 @@ def test_every_plant_has_a_cause_of_the_table_or_words_for_it() -> None:
 def test_what_gives_a_tenth_of_k3_is_named_with_its_share(plants) -> None:
     verdict = judged(plants)
     assert verdict.sign != WRONG, verdict.verdict
+    # All of the record is judged anew in a long run.
+    assert plants != TOGETHER or verdict.sign == recorded()[plants].sign
 
 
 @pytest.mark.whole_run
