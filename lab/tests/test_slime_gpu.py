@@ -300,10 +300,10 @@ def test_a_run_leaves_no_engine(
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize(("ends", "codes"), [("exit 1", [1]), ("exec sleep 60", [-9, -9])])
-def test_only_what_was_killed_is_resumed(ends, codes, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("does", "codes"), [("exit 1", [1]), ("echo 'step 0: {}'; exec sleep 60", [-9, -9])])
+def test_only_what_was_killed_is_resumed(does, codes, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.sh"
-    script.write_text(f"echo 'step 0: {{}}'; {ends}")
+    script.write_text(does)
     monkeypatch.setattr(slime_gpu, "SCRIPT", script)
     runner = slime_gpu.Runner(tmp_path, shared=(), python=sys.executable, patience=1)
     run = slime_gpu.Run(kill_after_rollout=0, seconds=5)
