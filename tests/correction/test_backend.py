@@ -89,15 +89,11 @@ CORRECTION = correction_keys(
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "all"}
 
 
-LONG = (pytest.mark.whole_run, pytest.mark.long_run)
-
-
 @pytest.mark.parametrize(
     ("keys", "cp_rank", "backend"),
     [
-        pytest.param(CORRECTION | {"mis_metrics": "core"}, 1, "eager", id="part of sequences"),
-        pytest.param(CORRECTION, 1, "aot_eager", id="part of sequences, traced", marks=pytest.mark.whole_run),
-        pytest.param(METRICS_ONLY, None, "aot_eager", id="metrics only, traced", marks=LONG),
+        pytest.param(CORRECTION | {"mis_metrics": "core"}, 1, "aot_eager", id="part of sequences, traced"),
+        pytest.param(METRICS_ONLY, None, "eager", id="all metrics, and nothing else"),
     ],
 )
 def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, backend, monkeypatch) -> None:
