@@ -31,7 +31,7 @@ def run(site: Path, *arguments: str, **variables: str) -> tuple[subprocess.Compl
     environment = os.environ | {"PATH": f"{site}:{os.environ['PATH']}", "PYTHON": str(site / "python")}
     environment |= {"CALLS": str(calls), "FAILS": "", "CUDA_VISIBLE_DEVICES": ""} | variables
     done = subprocess.run(
-        ["bash", str(SCRIPT), str(site), *arguments], env=environment, capture_output=True, text=True, timeout=30
+        ["bash", str(SCRIPT), str(site), *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
     return done, calls.read_text().splitlines() if calls.exists() else []
 

@@ -148,13 +148,12 @@ def test_a_rehearsal_of_miles_needs_no_gpu() -> None:
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("script", [SCRIPT, MILES_SCRIPT], ids=["slime", "miles"])
-def test_a_rehearsal_finds_torchvisions_names(script, tmp_path: Path) -> None:
+def test_a_rehearsal_finds_torchvisions_names(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$PYTHONPATH" > {tmp_path}/path\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     for is_rehearsal in ("", "1"):
-        dry_run(script=script, ATTENTION="torch", PYTHON=str(python), ON_CPU=is_rehearsal)
+        dry_run(ATTENTION="torch", PYTHON=str(python), ON_CPU=is_rehearsal)
         found = (tmp_path / "path").read_text().strip().endswith(":" + str(ROOT / "examples/grpo/sglang_cpu"))
         assert found is bool(is_rehearsal)
 
@@ -295,7 +294,7 @@ def test_a_run_leaves_no_engine(
     environment = os.environ | {"OUT": str(tmp_path / "a")}
     run = slime_gpu.Run(kill_after_rollout=kill_after_rollout)
     assert (runner._process("a", (), environment, run, first=True) < 0) is (last == "wait")
-    assert select.select([lives], [], [], 5)[0]
+    assert select.select([lives], [], [], 50)[0]
     os.close(lives)
 
 

@@ -119,7 +119,7 @@ def test_continuous_batching_aligns_with_the_whole_forward() -> None:
                 sequence_of = {request: index for index, request in enumerate(requests)}
             outputs = {}
             while len(outputs) < 2 and manager.is_running():
-                output = manager.get_result(timeout=5)
+                output = manager.get_result(timeout=60)
                 if output is not None and output.is_finished():
                     outputs[output.request_id] = output.generated_tokens
     finally:
