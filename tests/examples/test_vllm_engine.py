@@ -24,8 +24,9 @@ sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("transformers")
 
+from echo_worker import serve_echo
 from grpo import vllm_engine
-from grpo.engine_process import EngineProcess, serve
+from grpo.engine_process import EngineProcess
 from grpo.vllm_engine import VLLMEngine
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
@@ -50,32 +51,9 @@ CONFIG = Qwen3Config(
 )
 
 
-class EchoWorker:
-    """A worker of the engine's process with three commands."""
-
-    def double(self, *, number):
-        return 2 * number
-
-    def refuse(self):
-        raise ValueError("no such setting")
-
-    def die(self):
-        print("the last words", flush=True)
-        os._exit(7)
-
-    def shutdown(self):
-        print("shut down", flush=True)
-
-
-def serve_echo(descriptor):
-    serve(descriptor, EchoWorker())
-
-
 @pytest.fixture
 def process(tmp_path):
-    # The child imports this module by its name.
-    found = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    environment = {"PYTHONPATH": found, "MASTER_ADDR": "127.0.0.1"}
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MASTER_ADDR": "127.0.0.1"}
     process = EngineProcess("Echo", serve=serve_echo, log=tmp_path / "log", environment=environment)
     yield process
     process.close()
