@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
-from example_runs import EXAMPLES, ROOT, SMALL_RUN, content, leave_a_run
+from example_runs import EXAMPLES, ROOT, SMALL_RUN, content, leave_a_run, on_ranks, run_program
 from grpo.arguments import parse_args
 from grpo.output_dir import make_output_dir
+from train_grpo import REFUSED, start_ranks
 
 SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh", "run_vllm.sh"])
 
@@ -28,7 +30,6 @@ def before_the_installation(tmp_path: Path) -> dict[str, str]:
     return {"PYTHON": str(python), "PYTHONPATH": "", "VENV": str(tmp_path / "venv")}
 
 
-@SCRIPTS
 @pytest.mark.parametrize(
     ("arguments", "reasons"),
     [
@@ -45,14 +46,14 @@ def before_the_installation(tmp_path: Path) -> dict[str, str]:
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
-    tmp_path: Path, before_the_installation: dict[str, str], script: str, arguments: list[str], reasons: list[str]
+    tmp_path: Path, before_the_installation: dict[str, str], arguments: list[str], reasons: list[str]
 ) -> None:
     places = {"HOLDS_A_RUN": tmp_path / "run", "EMPTY": tmp_path / "empty"}
     for place in places.values():
         place.mkdir()
     leave_a_run(places["HOLDS_A_RUN"])
     before = content(tmp_path)
-    words = [str(places.get(word, word)) for word in ["bash", f"examples/{script}", *arguments]]
+    words = [str(places.get(word, word)) for word in ["bash", "examples/run.sh", *arguments]]
     refused = start(words, **before_the_installation)
     assert refused.returncode == 2
     (line,) = refused.stderr.splitlines()
@@ -80,6 +81,7 @@ def test_what_an_engine_cannot_do_is_refused_before_it_is_installed(
     assert refused.returncode == 2
     (line,) = refused.stderr.splitlines()
     assert all(reason in line for reason in reasons)
+    assert not Path(before_the_installation["VENV"]).exists()
 
 
 @pytest.mark.parametrize(
@@ -121,42 +123,44 @@ def test_help_installs_nothing(before_the_installation: dict[str, str], script: 
     assert not Path(before_the_installation["VENV"]).exists()
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "switch"),
-    [
-        ("run.sh", [], "--use-tis"),
-        ("run_sglang.sh", ["--custom-config-path", "yaml/metrics_only.yaml"], "--get-mismatch-metrics"),
-        ("run.sh", ["--custom-config-path=yaml/metrics_only.yaml", "--num-rollout", "3"], "--get-mismatch-metrics"),
-    ],
-)
-@pytest.mark.whole_run
-def test_a_run_measures_or_corrects_as_the_configuration_says(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, script: str, arguments: list[str], switch: str
-) -> None:
-    shown = start(["bash", f"examples/{script}", *arguments], DRY_RUN="1", **installed)
+def test_a_script_starts_ranks_with_the_flags_that_the_configuration_needs(tmp_path: Path) -> None:
+    """In an environment that it takes for one of its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".installed").touch()
+    # A link's interpreter does not know the packages of its environment.
+    installed = {"VENV": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = ["bash", "examples/run_sglang.sh", "--custom-config-path", "yaml/metrics_only.yaml"]
+    shown = start(command, DRY_RUN="1", **installed)
     assert shown.returncode == 0, shown.stderr
     words = shown.stdout.split()
+    args = parse_args(words[words.index(str(EXAMPLES / "train_grpo.py")) + 1 :])
+    assert (args.rollout_engine, args.custom_config_path.name) == ("sglang", "metrics_only.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "switch"),
+    [
+        ([], "--use-tis"),
+        (["--custom-config-path=yaml/metrics_only.yaml", "--num-rollout", "3"], "--get-mismatch-metrics"),
+    ],
+)
+def test_a_run_measures_or_corrects_as_the_configuration_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], switch: str
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.chdir(ROOT)
+    start_ranks(arguments)
+    words = capsys.readouterr().out.split()
     flags = words[words.index(str(EXAMPLES / "train_grpo.py")) + 1 :]
     assert ({"--use-tis", "--get-mismatch-metrics"} & {*flags}) == {switch}
-    monkeypatch.chdir(ROOT)
     args = parse_args(flags)
-    assert args.rollout_engine == ("sglang" if script == "run_sglang.sh" else "transformers")
+    assert args.rollout_engine == "transformers"
     assert args.custom_tis_function_path == "mis_ext.compute_mis_weights_with_cp"
     assert args.custom_config_path.name == ("metrics_only.yaml" if arguments else "mis.yaml")
     assert args.use_tis is (switch == "--use-tis")
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """An environment that the scripts take for one of their own."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    (tmp_path / ".installed").touch()
-    # A link's interpreter does not know the packages of its environment.
-    return {"VENV": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-
-
-@pytest.mark.whole_run
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -165,14 +169,18 @@ def installed(tmp_path: Path) -> dict[str, str]:
     ],
 )
 def test_what_needs_packages_to_be_seen_is_refused_before_a_rank_starts(
-    installed: dict[str, str], tmp_path: Path, arguments: list[str], reason: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    reason: str,
 ) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("mis: {weight: [\n")
-    words = [str(broken) if word == "BROKEN" else word for word in arguments]
-    refused = start(["bash", "examples/run.sh", *words], DRY_RUN="1", **installed)
-    assert refused.returncode == 2
-    (line,) = refused.stderr.splitlines()
+    monkeypatch.setenv("DRY_RUN", "1")
+    with pytest.raises(SystemExit, match=str(REFUSED)):
+        start_ranks([str(broken) if word == "BROKEN" else word for word in arguments])
+    (line,) = capsys.readouterr().err.splitlines()
     assert reason.replace("BROKEN", str(broken)) in line
 
 
@@ -197,16 +205,33 @@ def test_each_run_gets_a_folder_of_its_own_by_engine_and_number(
     assert (tmp_path / "elsewhere" / "mine").is_dir()
 
 
+def rank_without_sglang(folder: Path) -> None:
+    sys.modules["sglang"] = None
+    rank = folder / f"rank {os.environ['RANK']}"
+    with rank.open("w") as shown, redirect_stderr(shown):
+        try:
+            run_program(*SMALL_RUN, "--rollout-engine", "sglang", "--output-dir", str(folder / "run"))
+        except SystemExit as end:
+            shown.write(f"exit code {end.code}")
+
+
 @pytest.mark.whole_run
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_what_one_rank_refuses_ends_all_in_one_line(tmp_path: Path) -> None:
     """Only the first rank has an engine, and would wait for the second."""
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['sglang'] = None\n")
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, str(EXAMPLES / "train_grpo.py"), *SMALL_RUN, "--rollout-engine", "sglang"]
-    refused = start(command, cwd=tmp_path, PYTHONPATH=paths)
-    assert refused.returncode == 2
-    (line,) = refused.stderr.splitlines()
-    assert "needs sglang" in line
+    on_ranks(rank_without_sglang, tmp_path)
+    first, second = ((tmp_path / f"rank {rank}").read_text().splitlines() for rank in range(2))
+    assert (first[1:], second) == (["exit code 2"], ["exit code 2"])
+    assert "needs sglang" in first[0]
+
+
+@pytest.mark.whole_run
+def test_ranks_that_refuse_end_the_program_with_their_line_alone(tmp_path: Path) -> None:
+    rank = tmp_path / "rank.py"
+    rank.write_text("import sys\nprint('refused', file=sys.stderr)\nsys.exit(2)\n")
+    code = f"import train_grpo\ntrain_grpo.__file__ = {str(rank)!r}\ntrain_grpo.start_ranks({SMALL_RUN})"
+    paths = os.pathsep.join([str(ROOT), str(EXAMPLES)])
+    refused = start([sys.executable, "-c", code], cwd=tmp_path, PYTHONPATH=paths, NPROC="1")
+    assert (refused.returncode, refused.stderr.splitlines()) == (2, ["refused"])
     assert not [*tmp_path.glob("runs/*")]
