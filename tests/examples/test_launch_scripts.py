@@ -84,23 +84,6 @@ def config_of(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("host", ["slime", "miles"])
-def test_a_host_gets_three_more_flags_and_their_check_and_keeps_its_own(hosts: Path, host: str) -> None:
-    result = launch(hosts, host)
-    assert result.returncode == 0, result.stderr
-    mis_yaml = str(REPOSITORY / "yaml" / "mis.yaml")
-    ours = ["--use-tis", "--custom-tis-function-path", FUNCTION, "--custom-config-path", mis_yaml]
-    theirs = ["--colocate"] if host == "miles" else ["--colocate", "--attention-backend", "flash"]
-    assert sorted(submitted(hosts)) == sorted(CHECK + ours + theirs)
-    assert " ".join(ours) in " ".join(submitted(hosts))
-    if host == "slime":
-        # What ran is a copy of its script with one more line.
-        written = (hosts / "slime" / "scripts" / "run-qwen3-4B-mis_ext.sh").read_text().splitlines()
-        added = [line for line in written if line not in SLIME_SCRIPT.splitlines()]
-        assert [line for line in written if line not in added] == SLIME_SCRIPT.splitlines()
-        assert len(added) == 1
-
-
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "yaml").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_preset_is_launched_with_the_switch_that_it_needs(preset: Path) -> None:
     switch = "--get-mismatch-metrics" if preset.stem == "metrics_only" else "--use-tis"
@@ -140,54 +123,55 @@ def test_a_file_with_which_nothing_would_be_measured_has_no_flags(tmp_path: Path
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_a_launch_that_would_measure_nothing_is_refused(hosts: Path, host: str) -> None:
-    config = config_of(hosts, "use_tis: false\nget_mismatch_metrics: false\n")
+def test_a_file_without_flags_is_refused(hosts: Path, host: str) -> None:
     before = files(hosts)
-    result = launch(hosts, host, config)
+    result = launch(hosts, host, hosts / "missing.yaml")
     assert result.returncode == 2
-    assert f"{config}: nothing would be corrected or measured" in result.stderr
+    assert f"'{hosts}/missing.yaml'" in result.stderr
     assert files(hosts) == before
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_any_path_arrives_as_it_is_and_a_file_that_only_measures_measures(hosts: Path, host: str) -> None:
-    checkout = hosts / AWKWARD_NAME / host
-    shutil.copytree(hosts / host, checkout)
-    config = hosts / AWKWARD_NAME / f"{AWKWARD_NAME}.yaml"
-    shutil.copy(REPOSITORY / "yaml" / "metrics_only.yaml", config)
-    result = launch(hosts, host, config, **{f"{host.upper()}_DIR": str(checkout)})
-    assert result.returncode == 0, result.stderr
-    assert submitted(hosts)[submitted(hosts).index("--custom-config-path") + 1] == str(config)
-    assert "--get-mismatch-metrics" in submitted(hosts)
-    assert "--use-tis" not in submitted(hosts)
-
-
-def test_a_relative_checkout_and_file_are_found(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(hosts, "use_tis: true\n")
-    monkeypatch.chdir(hosts)
-    for host in ("slime", "miles"):
-        result = launch(hosts, host, config.name, **{f"{host.upper()}_DIR": host})
-        assert result.returncode == 0, result.stderr
-        assert str(config) in submitted(hosts)
-
-
-def test_a_dry_run_of_slime_shows_the_flags_writes_nothing_and_starts_nothing(hosts: Path) -> None:
-    before = files(hosts)
-    result = launch(hosts, "slime", DRY_RUN="1")
-    assert result.returncode == 0, result.stderr
-    assert FUNCTION in result.stdout
-    assert files(hosts) == before
-
-
-@pytest.mark.parametrize("host", ["slime", "miles"])
-def test_another_function_at_start_is_not_replaced(hosts: Path, host: str) -> None:
-    """The hosts' parsers take the last one."""
-    mine = "--custom-megatron-init-path mine.init"
+def test_a_host_gets_three_more_flags_and_their_check_and_keeps_its_own(
+    hosts: Path, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a relative checkout and file, whatever their names; of two functions at start the parsers take the last."""
+    theirs = ["--custom-megatron-init-path", "mine.init"]
     script = hosts / "slime" / "scripts" / "run-qwen3-4B.sh"
-    script.write_text(SLIME_SCRIPT.replace("--attention-backend flash", mine))
-    assert launch(hosts, host, MILES_SCRIPT_EXTRA_ARGS=mine).returncode == 0
+    script.write_text(SLIME_SCRIPT.replace("--attention-backend flash", " ".join(theirs)))
+    folder = hosts / AWKWARD_NAME
+    shutil.copytree(hosts / host, folder / host)
+    config = folder / f"{AWKWARD_NAME}.yaml"
+    shutil.copy(REPOSITORY / "yaml" / "metrics_only.yaml", config)
+    monkeypatch.chdir(folder)
+    environment = {f"{host.upper()}_DIR": host, "MILES_SCRIPT_EXTRA_ARGS": " ".join(theirs)}
+    result = launch(hosts, host, config.name, "--mode", "debug_minimal", **environment)
+    assert result.returncode == 0, result.stderr
     given = submitted(hosts)
-    assert [value for flag, value in pairwise(given) if flag == CHECK[0]] == [CHECK[1], "mine.init"]
+    ours = ["--get-mismatch-metrics", "--custom-tis-function-path", FUNCTION, "--custom-config-path", str(config)]
+    assert sorted(given) == sorted([*CHECK, *ours, *theirs, "--colocate"])
+    assert all(pair in pairwise(given) for pair in pairwise(ours))
+    assert [value for flag, value in pairwise(given) if flag == CHECK[0]] == [CHECK[1], theirs[1]]
+    if host == "slime":
+        # What ran is a copy of its script with one more line.
+        written = (folder / host / "scripts" / "run-qwen3-4B-mis_ext.sh").read_text().splitlines()
+        (added,) = (line for line in written if line not in script.read_text().splitlines())
+        assert [line for line in written if line != added] == script.read_text().splitlines()
+    else:
+        python, script, option, text, *rest = shlex.split(result.stdout)
+        shown = [python, script, option, *rest]
+        assert shown == ["python3", "scripts/run_qwen3_4b.py", "--extra-args", "--mode", "debug_minimal"]
+        assert shlex.split(text) == [*CHECK, *theirs, *ours]
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_dry_run_shows_the_flags_writes_nothing_and_starts_nothing(hosts: Path, host: str) -> None:
+    before = files(hosts)
+    result = launch(hosts, host, DRY_RUN="1")
+    assert result.returncode == 0, result.stderr
+    shown = [word for text in shlex.split(result.stdout.replace("\\\n", "")) for word in text.split()]
+    assert set(launch_flags(REPOSITORY / "yaml" / "mis.yaml")) | {*CHECK} <= set(shown)
+    assert files(hosts) == before
 
 
 def test_a_slime_script_of_another_shape_is_refused(hosts: Path) -> None:
@@ -195,23 +179,6 @@ def test_a_slime_script_of_another_shape_is_refused(hosts: Path) -> None:
     result = launch(hosts, "slime")
     assert result.returncode == 1
     assert "by hand" in result.stderr
-
-
-def test_a_dry_run_of_miles_shows_its_arguments_and_further_flags_and_starts_nothing(hosts: Path) -> None:
-    before = files(hosts)
-    config = REPOSITORY / "yaml" / "icepop.yaml"
-    arguments = (config, "--mode", "debug_minimal")
-    result = launch(hosts, "miles", *arguments, DRY_RUN="1", MILES_SCRIPT_EXTRA_ARGS="--seed 7")
-    python, script, option, text, *rest = shlex.split(result.stdout)
-    assert [python, script, option, *rest] == [
-        "python3",
-        "scripts/run_qwen3_4b.py",
-        "--extra-args",
-        "--mode",
-        "debug_minimal",
-    ]
-    assert shlex.split(text) == [*CHECK, "--seed", "7", *launch_flags(config)]
-    assert files(hosts) == before
 
 
 @pytest.mark.parametrize("arguments", [("--extra-args", "--seed 7"), ("--extra-args=--seed 7",)])
