@@ -140,6 +140,8 @@ class Copy:
         return red or (None if process.exitcode in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else arguments[0])
 
     def _pytest(self, arguments: Sequence[str], pipe) -> None:
+        # What this process holds is not looked through, and so not copied, each time that the fork collects.
+        gc.freeze()
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self._folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mutate import EQUIVALENT, Copy, Results, draw, equivalent_changes, report, run
+from mutate import EQUIVALENT, Copy, Results, draw, report, run
 from mutations import Change, change_at, places_of
 from near_tests import NearTests
 
@@ -32,10 +32,6 @@ def count_down(n):
 """
 TESTS = """
 from made_up.sums import clipped, count_down
-
-
-def test_it_is_red_anyway():
-    assert False
 
 
 def test_clipped():
@@ -88,20 +84,17 @@ def in_function(changes: list[Change], name: str) -> list[Change]:
     return found
 
 
-def all_changes(source: str, line: str | None = None) -> set[tuple[str, str]]:
-    """Each change of each place, or of those that begin in a line: which of them a generator takes is chance."""
-    lines = source.splitlines()
+def all_changes(source: str) -> set[str]:
+    """What each change of each place writes: which of them a generator takes is chance."""
     pairs = [(place, pair) for place in places_of("a.py", source) for pair in place.pairs]
-    changes = [
-        change_at(place._replace(pairs=(pair,)), source, random.Random(0))
-        for place, pair in pairs
-        if line in (None, lines[pair[0].lineno - 1].strip())
-    ]
-    return {(change.before.strip(), change.after.strip()) for change in changes if change}
+    changes = [change_at(place._replace(pairs=(pair,)), source, random.Random(0)) for place, pair in pairs]
+    return {change.after.strip() for change in changes if change}
 
 
 @pytest.mark.whole_run
 def test_what_a_test_sees_is_red_and_what_none_sees_survives(checkout, tmp_path) -> None:
+    red_anyway = checkout / "tests" / "test_sums.py"
+    red_anyway.write_text(f"def test_it_is_red_anyway():\n    assert False\n{TESTS}")
     before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
     changes = drawn(checkout)
     largest = next(change for change in in_function(changes, "clipped") if "max" in change.after)
@@ -181,7 +174,7 @@ def test_an_equivalent_change_is_not_drawn(checkout) -> None:
 
 
 def test_what_has_no_meaning_is_not_changed() -> None:
-    assert {after for _, after in all_changes(NOT_DRAWN)} == {"pass"}
+    assert all_changes(NOT_DRAWN) == {"pass"}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +196,7 @@ def test_what_has_no_meaning_is_not_changed() -> None:
     ],
 )  # fmt: skip
 def test_these_are_the_changes_of_an_expression(source, changed) -> None:
-    assert {after for _, after in all_changes(source)} == changed
+    assert all_changes(source) == changed
 
 
 def test_a_file_is_near_by_what_it_imports_and_by_the_names_that_it_calls(tmp_path) -> None:
@@ -249,24 +242,3 @@ def test_an_interrupted_run_leaves_nothing_behind(checkout, tmp_path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 1
     assert list(folder.iterdir()) == []
-
-
-def test_each_equivalent_change_is_one_of_its_file() -> None:
-    for row in equivalent_changes(ROOT):
-        source = (ROOT / row["path"]).read_text(encoding="utf-8")
-        assert (row["before"], row["after"]) in all_changes(source, row["before"].splitlines()[0]), row
-        assert row["why"]
-
-
-@pytest.mark.whole_run
-def test_the_near_tests_of_a_file_are_printed_to_be_run() -> None:
-    command = [sys.executable, str(ROOT / "tests" / "near_tests.py")]
-    shown = subprocess.run(
-        [*command, "mis_ext/scoring/chunked.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    files = shown.stdout.splitlines()
-    assert "tests/scoring/test_scoring.py" in files[:5]
-    assert all((ROOT / file).is_file() for file in files)
-    refused = subprocess.run([*command, "README.md"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "README.md is no file of" in refused.stderr
