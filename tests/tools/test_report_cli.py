@@ -20,6 +20,7 @@ from engines import COUNT, engines
 import mis_ext
 from mis_ext.cli import main
 from mis_ext.dumps import Dumps
+from mis_ext.tools.cli.report import _name_of
 from mis_ext.tools.explain.traps import traps_of
 from mis_ext.tools.report.page import render_page
 from mis_ext.tools.report.plots import Drawing
@@ -34,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def write_dumps(folder: Path, *, kernels: float, steps: int = 2) -> Path:
     """Files as slime writes them, with rewards and advantages."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for step in range(steps):
         samples = [
             {
@@ -113,7 +114,9 @@ class Page(HTMLParser):
 def low_precision(tmp_path_factory) -> Path:
     """Written in the place of a report of long ago."""
     folder = tmp_path_factory.mktemp("report")
-    dumps = write_dumps(folder / "dumps", kernels=0.12)
+    dumps = write_dumps(folder / "run7" / "dumps" / "train_data", kernels=0.12)
+    for number in range(2):
+        os.utime(dumps / f"{number}.pt", (0, 12 * 60 * 60 * (1 + 2 * number)))
     (folder / "out").mkdir()
     (folder / "out" / "report.html").write_text("old")
     os.utime(folder / "out" / "report.html", (0, 12 * 60 * 60))
@@ -180,17 +183,11 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
 
 
-@pytest.mark.whole_run
-def test_the_title_has_the_name_of_the_run_and_the_date_of_its_last_file(tmp_path) -> None:
-    run = tmp_path / "run7" / "dumps" / "train_data"
-    run.mkdir(parents=True)
-    for number in range(2):
-        path = write_lines(run / f"{number}.jsonl", [number])
-        os.utime(path, (0, 12 * 60 * 60 * (1 + 2 * number)))
-    for paths in ([run], sorted(run.iterdir())):
-        assert main(["report", *map(str, paths), "--out", str(tmp_path / "out"), "--preset", "mis"]) == 0
-        page = (tmp_path / "out" / "report.html").read_text()
-        assert "<title>Mismatch report: run7/dumps/train_data, 1970-01-02 " in page
+def test_the_title_has_the_name_of_the_run_and_the_date_of_its_last_file(low_precision) -> None:
+    page = (low_precision / "report.html").read_text()
+    assert "<title>Mismatch report: run7/dumps/train_data, 1970-01-02 " in page
+    files = sorted((low_precision.parent / "run7" / "dumps" / "train_data").iterdir())
+    assert _name_of(files) == "run7/dumps/train_data"
 
 
 def test_kernels_alone_need_no_correction(tmp_path) -> None:
