@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from trained_pairs import DOUBTFUL, KERNELS, MIN_SHARE, NEVER_TOGETHER, PAIRS, RIGHT, WRONG, judged, recorded
 from trained_pairs import JUDGED as ALL_JUDGED
-from trained_plants import EXPERTS, PLANTS, collected, sides_of
+from trained_plants import EXPERTS, IN_LOG_PROBS, PLANTS, collected, sides_of
 
 from mis_ext.diagnosis import CAUSES, Diagnosis
 from mis_ext.report import Collector, Part
@@ -34,6 +34,13 @@ JUDGED = (
 
 TOGETHER = ("another chat template", "top-p 0.9")
 
+IN_EVERY_RUN = (
+    *IN_LOG_PROBS,
+    *("never synced, 6 steps", "prefix of old weights", "fp8 weights", "positions from 92 on", "padded vocabulary"),
+    *("another prompt", "another chat template", "temperature 1.05", "top-p 0.9"),
+)
+"""One plant of each kind; tokens of each that is planted in an engine take 2 s, those of experts 15."""
+
 UNTOLD = ("fp8 cache (e4m3)", "padded vocabulary")
 """Plants of which the table has the cause, but log-probs may not tell it: a cache in e4m3 has the size of kernels, and
 padding looks like a cut."""
@@ -44,7 +51,9 @@ def named(plant: str) -> list[Diagnosis]:
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize(
+    "plant", [pytest.param(each, marks=() if each in IN_EVERY_RUN else pytest.mark.long_run) for each in PLANTS]
+)
 def test_a_cause_alone_is_named_and_no_other(plant) -> None:
     verdict = judged([plant]).verdict
     assert verdict == (RIGHT if PLANTS[plant].cause else DOUBTFUL) or (plant in UNTOLD and verdict == DOUBTFUL)
@@ -75,10 +84,9 @@ def test_bf16_log_probs_are_a_small_part_of_what_kernels_give() -> None:
 
 
 @pytest.mark.whole_run
-def test_weights_that_are_never_synced_are_told_by_steps_and_stale_ones_by_versions() -> None:
-    ((by_step,), by_version) = named("never synced, 6 steps"), named("half an update behind")[0]
-    assert "k3 rises from" in by_step.evidence
-    assert "k3 by version: fresh" in by_version.evidence
+def test_weights_that_are_never_synced_are_told_by_steps() -> None:
+    (found,) = named("never synced, 6 steps")
+    assert "k3 rises from" in found.evidence
 
 
 @pytest.mark.whole_run
@@ -87,11 +95,10 @@ def test_padding_looks_like_a_cut_and_like_no_temperature() -> None:
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("factor", ["0.7", "1.05", "1.2"])
-def test_a_temperature_is_given_in_numbers(factor) -> None:
-    (found,) = named(f"temperature {factor}")
+def test_a_temperature_is_given_in_numbers() -> None:
+    (found,) = named("temperature 1.05")
     near = float(found.evidence.split(" near ")[1].split()[0])
-    assert (near, found.confidence) == (pytest.approx(float(factor), rel=0.01), "likely")
+    assert (near, found.confidence) == (pytest.approx(1.05, rel=0.01), "likely")
 
 
 @pytest.mark.whole_run
