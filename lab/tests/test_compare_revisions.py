@@ -118,7 +118,7 @@ def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
     assert [row[:2] for row in rows[2:]] == [["2x8", "veto"], ["2x8", "ppo"]]
     assert [row[:2] for row in rows[:2]] == [["2x8", f"metrics_only, {layout}"] for layout in ("same", "new")]
     for row in rows[:2]:
-        assert float(row[4].split()[0]) > 2.0, "the new revision sleeps"
-        assert float(row[6].split()[0]) > 0.5, "the base, loaded twice, is as slow as itself"
+        new, base_again = float(row[4].split()[0]), float(row[6].split()[0])
+        assert new > max(1.0, base_again), "the new revision sleeps"
     # Of five calls an interval may reach below it.
     assert done.stdout.splitlines()[-1].startswith("slower, with the whole interval above 1.05: ")
