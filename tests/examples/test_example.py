@@ -8,13 +8,8 @@ import importlib
 import importlib.util
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -30,7 +25,7 @@ MISSING = [
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
 
-from example_runs import EXAMPLES, ROOT, SMALL_RUN, WHOLE_LOSS, content, learned, leave_a_run, on_ranks, target, train
+from example_runs import SMALL_RUN, WHOLE_LOSS, learned, leave_a_run, on_ranks, target, train
 from grpo import engine_settings
 from grpo.arguments import parse_args
 from grpo.engine import Completion
@@ -45,26 +40,7 @@ from mis_ext.report import Parts, summarize
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-TIMEOUT_SECONDS = 120
 PROBLEM = Problem(step=3, start=8, noise=(5, 0), num_graded=4)
-
-
-@contextmanager
-def program(*flags: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start it, with two ranks that import this checkout, as a user does, and end them."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    with subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "train_grpo.py"), *flags],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
 
 
 def test_prompt_is_noise_then_step_then_start():
@@ -272,24 +248,34 @@ def test_engine_reports_the_log_probs_of_its_tokens_under_the_latest_weights(dty
         engine.close()
 
 
+TOPOLOGIES = ["DP 2 thd", "DP 2 bshd", "CP 2 thd", "CP 2 bshd"]
+LOSSES = {
+    "per sample": TOPOLOGIES,
+    "per token": ["DP 2 thd", "CP 2 bshd"],
+    "whole loss": TOPOLOGIES[:1] + TOPOLOGIES[2:],
+}
+
+
 @pytest.fixture(scope="module")
 def topologies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
-    """What ``score_and_train`` found, by topology and layout."""
+    """What ``score_and_train`` found, by topology, layout and loss."""
     path = tmp_path_factory.mktemp("topologies") / "found.pt"
     on_ranks(score_and_train, path)
     return torch.load(path)
 
 
 @pytest.mark.whole_run
-def test_trainer_scores_as_transformers_does_with_the_exported_weights(topologies):
-    for found in topologies.values():
-        torch.testing.assert_close(found["log_probs"], found["hf_log_probs"], atol=1e-4, rtol=0)
-        assert found["log_probs"].std() > 1
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_trainer_scores_as_transformers_does_with_the_exported_weights(topologies, topology: str):
+    found = topologies[f"{topology} per sample"]
+    torch.testing.assert_close(found["log_probs"], found["hf_log_probs"], atol=1e-4, rtol=0)
+    assert found["log_probs"].std() > 1
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("loss", ["per sample", "per token", "whole loss"])
-@pytest.mark.parametrize("topology", ["DP 2 bshd", "CP 2 thd", "CP 2 bshd"])
+@pytest.mark.parametrize(
+    ("loss", "topology"), [(loss, topology) for loss in ("per sample", "per token") for topology in LOSSES[loss][1:]]
+)
 def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_update(topologies, topology: str, loss: str):
     """Float32 sums in another order: about 1e-6 of log-probs of size 3; Adam's first step amplifies what is near 0."""
     expected, found = topologies[f"DP 2 thd {loss}"], topologies[f"{topology} {loss}"]
@@ -300,7 +286,7 @@ def test_context_parallelism_and_layout_change_neither_scores_nor_loss_nor_updat
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("topology", ["DP 2 thd", "CP 2 thd", "CP 2 bshd"])
+@pytest.mark.parametrize("topology", LOSSES["whole loss"])
 def test_the_whole_loss_gives_the_numbers_of_the_examples_own(topologies, topology: str):
     own, whole = (topologies[f"{topology} {loss}"] for loss in ("per sample", "whole loss"))
     names = ["loss", "grad_norm", "pg_clipfrac", "ppo_kl", "train_rollout_logprob_abs_diff"]
@@ -312,25 +298,12 @@ def test_the_whole_loss_gives_the_numbers_of_the_examples_own(topologies, topolo
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a long run, with a band that follows a target, that got Ctrl-C after a few steps.
-
-    Where it began there was one before it.
-    """
+    """The output of a long run, with a band that follows a target, that got Ctrl-C in its second step, on one rank."""
     folder = tmp_path_factory.mktemp("interrupted")
-    output_dir = folder / "runs" / "grpo_transformers_2"
-    (first := output_dir.with_name("grpo_transformers_1")).mkdir(parents=True)
-    leave_a_run(first)
-    before = content(first)
-    metrics = output_dir / "metrics.jsonl"
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    with program(*SMALL_RUN, "--num-rollout", "100000", *target(folder, gain=0.3), cwd=folder) as process:
-        while len(read_metrics(metrics)) < 2 and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert len(read_metrics(metrics)) >= 2, output
-    assert content(first) == before
-    return output_dir
+    stop = ("--rollout-data-postprocess-path", "example_runs.prepare_and_stop")
+    rows = train(folder / "run", *SMALL_RUN, *target(folder, gain=0.3), *stop, "--num-rollout", "100")
+    assert [row["step"] for row in rows] == [0, 1]
+    return folder / "run"
 
 
 @pytest.mark.whole_run
@@ -342,12 +315,12 @@ def test_interrupted_run_leaves_metrics_plot_and_checkpoint(interrupted: Path):
 @pytest.mark.whole_run
 def test_resumed_run_equals_one_that_never_stopped(interrupted: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_DUMP_DIR", str(tmp_path / "dumps"))
-    done, flags = len(read_metrics(interrupted / "metrics.jsonl")), target(tmp_path, gain=0.3)
-    resumed = train(interrupted, *SMALL_RUN, *flags, "--num-rollout", str(done + 2), "--resume")
-    assert [row["step"] for row in resumed] == list(range(done + 2))
+    flags = [*SMALL_RUN, *target(tmp_path, gain=0.3), "--num-rollout", "3"]
+    resumed = train(interrupted, *flags, "--resume")
+    assert [row["step"] for row in resumed] == [0, 1, 2]
     leave_a_run(tmp_path)
     dump = ("--rollout-data-postprocess-path", "prepared_dump.save")
-    whole = train(tmp_path, *SMALL_RUN, *flags, "--num-rollout", str(done + 2), "--overwrite", *dump)
+    whole = train(tmp_path, *flags, "--overwrite", *dump)
     assert learned(resumed) == learned(whole)
     # The band narrows from rollout to rollout, so that one that began anew would be wider.
     lows = [row["train/mis_rs_mask_bound_low"] for row in whole]
@@ -381,7 +354,9 @@ def test_the_settings_of_a_run_are_beside_its_metrics(interrupted: Path):
     assert settings["ranks"] == 2
 
 
-def examine(args: Any, ranks: Any, task: CountingTask, samples: list[Any]) -> dict[str, torch.Tensor]:
+def examine(
+    args: Any, ranks: Any, task: CountingTask, samples: list[Any], *, beside_transformers: bool
+) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
     from grpo.model import ModelShape
     from grpo.rollout import own_share
@@ -415,11 +390,13 @@ def examine(args: Any, ranks: Any, task: CountingTask, samples: list[Any]) -> di
     data["log_probs"] = trainer.score(batches)
     differences = trainer.own_tokens(data["engine_log_probs"], batches)
     data["rollout_log_probs"] = [ours + other for ours, other in zip(data["log_probs"], differences, strict=True)]
-    hf_log_probs = transformers_log_probs(shape, trainer.export_weights(), samples)
+    compared = {}
+    if beside_transformers:
+        compared["hf_log_probs"] = transformers_log_probs(shape, trainer.export_weights(), samples)
     logged = trainer.train(data, batches)
     return {
+        **compared,
         "log_probs": whole(data["log_probs"]),
-        "hf_log_probs": hf_log_probs,
         "log_probs_after": whole(trainer.score(batches)),
         **{name: torch.tensor(value) for name, value in logged.items()},
     }
@@ -459,17 +436,17 @@ def score_and_train(path: Path) -> None:
         for _ in range(8)
     ]
     found = {}
-    for cp_size in (1, 2):
-        for qkv_format in ("thd", "bshd"):
-            for loss in ("per sample", "per token", "whole loss"):
-                flags = ["--context-parallel-size", str(cp_size), "--qkv-format", qkv_format, *SMALL_RUN]
-                # Four samples in a call over all data-parallel ranks, the scope of normalisation and group metrics.
-                flags += ["--num-steps-per-rollout", "1", "--micro-batch-size", "4" if cp_size == 2 else "2"]
-                flags += {"per token": ["--calculate-per-token-loss"], "whole loss": WHOLE_LOSS}.get(loss, [])
-                ranks = Ranks.start(context_parallel_size=cp_size, seed=1)
-                name = f"{'CP' if cp_size == 2 else 'DP'} 2 {qkv_format} {loss}"
-                found[name] = examine(parse_args(flags), ranks, task, samples)
-                parallel_state.destroy_model_parallel()
+    for cp_size, parallel in ((1, "DP"), (2, "CP")):
+        ranks = Ranks.start(context_parallel_size=cp_size, seed=1)
+        cases = [(loss, name) for loss, names in LOSSES.items() for name in names if name.startswith(parallel)]
+        for loss, topology in cases:
+            flags = ["--context-parallel-size", str(cp_size), "--qkv-format", topology.split()[-1], *SMALL_RUN]
+            # Four samples in a call over all data-parallel ranks, the scope of normalisation and group metrics.
+            flags += ["--num-steps-per-rollout", "1", "--micro-batch-size", "4" if cp_size == 2 else "2"]
+            flags += {"per token": ["--calculate-per-token-loss"], "whole loss": WHOLE_LOSS}.get(loss, [])
+            is_own = loss == "per sample"
+            found[f"{topology} {loss}"] = examine(parse_args(flags), ranks, task, samples, beside_transformers=is_own)
+        parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         torch.save(found, path)
     dist.destroy_process_group()

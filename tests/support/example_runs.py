@@ -3,6 +3,7 @@
 
 import importlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import yaml
 from process_ranks import run_processes
+
+import mis_ext
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -53,6 +56,13 @@ def train(output_dir: Path, *flags: str, world_size: int = 2) -> list[dict[str, 
     """The rows of a run of the program."""
     on_ranks(run_program, "--output-dir", str(output_dir), *flags, world_size=world_size)
     return read_metrics(output_dir / "metrics.jsonl")
+
+
+def prepare_and_stop(args: object, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """What a run does with its data; in the second step one rank gets Ctrl-C."""
+    mis_ext.prepare_rollout(args, rollout_id, rollout_data)
+    if rollout_id == 1 and os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGINT)
 
 
 def leave_a_run(folder: Path) -> None:
