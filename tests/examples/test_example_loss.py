@@ -1,60 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example with every mode of the whole loss, as a host would call it."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import yaml
-from example_runs import SMALL_RUN, WHOLE_LOSS, target, train
+from example_runs import SMALL_RUN, WHOLE_LOSS, on_ranks, target
 from grpo.arguments import parse_args
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TOKEN_TIS = {"use_tis": True, "tis_level": "token", "tis_upper_bound": 2.0}
+GATES = {"use_tis": True, "tis_level": "none", "rs_veto_threshold": 1.0e-4}
 MODES = {
-    "baseline": {},
-    "decoupled": {},
+    "baseline": TOKEN_TIS,
+    "decoupled": TOKEN_TIS,
     # Nothing to correct is left in PPO's ratio; gates still reject.
-    "bypass": {"tis_level": "none", "rs_veto_threshold": 1.0e-4},
-    "reinforce": {},
+    "bypass": GATES,
+    "reinforce": TOKEN_TIS,
 }
-SKIPS_SCORING = ("bypass", "reinforce")
-
-
-@pytest.mark.whole_run
-@pytest.mark.parametrize("mode", MODES)
-def test_a_short_run_with_every_mode_learns_from_a_finite_loss_and_logs_the_hosts_names(tmp_path: Path, mode: str):
-    keys = {key: value for key, value in (TOKEN_TIS | MODES[mode]).items() if not (mode == "bypass" and "bound" in key)}
-    config = tmp_path / "mode.yaml"
-    config.write_text(yaml.safe_dump(keys | {"mis_loss_mode": mode}))
-    flags = ["--use-rollout-logprobs"] if mode in SKIPS_SCORING else []
-    run = ["--custom-config-path", str(config), "--entropy-coef", "0.01", "--num-rollout", "2"]
-    rows = train(tmp_path / "run", *SMALL_RUN, *WHOLE_LOSS, *flags, *run)
-    assert [row["step"] for row in rows] == [0, 1]
-    for row in rows:
-        names = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
-        assert all(math.isfinite(row[f"train/{name}"]) for name in names)
-        assert row["train/grad_norm"] > 0
-        assert ("perf/score_seconds" in row) is (mode not in SKIPS_SCORING)
-        assert row["train/entropy_loss"] > 0
-        assert row["train/mis_k3_kl"] > 0
-
-
-@pytest.mark.whole_run
-@pytest.mark.parametrize("inplace", [False, True])
-def test_with_one_step_per_rollout_no_pass_scores_and_the_ratio_is_one(tmp_path: Path, inplace: bool):
-    config = tmp_path / "current.yaml"
-    config.write_text(yaml.safe_dump(TOKEN_TIS | {"mis_loss_proximal": "current", "mis_loss_inplace": inplace}))
-    flags = ["--use-rollout-logprobs", "--num-steps-per-rollout", "1", "--entropy-coef", "0.01", "--num-rollout", "1"]
-    (row,) = train(tmp_path / "run", *SMALL_RUN, *WHOLE_LOSS, *flags, "--custom-config-path", str(config))
-    assert "perf/score_seconds" not in row
-    assert row["train/ppo_kl"] == row["train/pg_clipfrac"] == 0.0
-    assert row["train/mis_k3_kl"] > 0
-    assert row["train/grad_norm"] > 0
-
-
-CHOSEN = {
+METHODS = {
     "gspo": {},
     "dispo": {"positive": [0.7, 1.5]},
     "dppo_tv": {"delta": 0.1},
@@ -62,26 +29,85 @@ CHOSEN = {
     "vaco": {},
 }
 """Of a sequence, with two bands, of probabilities, with a penalty, and with a mean over the data-parallel ranks."""
+SKIPS_SCORING = ("bypass", "reinforce", "dppo_tv", "prime_rl", "vaco")
 
 
-# Two of them for .ci/run: one that scores, and one with a mean over ranks that scores nothing.
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """The rows of the first steps of two ranks, by mode, method or what else is in the configuration."""
+    folder = tmp_path_factory.mktemp("losses")
+    configs = {mode: keys | {"mis_loss_mode": mode} for mode, keys in MODES.items()}
+    configs |= {name: GATES | {"mis_loss_method": {"name": name} | keys} for name, keys in METHODS.items()}
+    for is_inplace in (False, True):
+        keys = TOKEN_TIS | {"mis_loss_proximal": "current", "mis_loss_inplace": is_inplace}
+        configs[f"current {is_inplace}"] = keys
+    cases = {}
+    for name, keys in configs.items():
+        (config := folder / f"{name}.yaml").write_text(yaml.safe_dump(keys))
+        cases[name] = [*WHOLE_LOSS, "--custom-config-path", str(config), "--num-rollout", "1"]
+        if name in (*SKIPS_SCORING, "current False", "current True"):
+            cases[name].append("--use-rollout-logprobs")
+        if name not in METHODS:
+            cases[name] += ["--entropy-coef", "0.01"]
+        if name.startswith("current"):
+            cases[name] += ["--num-steps-per-rollout", "1"]
+    cases["target"] = [*target(folder, gain=1.0), "--num-rollout", "2"]
+    on_ranks(take_steps, cases, folder)
+    return json.loads((folder / "rows.json").read_text())
+
+
+def take_steps(cases: dict[str, list[str]], folder: Path) -> None:
+    """On a rank: the steps of the program's runs, without what a run writes."""
+    import torch.distributed as dist
+    from grpo.distributed import Ranks, StopRequest
+    from grpo.run import Run
+    from megatron.core import parallel_state
+
+    rows = {}
+    for name, flags in cases.items():
+        args = parse_args([*SMALL_RUN, "--output-dir", str(folder / name), *flags])
+        ranks = Ranks.start(context_parallel_size=1, seed=args.seed)
+        run = Run(args, ranks, StopRequest())
+        run._update_weights(version=0)
+        rows[name] = [run._step(step) for step in range(args.num_rollout)]
+        if run._engine is not None:
+            run._engine.close()
+        parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
 @pytest.mark.whole_run
-@pytest.mark.parametrize(
-    "method", [name if name in ("gspo", "vaco") else pytest.param(name, marks=pytest.mark.long_run) for name in CHOSEN]
-)
-def test_a_short_run_with_a_method_by_its_name_learns(tmp_path: Path, method: str):
-    gates = {"use_tis": True, "tis_level": "none", "rs_veto_threshold": 1.0e-4}
-    config = tmp_path / "method.yaml"
-    config.write_text(yaml.safe_dump(gates | {"mis_loss_method": {"name": method} | CHOSEN[method]}))
-    skips = method in ("dppo_tv", "prime_rl", "vaco")
-    flags = ["--use-rollout-logprobs"] if skips else []
-    (row,) = train(
-        tmp_path / "run", *SMALL_RUN, *WHOLE_LOSS, *flags, "--custom-config-path", str(config), "--num-rollout", "1"
-    )
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_every_mode_learns_from_a_finite_loss_and_logs_the_hosts_names(rows, mode: str):
+    (row,) = rows[mode]
+    names = ("loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
+    assert all(math.isfinite(row[f"train/{name}"]) for name in names)
+    assert row["train/grad_norm"] > 0
+    assert ("perf/score_seconds" in row) is (mode not in SKIPS_SCORING)
+    assert row["train/entropy_loss"] > 0
+    assert row["train/mis_k3_kl"] > 0
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("inplace", [False, True])
+def test_with_one_step_per_rollout_no_pass_scores_and_the_ratio_is_one(rows, inplace: bool):
+    (row,) = rows[f"current {inplace}"]
+    assert "perf/score_seconds" not in row
+    assert row["train/ppo_kl"] == row["train/pg_clipfrac"] == 0.0
+    assert row["train/mis_k3_kl"] > 0
+    assert row["train/grad_norm"] > 0
+
+
+@pytest.mark.whole_run
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_with_a_method_by_its_name_learns(rows, method: str):
+    (row,) = rows[method]
     names = ("loss", "pg_loss", "pg_clipfrac", "ppo_kl", "mis_k3_kl", "mis_kept_token_fraction")
     assert all(math.isfinite(row[f"train/{name}"]) for name in names)
     assert row["train/grad_norm"] > 0
-    assert ("perf/score_seconds" in row) is not skips
+    assert ("perf/score_seconds" in row) is (method not in SKIPS_SCORING)
 
 
 def test_a_clip_beside_a_method_is_the_users(tmp_path: Path):
@@ -116,10 +142,9 @@ def test_the_help_says_where_the_mode_comes_from(capsys):
 
 
 @pytest.mark.whole_run
-def test_a_run_keeps_the_share_of_responses_that_is_asked_for(tmp_path: Path):
-    rows = train(tmp_path / "run", *SMALL_RUN, *target(tmp_path, gain=1.0), "--num-rollout", "3")
-    for row in rows:
+def test_a_run_keeps_the_share_of_responses_that_is_asked_for(rows):
+    for row in rows["target"]:
         # 24 of the rollout's 32 responses, on both ranks and in both optimizer steps together.
         assert row["train/mis_kept_seq_fraction"] == pytest.approx(0.75, abs=1e-6)
         assert 0.99 < row["train/mis_rs_mask_bound_low"] < 1.0 < row["train/mis_rs_mask_bound_high"] < 1.01
-    assert len({row["train/mis_rs_mask_bound_low"] for row in rows}) == 3
+    assert len({row["train/mis_rs_mask_bound_low"] for row in rows["target"]}) == 2
