@@ -10,6 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,25 +18,31 @@ from typing import Any
 import pytest
 import torch
 
-MISSING = [name for name in ("megatron", "transformers") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("megatron", "transformers", "matplotlib", "rich") if importlib.util.find_spec(name) is None
+]
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)} not installed (requirements/example.txt)", allow_module_level=True)
 
 with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
-    from example_runs import CORRECTION, learned, train
+    from example_runs import CORRECTION, learned, on_ranks
     from grpo import evaluation
     from grpo.arguments import parse_args
     from grpo.conversion import export_weights, load_weights
     from grpo.cpu import megatron_device
-    from grpo.distributed import Ranks
+    from grpo.distributed import Ranks, StopRequest
     from grpo.evaluation import Evaluation
     from grpo.experts import file_weights, upcycled
     from grpo.model import ModelShape, build_model, transformer_config
     from grpo.pretrained import Pretrained, load_pretrained
     from grpo.questions import QuestionTask
+    from grpo.report import read_metrics
+    from grpo.run import Run
     from grpo.trainer import Trainer
+    from megatron.core import parallel_state
+    from rich.console import Console
     from safetensors.torch import load_file, save_file
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import (
@@ -81,15 +88,18 @@ CONFIGS = {
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Megatron-Core's groups, of this process alone."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
+    dist = torch.distributed
     file = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def ranks_of_one() -> Ranks:
+    group = torch.distributed.group.WORLD
+    return Ranks(device=CPU, rank=0, dp_rank=0, dp_size=1, cp_rank=0, cp_size=1, control_group=group)
 
 
 @pytest.fixture(scope="module")
@@ -214,26 +224,48 @@ def test_another_architecture_is_refused_with_those_that_are_known() -> None:
         ModelShape.of(GPT2Config())
 
 
-def run_of(output: Path, model: Path, *flags: str, ranks: int = 1) -> list[dict[str, float]]:
-    """The rows of a run of the program."""
-    sizes = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "32", "--micro-batch-size", "64"]
-    sizes += ["--rollout-max-response-len", "2", "--num-steps-per-rollout", "1", "--qkv-format", "bshd"]
-    return learned(train(output, "--model", str(model), *CORRECTION, *sizes, *flags, world_size=ranks))
+def run_of(output: Path, model: Path, *flags: str, ranks: Ranks) -> Run:
+    """A run of the program before its first step."""
+    given = ["--output-dir", str(output), "--model", str(model), *CORRECTION, "--rollout-max-response-len", "2"]
+    given += ["--num-steps-per-rollout", "1", "--qkv-format", "bshd", *flags]
+    args = parse_args(given, world_size=torch.distributed.get_world_size())
+    return Run(args, ranks, StopRequest())
 
 
 @pytest.mark.whole_run
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_checkpoint(model)
     # Some of 128 answers of the random model are right.
-    flags = ["--seed", "1", "--bf16", "--lr", "1e-3", "--rollout-batch-size", "4"]
-    whole = run_of(tmp_path / "whole", model, *flags, "--num-rollout", "2")
-    assert any(row["train/grad_norm"] > 0 for row in whole)
-    assert all(0 < row["train/mis_k3_kl"] < 0.01 for row in whole)
-    run_of(tmp_path / "parts", model, *flags, "--num-rollout", "1")
-    assert run_of(tmp_path / "parts", model, *flags, "--num-rollout", "2", "--resume") == whole
+    flags = ["--bf16", "--rollout-batch-size", "4", "--n-samples-per-prompt", "32", "--micro-batch-size", "64"]
+    flags += ["--num-rollout", "2"]
+    whole = run_of(tmp_path / "run", model, *flags, ranks=ranks_of_one())
+    whole._trainer.reset_optimizer(lr=1e-3)
+    whole._update_weights(version=0)
+    rows = [whole._step(0)]
+    whole._save(next_step=1)
+    rows.append(whole._step(1))
+    whole._engine.close()
+    assert any(row["train/grad_norm"] > 0 for row in rows)
+    assert all(0 < row["train/mis_k3_kl"] < 0.01 for row in rows)
+    run_of(tmp_path / "run", model, *flags, "--resume", ranks=ranks_of_one()).execute(Console(file=StringIO()))
+    assert learned(read_metrics(tmp_path / "run" / "metrics.jsonl")) == learned(rows[1:])
+
+
+def evaluated(model: Path, output: Path) -> None:
+    """On a rank: what the own policy is worth where two ranks share questions, and where they share sequences."""
+    found = []
+    for cp_size in (1, 2):
+        ranks = Ranks.start(context_parallel_size=cp_size, seed=1)
+        run = run_of(output, model, *EVALUATION, "--context-parallel-size", str(cp_size), ranks=ranks)
+        found.append(run._evaluate(0))
+        parallel_state.destroy_model_parallel()
+    (output / f"{ranks.rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+EVALUATION = ["--num-rollout", "3", "--eval-interval", "2", "--num-eval-prompts", "101", "--eval-temperature", "1"]
+EVALUATION += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "32", "--micro-batch-size", "32"]
 
 
 @pytest.mark.whole_run
@@ -242,15 +274,13 @@ def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_sto
 def test_the_own_policy_is_worth_the_same_on_data_parallel_and_on_context_parallel_ranks(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_checkpoint(model)
-    flags = ["--num-rollout", "3", "--lr", "0", "--eval-interval", "2", "--num-eval-prompts", "101"]
-    flags += ["--eval-temperature", "1", "--rollout-batch-size", "2", "--micro-batch-size", "32"]
-    alone = run_of(tmp_path / "alone", model, *flags)
-    rewards = [row.get("eval/reward") for row in alone]
-    assert rewards == [rewards[0], None, rewards[0]]
-    assert 0 < rewards[0] < 1
-    for name, cp_size in (("data", 1), ("context", 2)):
-        rows = run_of(tmp_path / name, model, *flags, "--context-parallel-size", str(cp_size), ranks=2)
-        assert [row.get("eval/reward") for row in rows] == rewards, name
+    alone = run_of(tmp_path, model, *EVALUATION, ranks=ranks_of_one())
+    rewards = [alone._evaluate(step) for step in range(3)]
+    assert rewards == [rewards[0], {}, rewards[0]]
+    assert 0 < rewards[0]["eval/reward"] < 1
+    on_ranks(evaluated, model, tmp_path)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == rewards[:1] * 2
 
 
 class Recorded:
@@ -266,8 +296,7 @@ class Recorded:
 
 def test_greedy_answers_of_the_trainer_are_those_that_transformers_generates(checkpoint: Pretrained) -> None:
     args = parse_args(["--model", ".", "--no-bf16"])
-    group = torch.distributed.group.WORLD
-    ranks = Ranks(device=CPU, rank=0, dp_rank=0, dp_size=1, cp_rank=0, cp_size=1, control_group=group)
+    ranks = ranks_of_one()
     task = QuestionTask("arithmetic", checkpoint.tokenizer, response_length=5)
     end = checkpoint.config.eos_token_id
     sizes = {"num_questions": 12, "batch_size": 5, "end_token": end}
