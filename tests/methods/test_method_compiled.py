@@ -10,8 +10,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.methods import METHODS
 
 # Between them every way to reduce; what methods do token by token is the same code for all.
-CHOSEN = ["ctpo", "segment_rs", "m2po", "vaco", "veto", "trm", "gspo", "drift_control"]
-CHOSEN += ["reinforce_sequence_snis", "reinforce_sequence_psis", "clip_cov", "kl_cov"]
+CHOSEN = ["ctpo", "segment_rs", "m2po", "veto", "trm", "reinforce_sequence_psis", "clip_cov", "kl_cov"]
 
 
 def test_the_methods_here_reduce_in_every_way_that_a_preset_does() -> None:
@@ -20,31 +19,20 @@ def test_the_methods_here_reduce_in_every_way_that_a_preset_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("ctpo", "reinforce_sequence_snis") else pytest.mark.whole_run)
-        for name in CHOSEN
-    ],
+    "name", [pytest.param(name, marks=() if name == "ctpo" else pytest.mark.whole_run) for name in CHOSEN]
 )
-def test_one_graph_holds_for_any_lengths(name, graphs) -> None:
+def test_one_graph_holds_for_any_lengths_and_has_the_gradient_of_the_eager_method(name, graphs) -> None:
     method = METHODS[name].method
     for seed, num_sequences in enumerate((32, 47)):
         data, mask, layout = make_data(seed=seed, num_sequences=num_sequences)
-        found, wanted = (apply(method, data, mask, layout, compiled=compiled) for compiled in (True, False))
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), num_sequences
-    assert len(graphs) == 1
-
-
-def test_the_gradient_is_that_of_the_eager_method(graphs) -> None:
-    data, mask, layout = make_data()
-    gradients = []
-    for compiled in (True, False):
-        x = data.x.clone().requires_grad_()
-        result = apply(METHODS["ctpo"].method, data, mask, layout, compiled=compiled, current_logprobs_T=x)
-        gradients += torch.autograd.grad(result.loss_T.sum(), x)
-        assert not result.coefficient_T.requires_grad
-    assert torch.equal(*gradients)
-    assert gradients[0].abs().sum() > 0.0
+        found = []
+        for compiled in (True, False):
+            x = data.x.clone().requires_grad_()
+            result = apply(method, data, mask, layout, compiled=compiled, current_logprobs_T=x)
+            assert not result.coefficient_T.requires_grad
+            found.append([*result, *torch.autograd.grad(result.loss_T.sum(), x)])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), num_sequences
+        assert found[0][-1].abs().sum() > 0.0
     assert len(graphs) == 1
 
 
@@ -52,9 +40,9 @@ def test_every_method_has_graphs_of_its_own(graphs) -> None:
     """torch counts those of a code object and gives up after eight, here after one."""
     data, mask, layout = make_data()
     with torch._dynamo.config.patch(recompile_limit=1):
-        for high in range(1, 4):
+        for high in (1, 2):
             apply(METHODS["aipo"](high=float(high)), data, mask, layout, compiled=True)
-    assert len(graphs) == 3
+    assert len(graphs) == 2
 
 
 def test_beyond_the_limit_of_graphs_a_method_runs_as_it_is(graphs) -> None:
