@@ -147,12 +147,9 @@ def test_the_key_is_the_method_with_whatever_goes_with_it(name) -> None:
 # What a method does token by token is the same code for all: of those one in four.
 OF_SEQUENCES = [name for name, row in METHODS.items() if not row.method.is_of_tokens]
 OF_TOKENS = [name for name in METHODS if name not in OF_SEQUENCES]
-ON_RANKS = OF_SEQUENCES + [
-    pytest.param(name, marks=pytest.mark.whole_run if at % 4 else ()) for at, name in enumerate(OF_TOKENS)
-]
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", [*OF_SEQUENCES, *OF_TOKENS[::4]])
 def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
     # A method sees nothing of padding, which test_policy_loss_ranks has.
     keys = key_of(name) | drawn_options(name)
@@ -425,8 +422,9 @@ def test_what_ranks_exchange_inside_is_not_compiled() -> None:
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize("name", ["icepop", "dispo", "gmpo", "ctpo", "vaco"])
+@pytest.mark.parametrize("name", ["icepop", "gmpo", "vaco"])
 def test_a_compiled_method_gives_the_same(name, graphs) -> None:
+    """Of tokens, of sequences, and of the batch; others are in test_method_compiled."""
     keys = key_of(name) | drawn_options(name)
     found, wanted = (computed(keys | {"mis_loss_compile": compiled}) for compiled in (True, False))
     assert torch.equal(found[2], wanted[2])
