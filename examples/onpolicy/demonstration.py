@@ -93,17 +93,17 @@ class Workload:
         return replace(self, policy=Policy.pretrained(found, max_length=longest), prompts=prompts)
 
 
-_SMALL = {"hidden_size": 256, "ffn_hidden_size": 768, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 2048}
+_SMALL = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "max_length": 512}
 
 WORKLOADS = {
     "short": Workload.random(
-        shape=ModelShape(num_layers=2, max_length=512, **_SMALL),
+        shape=ModelShape(ffn_hidden_size=384, vocab_size=512, **_SMALL),
         prompt_lengths=(5, 33, 33, 90),
-        max_new_tokens=12,
+        max_new_tokens=8,
         max_batch_tokens=64,
     ),
     "cpu": Workload.random(
-        shape=ModelShape(num_layers=2, max_length=512, **_SMALL),
+        shape=ModelShape(ffn_hidden_size=768, vocab_size=2048, **_SMALL),
         prompt_lengths=(5, 17, 33, 33, 130, 130),
         max_new_tokens=16,
         max_batch_tokens=64,

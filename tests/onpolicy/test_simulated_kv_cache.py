@@ -120,5 +120,6 @@ def test_an_aligned_engine_with_a_cache_of_8_bits_agrees_bit_for_bit(device, cac
             return [step.report for step in experiment.steps(num_steps)]
 
     assert [report.verdict for report in reports(ALL, num_steps)] == ["EXACT"] * (num_steps + 1)
-    (without,) = reports(ALL - {Piece.CACHE}, 0)
-    assert without.mean_abs_diff > 0.01
+    if num_steps == 0:
+        (without,) = reports(ALL - {Piece.CACHE}, 0)
+        assert without.mean_abs_diff > 0.01

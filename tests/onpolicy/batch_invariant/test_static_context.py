@@ -51,7 +51,7 @@ def test_once_everything_is_aligned_every_token_agrees_until_a_weight_sync_is_fo
     with Experiment(Setting(engine="megatron", dtype=dtype, pieces=ALL), SHORT, device) as experiment:
         reports = [step.report for step in experiment.steps(2, forgotten_sync=2)]
     assert [report.verdict for report in reports] == ["EXACT", "EXACT", "DIFFERENT"]
-    assert {report.num_active_tokens for report in reports} == {48}
+    assert {report.num_active_tokens for report in reports} == {32}
     assert "stale weights" in reports[-1].hint
 
 
@@ -64,15 +64,6 @@ def test_the_audit_has_the_weight_version_that_the_completions_carry(device):
         ]
         (step,) = experiment.steps(0)
     assert (step.report.train_weight_versions, step.report.rollout_weight_versions) == (("0",), ("7",))
-
-
-@pytest.mark.whole_run
-def test_with_a_piece_left_out_tokens_differ_and_the_recorder_names_the_module(device):
-    setting = Setting(engine="megatron", dtype=torch.bfloat16, pieces=ALL - {Piece.ENGINE_ATTENTION})
-    with Experiment(setting, SHORT, device) as experiment:
-        (step,) = experiment.steps(0)
-        assert step.report.verdict == "DIFFERENT"
-        assert experiment.culprit() == "decoder.layers.0.self_attention"
 
 
 def test_a_pretrained_model_agrees_in_chats_and_its_k3_says_so(device, tmp_path):
