@@ -12,6 +12,7 @@ import pytest
 from example_runs import EXAMPLES, ROOT, SMALL_RUN, content, leave_a_run, on_ranks, run_program
 from grpo.arguments import parse_args
 from grpo.output_dir import make_output_dir
+from grpo.report import read_metrics
 from train_grpo import REFUSED, start_ranks
 
 SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh", "run_vllm.sh"])
@@ -235,3 +236,13 @@ def test_ranks_that_refuse_end_the_program_with_their_line_alone(tmp_path: Path)
     refused = start([sys.executable, "-c", code], cwd=tmp_path, PYTHONPATH=paths, NPROC="1")
     assert (refused.returncode, refused.stderr.splitlines()) == (2, ["refused"])
     assert not [*tmp_path.glob("runs/*")]
+
+
+@pytest.mark.whole_run
+@pytest.mark.slow
+def test_the_program_trains_on_ranks_that_it_starts_itself(tmp_path: Path) -> None:
+    """All other tests share their ranks' imports."""
+    command = [sys.executable, str(EXAMPLES / "train_grpo.py"), *SMALL_RUN, "--num-rollout", "1"]
+    done = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), NPROC="1")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "runs/grpo_transformers_1/metrics.jsonl")] == [0]
