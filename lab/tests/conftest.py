@@ -27,3 +27,12 @@ def workplace(tiny_model, tmp_path):
     place = Workplace(torch.device("cpu"), tiny_model, tmp_path)
     yield place
     place.close()
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch):
+    """Figures are made and saved, but not drawn, which takes most of the time of a page."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **options: Image.new("RGB", (1, 1)).save(file, "png"))

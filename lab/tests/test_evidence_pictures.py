@@ -35,6 +35,7 @@ def test_a_picture_is_drawn_of_what_ran_only(picture, name, said, tmp_path: Path
     assert (tmp_path / name).read_bytes()[25] == PALETTE
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_the_picture_of_dashboards_is_drawn_of_all_its_runs_or_not_at_all(tmp_path: Path, capsys) -> None:
     evidence = REPOSITORY / "lab" / "evidence"
     front.dashboards(Results(tmp_path), evidence / "first_look.jsonl", tmp_path)

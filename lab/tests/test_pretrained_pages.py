@@ -344,6 +344,7 @@ def correction_page(study: Study, folder: Path, monkeypatch: pytest.MonkeyPatch)
     return "\n".join(line for lines in parts for line in lines)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {}
     for seed in range(1, 7):
@@ -376,6 +377,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path, mo
     assert "| bf16, 5 | 151 |" in page
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_since_when(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +390,7 @@ def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_
     assert "when it was stopped at 140." in page
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_arms_that_differ_without_a_collapse_are_told_apart_by_the_secondary_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +406,7 @@ def test_arms_that_differ_without_a_collapse_are_told_apart_by_the_secondary_out
     assert "Below half" not in page
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +448,7 @@ def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None
     assert (tmp_path / "collapse.png").exists()
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_an_atlas_of_your_own_model_names_its_folder_and_has_its_tails_once(tmp_path: Path) -> None:
     recorded, own = Archives(Path(__file__).parents[1] / "evidence" / "results"), Archives(tmp_path / "results")
     (tmp_path / "results").mkdir()
