@@ -69,15 +69,12 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
 
 @pytest.mark.parametrize(
     "method",
-    [
-        *(studies.AGAIN, studies.BYPASS, TOKEN_TIS, studies.token_tis(1.5), studies.TOKEN_MASK, studies.FOLLOWING_GATE),
-        studies.SLOWED,
-    ],
+    [studies.BYPASS, studies.TOKEN_MASK, studies.FOLLOWING_GATE, studies.SLOWED],
     ids=lambda method: method.name,
 )
 @pytest.mark.usefixtures("graded")
 def test_every_arm_trains(workplace: Workplace, method: Method) -> None:
-    group = dataclasses.replace(GROUP, methods=(method,), samples_per_prompt=32)
+    group = dataclasses.replace(GROUP, methods=(method,), samples_per_prompt=16)
     rows = steps(PretrainedTraining(group, workplace), 2)
     assert all(np.isfinite([value for value in row.values() if isinstance(value, float)]).all() for row in rows)
     assert max(row["grad_norm"] for row in rows) > 0
@@ -92,19 +89,19 @@ def test_a_run_learns_from_stale_samples_and_its_mismatch_grows_with_age(
         return f"What is {rng.randrange(100)} x 7?", lambda answer: answer.count("7") / 6
 
     monkeypatch.setitem(questions._TASKS, "arithmetic", sevens)
-    size = {"num_steps": 26, "num_prompts": 8, "response_length": 6, "num_evaluated": 32, "micro_batch_size": 64}
-    group = dataclasses.replace(GROUP, **size, methods=(TOKEN_TIS,), staleness=1, ages=(1, 4), eval_interval=25)
+    size = {"num_steps": 11, "num_prompts": 4, "response_length": 6, "num_evaluated": 32, "micro_batch_size": 32}
+    stale = {"methods": (TOKEN_TIS,), "staleness": 1, "ages": (1, 4), "eval_interval": 10, "learning_rate": 4e-3}
     with sdpa_kernel(SDPBackend.MATH):
-        rows = steps(PretrainedTraining(group, workplace), 26)
+        rows = steps(PretrainedTraining(dataclasses.replace(GROUP, **size, **stale), workplace), 11)
     assert rows[0]["own_reward"] < 0.2 < 0.4 < min(rows[-1]["own_reward"], rows[-1]["reward"])
     # So the engine is exact. Fused attention of AVX2 rounds a row alone otherwise where its keys fill no vector of 8.
-    assert rows[0]["k3"] < 1e-8 < 1e-4 < rows[20]["k3"] < rows[20]["k3_age_1"] < rows[20]["k3_age_4"]
+    assert rows[0]["k3"] < 1e-8 < 1e-4 < rows[10]["k3"] < rows[10]["k3_age_1"] < rows[10]["k3_age_4"]
 
 
 def test_the_learning_rate_follows_k3_also_after_an_interruption(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follows = [1.0] * 10 + [8.0] * 40
+    follows = [1.0] * 10 + [8.0] * 8
     own = training_module.numbers.mismatch
     taken: list[float] = []
 
@@ -112,7 +109,8 @@ def test_the_learning_rate_follows_k3_also_after_an_interruption(
         return own(*log_probs) | {"k3": follows[len(taken)]}
 
     def training() -> PretrainedTraining:
-        group = dataclasses.replace(GROUP, methods=(studies.SLOWED,), eval_interval=100)
+        size = {"num_prompts": 1, "samples_per_prompt": 2, "response_length": 1}
+        group = dataclasses.replace(GROUP, methods=(studies.SLOWED,), eval_interval=100, **size)
         run = PretrainedTraining(group, workplace)
         monkeypatch.setattr(run._trainer, "train", lambda *_: taken.append(_rate_of(run)) or {"grad_norm": 0.0})
         return run
@@ -122,11 +120,11 @@ def test_the_learning_rate_follows_k3_also_after_an_interruption(
     rows = steps(first, 12)
     second = training()
     second.restore(first.state())
-    rows += steps(second, 30)
+    rows += steps(second, 6)
     shares = [rate / GROUP.learning_rate for rate in taken]
     assert shares == pytest.approx([row["learning_rate"] / GROUP.learning_rate for row in rows], rel=1e-3)
     # The mean of the last five steps: 1, then 12/5, 19/5, 26/5, 33/5, 8.
-    assert shares == pytest.approx([1.0] * 10 + [5 / 12, 5 / 19, 5 / 26, 5 / 33] + [1 / 8] * 28)
+    assert shares == pytest.approx([1.0] * 10 + [5 / 12, 5 / 19, 5 / 26, 5 / 33] + [1 / 8] * 4)
 
 
 def _rate_of(run: PretrainedTraining) -> float:
@@ -145,7 +143,7 @@ def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: W
     asked: dict[str, list[Any]] = {}
     rewards = {}
     for method in (NONE, studies.AGAIN):
-        training = PretrainedTraining(dataclasses.replace(GROUP, methods=(method,), num_prompts=8), workplace)
+        training = PretrainedTraining(dataclasses.replace(GROUP, methods=(method,)), workplace)
         sample = training._engine.sample
         training._engine.sample = (  # type: ignore[method-assign]
             lambda prompts, _name=method.name, _sample=sample, **options: (
@@ -209,12 +207,13 @@ def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace) -> N
     assert not all(torch.equal(first[name], untrained[name].to(first[name].dtype)) for name in first)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_training(
     workplace: Workplace, tmp_path: Path
 ) -> None:
-    size = TINY | {"num_steps": 1, "num_prompts": 16, "num_evaluated": 1}
+    size = TINY | {"num_steps": 1, "num_prompts": 4, "num_evaluated": 1}
     group = PretrainedGroup(
-        name="atlas", engine=EngineSpec(), methods=(NONE,), seeds=(1,), num_dumped=100, dump_steps=(0,), **size
+        name="atlas", engine=EngineSpec(), methods=(NONE,), seeds=(1,), num_dumped=20, dump_steps=(0,), **size
     )
     study = Study(name="atlas", question="How far?", groups=runs_of([group]))
     results, training = Results(tmp_path / "results"), PretrainedTraining(study.groups[0], workplace)
@@ -223,13 +222,14 @@ def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_traini
         rows += training.step(keep)
     # A new look at the folder.
     results = Results(tmp_path / "results")
-    assert results.log_probs(study.groups[0])["step0"]["mask"].shape == (1, 100, 4)
+    assert results.log_probs(study.groups[0])["step0"]["mask"].shape == (1, 20, 4)
     report.report([study], results, tmp_path / "pages")
     page = (tmp_path / "pages" / "atlas.md").read_text()
     for words in ("How far?", "## The mismatch", "Floor", "Failed", "all seeds", "against none"):
         assert (words in page) == (words in ("How far?", "## The mismatch")), words
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_run_that_was_stopped_is_on_the_page_and_in_no_comparison(workplace: Workplace, tmp_path: Path) -> None:
     group = dataclasses.replace(GROUP, num_steps=3, seeds=(1, 2), dtype="float32")
     study = Study(name="stopped", question="How far?", groups=runs_of([group]))
@@ -262,7 +262,7 @@ def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -
     groups = tuple(
         dataclasses.replace(group, **TINY, engine=EngineSpec(), ages=(1,), dump_steps=(0,))
         for group in study.groups
-        if group.seeds in ((1,), (2,)) and group.learning_rate != 3e-6
+        if group.seeds in ((1,), (2,)) and group.learning_rate == 1e-6
     )
     monkeypatch.setitem(module.STUDIES, name, dataclasses.replace(study, groups=groups))
 
@@ -303,9 +303,6 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
         program("run", *program.run)
     assert not state.exists()
     assert [results.is_done(group) for group in program.groups] == [True] * (len(program.groups) - 1) + [False]
-    program("report", "--output", str(tmp_path / "pages"))
-    page = (tmp_path / "pages" / "pretrained_floor.md").read_text()
-    assert "1 of 8 runs are missing" in page
     program("run", *program.run)
     # Every step of every run once, and the one that was interrupted again.
     assert seen == 2 * len(program.groups) + 1
@@ -454,6 +451,7 @@ def test_experts_that_are_not_there_cannot_be_replayed(workplace: Workplace) -> 
         steps(training, 1)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_page_tells_replayed_experts_from_the_routers_own(
     workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,14 +476,13 @@ def test_a_page_tells_replayed_experts_from_the_routers_own(
     assert "k3 over all steps: none " in page
 
 
-@pytest.mark.parametrize("group", [GROUP, MIXTURE], ids=["dense", "mixture"])
-def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace, group: PretrainedGroup) -> None:
+def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -> None:
     held = []
     # Whether Python collects by itself in time is chance.
     gc.disable()
     try:
         for _ in range(3):
-            training = PretrainedTraining(group, workplace)
+            training = PretrainedTraining(MIXTURE, workplace)
             steps(training, 1)
             tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
             # Those that torch.compile has left of other tests hold no memory.
