@@ -95,8 +95,7 @@ class Archives:
         self._of_group = None
 
     def _table(self, group: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._archive(group).read(f"{group}.json"))
-        return found
+        return _table_of(self._archive(group), group)
 
     def _archive(self, group: str) -> ZipFile:
         path = self._path(group)
@@ -126,6 +125,13 @@ def _opened(path: Path) -> ZipFile:
 def _opened_as(path: Path, inode: int, changed: int) -> ZipFile:
     # To read the list of its members takes longer than a member does, and some archives have a hundred groups.
     return ZipFile(path)
+
+
+@lru_cache(maxsize=32)
+def _table_of(archive: ZipFile, group: str) -> dict[str, Any]:
+    # A page asks several times: whether a group is done, for its settings, for its rows.
+    found: dict[str, Any] = json.loads(archive.read(f"{group}.json"))
+    return found
 
 
 def _write(path: Path, members: Mapping[str, bytes]) -> None:
