@@ -17,11 +17,11 @@ from mis_ext.rollout.readers import cross_checks, server_sent_events
 
 def test_drawn_conversations_become_exactly_the_samples_that_they_are() -> None:
     first = random.randrange(10**6)
-    counts = check_some(range(first, first + 150))
-    assert counts["tokens: trained"] > 5000
-    assert sum(count for name, count in counts.items() if name.endswith(", refused")) > 300
+    counts = check_some(range(first, first + 60))
+    assert counts["tokens: trained"] > 2000
+    assert sum(count for name, count in counts.items() if name.endswith(", refused")) > 120
     streams = ("sglang cumulative", "sglang incremental", "vllm stream", "vllm-chat stream", "vllm-completions stream")
-    assert min(counts[f"responses: {name}"] for name in streams) > 10
+    assert min(counts[f"responses: {name}"] for name in streams) > 3
 
 
 ACTION, EVENTS = builder.choose_action, server_sent_events._events

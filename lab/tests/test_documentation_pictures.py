@@ -85,10 +85,6 @@ def test_of_the_scoring_every_loss_has_its_own_number_in_every_panel(tmp_path: P
             (host, loss) for host in ("miles", "slime") for loss in picture_of_scoring.LOSSES.values()
         ]
         assert [round(bar.value, 9) for bar in found] == 2 * [1.0, 2.0, 3.0, 4.0, 5.0]
-    picture = tmp_path / "scoring.png"
-    picture_of_scoring.draw_scoring(record, picture)
-    assert picture.read_bytes()[25] == PALETTE
-    assert picture.stat().st_size < MOST_BYTES
 
 
 def test_a_record_of_a_cpu_is_not_drawn(tmp_path: Path) -> None:
