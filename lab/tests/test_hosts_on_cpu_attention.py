@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lab.hosts.host_cpu import layers
 from lab.hosts.host_cpu.context_parallel import zigzag_places
 from lab.hosts.host_cpu.layers import Experts, PackedAttention, token_dispatcher
 from mis_ext.onpolicy import simulate_kv_cache
@@ -81,6 +82,21 @@ def test_gradients_of_experts_that_other_ranks_lack_are_not_summed(size) -> None
     experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "expert_model_parallel_size": size}
     made = Experts(4 // size, TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, **experts))
     assert [each.allreduce for each in made.parameters()] == [size == 1] * (8 // size)
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+def test_a_checkpoint_numbers_the_experts_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "expert_model_parallel_size": SIZE}
+    made = Experts(2, TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, **experts))
+    monkeypatch.setattr(parallel_state, "get_expert_data_parallel_rank", lambda: 0)
+    monkeypatch.setattr(layers, "make_sharded_tensor_for_checkpoint", lambda tensor, key, *_, **__: key)
+    for rank in range(SIZE):
+        monkeypatch.setattr(parallel_state, "get_expert_model_parallel_rank", lambda rank=rank: rank)
+        assert made.sharded_state_dict("experts.") == {
+            f"experts.{name}.weight{place}": f"experts.{name}.weight{2 * rank + place}"
+            for name in ("linear_fc1", "linear_fc2")
+            for place in range(2)
+        }
 
 
 def test_sizes_that_are_sent_to_other_ranks_are_numbers() -> None:

@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
@@ -149,6 +150,19 @@ class Experts(MegatronModule):
         size, inner = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = Matrices(num_local_experts, 2 * inner, size, config)
         self.linear_fc2 = Matrices(num_local_experts, size, inner, config)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """For Miles' checkpoints: an expert has its number in the layer there, not on its rank."""
+        copy = (0, 0, parallel_state.get_expert_data_parallel_rank())
+        rank, shards = parallel_state.get_expert_model_parallel_rank(), {}
+        for name, module in self.named_children():
+            matrices = list(module.parameters())
+            for place, matrix in enumerate(matrices):
+                key = f"{prefix}{name}.weight{rank * len(matrices) + place}"
+                shards[f"{prefix}{name}.weight{place}"] = make_sharded_tensor_for_checkpoint(
+                    matrix, key, sharded_offsets, replica_id=copy
+                )
+        return shards
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens in the order of their experts, each output times its probability."""
