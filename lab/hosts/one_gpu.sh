@@ -54,8 +54,9 @@ own_engine=(--rollout-num-gpus-per-engine 1 --sglang-dtype bfloat16 --sglang-sam
     --sglang-mem-fraction-static "${GPU_SHARE:-0.3}")
 if [[ -n "$ON_CPU" ]]; then
     export SGLANG_USE_CPU_ENGINE=1
+    # Overlapped, SGLang 0.5.17 overwrites the experts of a token before it keeps them: on a CPU it copies nothing.
     own_engine+=(--sglang-device cpu --sglang-attention-backend torch_native --sglang-max-total-tokens 16384
-        --sglang-max-running-requests 32)
+        --sglang-max-running-requests 32 --sglang-disable-overlap-schedule)
 else
     own_engine+=(--sglang-attention-backend triton --sglang-max-running-requests 512 --sglang-disable-prefill-cuda-graph)
 fi

@@ -56,7 +56,8 @@ engine=("$python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1
     --sampling-backend pytorch --grammar-backend none --skip-server-warmup --random-seed 0)
 if [[ -n "$ON_CPU" ]]; then
     engine=(env SGLANG_USE_CPU_ENGINE=1 "PYTHONPATH=$root/examples/grpo/sglang_cpu:$PYTHONPATH" "${engine[@]}" --device cpu
-        --attention-backend torch_native --max-total-tokens 16384 --max-running-requests 32 --sleep-on-idle)
+        --attention-backend torch_native --max-total-tokens 16384 --max-running-requests 32 --sleep-on-idle
+        --disable-overlap-schedule)
 else
     engine+=(--attention-backend triton --mem-fraction-static "${GPU_SHARE:-0.3}" --max-running-requests 512
         --disable-prefill-cuda-graph)

@@ -159,6 +159,17 @@ def test_a_name_is_added_only_where_it_is_missing(tmp_path: Path, monkeypatch: p
         importlib.import_module("gone_package.other")
 
 
+def test_sglang_on_a_cpu_pins_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So that all of it is taken back.
+    for owner, name in ((torch, "zeros"), (torch.cuda, "cudart")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setitem(sys.modules, "sgl_kernel", None)
+    del sys.modules["sgl_kernel"]
+    monkeypatch.syspath_prepend(ROOT / "examples/grpo/sglang_cpu")
+    importlib.import_module("sgl_kernel")
+    assert torch.zeros((2, 3), dtype=torch.int32, device="cpu", pin_memory=True).shape == (2, 3)
+
+
 def test_a_step_that_is_missing_or_unreadable_is_an_error() -> None:
     with pytest.raises(ValueError, match="step 1 follows 0"):
         read_log("model.py:918 - step 1: {'train/loss': 1.0}")

@@ -14,6 +14,10 @@ import torch
 # SGLang tells CUDA of the memory in which it keeps the experts, so that copies are faster: here nobody is to be told.
 torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
 
+# SGLang 0.5.17 asks for pinned memory in its place, which torch has for GPUs alone.
+_zeros = torch.zeros
+torch.zeros = lambda *sizes, pin_memory=False, **given: _zeros(*sizes, **given)
+
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
     """Any public name is a function that refuses to run."""
