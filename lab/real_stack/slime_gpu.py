@@ -238,12 +238,19 @@ def _ways(ways: dict[str, Run]) -> dict[str, Run]:
 
 
 WAYS = _ways(_WAYS)
+# On a CPU the engine has a place of its own: with --colocate both share the memory of a GPU.
+_WITH_ENGINE = ("--num-gpus-per-node", "3", "--rollout-num-gpus", "1") if os.environ.get("ON_CPU") else ("--colocate",)
 # Miles starts all its engines itself, and its FSDP trainer has neither hooks nor ways to split a model.
 _OF_MILES = {
     **{name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags)) for name in ("sync", "partial", "turns")},
     **{name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags)) for name in ("async1", "async2")},
     "colocate": _WAYS["colocate"],
-    **{name: replace(_WAYS[name], flags=(*_WAYS[name].flags, "--colocate")) for name in ("tp2", "cp2")},
+    **{name: replace(_WAYS[name], flags=(*_WAYS[name].flags, *_WITH_ENGINE)) for name in ("tp2", "cp2")},
+    # Its own router passes on return_routed_experts.
+    **{
+        name: replace(_WAYS[name], flags=(*_WAYS[name].flags, *_WITH_ENGINE, "--use-miles-router"))
+        for name in ("ep2", "ep2_replayed")
+    },
 }
 _OF_MILES = {name: replace(run, environment=run.environment | _OWN) for name, run in _OF_MILES.items()}
 MILES_WAYS = _ways(_OF_MILES) | {
@@ -253,10 +260,12 @@ MILES_WAYS = _ways(_OF_MILES) | {
     for name, run in _CORRECTIONS.items()
     if name != "no_logits"
 }
-_KILLED = MILES_WAYS["sync_hook"]
-MILES_WAYS["killed"] = replace(
-    _KILLED, flags=(*_KILLED.flags, "--num-rollout", "6", "--save-interval", "2"), seconds=300, kill_after_rollout=3
-)
+MILES_WAYS |= {
+    name: replace(
+        run, flags=(*run.flags, "--num-rollout", "6", "--save-interval", "2"), seconds=300, kill_after_rollout=3
+    )
+    for name, run in (("killed", MILES_WAYS["sync_hook"]), ("fsdp_killed", MILES_WAYS["fsdp_hook"]))
+}
 OF_BOTH = (
     *(
         "nothing",
@@ -320,7 +329,8 @@ def logged(folder: Path) -> dict[str, Any]:
 def reported(folder: Path) -> str:
     """What `mis-ext report` named first of the run's dumps; empty without a report."""
     file = folder / "report/summary.json"
-    found = json.loads(file.read_text())["diagnoses"] if file.exists() else []
+    # Empty where a report failed, as over no dumps.
+    found = json.loads(file.read_text())["diagnoses"] if file.exists() and file.stat().st_size else []
     return f"{found[0]['cause']} ({found[0]['confidence']})" if found else ""
 
 
@@ -728,9 +738,11 @@ def main() -> None:
         def start(item: tuple[int, str]) -> None:
             index, name = item
             engine = engines.get()
-            if args.limit is None or time.monotonic() - begin < args.limit:
-                runner.start(name, known[name], port=args.port + index % NUM_PORTS, engine=engine)
-            engines.put(engine)
+            try:
+                if args.limit is None or time.monotonic() - begin < args.limit:
+                    runner.start(name, known[name], port=args.port + index % NUM_PORTS, engine=engine)
+            finally:
+                engines.put(engine)
 
         with ExitStack() as stack:
             needs_engine = args.what in ("whole", "ways") and args.engine is None and not args.dry_run

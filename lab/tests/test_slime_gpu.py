@@ -279,6 +279,16 @@ def test_each_lane_of_ways_has_an_engine_and_what_is_done_stays(ways) -> None:
     assert ways(*names) == []
 
 
+@pytest.mark.timeout(120)
+def test_a_run_that_raises_ends_the_call(ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(self, name: str, run: slime_gpu.Run, **given: object) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(slime_gpu.Runner, "start", raising)
+    with pytest.raises(OSError, match="sync_nothing"):
+        ways("sync_nothing", "sync_hook")
+
+
 @pytest.mark.parametrize(("last", "kill_after_rollout"), [("wait", 0), ("exit", None)])
 def test_a_run_leaves_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, kill_after_rollout: int | None
@@ -313,6 +323,23 @@ def test_miles_starts_the_engines_of_all_its_ways() -> None:
     for name, run in slime_gpu.MILES_WAYS.items():
         assert not run.shares_an_engine, name
         assert ("--colocate" in run.flags) is not ("--rollout-num-gpus" in run.flags), name
+
+
+def test_miles_replays_experts_through_its_own_router() -> None:
+    for name in ("ep2_hook", "ep2_replayed_hook"):
+        flags = slime_gpu.MILES_WAYS[name].flags
+        assert "--expert-model-parallel-size" in flags
+        assert "--use-miles-router" in flags
+        assert ("--use-rollout-routing-replay" in flags) is ("replayed" in name)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("killed", None), ("fsdp_killed", "fsdp")])
+def test_either_trainer_of_miles_is_killed_between_two_checkpoints(name: str, backend: str | None) -> None:
+    run = slime_gpu.MILES_WAYS[name]
+    interval = int(run.flags[run.flags.index("--save-interval") + 1])
+    assert run.environment.get("BACKEND") == backend
+    assert run.kill_after_rollout is not None
+    assert interval <= run.kill_after_rollout < int(run.flags[run.flags.index("--num-rollout") + 1])
 
 
 class Stopped(Exception):
@@ -371,6 +398,8 @@ def test_the_table_has_the_peak_of_all_ranks_and_the_first_cause(tmp_path: Path)
     cause = {"cause": "stale_weights", "confidence": "possible"}
     (tmp_path / "nothing/report/summary.json").write_text(json.dumps({"diagnoses": [cause, {}]}))
     assert table(tmp_path).endswith("| 3.50 | stale_weights (possible) |")
+    (tmp_path / "nothing/report/summary.json").write_text("")
+    assert table(tmp_path).endswith("| 3.50 |  |")
 
 
 def test_miles_has_no_whole_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

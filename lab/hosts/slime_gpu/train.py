@@ -14,7 +14,8 @@ import sys
 import ray
 import torch
 
-RANKS_ON_CPU = 2
+# Two that train, and an engine of the host.
+RANKS_ON_CPU = 3
 
 
 def main() -> None:
