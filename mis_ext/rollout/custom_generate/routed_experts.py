@@ -102,8 +102,8 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
         raise MalformedResponse(
             request_id,
             f"meta_info has no routed_experts, for which {FLAG} asks: start SGLang with --enable-return-routed-experts "
-            "(the hosts do so for their own servers), behind a router that passes return_routed_experts on (PyPI's "
-            "sglang-router 0.3.2 does not)",
+            "(the hosts do so for their own servers), behind a router that passes return_routed_experts on (Miles' "
+            "--use-miles-router and PyPI's smg do; PyPI's sglang-router 0.3.2 does not)",
         )
     if len(set(generation.weight_versions or ())) > 1:
         try:
