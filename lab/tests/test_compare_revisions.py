@@ -72,6 +72,7 @@ def test_what_is_packed_comes_out_again() -> None:
 
 
 @pytest.mark.whole_run
+@pytest.mark.long_run
 def test_one_ulp_in_one_method_is_listed_and_nothing_else(tmp_path: Path, monkeypatch, capsys) -> None:
     copy = tmp_path / "mis_ext"
     (copy / "methods").mkdir(parents=True)
@@ -119,6 +120,6 @@ def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:
     assert [row[:2] for row in rows[:2]] == [["2x8", f"metrics_only, {layout}"] for layout in ("same", "new")]
     for row in rows[:2]:
         new, base_again = float(row[4].split()[0]), float(row[6].split()[0])
-        assert new > max(1.0, base_again), "the new revision sleeps"
+        assert new > 1.2 * max(1.0, base_again), "the new revision sleeps"
     # Of five calls an interval may reach below it.
     assert done.stdout.splitlines()[-1].startswith("slower, with the whole interval above 1.05: ")

@@ -89,11 +89,15 @@ CORRECTION = correction_keys(
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_metrics": "all"}
 
 
+# Dynamo takes 20 s for all metrics.
+LONG = (pytest.mark.whole_run, pytest.mark.long_run)
+
+
 @pytest.mark.parametrize(
     ("keys", "cp_rank", "backend"),
     [
         pytest.param(CORRECTION | {"mis_metrics": "core"}, 1, "aot_eager", id="part of sequences, traced"),
-        pytest.param(METRICS_ONLY, None, "eager", id="all metrics, and nothing else"),
+        pytest.param(METRICS_ONLY, None, "eager", id="all metrics, and nothing else", marks=LONG),
     ],
 )
 def test_the_eager_pipeline_is_one_graph_to_torch_compile(keys, cp_rank, backend, monkeypatch) -> None:
