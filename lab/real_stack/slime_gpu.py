@@ -200,8 +200,8 @@ _WAYS = {
     "tp2": Run((*_TWO_GPUS, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "cp2": Run((*_TWO_GPUS, *_CP)),
     # By name alone, with a mixture of experts as MODEL: `python -m slime_gpu.tiny MODEL mixture`. The engine wants
-    # --enable-return-routed-experts (ENGINE_FLAGS) where its experts are replayed, and slime's own build of the router:
-    # sglang-router 0.3.2 drops return_routed_experts of a request.
+    # --enable-return-routed-experts (ENGINE_FLAGS) where its experts are replayed, and a router that passes
+    # return_routed_experts on: PyPI's smg does, its sglang-router 0.3.2 drops it.
     "ep2": _EP,
     "ep2_replayed": replace(_EP, flags=(*_EP.flags, "--use-rollout-routing-replay")),
     "nccl": Run(_BESIDE, environment=_OWN),
