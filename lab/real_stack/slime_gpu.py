@@ -14,10 +14,11 @@ r"""Unmodified slime or Miles on one GPU, run after run, each with its own log a
 nodes of this machine, a GPU and a network each (root, iproute2). ``whole`` has SGLang's server and router; such runs
 share an engine, whose start takes up to two minutes, or with ``--jobs`` each lane of them has one.
 ``ways`` are whole runs too: every way to run the loop and to split the trainer on two GPUs, each without a correction,
-with the three flags, with `policy_loss`, and with it over hidden states. First the host's own parser reads all their
-command lines; ``--dry-run`` ends there. Every run is ``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done
-is not run again: a second call goes on. One run that fails does not stop the others. With ``--in-turn`` runs start side
-by side and train one after the other: that is for their times, as a start takes longer than ten steps. With
+with the three flags, with `policy_loss`, and with it over hidden states. ``TRAINER_GPUS=4`` gives trainers of
+two GPUs four, which ``--flags`` may split in a second way. First the host's own parser reads all command lines;
+``--dry-run`` ends there. Every run is ``lab/hosts/HOST_gpu.sh`` with flags after its own. What is done is not run
+again: a second call goes on. One run that fails does not stop the others. With ``--in-turn`` runs start side by side
+and train one after the other: that is for their times, as a start takes longer than ten steps. With
 ``ON_CPU=1`` all of it rehearses with a tiny model. ``memory`` trains on rollouts that grow (`rollouts.py
 --tokens`), each one micro-batch, until memory ends: the run fails, and the table says what fitted. It starts two runs
 at a time, of which the second builds its model when the first has ended. ``table`` shows what was stopped from its
@@ -181,12 +182,13 @@ SIZES = (
     *("--num-rollout", "4", "--rollout-batch-size", str(_PROMPTS), "--n-samples-per-prompt", str(_SAMPLES)),
     *("--rollout-max-context-len", "512"),
 )
-_TWO_GPUS = ("--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "2")
+_GPUS = os.environ.get("TRAINER_GPUS", "2")
+_SPLIT = ("--actor-num-gpus-per-node", _GPUS, "--num-gpus-per-node", _GPUS)
 _BESIDE = ("--num-gpus-per-node", "2", "--rollout-num-gpus", "1")
 _CP = ("--context-parallel-size", "2") + (
     ("--cp-comm-type", "all_gather") if os.environ.get("ATTENTION") == "torch" else ()
 )
-_EP = Run((*_TWO_GPUS, "--expert-model-parallel-size", "2"))
+_EP = Run((*_SPLIT, "--expert-model-parallel-size", "2"))
 _LAGS = {"mis_staleness": True}
 _ASYNC, _OWN, _FSDP = {"LOOP": "train_async"}, {"ENGINE": "own"}, {"BACKEND": "fsdp"}
 _PREPARE = ("--rollout-data-postprocess-path", "mis_ext.prepare_rollout")
@@ -197,8 +199,8 @@ _WAYS = {
     "async2": Run(("--update-weights-interval", "2"), environment=_ASYNC, keys=_LAGS),
     "partial": Run(("--partial-rollout", "--over-sampling-batch-size", str(2 * _PROMPTS)), keys=_LAGS),
     "turns": Run(keys=TWO_TURNS),
-    "tp2": Run((*_TWO_GPUS, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
-    "cp2": Run((*_TWO_GPUS, *_CP)),
+    "tp2": Run((*_SPLIT, "--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "cp2": Run((*_SPLIT, *_CP)),
     # By name alone, with a mixture of experts as MODEL: `python -m slime_gpu.tiny MODEL mixture`. The engine wants
     # --enable-return-routed-experts (ENGINE_FLAGS) where its experts are replayed, and a router that passes
     # return_routed_experts on: PyPI's smg does, its sglang-router 0.3.2 drops it.
@@ -210,7 +212,7 @@ _WAYS = {
     "fp8": Run((*_BESIDE, "--sglang-quantization", "fp8"), environment=_OWN),
     # In place of what measures memory.
     "dithered": Run(("--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights")),
-    "colocate": Run((*_TWO_GPUS, "--colocate"), environment=_OWN),
+    "colocate": Run((*_SPLIT, "--colocate"), environment=_OWN),
 }
 _CORRECTIONS = {
     "nothing": Run(),
@@ -242,9 +244,11 @@ WAYS = _ways(_WAYS)
 _WITH_ENGINE = ("--num-gpus-per-node", "3", "--rollout-num-gpus", "1") if os.environ.get("ON_CPU") else ("--colocate",)
 # Miles starts all its engines itself, and its FSDP trainer has neither hooks nor ways to split a model.
 _OF_MILES = {
-    **{name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags)) for name in ("sync", "partial", "turns")},
-    **{name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags)) for name in ("async1", "async2")},
-    "colocate": _WAYS["colocate"],
+    **{
+        name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags))
+        for name in ("sync", "async1", "async2", "partial", "turns", "dithered")
+    },
+    **{name: _WAYS[name] for name in ("cache8", "colocate")},
     **{name: replace(_WAYS[name], flags=(*_WAYS[name].flags, *_WITH_ENGINE)) for name in ("tp2", "cp2")},
     # Its own router passes on return_routed_experts.
     **{

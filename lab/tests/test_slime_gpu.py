@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import random
+import runpy
 import select
 import socket
 import subprocess
@@ -259,6 +260,15 @@ def test_expert_parallelism_runs_by_name_alone(ways, monkeypatch: pytest.MonkeyP
     assert [call.split()[0].rpartition("/")[2] for call in ways()] == ["sync_nothing"]
     (call,) = ways("ep2_hook")
     assert "--expert-model-parallel-size 2" in call
+
+
+def test_trainers_of_two_gpus_may_have_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_GPUS", "4")
+    ways = runpy.run_path(slime_gpu.__file__)
+    for run in (ways["WAYS"]["tp2_hook"], ways["MILES_WAYS"]["colocate_loss"]):
+        words = " ".join(run.flags)
+        assert "--actor-num-gpus-per-node 4 --num-gpus-per-node 4" in words
+    assert "--actor-num-gpus-per-node" not in ways["WAYS"]["sync_hook"].flags
 
 
 def test_each_lane_of_ways_has_an_engine_and_what_is_done_stays(ways) -> None:
