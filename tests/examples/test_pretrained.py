@@ -233,11 +233,11 @@ def run_of(output: Path, model: Path, *flags: str, ranks: Ranks) -> Run:
 
 
 @pytest.mark.whole_run
+@pytest.mark.usefixtures("graded")
 def test_a_checkpoint_trains_in_bf16_and_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_tiny_checkpoint(model)
-    # Some of 128 answers of the random model are right.
-    flags = ["--bf16", "--rollout-batch-size", "4", "--n-samples-per-prompt", "32", "--micro-batch-size", "64"]
+    flags = ["--bf16", "--rollout-batch-size", "2", "--n-samples-per-prompt", "8", "--micro-batch-size", "8"]
     flags += ["--num-rollout", "2"]
     whole = run_of(tmp_path / "run", model, *flags, ranks=ranks_of_one())
     whole._trainer.reset_optimizer(lr=1e-3)
