@@ -27,12 +27,13 @@ from lab.real_stack.slime_gpu import STEP, memory_table, numbers, table
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "lab/hosts/slime_gpu.sh"
 MILES_SCRIPT = ROOT / "lab/hosts/miles_gpu.sh"
+OURS = str(ROOT / "yaml/mis.yaml")
 CHECKOUTS = dict.fromkeys(("SLIME_DIR", "MEGATRON_DIR", "MILES_DIR", "MILES_MEGATRON_DIR"), str(ROOT))
 
 
 def dry_run(*flags: str, script: Path = SCRIPT, **environment: str) -> list[str]:
-    """The command lines that the script would start."""
-    given = CHECKOUTS | {"PYTHON": sys.executable, "DRY_RUN": "1"}
+    """The command lines that the script would start, of themselves without our flags: to check them imports torch."""
+    given = CHECKOUTS | {"PYTHON": sys.executable, "DRY_RUN": "1", "CONFIG": ""}
     result = subprocess.run(
         ["bash", str(script), *flags], env=os.environ | given | environment, capture_output=True, text=True, check=False
     )
@@ -42,7 +43,7 @@ def dry_run(*flags: str, script: Path = SCRIPT, **environment: str) -> list[str]
 
 @pytest.mark.whole_run
 def test_one_engine_and_one_training_with_our_flags() -> None:
-    engine, train = dry_run("--num-rollout", "3", ATTENTION="torch")
+    engine, train = dry_run("--num-rollout", "3", ATTENTION="torch", CONFIG=OURS)
     assert "sglang.launch_server" in engine
     assert "--port 31000" in engine
     assert "--rollout-external-engine-addrs 127.0.0.1:31000" in train
@@ -79,7 +80,8 @@ def test_attention_has_two_values() -> None:
 
 @pytest.mark.whole_run
 def test_miles_converts_records_and_trains_without_an_engine() -> None:
-    convert, rollouts, train = dry_run("--num-rollout", "3", script=MILES_SCRIPT, ATTENTION="torch", OUT="/out")
+    flags = {"ATTENTION": "torch", "OUT": "/out", "CONFIG": OURS}
+    convert, rollouts, train = dry_run("--num-rollout", "3", script=MILES_SCRIPT, **flags)
     assert f"{ROOT}/tools/convert_hf_to_torch_dist.py" in convert
     assert convert.rstrip().endswith("--hf-checkpoint /out/model --save /out/model_megatron")
     assert "rollouts.py miles /out/model /out/rollouts" in rollouts
@@ -94,7 +96,7 @@ def test_miles_converts_records_and_trains_without_an_engine() -> None:
 @pytest.mark.whole_run
 def test_miles_trains_on_the_rollouts_of_a_user_and_dumps_nothing() -> None:
     flags = ("--load-debug-rollout-data", "/own/{rollout_id}.pt")
-    _, train = dry_run(*flags, script=MILES_SCRIPT, ATTENTION="torch", CONFIG="")
+    _, train = dry_run(*flags, script=MILES_SCRIPT, ATTENTION="torch")
     assert train.rstrip().endswith(r"--load-debug-rollout-data /own/\{rollout_id\}.pt")
     assert "--dump-details" not in train
     assert "mis_ext" not in train
