@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from evidence import policy
+from evidence import ensemble, policy
 from evidence.engines import EngineSpec
 from evidence.ensemble import Training
 from evidence.group import Group, Method
@@ -35,6 +35,9 @@ TINY = Group(
     dump_steps=(1,),
     shape=SHAPE,
 )
+
+# In all tests: an evaluation takes longer than the tiny step before it.
+ensemble.EVALUATED_PROBLEMS = 32
 
 
 def training_of(group: Group) -> Training:

@@ -28,6 +28,7 @@ Row = dict[str, Any]
 # A forward and backward pass keeps about 16 KB per token, with 8 experts 31 KB.
 TOKENS_AT_ONCE = 1_000_000
 DUMPED_SEQUENCES = 96
+EVALUATED_PROBLEMS = 256
 
 
 @dataclass(frozen=True)
@@ -446,7 +447,7 @@ def _mismatch(proximal: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Ten
 
 def _evaluate(group: Group, evaluator: Engine, weights: Weights, device: torch.device) -> Tensor:
     """Mean reward ``[R]`` of the trainer's own policy in float32, on the same problems every time."""
-    problems = Problems.draw(256, group.response_length, torch.Generator().manual_seed(99))
+    problems = Problems.draw(EVALUATED_PROBLEMS, group.response_length, torch.Generator().manual_seed(99))
     prompts = problems.prompts_BP.to(device).expand(len(group.runs), -1, -1)
     seeds = [77] * len(group.runs)
     sampled = evaluator.sample(weights, prompts, group.response_length, temperature=group.temperature, draw_seeds=seeds)
