@@ -13,6 +13,7 @@ from example_runs import EXAMPLES, ROOT, SMALL_RUN, content, leave_a_run, on_ran
 from grpo.arguments import parse_args
 from grpo.output_dir import make_output_dir
 from grpo.report import read_metrics
+from process_ranks import run_processes
 from train_grpo import REFUSED, start_ranks
 
 SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh", "run_vllm.sh"])
@@ -227,22 +228,29 @@ def test_what_one_rank_refuses_ends_all_in_one_line(tmp_path: Path) -> None:
     assert "needs sglang" in first[0]
 
 
-@pytest.mark.whole_run
-def test_ranks_that_refuse_end_the_program_with_their_line_alone(tmp_path: Path) -> None:
-    rank = tmp_path / "rank.py"
-    rank.write_text("import sys\nprint('refused', file=sys.stderr)\nsys.exit(2)\n")
-    code = f"import train_grpo\ntrain_grpo.__file__ = {str(rank)!r}\ntrain_grpo.start_ranks({SMALL_RUN})"
-    paths = os.pathsep.join([str(ROOT), str(EXAMPLES)])
-    refused = start([sys.executable, "-c", code], cwd=tmp_path, PYTHONPATH=paths, NPROC="1")
-    assert (refused.returncode, refused.stderr.splitlines()) == (2, ["refused"])
-    assert not [*tmp_path.glob("runs/*")]
+def start_program(rank: int, folder: Path) -> None:
+    """As a user does: once with ranks that refuse, and once with ranks that train."""
+    import train_grpo
+
+    os.chdir(folder)
+    os.environ |= {"NPROC": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])}
+    sys.argv = ["train_grpo.py", *SMALL_RUN, "--num-rollout", "1"]
+    program, train_grpo.__file__ = train_grpo.__file__, str(folder / "rank.py")
+    with Path("refused").open("w") as shown:
+        os.dup2(shown.fileno(), sys.stderr.fileno())
+    try:
+        train_grpo.main()
+    except SystemExit as end:
+        print(f"exit code {end.code}, {len([*Path().glob('runs/*')])} folders", file=sys.stderr, flush=True)
+    train_grpo.__file__ = program
+    train_grpo.main()
 
 
 @pytest.mark.whole_run
 @pytest.mark.slow
-def test_the_program_trains_on_ranks_that_it_starts_itself(tmp_path: Path) -> None:
+def test_the_program_trains_on_ranks_that_it_starts_itself_or_ends_with_their_line_alone(tmp_path: Path) -> None:
     """All other tests share their ranks' imports."""
-    command = [sys.executable, str(EXAMPLES / "train_grpo.py"), *SMALL_RUN, "--num-rollout", "1"]
-    done = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), NPROC="1")
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "rank.py").write_text("import sys\nprint('refused', file=sys.stderr)\nsys.exit(2)\n")
+    run_processes(start_program, tmp_path, world_size=1)
+    assert (tmp_path / "refused").read_text().splitlines()[:2] == ["refused", "exit code 2, 0 folders"]
     assert [row["step"] for row in read_metrics(tmp_path / "runs/grpo_transformers_1/metrics.jsonl")] == [0]
