@@ -23,13 +23,10 @@ MODES = {
 }
 METHODS = {
     "gspo": {},
-    "dispo": {"positive": [0.7, 1.5]},
-    "dppo_tv": {"delta": 0.1},
-    "prime_rl": {},
     "vaco": {},
 }
-"""Of a sequence, with two bands, of probabilities, with a penalty, and with a mean over the data-parallel ranks."""
-SKIPS_SCORING = ("bypass", "reinforce", "dppo_tv", "prime_rl", "vaco")
+"""Of the ratio to the scored policy, and of what the engine reported, with a mean over the data-parallel ranks."""
+SKIPS_SCORING = ("bypass", "reinforce", "vaco")
 
 
 @pytest.fixture(scope="module")
