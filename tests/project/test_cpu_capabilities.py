@@ -14,15 +14,14 @@ import pytest
 import torch
 
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
+ATTENTION = "onpolicy/batch_invariant/test_batch_invariant_attention.py"
 # The rest was run once: nothing in it depended on the kernels.
 FILES = (
-    "onpolicy/batch_invariant/test_batch_invariant_attention.py",
+    f"{ATTENTION}::test_decode_chunked_prefill_and_prefill_have_the_same_bits",
+    f"{ATTENTION}::test_gradients_of_sequences_in_a_pack_are_those_that_they_have_alone",
     "onpolicy/recording/test_comparison_megatron.py",
     "rollout/definitions/test_definition_scoring.py",
-    "methods/test_method_properties.py",
-    "hosts/test_padded.py",
     "loss/test_policy_loss.py",
-    "loss/test_policy_loss_modes.py",
     "correction/test_toy_policy.py",
     "examples/test_true_on_policy_mixture.py::test_every_sampled_token_has_the_same_bits_once_everything_is_aligned",
 )
