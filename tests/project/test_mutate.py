@@ -3,19 +3,20 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
+import tempfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
+import mutate
 import pytest
 import yaml
 from mutate import EQUIVALENT, Copy, Results, draw, report, run
 from mutations import Change, change_at, places_of
 from near_tests import NearTests
 
-ROOT = Path(__file__).parents[2]
 SUMS = """
 def clipped(x, high=3):
     return min(x, high)
@@ -139,22 +140,17 @@ def test_what_an_earlier_test_left_to_the_collector_is_not_destroyed_in_a_fork(c
 
 
 @pytest.mark.whole_run
-def test_results_are_kept_and_survivors_run_again_when_asked(checkout, tmp_path) -> None:
-    chosen = in_function(drawn(checkout), "unseen")[:1]
-    run_all(checkout, chosen, tmp_path)
+def test_it_stops_at_a_survivor_whose_result_is_kept_and_which_runs_again_when_asked(checkout, tmp_path) -> None:
+    first, *others = [*in_function(drawn(checkout), "unseen"), *in_function(drawn(checkout), "clipped")]
+    results, chosen = run_all(checkout, [first, *others], tmp_path, stop=True), [first]
+    assert results.of(first)["red"] is None
+    assert not any(map(results.of, others))
     (checkout / "tests" / "test_unseen.py").write_text(
         "import made_up.sums\ndef test_unseen():\n    assert made_up.sums.unseen(1) == 2\n"
     )
     assert run_all(checkout, chosen, tmp_path).of(chosen[0])["red"] is None
     assert run_all(checkout, chosen, tmp_path, again=True).of(chosen[0])["red"] == "tests/test_unseen.py::test_unseen"
     assert Results(tmp_path / "results.jsonl").of(chosen[0])["red"] == "tests/test_unseen.py::test_unseen"
-
-
-@pytest.mark.whole_run
-def test_it_stops_at_the_first_survivor(checkout, tmp_path) -> None:
-    chosen = [*in_function(drawn(checkout), "unseen"), *in_function(drawn(checkout), "clipped")]
-    results = run_all(checkout, chosen, tmp_path, stop=True)
-    assert [results.of(change) is None for change in chosen] == [False] + [True] * (len(chosen) - 1)
 
 
 def test_equal_seeds_draw_equal_changes(checkout) -> None:
@@ -224,6 +220,13 @@ def test_a_file_is_near_by_what_it_imports_and_by_the_names_that_it_calls(tmp_pa
     assert tests.files("p/c.py", ()) == {"tests/test_c.py": 0}
 
 
+def program(root: Path, results: Path, temporary: Path) -> None:
+    """In a process of its own, which has imported what it needs."""
+    tempfile.tempdir = str(temporary)
+    sys.argv = ["mutate.py", "--root", str(root), "--package", "made_up", "--results", str(results)]
+    sys.exit(mutate.main())
+
+
 @pytest.mark.whole_run
 def test_an_interrupted_run_leaves_nothing_behind(checkout, tmp_path) -> None:
     folder = tmp_path / "temporary"
@@ -231,14 +234,13 @@ def test_an_interrupted_run_leaves_nothing_behind(checkout, tmp_path) -> None:
     (checkout / "tests" / "test_sums.py").write_text(
         f"import made_up.sums, pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(60)\n"
     )
-    command = [sys.executable, str(ROOT / "tests" / "mutate.py"), "--root", str(checkout), "--package", "made_up"]
-    process = subprocess.Popen(
-        [*command, "--results", str(tmp_path / "results.jsonl")], env={**os.environ, "TMPDIR": str(folder)}
-    )
+    process = get_context("fork").Process(target=program, args=(checkout, tmp_path / "results.jsonl", folder))
+    process.start()
     while not (tmp_path / "begun").exists():
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.05)
     assert [path.name for path in folder.glob("*/made_up/sums.py")] == ["sums.py"]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 1
+    process.terminate()
+    process.join()
+    assert process.exitcode == 1
     assert list(folder.iterdir()) == []
