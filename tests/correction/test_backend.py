@@ -96,7 +96,9 @@ LONG = (pytest.mark.whole_run, pytest.mark.long_run)
 @pytest.mark.parametrize(
     ("keys", "cp_rank", "backend"),
     [
-        pytest.param(CORRECTION | {"mis_metrics": "core"}, 1, "aot_eager", id="part of sequences, traced"),
+        pytest.param(
+            CORRECTION | {"mis_metrics": "core"}, 1, "aot_eager", id="part of sequences, traced", marks=LONG[:1]
+        ),
         pytest.param(METRICS_ONLY, None, "eager", id="all metrics, and nothing else", marks=LONG),
     ],
 )

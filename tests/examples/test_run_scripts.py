@@ -125,6 +125,7 @@ def test_help_installs_nothing(before_the_installation: dict[str, str], script: 
     assert not Path(before_the_installation["VENV"]).exists()
 
 
+@pytest.mark.whole_run
 def test_a_script_starts_ranks_with_the_flags_that_the_configuration_needs(tmp_path: Path) -> None:
     """In an environment that it takes for one of its own."""
     (tmp_path / "bin").mkdir()

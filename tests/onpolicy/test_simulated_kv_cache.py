@@ -106,10 +106,10 @@ def device():
     dist.destroy_process_group()
 
 
+@pytest.mark.whole_run
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("cache", "dtype", "num_steps"),
-    [("fp8_e4m3", torch.bfloat16, 0), pytest.param("fp8_e5m2", torch.float32, 1, marks=pytest.mark.whole_run)],
+    ("cache", "dtype", "num_steps"), [("fp8_e4m3", torch.bfloat16, 0), ("fp8_e5m2", torch.float32, 1)]
 )
 def test_an_aligned_engine_with_a_cache_of_8_bits_agrees_bit_for_bit(device, cache, dtype, num_steps) -> None:
     from onpolicy.demonstration import WORKLOADS, Experiment, Setting
