@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What these tests import besides the helpers of `tests/support`: programs of the lab, and the examples."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def workplace(tiny_model, tmp_path):
     """Where runs of the evidence's pretrained model take place: on the CPU, with that checkpoint."""
     from evidence.pretrained.workplace import Workplace
 
+    # Each run collects garbage, and would look through all that earlier tests left.
+    gc.freeze()
     place = Workplace(torch.device("cpu"), tiny_model, tmp_path)
     yield place
     place.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tests/mutate.py tells a change that a test sees from one that none sees, in a small package of its own."""
 
+import gc
 import os
 import random
 import subprocess
@@ -59,6 +60,8 @@ def function(x: Literal[1, 2], path: "str | None") -> dict[str, 1 + 1]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
+    # Each run collects garbage, and would look through all that earlier tests left.
+    gc.freeze()
     root = tmp_path / "checkout"
     for name, text in (("made_up/__init__.py", ""), ("made_up/sums.py", SUMS), ("tests/test_sums.py", TESTS)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
