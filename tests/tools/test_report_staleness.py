@@ -2,18 +2,22 @@
 """Stale weights are named: on what the example dumped (`tests/data/example_dumps/record.py`), and where it is hard."""
 
 import math
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from archived import unpacked
-from engines import COUNT, engines
+from engines import COUNT, Engines, engines, sampled_ids
 
 from mis_ext.diagnosis import Diagnosis
 from mis_ext.dumps import Dumps
 from mis_ext.report import Collector, Origin, Part, Parts
 from mis_ext.rollout.custom_generate import host
 from mis_ext.tools.dumps.formats import CANARY
+
+Sides = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = Path(__file__).parents[1] / "data" / "example_dumps" / "dumps.tar.xz"
@@ -262,3 +266,94 @@ def test_steps_that_look_stale_contradict_versions_that_say_fresh() -> None:
 
 def test_the_key_of_the_canary_is_the_one_that_generate_writes() -> None:
     assert host.CANARY == CANARY
+
+
+# --- a nearly certain policy, of which one update moves few samples far
+
+
+def certain_steps(
+    seed: int, count: int, length: int, *, certainty: float = 14.0, rate: float = 1.0, is_async: bool = True
+) -> list[Sides]:
+    """Log-probs of three steps of policy gradients by Adam; the engine of each has the weights of the step before."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = partial(torch.randn, generator=generator, dtype=torch.float64)
+    prompt_S, one_hot = torch.arange(count) % 16, partial(torch.nn.functional.one_hot, num_classes=40)
+    states_SLD, older_VD = drawn(16, length, 16)[prompt_S] / 4.0, drawn(40, 16)
+    certain_SLV = (one_hot(drawn(16, length, 40).argmax(-1)) * certainty * (1.0 + drawn(16, length, 1).abs() / 2))[
+        prompt_S
+    ]
+    weights_VD, mean, square, steps = older_VD, 0.0, 0.0, []
+    for step in range(1, 4):
+        engine, trainer = (
+            certain_SLV + states_SLD @ each.T for each in (older_VD if is_async else weights_VD, weights_VD)
+        )
+        made = Engines(engine + 0.02 * drawn(engine.shape), trainer, generator)
+        ids_SL1 = sampled_ids(made.behavior.softmax(-1), generator)
+        sides = (logits.float().log_softmax(-1).gather(-1, ids_SL1) for logits in (made.proximal, made.behavior))
+        steps.append(tuple([*side[..., 0]] for side in sides))
+        score_SLV = one_hot(ids_SL1[..., 0]) - trainer.softmax(-1)
+        gradient_VD = torch.einsum("s,slv,sld->vd", drawn(count), score_SLV, states_SLD)
+        mean, square = 0.9 * mean + 0.1 * gradient_VD, 0.98 * square + 0.02 * gradient_VD**2
+        update_VD = rate * (mean / (1.0 - 0.9**step)) / (square / (1.0 - 0.98**step)).sqrt()
+        older_VD, weights_VD = weights_VD, weights_VD + update_VD
+    return steps
+
+
+def with_another_text(sides: Sides, samples: slice) -> Sides:
+    """Of some samples the trainer scores ids that it finds improbable."""
+    texts = -8.0 * torch.rand(len(sides[0]), len(sides[0][0]), generator=torch.Generator().manual_seed(0))
+    return [*sides[0][: samples.start], *texts[samples], *sides[0][samples.stop :]], sides[1]
+
+
+def diagnosed(steps: list[Sides], *, has_versions: bool = False, has_ids: bool = False) -> list[Diagnosis]:
+    parts = []
+    for step, (proximal, behavior) in enumerate(steps):
+        origin = Origin(
+            versions_behind=float(step > 0) if has_versions else math.nan, has_other_ids=False if has_ids else None
+        )
+        origins = [origin] * len(proximal)
+        parts.append(Part.of_lists(proximal=proximal, behavior=behavior, origins=origins, step=str(step)))
+    return collected(*parts).diagnoses()
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("count", "length", "certainty", "rate"), [(32, 3, 8.0, 0.5), (128, 3, 10.0, 1.0), (128, 30, 12.0, 2.0)]
+)
+@pytest.mark.parametrize("known", [{}, {"has_versions": True}, {"has_ids": True}], ids=["", "versions", "ids"])
+def test_few_samples_that_an_update_sets_far_apart_are_of_old_weights_and_not_of_another_text(
+    seed, count, length, certainty, rate, known
+) -> None:
+    steps = certain_steps(seed, count, length, certainty=certainty, rate=rate)
+    causes = [each.cause for each in diagnosed(steps, **known)]
+    assert causes[0] == "stale_weights"
+    assert not {*causes} & {"retokenised_samples", "other_context", "top_p_or_top_k"}
+
+
+def test_samples_that_are_apart_with_old_weights_are_evidence_of_these_and_another_text_is_an_alternative() -> None:
+    # Two steps of three are as far from the floor, so that neither returns to it nor is a jump.
+    (found,) = diagnosed(certain_steps(1, 128, 3, certainty=10.0))
+    assert (found.cause, found.confidence, found.is_fault) == ("stale_weights", "possible", False)
+    assert re.search(
+        r"\d+\.\d% of the samples differ by .*; (\d+) of these \1 are in steps, or of versions", found.evidence
+    )
+    assert found.alternatives == ("another text, or samples that were truncated or mixed up",)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_text_is_named_beside_old_weights_where_it_is_as_frequent_with_fresh_ones(seed) -> None:
+    steps = [with_another_text(sides, slice(40, 60)) for sides in certain_steps(seed, 128, 3, certainty=10.0)]
+    assert "retokenised_samples" in {each.cause for each in diagnosed(steps)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("before", "then", "count"),
+    # Mean differences rise, as tokens can move more, or were rounded to certain before; or many are of another text.
+    [(14.0, 8.0, 10), (20.0, 8.0, 10), (8.0, 8.0, 60)],
+)
+def test_another_text_from_one_step_on_is_named_however_certain_the_policy_is_then(seed, before, then, count) -> None:
+    first, *_ = certain_steps(seed, 128, 3, certainty=before, is_async=False)
+    _, *later = certain_steps(seed, 128, 3, certainty=then, is_async=False)
+    steps = [first, *(with_another_text(sides, slice(40, 40 + count)) for sides in later)]
+    assert "retokenised_samples" in {each.cause for each in diagnosed(steps)}

@@ -32,7 +32,7 @@ from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.tools.diagnosis.signals import Signals, Turns, turns_of
 
 COLUMNS = (
-    *("num_tokens", "gap", "k3", "num_open", "num_raised", "versions_behind", "has_other_ids"),
+    *("num_tokens", "gap", "k3", "num_open", "num_raised", "room", "versions_behind", "has_other_ids"),
     *("has_old_weights", "largest_id", "lag", "num_lagged", "k3_lagged", "num_zeros", "gap_zeros", "k3_zeros"),
 )
 
@@ -51,10 +51,10 @@ class Samples:
     """``[S, len(COLUMNS)]`` float64 of each sample: sums over its tokens that have a log-prob, nats; NaN: not known.
 
     ``num_open`` are its tokens with a probability in ``OPEN`` of :mod:`mis_ext.correction.statistics` whose log-probs
-    differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``lag`` is by how
-    many tokens the engine's log-probs come too late (below 0: too early), if by more than one: then ``num_lagged`` and
-    ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is of those of its tokens of
-    which one side is certain (a log-prob of 0) and the other is not.
+    differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``room`` is the sum
+    of 1 - p. ``lag`` is by how many tokens the engine's log-probs come too late (below 0: too early), if by more than
+    one: then ``num_lagged`` and ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is
+    of those of its tokens of which one side is certain (a log-prob of 0) and the other is not.
     """
 
     columns: Tensor
@@ -291,7 +291,8 @@ def _sums(tokens: TokenRatios, chosen_T: Tensor, layout: PackedLayout) -> Tensor
     k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
     is_open_T = TOKEN_FORMULAS["is_open"].function(tokens.behavior_T, difference_T)
     is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
-    rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T)
+    room_T = -tokens.behavior_T.expm1()
+    rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T, room_T)
     return layout.index.reduce([torch.where(chosen_T, row, 0.0) for row in rows], "sum").double()
 
 

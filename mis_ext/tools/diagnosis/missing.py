@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +44,15 @@ MAX_BETWEEN = 0.2
 none does with a planted text, and 0.4 where a trainer's weights ran away from its engine's
 (pretrained_precision_fp16_trainer)."""
 
+MIN_STILL, MIN_ROOM = 0.5, 1e-6
+"""Another text is as frequent where weights have not moved, by chance half as frequent at least. They have moved where
+samples differ ``OUTLIER_FACTOR`` times as much, divided by 1 - p: in 36 runs whose weights were fresh, or moved little,
+a step had 2.5 times as much as another at most, and 465 times before the division; 13 and more where an update moved a
+nearly certain policy. Samples that are more certain than ``MIN_ROOM`` are rounded too much to tell."""
+
 MAX_LISTED = 5
+
+MIXED_UP = "samples that were truncated or mixed up"
 
 SMALLEST_VOCABULARY, USUAL_VOCABULARY = 32, 32_000
 """Tokens: letters, and what language models have at least. A guess among more is still worse."""
@@ -303,7 +312,7 @@ def _share_of(k3: float, others: float) -> float:
     name="retokenised_samples",
     title="samples whose text is not the one that the trainer scored, for example a text tokenised again",
     looks_like="ids that differ; or less than 40 % of the samples differ 5 times as much as the others, by "
-    "more than 0.3 nats, with few between, and have most of k3",
+    "more than 0.3 nats, with few between, and have most of k3, also in steps whose other samples do not differ more",
     advice="Train on the ids that the engine returned: do not decode and encode again.",
     is_fault=True,
     takes_out=True,
@@ -314,7 +323,7 @@ def other_ids(measured: Measured, samples: Samples) -> Finding | None:
     if bool(known.any()):
         evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
         return Finding(confidence="certain", evidence=evidence, takes_out="other_ids")
-    return _apart(measured, has_equal_ids=False, alternatives=("samples that were truncated or mixed up",))
+    return _apart(measured, has_equal_ids=False, alternatives=(MIXED_UP,))
 
 
 @cause(
@@ -331,15 +340,35 @@ def other_context(measured: Measured, samples: Samples) -> Finding | None:
 
 
 def _apart(measured: Measured, *, has_equal_ids: bool, alternatives: tuple[str, ...] = ()) -> Finding | None:
-    """Samples that are much farther apart than the others, of those whose ids are equal, or of those without such."""
+    found = apart(measured, has_equal_ids=has_equal_ids)
+    if found is None or found.of_weights:
+        return None
+    return Finding(
+        confidence="possible",
+        evidence=found.evidence + (", and their ids are the same on both sides" if has_equal_ids else ""),
+        k3_share=found.k3_share,
+        takes_out="far",
+        alternatives=alternatives,
+    )
+
+
+class Apart(NamedTuple):
+    """Samples that are much farther apart than the others; in words why weights did that and no text, if they did."""
+
+    evidence: str
+    k3_share: float
+    of_weights: str
+
+
+def apart(measured: Measured, *, has_equal_ids: bool) -> Apart | None:
+    """Of those whose ids are equal, or of those without such."""
     assert measured.samples is not None
     samples = measured.samples.measured
     if len(samples) < MIN_SAMPLES:
         return None
-    gap = samples.mean_gap
+    gap, number_S = samples.mean_gap, _groups(samples)
     # Where all samples of a step or of a version differ, its weights do, not its text.
-    groups = [*zip(samples.steps, map(str, samples["versions_behind"].tolist()), strict=True)]
-    usual = _median_of_group(gap, groups).clamp_min(float(gap.median()))
+    usual = _medians(gap, number_S, int(number_S.max()) + 1)[number_S].clamp_min(float(gap.median()))
     limit = MAX_STALE_DIFF if stale_words(measured.without("far")) else MAX_MEAN_ABS_DIFF
     is_outlier = (gap > limit) & (gap > OUTLIER_FACTOR * usual) & ((samples["has_other_ids"] == 0.0) == has_equal_ids)
     share = float(is_outlier.double().mean())
@@ -347,13 +376,40 @@ def _apart(measured: Measured, *, has_equal_ids: bool, alternatives: tuple[str, 
         return None
     if _fewest_between(gap, float(gap[is_outlier].median())) > MAX_BETWEEN * int(is_outlier.sum()):
         return None
-    return Finding(
-        confidence="possible",
+    return Apart(
         evidence=f"{share:.1%} of the samples differ by {float(gap[is_outlier].mean()):.2g} nats per token, the others "
-        f"by {float(gap.median()):.2g}" + (", and their ids are the same on both sides" if has_equal_ids else ""),
+        f"by {float(gap.median()):.2g}",
         k3_share=_of_total(samples, is_outlier),
-        takes_out="far",
-        alternatives=alternatives,
+        of_weights=_of_weights(samples, is_outlier, number_S),
+    )
+
+
+def of_weights(measured: Measured) -> str:
+    """Evidence of samples that weights have set apart; empty where there are none."""
+    if measured.samples is None:
+        return ""
+    found = [apart(measured, has_equal_ids=each) for each in (False, True)]
+    return next((f"{each.evidence}; {each.of_weights}" for each in found if each is not None and each.of_weights), "")
+
+
+def _of_weights(samples: Samples, is_outlier_S: Tensor, number_S: Tensor) -> str:
+    """Evidence that these are apart where most of their step and version differ more, too: by their weights.
+
+    Another text is one at any weights, and moves no other sample.
+    """
+    is_told_S = samples["room"] > MIN_ROOM * samples["num_tokens"]
+    total, told, numbers = int(number_S.max()) + 1, samples.where(is_told_S), number_S[is_told_S]
+    shift = _medians(told["gap"] / told["room"], numbers, total)
+    shift[torch.bincount(numbers, minlength=total) < MIN_SAMPLES] = math.nan
+    floor = float(shift.nan_to_num(math.inf).min())
+    has_moved = shift > OUTLIER_FACTOR * floor
+    is_still_S = ~has_moved[number_S]
+    num, num_still = int(is_outlier_S.sum()), int((is_outlier_S & is_still_S).sum())
+    if num_still >= MIN_STILL * num * float(is_still_S.double().mean()):
+        return ""
+    return (
+        f"{num - num_still} of these {num} are in steps, or of versions, in which most differ by "
+        f"{float(shift[has_moved].min()):.2g} (1 - p) nats or more, and elsewhere by {floor:.2g}"
     )
 
 
@@ -371,9 +427,13 @@ def _of_total(samples: Samples, chosen_S: Tensor) -> float:
     return float((samples["k3"] * chosen_S).sum()) / total if total else 0.0
 
 
-def _median_of_group(values_S: Tensor, groups: Sequence[tuple[str, str]]) -> Tensor:
-    """``[S]`` median over the samples of each sample's step and version."""
+def _medians(values_S: Tensor, number_S: Tensor, total: int) -> Tensor:
+    """Over the samples of each number, NaN where there are none."""
+    return torch.stack([values_S[number_S == number].median() for number in range(total)])
+
+
+def _groups(samples: Samples) -> Tensor:
+    """``[S]`` a number of each sample's step and version."""
+    groups = [*zip(samples.steps, map(str, samples["versions_behind"].tolist()), strict=True)]
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    number_S = torch.tensor([numbers[group] for group in groups])
-    medians = [values_S[number_S == number].median() for number in range(len(numbers))]
-    return torch.stack(medians)[number_S]
+    return torch.tensor([numbers[group] for group in groups])

@@ -12,6 +12,7 @@ from mis_ext.checks.token_sums import MIN_TOKENS, SAMPLED_ERRORS, TokenSums
 from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.engines import TAIL_FACTOR
 from mis_ext.tools.diagnosis.measuring import Measured, factor, may_be_zero
+from mis_ext.tools.diagnosis.missing import of_weights
 from mis_ext.tools.diagnosis.signals import Signals
 from mis_ext.tools.diagnosis.size import (
     EXPLAINED,
@@ -209,6 +210,9 @@ def truncation(measured: Measured, signals: Signals) -> Finding | None:
     evidence = _deficit(signals)
     count, excess, _ = signals.ratios.tolist()
     if not evidence or float(signals.largest[1]) < MAX_PADDING_GAP or -excess <= MIN_DEFICIT * count:
+        return None
+    # What an update made likelier was too rare before to be sampled, which is no setting of the engine.
+    if of_weights(measured):
         return None
     line = measured.tokens.line.on("behavior")
     is_colder = line.slope < 0.0 and line.explained > MIN_EXPLAINED

@@ -8,7 +8,7 @@ Numbers from runs of examples/train_grpo.py with ``--update-weights-interval 4``
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from mis_ext.checks.token_sums import KERNEL_K3, MAX_CHANCE, MAX_MEAN_ABS_DIFF, MIN_TOKENS, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.tools.diagnosis.cause import TAILS, Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured, Samples
+from mis_ext.tools.diagnosis.missing import MIXED_UP, of_weights
 from mis_ext.tools.diagnosis.size import OTHER_PRECISION, more_words
 
 GROWTH, GROWTH_ERRORS, MIN_GAP = 3.0, 4.0, 1e-12
@@ -32,7 +33,8 @@ MAX_EXPLAINED = 0.3
     name="stale_weights",
     title="stale weights: tokens that were sampled with weights of another step",
     looks_like="the canary of mis_ext.rollout.generate says so, or k3 grows with the recorded versions, or over steps "
-    "(steadily, or back to its floor), or the mean difference exceeds 0.3 nats",
+    "(steadily, or back to its floor), or samples are far apart in steps whose others differ more, too, or the mean "
+    "difference exceeds 0.3 nats",
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
     "trainer in fp16. After an update in flight one answer is of two versions (docs/reference/methods_extras.md). "
     "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8 "
@@ -51,7 +53,7 @@ def stale(measured: Measured, samples: Samples) -> Finding | None:
         return found
     if len(old) and not len(others):
         return _finding_of_canary(old, f"{len(old)} of {len(old)}", "", confidence="possible", k3_share=1.0)
-    return None if is_recorded else _by_step(samples, measured.typical_gaps or {}) or _by_size(samples, measured)
+    return None if is_recorded else _by_step(samples, measured) or _by_size(samples, measured)
 
 
 def _by_canary(old: Samples, others: Samples) -> Finding | None:
@@ -158,7 +160,8 @@ class _Step(NamedTuple):
     typical: float
 
 
-def _by_step(samples: Samples, typical: Mapping[str, float]) -> Finding | None:
+def _by_step(samples: Samples, measured: Measured) -> Finding | None:
+    typical = measured.typical_gaps or {}
     numbers = {step: number for number, step in enumerate(dict.fromkeys(samples.steps))}
     index = torch.tensor([numbers[step] for step in samples.steps], dtype=torch.int64)
     counts, k3s = (torch.bincount(index, samples[name], minlength=1).tolist() for name in ("num_tokens", "k3"))
@@ -172,17 +175,19 @@ def _by_step(samples: Samples, typical: Mapping[str, float]) -> Finding | None:
     steps.sort(key=lambda step: (not step.name.isdecimal(), step.name.zfill(20)))
     floor = min(steps, key=lambda step: step.k3)
     most = sorted(step.k3 for step in steps)[len(steps) // 2]
+    set_apart = of_weights(measured)
     for evidence, usual, alternatives in (
         (_returns(steps, floor), floor.k3, ()),
         (_drifts(steps), steps[0].k3, ("a mismatch that training itself lets grow",)),
         (_jumps(steps, most), most, ()),
+        (set_apart, floor.k3, ()),
     ):
         if evidence:
             return Finding(
                 confidence="possible",
                 evidence=evidence + _agree(samples),
                 k3_share=_share_above(usual, steps),
-                alternatives=alternatives,
+                alternatives=(*alternatives, *((f"another text, or {MIXED_UP}",) if set_apart else ())),
             )
     return None
 
