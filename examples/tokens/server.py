@@ -21,8 +21,9 @@ from typing import Any
 
 from grpo.sglang_engine import CPU_SETTINGS, HIDDEN_FROM_ENGINE, INSTALL_HINT
 
-# Imports of torch and SGLang, then one process for the scheduler and one for the detokenizer.
-START_TIMEOUT_SECONDS = 300.0
+# Imports of torch and SGLang, then again in one process for the scheduler and one for the detokenizer: 35 s alone, more
+# than five minutes beside other tests on two cores. One that ends is noticed at once.
+START_TIMEOUT_SECONDS = 900.0
 
 
 @contextmanager
