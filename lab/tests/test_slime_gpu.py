@@ -316,7 +316,9 @@ def test_a_run_leaves_no_engine(
     environment = os.environ | {"OUT": str(tmp_path / "a")}
     run = slime_gpu.Run(kill_after_rollout=kill_after_rollout)
     assert (runner._process("a", (), environment, run, first=True) < 0) is (last == "wait")
-    assert select.select([lives], [], [], 50)[0]
+    poll = select.poll()
+    poll.register(lives, select.POLLIN)
+    assert poll.poll(50_000)
     os.close(lives)
 
 
