@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits and defaults that users read of, once more; those of methods stand in ``tests/data/inventory.txt``."""
+"""Limits and defaults that users read of, once more."""
 
 import inspect
 from typing import get_type_hints

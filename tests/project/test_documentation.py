@@ -17,10 +17,8 @@ import yaml
 
 import mis_ext
 import mis_ext.cli
-from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.explain import explain_config
 from mis_ext.files import PresetRemarks, preset_remarks
-from mis_ext.tools.report.page import MEANING, REFERENCES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -39,8 +37,6 @@ from rows import for_each  # noqa: E402
 from trained_pairs import never_table, pairs_table, plants_table  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
-WORDS_OF_THE_README = 1000
-WORDS_OF_THE_GUIDE = 12000
 
 
 def presets_table() -> Table:
@@ -120,45 +116,6 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     )
 
 
-SIZES = ("docs/reference/report.md", "docs/reference/report_causes.md", "lab/evidence/normal.md")
-
-
-def test_the_page_for_watching_has_the_limits_of_k3_that_the_report_has() -> None:
-    highest = {each.what: each.high for each in REFERENCES}
-    assert (highest["fp8 weights or cache"], highest["mixtures of experts"]) == (7e-2, 1e-1)
-    assert "SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1)" in MEANING["k3"]
-    rows = re.findall(
-        r"^\| ([^|]*) \| [^|]* \| ([^|]*) \|", (DOCS / "guide" / "watch.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    limits = {what: limit for what, limit in rows if "SmolLM2" in what or what == "mixture of experts"}
-    assert limits["bf16 on both sides, SmolLM2-135M"] == "0.01"
-    assert limits["fp8 engine (weights, products or cache), SmolLM2-135M"] == "0.07"
-    assert limits["mixture of experts"] == "0.1"
-
-
-def test_pages_name_the_sizes_by_which_the_diagnosis_names_causes() -> None:
-    kernels, pretrained, quantised = (
-        (f"${factor} \\cdot " if factor != "1" else "$") + f"10^{{-{int(power)}}}$"
-        for factor, power in (f"{limit:.0e}".split("e-") for limit in (KERNEL_K3, PRETRAINED_K3, QUANTISED_K3))
-    )
-    sizes, causes, normal = (" ".join((ROOT / page).read_text().split()) for page in SIZES)
-    bands = (f"below {kernels}", f"{kernels} to {pretrained}", f"{pretrained} to {quantised}", f"above {quantised}")
-    assert [band for band in bands if f"| {band} |" not in sizes] == []
-    assert f"A k3 of {kernels} to {pretrained} has two readings." in causes
-    assert f"calls a k3 of {kernels} to {pretrained} usual for a pretrained model in bf16." in normal
-    report = "[report](../../docs/guide/report.md)"
-    assert f"for a pretrained model, in bf16 up to {pretrained}. Above, a {report} looks" in normal
-    highest = {each.what: each.high for each in REFERENCES}
-    assert (highest["dense models in bfloat16"], highest["fp8 weights or cache"]) == (PRETRAINED_K3, QUANTISED_K3)
-
-
-def test_the_page_of_limits_and_the_report_have_one_range_for_mixtures_of_experts() -> None:
-    (found,) = [each for each in REFERENCES if each.what == "mixtures of experts"]
-    page = (ROOT / "lab" / "evidence" / "normal.md").read_text(encoding="utf-8")
-    ((factor, low, high),) = re.findall(r"mixture of experts \$(\d) \\cdot 10\^\{(-\d)\}\$ to \$10\^\{(-\d)\}\$", page)
-    assert (float(f"{factor}e{low}"), float(f"1e{high}")) == (found.low, found.high)
-
-
 def blocks(language: str) -> list:
     """The blocks of each page, as parameters of a test that name page and line."""
     fence = re.compile(rf"^```{language}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -188,62 +145,6 @@ def test_every_python_block_runs(block, monkeypatch) -> None:
             # Of Megatron-Core itself.
             warnings.simplefilter("ignore")
         exec(compile(block, "block", "exec"), {"__name__": "block"})
-
-
-def test_what_an_explanation_prints_stands_below_it(capsys) -> None:
-    (block,) = [each.values[0] for each in blocks("python") if "definition.explain()" in each.values[0]]
-    exec(block, {})
-    printed = capsys.readouterr().out.splitlines()
-    shown = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# ")]
-    assert len(printed) == len(shown)
-    for line, start in zip(printed, shown, strict=True):
-        assert line.startswith(start.removesuffix("...").rstrip("; "))
-
-
-def test_the_page_of_explain_shows_what_is_printed(capsys, monkeypatch) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "110")
-    page = (DOCS / "reference" / "explain.md").read_text(encoding="utf-8")
-    (arguments,) = re.findall(r"^mis-ext (explain gated_mis [^#]*)", page, flags=re.MULTILINE)
-    assert mis_ext.cli.main(arguments.split()) == 0
-    printed = capsys.readouterr().out
-    (block,) = [each.values[0] for each in blocks("text") if each.id.startswith("docs/reference/explain.md")]
-    assert len(block.splitlines()) >= 5
-    assert [line for line in block.splitlines() if line not in printed] == []
-
-
-def test_no_block_is_of_an_unknown_language() -> None:
-    languages = {found for page in PAGES for found in re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)}
-    assert languages <= {"python", "yaml", "bash", "bibtex", "json", "text"}
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= WORDS_OF_THE_README
-
-
-def test_the_guide_is_short() -> None:
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (DOCS / "guide").glob("*.md")}
-    assert sum(words.values()) <= WORDS_OF_THE_GUIDE, words
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tis_levl": "token"},
-        {"tis_level": "tokn"},
-        {"rs_veto_threshold": "1e-4"},
-        {"rs_level": "token"},
-        {"weight": {"level": "token"}},
-        {"veto_threshold": 1e-4},
-        {"tis_clip": 5.0},
-    ],
-)
-def test_the_page_of_errors_shows_the_message(wrong) -> None:
-    with pytest.raises((ValueError, TypeError)) as raised:
-        mis_ext.config_from_mapping(wrong)
-    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| `(.*)` \|", page, flags=re.MULTILINE)
-    assert [message for message in shown if message in str(raised.value)]
 
 
 NAMED = re.compile(r"`((?:tests|mis_ext|examples|lab|yaml|docs|correction|report)/[\w/.-]+\.(?:py|sh|md|yaml))`")
@@ -290,12 +191,6 @@ def numbered(slugs: list[str], mark: str) -> list[str]:
     return [f"{slug}{mark}{count}" if count else slug for slug, count in zip(slugs, before, strict=True)]
 
 
-def test_the_rules_of_anchors_are_those_of_github_and_of_the_site() -> None:
-    text = '# `mis_k3: 0.1`, and [more](x.md)\n\n## A & B\n\n## Two\n\n### Two\n\n<a id="here"></a>\n'
-    assert anchors_on_github(text) == {"mis_k3-01-and-more", "a--b", "two", "two-1", "here"}
-    assert anchors_on_the_site(text) == {"mis_k3-01-and-more", "a-b", "two", "two_1", "here"}
-
-
 @for_each("page", LINKING)
 def test_links_lead_to_files_and_to_anchors_on_github_and_on_the_site(page) -> None:
     """MkDocs checks the site too; GitHub nobody. It shows the attribute list of a heading as text."""
@@ -322,20 +217,6 @@ def test_the_version_and_the_badges_are_true() -> None:
     assert f"{oldest} or newer" in (DOCS / "images" / "python.svg").read_text()
     assert 'license = "Apache-2.0"' in project
     assert "Apache 2.0" in (DOCS / "images" / "license.svg").read_text()
-
-
-def test_a_class_that_was_renamed_is_gone_and_its_new_name_is_there() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    table = text.split("Names of Python that changed since 0.1.0:")[1].split("\n\n")[1]
-    old, new = (
-        re.findall(r"`([A-Z]\w+)(?:\.(\w+))?", "\n".join(line.split("|")[column] for line in table.splitlines()))
-        for column in (1, 2)
-    )
-    assert [name for name, _ in old] == ["CorrectionConfig", "WeightFactor", "GateFactor", "RolloutScale"]
-    for name, attribute in old:
-        assert not hasattr(*((getattr(mis_ext, name), attribute) if attribute else (mis_ext, name)))
-    assert {name for name, _ in new} == {"Weight", "Gate", "WeightScale"}
-    assert all(hasattr(mis_ext, name) for name in ("config_from_mapping", *(name for name, _ in new)))
 
 
 def main() -> None:
