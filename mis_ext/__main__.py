@@ -3,6 +3,6 @@
 
 import sys
 
-from mis_ext.cli import main
+from mis_ext.tools.cli import main
 
 sys.exit(main())

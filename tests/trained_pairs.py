@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 from documented_tables import Table
 from trained_plants import OF_ALL, PLANTS, collected
 
-from mis_ext.diagnosis import CAUSES, Diagnosis
+from mis_ext.tools.diagnosis import CAUSES, Diagnosis
 from mis_ext.tools.diagnosis.size import MORE
 
 FP16 = "fp16 kernels"

@@ -35,7 +35,7 @@ from mis_ext.rollout.generation import Generation
 
 SHAPE = Shape(conversations=8, turns=20, tokens=32768)
 PACKAGES = ("mis_ext", "rich", "msgspec", "tokenizers", "transformers")
-COMMAND = "import sys; from mis_ext.cli import main; sys.exit(main(['check-rollouts', *sys.argv[1:]]))"
+COMMAND = "import sys; from mis_ext.tools.cli import main; sys.exit(main(['check-rollouts', *sys.argv[1:]]))"
 
 
 def main() -> None:

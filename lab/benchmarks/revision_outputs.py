@@ -277,7 +277,7 @@ def hook(found: Found, draw: Callable[[str], Draw]) -> None:
 
 def _preset(name: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        import_module("mis_ext.cli").main(["presets", name])
+        import_module("mis_ext.tools.cli").main(["presets", name])
     keys: dict[str, Any] = yaml.safe_load(printed.getvalue())
     return {"use_tis": True} | keys | QUIET
 
@@ -694,7 +694,7 @@ def _document(found: Found, *arguments: str) -> None:
     def printed() -> Any:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
             try:
-                import_module("mis_ext.cli").main([*arguments, "--json"])
+                import_module("mis_ext.tools.cli").main([*arguments, "--json"])
             except SystemExit as left:
                 raise ValueError(error.getvalue()) from left
         return json.loads(out.getvalue())

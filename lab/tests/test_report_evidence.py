@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from mis_ext.dumps import Dumps
-from mis_ext.report import Collector, Parts
+from mis_ext.tools.dumps import Dumps
+from mis_ext.tools.report import Collector, Parts
 from mis_ext.tools.report.recommendation import preset_candidates
 from mis_ext.tools.report.whole_report import Report, make_report
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from plants import SINGLE, planted
 
 from mis_ext.checks.token_sums import SUSPICIOUS_LINE, TokenSums, are_suspicious, token_sums
-from mis_ext.diagnosis import CAUSES, Measured, diagnose
-from mis_ext.report import Part
+from mis_ext.tools.diagnosis import CAUSES, Measured, diagnose
 from mis_ext.tools.diagnosis.sampling import EXPLAINED, MIN_EXPLAINED
+from mis_ext.tools.report import Part
 
 
 def sums_of(proximal: list[torch.Tensor], behavior: list[torch.Tensor], masks=None) -> TokenSums:

@@ -35,8 +35,8 @@ from grpo.rollout import Sample, grade_groups, own_share
 from grpo.task import FIRST_STEP_TOKEN, CountingTask, Problem, grade
 from grpo.transfer import moved
 
-from mis_ext.dumps import Dumps
-from mis_ext.report import Parts, summarize
+from mis_ext.tools.dumps import Dumps
+from mis_ext.tools.report import Parts, summarize
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -326,7 +326,7 @@ def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_no
         | {"bf16": True, STEP: "mis_ext.dither_weights", "custom_generate_function_path": "mis_ext.rollout.generate"}
         | {"custom_reward_post_process_path": "mis_ext.group_rewards", "mis_group_baseline": "leave_one_out"}
     )
-    for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch", "mis_ext.report.online.log_mismatch"):
+    for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"):
         start(HOOK | {"rollout_data_postprocess_path": path})
     # The host's own process of rollouts loads that of the user, and may have what a training rank has not.
     start(HOOK | {"custom_config_path": "mis_ext.yaml", "custom_rm_path": "no_such_package.reward"})
@@ -349,9 +349,9 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs)
         start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 
-@pytest.mark.parametrize("path", ["mis_ext.log_mismatch", "mis_ext.report.online.log_mismatch"])
 @pytest.mark.parametrize("needs", [PROMPTS, {"mis_group_over": "kept"}], ids=["prompts", "kept"])
-def test_prompts_are_not_left_to_another_function_of_ours(needs, path) -> None:
+def test_prompts_are_not_left_to_another_function_of_ours(needs) -> None:
+    path = "mis_ext.log_mismatch"
     with pytest.raises(ValueError, match=f"{re.escape(path)} does nothing for it"):
         start(HOOK | needs | {"n_samples_per_prompt": 4, "rollout_data_postprocess_path": path})
 

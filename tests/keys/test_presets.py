@@ -8,9 +8,9 @@ import pytest
 from flat_keys import from_yaml
 
 from mis_ext import list_presets, load_config, preset
-from mis_ext.cli import main
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.flat import CORRECTION_KEYS
+from mis_ext.tools.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 METHODS = sorted((REPOSITORY / "yaml").glob("*.yaml"))

@@ -17,7 +17,6 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
 import mis_ext
-from mis_ext.cli import main
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.keys.loss_keys import loss_settings
 from mis_ext.keys.native import NATIVE_KEY, native_keys
@@ -26,6 +25,7 @@ from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
+from mis_ext.tools.cli import main
 
 # The presets of the hook that are a row of the methods, under their flat keys.
 SAME = {

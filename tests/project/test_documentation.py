@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 import mis_ext
-import mis_ext.cli
-from mis_ext.explain import explain_config
+import mis_ext.tools.cli
 from mis_ext.files import PresetRemarks, preset_remarks
+from mis_ext.tools.explain import explain_config
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -70,7 +70,7 @@ API = {
     "correction": ("mis_ext",),
     "methods": ("mis_ext.methods",),
     "onpolicy": ("mis_ext.onpolicy",),
-    "report": ("mis_ext.report", "mis_ext.diagnosis", "mis_ext.dumps"),
+    "report": ("mis_ext.tools.report", "mis_ext.tools.diagnosis", "mis_ext.tools.dumps"),
     "rollout": ("mis_ext.rollout",),
 }
 """The packages of each page of the API."""

@@ -14,7 +14,7 @@ import yaml
 from rows import for_each
 from test_documentation import PAGES, ROOT
 
-import mis_ext.cli
+import mis_ext.tools.cli
 from mis_ext.tools.cli.command import Result
 
 if sys.version_info >= (3, 11):
@@ -135,9 +135,9 @@ def check_mis_ext(words: list[str]) -> None:
     if len(words) == 1 and words not in (["methods"], ["presets"]):
         # The text names the command.
         with pytest.raises(SystemExit, match="0"):
-            mis_ext.cli.main([*words, "--help"])
+            mis_ext.tools.cli.main([*words, "--help"])
     else:
-        assert mis_ext.cli.main(words) == 0
+        assert mis_ext.tools.cli.main(words) == 0
 
 
 def check_pytest(words: list[str]) -> None:

@@ -53,10 +53,10 @@ ours = ("methods", "tools", "hosts.slime_miles.check_setup")
 others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{{name}}" for name in ours))
 print(*[name for name in others if name in sys.modules])
 
-import mis_ext.explain as explain
+import mis_ext.tools.explain as explain
 print(explain.traps.__name__, explain.law.GaussianLaw.__name__)
 
-import mis_ext.cli, {", ".join(PACKAGES)}
+import mis_ext.tools.cli, {", ".join(PACKAGES)}
 for package in map(sys.modules.get, {PACKAGES}):
     for name in package.__all__:
         getattr(package, name)
@@ -97,7 +97,7 @@ import sys, mis_ext.rollout
 for name in mis_ext.rollout.__all__:
     if not name.endswith(("LogProbs", "log_probs")) or name == "define_log_probs":
         getattr(mis_ext.rollout, name)
-import mis_ext.cli
+import mis_ext.tools.cli
 print("mis_ext.rollout.custom_generate.function" in sys.modules, "torch" in sys.modules)
 """
     assert run(code).split() == ["True", "False"]
@@ -105,9 +105,9 @@ print("mis_ext.rollout.custom_generate.function" in sys.modules, "torch" in sys.
 
 def test_the_files_of_presets_are_listed_without_torch() -> None:
     code = """
-import sys, mis_ext.cli
-mis_ext.cli.main(["presets"])
-mis_ext.cli.main(["presets", "mis"])
+import sys, mis_ext.tools.cli
+mis_ext.tools.cli.main(["presets"])
+mis_ext.tools.cli.main(["presets", "mis"])
 print("torch" in sys.modules)
 """
     assert run(code).split()[-1] == "False"

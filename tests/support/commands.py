@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mis_ext.cli import main
+from mis_ext.tools.cli import main
 
 
 def json_of(*arguments: object) -> tuple[int, Any]:

@@ -11,8 +11,8 @@ from conversations import CASES, Case
 from responses import recorded
 from tiny_tokenizers import english_tokenizer
 
-from mis_ext.cli import main as mis_ext_command
 from mis_ext.rollout.generation import Generation
+from mis_ext.tools.cli import main as mis_ext_command
 
 
 def main(*arguments: object) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from trained_engines import LEARNING_RATE, PROMPT, UPDATES, VOCABULARY, Model, Weights, language, new_weights, updated
 
-from mis_ext.report import Collector, Origin, Part
+from mis_ext.tools.report import Collector, Origin, Part
 
 COUNT, LENGTH = 64, 160
 NUM_STEPS, NUM_MOVED, PADDING = 6, 8, 16

@@ -19,9 +19,9 @@ from commands import json_of
 from rollout_logs import genuine, good, write
 from tiny_decoder import TinyDecoder, packed, planted, recording_of
 
-from mis_ext.cli import main
 from mis_ext.files import list_presets
 from mis_ext.methods import METHODS
+from mis_ext.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_hostile_files import GOOD, ROW, dump, limit
 
-from mis_ext.cli import main
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.rows import Rows
+from mis_ext.tools.cli import main
 
 pytest.importorskip("rich")
 pyarrow = pytest.importorskip("pyarrow")

@@ -13,11 +13,11 @@ from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, pla
 from torch import Tensor
 
 import mis_ext
-from mis_ext.diagnosis import CAUSES, Diagnosis
 from mis_ext.hosts.groups import ALONE
 from mis_ext.hosts.guards import DataGuards
 from mis_ext.onpolicy import audit_logprobs
-from mis_ext.report import Collector, Origin, Part
+from mis_ext.tools.diagnosis import CAUSES, Diagnosis
+from mis_ext.tools.report import Collector, Origin, Part
 
 
 def part_of(tokens: Tokens, samples: slice = slice(None)) -> Part:

@@ -11,12 +11,12 @@ import torch
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
-from mis_ext.cli import main
 from mis_ext.correction.formula import bounded_exp, where
 from mis_ext.correction.weights import Bound
-from mis_ext.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
-from mis_ext.report import Part, Summary, WhatIf, summarize
+from mis_ext.tools.cli import main
+from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
 from mis_ext.tools.explain.traps import FEW_SEQUENCES_ESS, TRAPS
+from mis_ext.tools.report import Part, Summary, WhatIf, summarize
 from mis_ext.tools.report.recommendation import circumstances_of
 from mis_ext.tools.report.what_if import Outcome
 

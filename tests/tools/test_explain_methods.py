@@ -10,14 +10,14 @@ from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
-from mis_ext.cli import main
 from mis_ext.correction.formula import bounded_exp
-from mis_ext.explain import Circumstances, GaussianLaw, effect_of, effect_of_method, explain_config, traps_of
 from mis_ext.keys.presets import NO_CORRECTION, method_yaml
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import equivalent_correction
+from mis_ext.tools.cli import main
+from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, effect_of_method, explain_config, traps_of
 from mis_ext.tools.explain.effect import NUM_RESPONSES, NUM_TOKENS
 
 pytest.importorskip("rich")

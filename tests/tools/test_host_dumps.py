@@ -14,8 +14,8 @@ from commands import json_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mis_ext.cli import main
-from mis_ext.dumps import DumpedSample, Dumps, num_usable_tokens
+from mis_ext.tools.cli import main
+from mis_ext.tools.dumps import DumpedSample, Dumps, num_usable_tokens
 
 DATA = Path(__file__).parents[1] / "data" / "host_dumps"
 

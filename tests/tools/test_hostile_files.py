@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mis_ext import __version__, files
-from mis_ext.cli import main
+from mis_ext.tools.cli import main
 from mis_ext.tools.dumps import Dumps, formats
 
 pytest.importorskip("matplotlib")

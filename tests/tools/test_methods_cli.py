@@ -6,10 +6,10 @@ import re
 import pytest
 from rows import for_each
 
-from mis_ext.cli import main
 from mis_ext.methods import METHODS, Method, find_method
 from mis_ext.methods.catalogue import describe_method
 from mis_ext.methods.published import SYMBOLS
+from mis_ext.tools.cli import main
 
 
 def test_the_list_names_every_method_with_its_objective(capsys) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mis_ext.dumps import DumpedSample, Dumps
+from mis_ext.tools.dumps import DumpedSample, Dumps
 
 ROWS = [
     {

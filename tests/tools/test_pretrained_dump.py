@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mis_ext.cli import main
-from mis_ext.diagnosis import CAUSES
-from mis_ext.dumps import Dumps
+from mis_ext.tools.cli import main
+from mis_ext.tools.diagnosis import CAUSES
+from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.findings import Findings, Unexplained, read_findings
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "pretrained_dump" / "dump.pt.xz"

@@ -15,10 +15,10 @@ from hypothesis import given
 from searching import searching
 
 import mis_ext
-from mis_ext.diagnosis import Measuring
-from mis_ext.report import Collector, Origin, Part, Summary, WhatIf, summarize
+from mis_ext.tools.diagnosis import Measuring
 from mis_ext.tools.explain.law import GaussianLaw
 from mis_ext.tools.explain.traps import traps_of
+from mis_ext.tools.report import Collector, Origin, Part, Summary, WhatIf, summarize
 from mis_ext.tools.report.findings import MAX_WAITING
 from mis_ext.tools.report.recommendation import circumstances_of
 from mis_ext.tools.report.tally import BANDS, NUM_SIZES, effective_share, k_hat, quantile, size_bin, size_of_bin, summed

@@ -12,7 +12,7 @@ from test_hostile_files import DUMPS
 from test_report_cli import Page
 from test_report_comparison import rows_of, written
 
-from mis_ext.cli import main
+from mis_ext.tools.cli import main
 from mis_ext.tools.report.noise import digits
 
 pytest.importorskip("matplotlib")

@@ -18,9 +18,9 @@ from commands import json_of
 from engines import COUNT, engines
 
 import mis_ext
-from mis_ext.cli import main
-from mis_ext.dumps import Dumps
+from mis_ext.tools.cli import main
 from mis_ext.tools.cli.report import _name_of
+from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.explain.traps import traps_of
 from mis_ext.tools.report.page import render_page
 from mis_ext.tools.report.plots import Drawing

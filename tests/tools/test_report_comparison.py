@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from engines import engines
 
-from mis_ext.dumps import Dumps
 from mis_ext.files import to_jsonable
+from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.findings import Findings, read_findings
 from mis_ext.tools.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
 from mis_ext.tools.report.page import cause_cells

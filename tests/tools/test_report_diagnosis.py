@@ -9,8 +9,8 @@ import torch
 from engines import COUNT, LENGTH, engines
 from torch import Tensor
 
-from mis_ext.diagnosis import Diagnosis
-from mis_ext.report import Collector, Origin, Part
+from mis_ext.tools.diagnosis import Diagnosis
+from mis_ext.tools.report import Collector, Origin, Part
 
 Sides = tuple[list[Tensor], list[Tensor]]
 

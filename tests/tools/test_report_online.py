@@ -15,7 +15,7 @@ from zigzag import take
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.report import Part, summarize
+from mis_ext.tools.report import Part, summarize
 from mis_ext.tools.report.online import PREFIX, rollout_mismatch
 
 LENGTHS = (40, 1, 7, 0, 33, 2, 1, 16)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext.report import Collector, Origin, Part
+from mis_ext.tools.report import Collector, Origin, Part
 from mis_ext.tools.report.summary import Group, Mismatch
 from mis_ext.tools.report.tally import k_hat
 from mis_ext.tools.report.what_if import Outcome
@@ -384,7 +384,7 @@ def test_the_summary_has_what_the_oracle_judges() -> None:
         "sizes": "below",
         "density": "below",
     }
-    fields = {field.name for field in dataclasses.fields(mis_ext.report.Summary)}
+    fields = {field.name for field in dataclasses.fields(mis_ext.tools.report.Summary)}
     assert fields == {"overall", "steps", *GROUPS, *elsewhere}
     samples = draw(0)
     tokens = [token for sample in samples for token in sample.tokens]

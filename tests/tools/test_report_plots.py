@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from mis_ext.report import Collector, Part
 from mis_ext.tools.explain.law import GaussianLaw
+from mis_ext.tools.report import Collector, Part
 from mis_ext.tools.report.findings import Unexplained
 from mis_ext.tools.report.recommendation import Recommendation, no_correction, preset_candidates, recommend
 from mis_ext.tools.report.summary import Summary

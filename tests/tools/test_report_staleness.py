@@ -11,11 +11,11 @@ import torch
 from archived import unpacked
 from engines import COUNT, Engines, engines, sampled_ids
 
-from mis_ext.diagnosis import Diagnosis
-from mis_ext.dumps import Dumps
-from mis_ext.report import Collector, Origin, Part, Parts
 from mis_ext.rollout.custom_generate import host
+from mis_ext.tools.diagnosis import Diagnosis
+from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.dumps.formats import CANARY
+from mis_ext.tools.report import Collector, Origin, Part, Parts
 
 Sides = tuple[list[torch.Tensor], list[torch.Tensor]]
 

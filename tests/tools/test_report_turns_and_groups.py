@@ -9,8 +9,8 @@ import torch
 from engines import COUNT, LENGTH, engines
 
 import mis_ext
-from mis_ext.dumps import Dumps
-from mis_ext.report import Collector, Origin, Part, WhatIf, summarize
+from mis_ext.tools.dumps import Dumps
+from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
 from mis_ext.tools.report.recommendation import preset_candidates
 from mis_ext.tools.report.whole_report import make_report
 

@@ -9,8 +9,8 @@ from trained_pairs import DOUBTFUL, KERNELS, MIN_SHARE, NEVER_TOGETHER, PAIRS, R
 from trained_pairs import JUDGED as ALL_JUDGED
 from trained_plants import EXPERTS, IN_LOG_PROBS, PLANTS, collected, sides_of
 
-from mis_ext.diagnosis import CAUSES, Diagnosis
-from mis_ext.report import Collector, Part
+from mis_ext.tools.diagnosis import CAUSES, Diagnosis
+from mis_ext.tools.report import Collector, Part
 
 JUDGED = (
     *(("weights 4 updates old", other) for other in ("base 2", "log-probs in bf16")),

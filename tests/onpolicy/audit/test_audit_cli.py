@@ -10,8 +10,8 @@ import pytest
 import torch
 from commands import json_of
 
-from mis_ext.cli import main as mis_ext_command
-from mis_ext.dumps import DumpedSample, Dumps
+from mis_ext.tools.cli import main as mis_ext_command
+from mis_ext.tools.dumps import DumpedSample, Dumps
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install rich")
 

@@ -12,11 +12,11 @@ from commands import json_of
 from tiny_decoder import TinyDecoder, packed, planted, recording_of
 from torch import Tensor, nn
 
-from mis_ext.cli import main
 from mis_ext.onpolicy.recording.compare import compare
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.recordings import Recording, read_sglang_dumps
 from mis_ext.onpolicy.recording.rows import Rows
+from mis_ext.tools.cli import main
 
 needs_rich = pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")
 
