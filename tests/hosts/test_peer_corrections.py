@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ours are the corrections of five frameworks' own code.
 
-Recorded by ``lab/peers/peer_corrections/record.py``.
+Recorded by ``lab/peers/peer_corrections/record.py`` of 16a265ec.
 
 Their modules stand in here by what of them we look at.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real updates by the trainers of other frameworks: ours and their own correction take the same steps.
 
-Recorded on a CPU by ``lab/peers/verl/train.py`` and ``lab/peers/peer_training/train.py``.
+Recorded on a CPU by ``lab/peers/verl/train.py`` and ``lab/peers/peer_training/train.py`` of 16a265ec.
 """
 
 import copy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our losses are those of prime-rl, NeMo-RL and RLinf, of their own code: ``lab/peers/peer_losses/record.py``."""
+"""Our losses are those of prime-rl, NeMo-RL and RLinf, of their own code: ``peer_losses/record.py`` of 16a265ec."""
 
 import json
 import lzma

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into runs of other frameworks' own trainers, ``lab/peers/*/train.py``, and how their numbers must lie."""
+"""What goes into runs of other frameworks' own trainers (the lab of 16a265ec), and how their numbers must lie."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of other frameworks' own trainers, ``lab/peers/*/train.py``: their options, and our keys.
+"""Runs of other frameworks' own trainers, ``lab/peers/*/train.py`` of 16a265ec: their options, and our keys.
 
 A run with ``like`` must have the gradient norms and the weights of another one; one with ``unlike`` must not. What
 ``logs`` names must be in the framework's log. One with ``refused`` must end in an error with these words.

@@ -2,7 +2,7 @@
 """The batch-invariant mode refuses modules of Transformer Engine by name.
 
 Stand-ins: classes whose ``__module__`` is one of Transformer Engine's, and its empty package in ``sys.modules``. The
-real ones need a GPU: ``lab/real_stack/te_study.py`` asks them.
+real ones need a GPU: ``lab/real_stack/te_study.py`` of 16a265ec asked them.
 """
 
 import sys
