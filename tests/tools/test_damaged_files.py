@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_hostile_files import GOOD, ROW, dump, limit
+from test_hostile_files import ROW, dump, limit
 
 from mis_ext.onpolicy.recording.recorder import record
 from mis_ext.onpolicy.recording.rows import Rows
 from mis_ext.tools.cli import main
 
 pytest.importorskip("rich")
-pyarrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
-safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("msgspec")
 # What torch and others say of a file that they can still read.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,12 +38,6 @@ CALL = {
 }
 
 
-def flat(path: Path) -> None:
-    lengths = torch.tensor([len(each) for each in GOOD["log_probs"]])
-    columns = {name: torch.cat(values) for name, values in GOOD.items()}
-    safetensors.save_file(columns | {"response_lengths": lengths}, path)
-
-
 def recorded(path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     with record(model) as recorder, recorder.rows(Rows.packed([3])), torch.no_grad():
@@ -57,8 +48,6 @@ def recorded(path: Path) -> None:
 FILES: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "torch": (".pt", dump(), ["report", "audit"]),
     "lines": (".jsonl", lambda path: path.write_text(f"{json.dumps(ROW)}\n" * 3), ["report", "audit"]),
-    "parquet": (".parquet", lambda path: parquet.write_table(pyarrow.Table.from_pylist([ROW] * 3), path), ["report"]),
-    "safetensors": (".safetensors", flat, ["report"]),
     "recording": (".recording", recorded, ["diff"]),
     "calls": (".jsonl", lambda path: path.write_text(f"{json.dumps(CALL)}\n" * 3), ["check-rollouts"]),
     "packed calls": (

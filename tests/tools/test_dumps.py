@@ -98,6 +98,19 @@ def test_the_same_samples_are_read_from_every_format(tmp_path) -> None:
             assert sample.behavior_weight_versions == other.behavior_weight_versions
 
 
+@pytest.mark.parametrize(("said", "rollout_id"), [({"step": 3}, 3), ({"step": 3, "rollout_id": 7}, 7)])
+def test_a_step_is_a_rollout(tmp_path, said, rollout_id) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"log_prob": [-1.0], "rollout_log_prob": [-1.0]} | said))
+    assert [sample.rollout_id for sample in Dumps([path])] == [rollout_id]
+
+
+def test_tensors_of_one_memory_still_are(tmp_path) -> None:
+    values = torch.rand(5)
+    torch.save({"log_probs": [values], "rollout_log_probs": [values]}, tmp_path / "7.pt")
+    assert read(tmp_path / "7.pt")[0].is_one_memory
+
+
 def test_files_are_read_one_after_the_other(tmp_path) -> None:
     first = one_file_of_all_ranks(tmp_path / "7.pt")
     second = one_file_of_all_ranks(tmp_path / "8.pt", order=(2, 0), rollout_id=8)

@@ -18,7 +18,9 @@ from mis_ext.tools.dumps import Dumps, formats
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize", "ignore:The PyTorch API of nested", "ignore:`torch.jit:DeprecationWarning"
+)
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_PROBS = [torch.tensor([-0.5, -1.0, -0.3]), torch.tensor([-0.2, -0.9])]
@@ -40,6 +42,21 @@ def content(data: bytes):
 
 def row(**values):
     return content(json.dumps(ROW | values).encode())
+
+
+class Runs:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Scripted(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def quantised(path):
@@ -74,8 +91,9 @@ DUMPS = {
     "no UTF-8": (".jsonl", content(b"\xff\xfe{}\n")),
     "a list a line": (".jsonl", content(b"[1, 2]\n")),
     "words in a mask": (".jsonl", row(loss_mask=["a", "b"])),
-    "no Parquet": (".parquet", content(b"PAR1xxxxPAR1")),
-    "an endless header": (".safetensors", content((1 << 60).to_bytes(8, "little") + b"{}")),
+    "another format": (".parquet", content(b"PAR1xxxxPAR1")),
+    "code": (".pt", lambda path: torch.save([torch.ones(2), Runs(path.parent / "made")], path)),
+    "a program of TorchScript": (".pt", lambda path: torch.jit.script(Scripted()).save(path)),
 }
 JUDGED = ("lengths of another dump", "nothing of the trainer", "no trained token", "words in a mask")
 """Of these the audit has a verdict."""

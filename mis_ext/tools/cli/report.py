@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mis_ext.tools.report.recommendation import Recommendation
     from mis_ext.tools.report.whole_report import Report, SideBySide
 
-_SUFFIXES = (".pt", ".jsonl", ".parquet", ".safetensors")
+_SUFFIXES = (".pt", ".jsonl")
 _OUT = Path("mismatch_report")
 
 
@@ -32,8 +32,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="where trainer and engine differ, why, and what each configuration would do about it",
         description=(
             "Says where trainer and engine differ, names the likely cause, and ranks configurations on your data. "
-            "Reads dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl, .parquet "
-            "and .safetensors with log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
+            "Reads dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl with "
+            "log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
             "Exit code: 0 done, 2 a file cannot be read."
         ),
     )

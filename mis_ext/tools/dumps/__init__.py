@@ -13,9 +13,7 @@
 - A bare ``rollout_data``.
 - Both hosts' ``--save-debug-rollout-data``: samples as the engine's side left them, without the trainer's log-probs.
 
-``.jsonl``: one sample a line. ``.parquet`` (needs pyarrow): one sample a row. Both may have a ``rollout_id``, or a
-``step``, of each. ``.safetensors``: the tokens of all responses one after the other, ``response_lengths`` ``[S]``, and
-``rollout_id`` in the metadata.
+``.jsonl``: one sample a line, which may have a ``rollout_id``, or a ``step``.
 
 | key (in a line of JSON also without the plural) | |
 |---|---|

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of every format as columns, then as samples: what hosts write with torch, JSON lines, Parquet, safetensors."""
+"""Files of every format as columns, then as samples: what hosts write with torch, and JSON lines."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import pickle
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +42,6 @@ _NAMES: dict[str, tuple[str, ...]] = {**KEYS, VERSION_OF_FILE: ()}
 
 _MAX_LINE = 1 << 28
 """Bytes; no sample has as many."""
-_PER_TOKEN = ("log_probs", "rollout_log_probs", "loss_masks", "tokens", "rollout_token_ids", "advantages")
 
 ROLLOUT_IDS = ("rollout_id", "step")
 """Names of the rollout of a row, or of the whole file; the first that is there counts."""
@@ -72,10 +66,9 @@ def read_columns(path: Path, *, trust_pickle: bool) -> Columns:
     """The columns of a file, by the ending of its name."""
     if path.suffix == ".pt":
         return read_torch(path, trust_pickle=trust_pickle)
-    readers = {".jsonl": read_json_lines, ".parquet": read_parquet, ".safetensors": read_safetensors}
-    if path.suffix not in readers:
-        raise ValueError("the name must end in .pt, .jsonl, .parquet or .safetensors")
-    return readers[path.suffix](path)
+    if path.suffix == ".jsonl":
+        return read_json_lines(path)
+    raise ValueError("the name must end in .pt or .jsonl")
 
 
 def rollout_of(said: Mapping[str, Any]) -> Any:
@@ -120,45 +113,7 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
     )
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Python's, in C. Names are looked up in a fixed table: nothing in a file can run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _PLAIN[f"{module}.{name}"]
-
-
-class _Plain:
-    """What :func:`torch.load` wants of a module."""
-
-    Unpickler = _PlainUnpickler
-
-
-_PLAIN = {
-    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
-    "collections.OrderedDict": OrderedDict,
-    "__builtin__.xrange": range,
-}
-
-
-def load_plain(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, if that is plain data and tensors.
-
-    With ``weights_only`` torch unpickles in Python, which takes twice the time of all this for responses of 1,000
-    tokens. The tensors are copies: a file that was mapped, and is cut short meanwhile, would end the process.
-
-    Raises:
-        Exception: Of any kind: the file is none, is not whole, or holds something else. ``torch.load`` may read it.
-    """
-    # torch.load would hand such a file to TorchScript, which runs what it holds.
-    if "constants.pkl" in torch._C.PyTorchFileReader(os.fspath(path)).get_all_records():
-        raise pickle.UnpicklingError("a program of TorchScript")
-    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_Plain)
-
-
 def _load(path: Path, trust_pickle: bool) -> Any:
-    # Whatever it was, torch says it better, and reads more.
-    with suppress(Exception):
-        return load_plain(path)
     try:
         with torch.serialization.safe_globals(_harmless()):
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
@@ -206,69 +161,6 @@ def read_json_lines(path: Path) -> Columns:
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)
     return Columns(columns_of(rows), [rollout_of(row) for row in rows])
-
-
-def read_parquet(path: Path) -> Columns:
-    """The columns of a Parquet file, by any of their names, and the rollout of each row, if it says one."""
-    parquet: Any = _needed("pyarrow.parquet", "pyarrow")
-    names = {name: key for key, others in _NAMES.items() for name in (*others, key)}
-    with path.open("rb") as file:
-        found = parquet.ParquetFile(file)
-        given = found.schema_arrow.names
-        table = found.read(columns=[name for name in given if name in names or name in ROLLOUT_IDS])
-    columns = {names[name]: _entries(table[name].combine_chunks()) for name in given if name in names}
-    rollouts = table.select([name for name in given if name in ROLLOUT_IDS]).to_pylist()
-    return Columns(columns, [*map(rollout_of, rollouts)] or None)
-
-
-def read_safetensors(path: Path) -> Columns:
-    """The columns of a file with the samples' tokens one after the other, and ``response_lengths`` ``[S]``.
-
-    ``tokens`` are those of the responses. What is known of a sample is ``[S]``; the metadata may have ``rollout_id``.
-    """
-    module: Any = _needed("safetensors", "safetensors")
-    path.open("rb").close()
-    try:
-        with module.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys() if name in KEYS}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except module.SafetensorError as error:
-        raise ValueError(f"cannot be read: {error}") from error
-    if "response_lengths" not in tensors:
-        raise ValueError("has no response_lengths, by which its tokens are told apart")
-    lengths = tensors["response_lengths"].tolist()
-    rollout_id = rollout_of(metadata)
-    return Columns(
-        {key: _cut(key, values, lengths) for key, values in tensors.items()},
-        None if rollout_id is None else int(rollout_id),
-    )
-
-
-def _entries(column: Any) -> list[Any]:
-    numbers = column.flatten().to_numpy(zero_copy_only=False) if hasattr(column, "offsets") else None
-    if numbers is None or numbers.dtype == object:
-        values: list[Any] = column.to_pylist()
-        return values
-    lengths = column.value_lengths().fill_null(0).to_pylist()
-    pieces = torch.split(torch.from_numpy(numbers.copy()), lengths)
-    return [piece if is_there else None for piece, is_there in zip(pieces, column.is_valid().to_pylist(), strict=True)]
-
-
-def _cut(key: str, values: Tensor, lengths: list[int]) -> list[Any]:
-    if key not in _PER_TOKEN or (key == "advantages" and len(values) == len(lengths) != sum(lengths)):
-        numbers: list[Any] = values.tolist()
-        return numbers
-    if len(values) != sum(lengths):
-        raise ValueError(f"{key} has {len(values)} entries, response_lengths add up to {sum(lengths)}")
-    # A copy each: samples that share memory look like one stream filled in from the other.
-    return [piece.clone() for piece in torch.split(values, lengths)]
-
-
-def _needed(module: str, requirement: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise OSError(f"reading such a file needs {requirement}: pip install {requirement}") from error
 
 
 class ContextPart(NamedTuple):

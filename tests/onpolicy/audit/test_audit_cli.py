@@ -263,7 +263,7 @@ UNREADABLE = {
     "list.jsonl": (b"{}\n[1]\n", "line 2: a list"),
     "words.jsonl": (b'{"log_probs": ["a"]}\n', "words.jsonl: "),
     "text.pt": (b"not a zip file", "text.pt: cannot be read"),
-    "samples.csv": (b"1,2", "must end in .pt, .jsonl, .parquet or .safetensors"),
+    "samples.csv": (b"1,2", "must end in .pt or .jsonl"),
 }
 
 
