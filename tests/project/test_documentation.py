@@ -5,6 +5,7 @@
 """
 
 import importlib.util
+import json
 import re
 import sys
 import unicodedata
@@ -114,6 +115,13 @@ def test_a_page_holds_the_table_of_today(name) -> None:
     assert found.group(0).split("\n", 1)[1].rsplit("<!--", 1)[0] == f"\n{table().markdown()}\n", (
         "run: python tests/project/test_documentation.py"
     )
+
+
+def test_the_dashboard_shows_metrics_that_the_hook_logs() -> None:
+    dashboard = json.loads((DOCS / "guide" / "grafana.json").read_text(encoding="utf-8"))
+    shown = re.findall(r"train_(mis_\w+)", " ".join(each["targets"][0]["expr"] for each in dashboard["panels"]))
+    assert len(shown) == 2
+    assert {*shown} <= {*mis_ext.preset("mis").metric_names}
 
 
 def blocks(language: str) -> list:

@@ -136,8 +136,6 @@ COMMANDS = {
         lambda folder: ["methods", "vaco", "--yaml"], 0, lambda found, text: found["yaml"] == text
     ),
     "convert": Command(lambda folder: ["convert", "verl", verl(folder)], 0, says_convert),
-    "panel": Command(lambda folder: ["panel", "grafana"], 0, lambda found, text: found == json.loads(text)),
-    "panel wandb": Command(lambda folder: ["panel", "wandb"], 0, lambda found, text: found["script"] == text),
 }
 
 
@@ -228,7 +226,6 @@ def test_without_rich_the_error_says_that_a_document_does_not_need_it(name, tmp_
         ["methods", "none"],
         ["methods", "--yaml"],
         ["convert", "verl", "none.yaml"],
-        ["panel", "wandb", "--limit", "nan"],
     ],
     ids=" ".join,
 )

@@ -43,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configurations.add_schema,
         configurations.add_methods,
         configurations.add_convert,
-        configurations.add_panel,
     ):
         add(commands)
     for command in commands.choices.values():
