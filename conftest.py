@@ -134,28 +134,6 @@ def graded(monkeypatch):
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """What is compiled, captured as a whole and run as captured: Inductor takes half a minute."""
-    from mis_ext.loss.policy import token_pass_of
-    from mis_ext.methods.method import graph_of_method
-
-    found = []
-
-    def backend(graph, inputs):
-        found.append(graph)
-        return graph.forward
-
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend=backend, **options))
-    torch.compiler.reset()
-    for cache in (token_pass_of, graph_of_method):
-        cache.cache_clear()
-    yield found
-    for cache in (token_pass_of, graph_of_method):
-        cache.cache_clear()
-
-
-@pytest.fixture
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
 

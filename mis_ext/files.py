@@ -181,7 +181,9 @@ def preset_path(name: str) -> Path:
     """The file of the preset called ``name``."""
     names = list_presets()
     if name not in names:
-        raise ValueError(f"no preset {name!r}: {nearest(name, names)}mis-ext presets lists all")
+        from mis_ext.keys.removed import sentence
+
+        raise ValueError(sentence(name) or f"no preset {name!r}: {nearest(name, names)}mis-ext presets lists all")
     return _PRESETS / f"{name}.yaml"
 
 

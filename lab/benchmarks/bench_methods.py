@@ -69,16 +69,16 @@ class Inputs:
         return tensors | {"layout": PackedLayout.whole(lengths, device=self._device)}
 
 
-def call(method: Method, compiled: bool, item: dict[str, Any]) -> Any:
+def call(method: Method, item: dict[str, Any]) -> Any:
     """The method itself, with its gradient path."""
-    return method(**item, compiled=compiled)
+    return method(**item)
 
 
 def measure(
-    method: Method, compiled: bool, inputs: Inputs, few: Inputs, *, world: World, options: argparse.Namespace
+    method: Method, inputs: Inputs, few: Inputs, *, world: World, options: argparse.Namespace
 ) -> dict[str, float]:
     """Everything about one preset."""
-    work = partial(call, method, compiled)
+    work = partial(call, method)
     for _ in range(measuring.WARM_UP_CALLS):
         work(inputs.next())
         work(few.next())
@@ -89,8 +89,6 @@ def measure(
         "max_s": max(times.total),
         "host_s": statistics.median(times.host),
     }
-    if world.device.type != "cuda" and compiled:
-        return row
     if world.device.type != "cuda":
         counted = [measuring.count_dispatched(work, each.next(), world) for each in (inputs, few)]
         return row | {
@@ -124,7 +122,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", default=None, metavar="SxL", help="64x2048, on a CPU 8x256")
     parser.add_argument("--presets", nargs="+", default=[*METHODS], metavar="NAME")
-    parser.add_argument("--compiled", action="store_true", help="each with torch.compile too; seconds for each")
     parser.add_argument("--repeats", type=int, default=200, help="timed calls per line at most")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of timed calls per line; at least 5 calls")
     parser.add_argument("--seed", type=int, default=0)
@@ -141,9 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(header.values()), f"\n\n{shape}\n", flush=True)
     rows = {}
     for name in track(options.presets, description="presets"):
-        for compiled in (False, True) if options.compiled else (False,):
-            row = measure(find_method(name).method, compiled, inputs, few, world=world, options=options)
-            rows[f"{name}, compiled" if compiled else name] = row
+        rows[name] = measure(find_method(name).method, inputs, few, world=world, options=options)
     print(reporting.table(COLUMNS, [cells(name, row) for name, row in rows.items()]))
     if options.json:
         Path(options.json).write_text(json.dumps({"header": header, "rows": rows}, indent=1))

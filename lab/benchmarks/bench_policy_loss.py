@@ -190,15 +190,12 @@ def contenders(keys: dict[str, Any]) -> dict[str, Call]:
             args, item, mis_ext.compute_mis_weights_with_cp
         ),
         "baseline": partial(ours, args_of()),
-        "baseline, compiled": partial(ours, args_of(mis_loss_compile=True)),
         "baseline, metrics of Miles": partial(ours, args_of(), metrics=MILES_METRICS),
         "bypass": partial(ours, args_of(mis_loss_mode="bypass")),
         "reinforce": partial(ours, args_of(mis_loss_mode="reinforce")),
         "gspo": partial(ours, args_of(advantage_estimator="gspo")),
-        "gspo, compiled": partial(ours, args_of(advantage_estimator="gspo", mis_loss_compile=True)),
         "cispo": partial(ours, args_of(advantage_estimator="cispo", eps_clip=1.0)),
         "no correction": partial(ours, args_of(use_tis=False, use_rs=False)),
-        "no correction, compiled": partial(ours, args_of(use_tis=False, use_rs=False, mis_loss_compile=True)),
     }
 
 
@@ -206,9 +203,7 @@ def check(calls: dict[str, Call], inputs: Inputs) -> None:
     """The loop and ours agree; and ours agrees with itself."""
     for item in (inputs.same(), inputs.new()):
         loop = run(calls["loop, mis_ext hook"], item)
-        for name in ("baseline", "baseline, compiled"):
-            if name in calls:
-                _check_equal(name, run(calls[name], item), loop)
+        _check_equal("baseline", run(calls["baseline"], item), loop)
         for name, call in calls.items():
             first, again = run(call, item), run(call, item)
             same = all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
@@ -247,8 +242,6 @@ def measure(name: str, call: Call, next_item: Call, *, world: World, options: ar
         "host_s": statistics.median(times.host),
         "inside_s": within.median,
     }
-    if world.device.type != "cuda" and name.endswith("compiled"):
-        return row  # Nothing dispatches inside of a graph.
     if world.device.type != "cuda":
         counted = [measuring.count_dispatched(each, next_item(), world) for each in (whole, inside)]
         return row | {
@@ -289,7 +282,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--metrics", choices=["core", "all"], default="all", help="what the hook of mis_ext emits")
     parser.add_argument("--repeats", type=int, default=200, help="timed calls per line at most")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds of timed calls per line; at least 5 calls")
-    parser.add_argument("--no-compile", action="store_true", help="no mis_loss_compile, whose first calls are slow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write all numbers there")
     options = parser.parse_args(arguments)
@@ -298,8 +290,6 @@ def main(arguments: list[str] | None = None) -> None:
     shape = Shape.parse(options.shape or ("64x2048" if options.device == "cuda" else "8x256"))
     keys = GATED_MIS | {"mis_metrics": options.metrics}
     calls, inputs = contenders(keys), Inputs(shape, device=world.device, seed=options.seed)
-    if options.no_compile:
-        calls = {name: call for name, call in calls.items() if not name.endswith("compiled")}
     header = reporting.header(world, options.seed)
     for line in header.values():
         print(line)

@@ -69,7 +69,6 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; start as many with torchrun")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks, likewise")
     parser.add_argument("--metrics", choices=["core", "all"], default="all", help="what mis_ext emits in part A")
-    parser.add_argument("--compiled", action="store_true", help="part A with mis_loss_compile too; slow at first")
     parser.add_argument("--repeats", type=int, default=50, help="timed calls per row at most")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of timed calls per row; at least 5 calls")
     parser.add_argument("--keep-going", action="store_true", help="a wrong number does not end the run; exit code 1")

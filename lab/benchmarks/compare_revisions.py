@@ -139,7 +139,7 @@ class Revision:
             inputs = bench.Inputs(Shape.parse(shape), device=device, seed=seed)
             methods = getattr(catalogue, "METHODS", None) or catalogue.PRESETS
             for name in methods:
-                rows[name] = partial(_prepared, bench.call, methods[name].method, False, inputs.next)
+                rows[name] = partial(_prepared, lambda method, item: method(**item), methods[name].method, inputs.next)
         torch.random.set_rng_state(random_state)
         self.leave()
         return rows

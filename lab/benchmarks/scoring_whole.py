@@ -59,8 +59,8 @@ class Problem(NamedTuple):
 OWN, OWN_WITH_HOOK = "its own loss, no correction", "its own loss, hook of mis_ext"
 
 
-def contenders(host: Host, *, metrics: str, compiled: bool = False) -> list[Contender]:
-    """What is compared, the host's own loss first; with ``compiled`` the pass over tokens by ``torch.compile`` too."""
+def contenders(host: Host, *, metrics: str) -> list[Contender]:
+    """What is compared, the host's own loss first."""
     keys = GATED_MIS | {"mis_metrics": metrics}
     hook = keys | {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
     whole = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
@@ -68,11 +68,6 @@ def contenders(host: Host, *, metrics: str, compiled: bool = False) -> list[Cont
     inplace = fused | {"mis_loss_inplace": True}
     example = host.example or "host_baseline.compute_mis_weights_with_cp"
     which = "its example" if host.example else "a loop like its example"
-    pass_compiled = keys | inplace | {"mis_loss_compile": True}
-    of_compiled = [
-        Contender("policy_loss, fused, in place, compiled", pass_compiled, OWN_WITH_HOOK, is_inplace=True),
-        Contender("policy_loss, compiled, called directly", pass_compiled, None, is_inplace=True, is_direct=True),
-    ]
     return [
         Contender(OWN, {}),
         Contender(f"its own loss, {which}", keys | {"custom_tis_function_path": example}),
@@ -85,7 +80,6 @@ def contenders(host: Host, *, metrics: str, compiled: bool = False) -> list[Cont
         Contender(
             "policy_loss, fused, in place, called directly", keys | inplace, None, is_inplace=True, is_direct=True
         ),
-        *(of_compiled if compiled else []),
         Contender(
             "the host's wrapper around no loss", whole | {"custom_loss_function_path": f"{__name__}.no_loss"}, None
         ),
@@ -121,7 +115,7 @@ def among(options: Any, world: World) -> str:
 
 def measured(host: Host, problem: Problem, batches: Batches, world: World, options: Any) -> Iterator[Row]:
     """Every contender on one problem: first all are compared, then all are timed."""
-    every = contenders(host, metrics=options.metrics, compiled=options.compiled)
+    every = contenders(host, metrics=options.metrics)
     arguments = {way.name: host_args(way.keys) for way in every}
     ways = [way for way in every if not options.losses or any(word in way.name for word in options.losses)]
     if not ways:

@@ -7,7 +7,7 @@ import bench_policy_loss
 import host_policy_loss
 import pytest
 
-QUICK = ["--device", "cpu", "--shape", "3x40", "--repeats", "1", "--budget", "0", "--no-compile"]
+QUICK = ["--device", "cpu", "--shape", "3x40", "--repeats", "1", "--budget", "0"]
 
 
 @pytest.mark.whole_run
@@ -15,9 +15,8 @@ def test_every_line_is_measured(tmp_path, capsys) -> None:
     bench_policy_loss.main([*QUICK, "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     contenders = bench_policy_loss.contenders(bench_policy_loss.GATED_MIS)
-    names = [name for name in contenders if not name.endswith("compiled")]
-    assert {row["contender"] for row in rows} == {*names}
-    assert len(rows) == 2 * len(names) - 2
+    assert {row["contender"] for row in rows} == {*contenders}
+    assert len(rows) == 2 * len(contenders) - 2
     assert all(row["median_s"] > 0.0 for row in rows)
     assert capsys.readouterr().out.count("\n| ") == len(rows) + 2
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed layout: which local token belongs to which sequence, and where in its response it lies.
 
-Of whole responses also how they are padded, and their layout for a graph of ``torch.compile``.
+Of whole responses also how they are padded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,7 +181,8 @@ class PackedLayout:
     @property
     def offset_T(self) -> Tensor:
         """``[T]``: how many local tokens of its sequence stand before a local token."""
-        return offset_in_sequence(self.sequence_T, self._length_and_start_2S[1])
+        start_T = self._length_and_start_2S[1].index_select(0, self.sequence_T)
+        return torch.arange(self.num_local_tokens, device=self.device) - start_T
 
     @functools.cached_property
     def _length_and_start_2S(self) -> Tensor:
@@ -190,23 +191,12 @@ class PackedLayout:
         both = torch.tensor([*self.local_lengths, *start_S], dtype=torch.int64)
         return to_device([both], self.device)[0].view(2, len(start_S))
 
-    @property
-    def _is_padded(self) -> bool:
-        return (self.longest or 1) * self.num_sequences <= _MOST_PADDING * self.num_local_tokens
-
     @functools.cached_property
     def padding(self) -> Padding | None:
         """How sequences are padded; None where one is far longer than the others."""
-        if not self._is_padded:
+        if (self.longest or 1) * self.num_sequences > _MOST_PADDING * self.num_local_tokens:
             return None
         return Padding.of(self._length_and_start_2S, self.longest or 1, self.num_local_tokens)
-
-    @property
-    def graph_layout(self) -> GraphLayout | None:
-        """This layout for a graph; None where one sequence is far longer than the others, or ranks share them."""
-        if not self.is_whole or not self._is_padded:
-            return None
-        return GraphLayout(self._length_and_start_2S, self.longest or 1, self.num_local_tokens)
 
     def spread(self, values_S: Tensor) -> Tensor:
         """``[T]``: give every local token the value of its sequence."""
@@ -513,51 +503,3 @@ class Padding(NamedTuple):
         values_FSL = rows_FT.index_select(-1, self.position_SL.flatten()).view(len(rows_FT), *self.position_SL.shape)
         values_FSL = values_FSL.masked_fill_(self.is_empty_SL, 0.0 if op == "sum" else torch.inf)
         return values_FSL.sum(-1) if op == "sum" else values_FSL.amin(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class GraphLayout:
-    """A layout of whole responses without tensors of their sizes: a graph of ``torch.compile`` makes those itself."""
-
-    length_and_start_2S: Tensor
-    longest: int
-    num_tokens: int
-    is_whole: ClassVar[bool] = True
-
-    @property
-    def sequence_T(self) -> Tensor:
-        """``[T]``: the sequence of each token."""
-        end_S = self.length_and_start_2S.sum(0)
-        return torch.bucketize(torch.arange(self.num_tokens, device=end_S.device), end_S, right=True)
-
-    @property
-    def sequence_R(self) -> Tensor:
-        """``[R]``: the same, as every token is here."""
-        return self.sequence_T
-
-    @property
-    def longest_response(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.longest
-
-    @property
-    def offset_T(self) -> Tensor:
-        """``[T]``: how many tokens of its sequence stand before a token."""
-        return offset_in_sequence(self.sequence_T, self.length_and_start_2S[1])
-
-    def spread(self, values_S: Tensor) -> Tensor:
-        """``[T]``: give every token the value of its sequence."""
-        return values_S.index_select(0, self.sequence_T)
-
-    def reduce(self, rows_FT: Tensor, op: Literal["sum", "min"]) -> Tensor:
-        """``[F, S]``: as :meth:`PackedLayout.reduce`."""
-        return Padding.of(self.length_and_start_2S, self.longest, self.num_tokens).reduce(rows_FT, op)
-
-    def sum_over_sequences(self, rows_FT: Tensor) -> Tensor:
-        """``[F, S]``: sums over the tokens of each sequence."""
-        return self.reduce(rows_FT, "sum")
-
-
-def offset_in_sequence(sequence_T: Tensor, start_S: Tensor) -> Tensor:
-    """``[T]``: how many tokens stand before a token in its sequence, which begins at ``start_S``."""
-    return torch.arange(len(sequence_T), device=sequence_T.device) - start_S.index_select(0, sequence_T)

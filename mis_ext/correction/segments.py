@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, sum_over_ranks
 from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.layout import GraphLayout, PackedLayout
+from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.pipeline import Backend
 from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
 
@@ -87,9 +87,9 @@ def _segment_values(backend: Backend, lag: Mapping[str, Tensor], *, cp_group: Gr
     return layout.local_part(torch.stack(found))
 
 
-def whole_rows(rows_FT: Tensor, layout: PackedLayout | GraphLayout, *, cp_group: Group | None) -> Tensor:
+def whole_rows(rows_FT: Tensor, layout: PackedLayout, *, cp_group: Group | None) -> Tensor:
     """``[F, R]``: rows of local tokens as rows of whole responses, the same on all context-parallel ranks."""
-    if isinstance(layout, GraphLayout) or layout.is_whole:
+    if layout.is_whole:
         return rows_FT
     position_T = layout.index.position_T
     assert position_T is not None

@@ -37,6 +37,7 @@ from mis_ext.keys.native import (
     refuse_idle,
     reporting,
 )
+from mis_ext.keys.removed import refuse_removed
 from mis_ext.keys.strays import (
     HOST_CLIPS,
     PREFIXES,
@@ -97,7 +98,6 @@ LOSS_KEYS = (
     "mis_loss_kl_tokens",
     "mis_loss_entropy_tokens",
     "mis_loss_unbiased_kl",
-    "mis_loss_compile",
     "mis_loss_proximal",
     "mis_loss_scoring",
     "mis_loss_inplace",
@@ -184,6 +184,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
 
 
 def _check_names(mapping: Mapping[str, Any]) -> None:
+    refuse_removed(mapping)
     with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_CLIPS]
     check_known("keys", with_prefix, FLAT_KEYS, meant=_OTHER_WORDS)
     known = {*READ_KEYS, *STRAY_KEYS}

@@ -86,8 +86,6 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
             f"mis_loss_denominator: {settings.denominator}: no effect, because --custom-pg-loss-reducer-function-path "
             "reduces the policy loss; drop one of them"
         )
-    if "custom_pg_loss_reducer_function_path" in given and settings.compiled:
-        raise ValueError("mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled")
     if given.get("mis_denominator") == "kept" and settings.denominator in ("kept", "constant"):
         raise ValueError(
             f"mis_denominator: kept and mis_loss_denominator: {settings.denominator} are two denominators: drop one of "

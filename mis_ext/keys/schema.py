@@ -107,7 +107,6 @@ def _flat_keys() -> dict[str, _Node]:
         "mis_loss_kl_tokens": _words(get_args(PenaltyTokens), "Tokens that have a KL penalty.", "kept"),
         "mis_loss_entropy_tokens": _words(get_args(PenaltyTokens), "Tokens that have an entropy bonus.", "kept"),
         "mis_loss_unbiased_kl": _bool("Multiplies the KL penalty by current / behavior.", False),
-        "mis_loss_compile": _bool("Fuses the pass over tokens with torch.compile.", False),
         "mis_loss_proximal": _words(get_args(Proximal), "Where the proximal log-probs come from.", "stored"),
         "mis_loss_scoring": _words(get_args(Scoring), "Who turns logits into log-probs.", DEFAULT_SCORING),
         "mis_loss_inplace": _bool("The gradient takes the place of the logits.", False),

@@ -143,7 +143,6 @@ class Evaluation(NamedTuple):
     policy: Penalty
     is_of_sequences: bool
     penalty: Penalty | None
-    # A field: torch 2.6 breaks a graph at a property of a named tuple.
     loss_T: Tensor
     kl: Penalty | None
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,6 @@ from mis_ext.correction.statistics import TOKEN_FORMULAS, Pair
 from mis_ext.loss.objective import LOW_VAR_CAP, Corrected, Evaluation, LossTokens, Objective, evaluate, objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.batch import Reductions
-from mis_ext.methods.method import graph_of
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -94,12 +92,10 @@ def compute_policy_loss(
         token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
         reducer: From the loss of each local token to its sum, in place of ``settings.denominator``.
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
-
-    Raises:
-        ValueError: The pass over tokens cannot be compiled under context parallelism.
     """
     layout = tokens.layout
-    settings, reductions = _prepared(settings, tokens)
+    objective = objective_of(settings)
+    dp_group = tokens.dp_group if objective.method.averages_over_batch else None
     errors: list[Exception] = []
     with torch.no_grad():
         share_T = _share(settings, tokens, tokens.divisor_S)
@@ -107,11 +103,13 @@ def compute_policy_loss(
         if settings.denominator != "original":
             policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction))
         response_T = layout.local_part(tokens.response_mask_R) != 0
-        passed = token_pass_of(settings)(
+        passed = _token_pass(
+            settings,
+            objective,
             tokens.detached(),
             corrected=Corrected.by(correction),
             response_T=response_T,
-            reductions=reductions,
+            reductions=Reductions(layout, cp_group=tokens.cp_group, dp_group=dp_group),
             share_T=share_T,
             policy_share_T=policy_share_T,
             reduce=None if reducer is None else functools.partial(_reduced, reducer, errors=errors),
@@ -148,33 +146,6 @@ def groups_of_sums(
     return [group for group, is_wanted in wanted if is_wanted and group is not None]
 
 
-def refuse_graph_of_ranks(settings: LossSettings, *, cp_group: Group | None, dp_group: Group | None) -> None:
-    """Refuse to compile what ranks exchange numbers in.
-
-    Raises:
-        ValueError: The pass over tokens would have a collective.
-    """
-    if settings.compiled and groups_of_sums(settings, cp_group=cp_group, dp_group=dp_group):
-        raise ValueError(
-            f"mis_loss_compile: {settings.sums_sequences} sums over sequences or the batch, which ranks exchange "
-            "inside of what would be compiled; remove mis_loss_compile"
-        )
-
-
-def _prepared(settings: LossSettings, tokens: LossTokens) -> tuple[LossSettings, Reductions]:
-    """How tokens become sequences, and the settings without compilation where a graph would not hold for others."""
-    layout = tokens.layout
-    refuse_graph_of_ranks(settings, cp_group=tokens.cp_group, dp_group=tokens.dp_group)
-    dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
-    if not settings.compiled or settings.sums_sequences is None:
-        return settings, Reductions(layout, cp_group=tokens.cp_group, dp_group=dp_group)
-    whole = layout.graph_layout
-    if whole is None:
-        # One sequence is far longer than the others: they are summed in a tree, whose depth differs.
-        return replace(settings, compiled=False), Reductions(layout)
-    return settings, Reductions(whole)
-
-
 class _Passed(NamedTuple):
     """0-dim totals by name; ``[T]`` each: the derivatives of the loss by log-prob and by entropy, log of current / old.
 
@@ -185,17 +156,6 @@ class _Passed(NamedTuple):
     slope_T: Tensor
     entropy_slope_T: Tensor | None
     log_ratio_T: Tensor
-
-
-@functools.lru_cache(maxsize=16)
-def token_pass_of(settings: LossSettings) -> Callable[..., _Passed]:
-    """The pass over tokens, compiled where the settings say so: one graph for micro-batches of any lengths."""
-    objective = objective_of(settings)
-
-    def one_pass(*args: Any, **kwargs: Any) -> _Passed:
-        return _token_pass(settings, objective, *args, **kwargs)
-
-    return graph_of(one_pass) if settings.compiled else one_pass
 
 
 def _token_pass(

@@ -60,7 +60,6 @@ CHECKS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "entropy_tokens": ("mis_loss_entropy_tokens", _word_of(PenaltyTokens)),
     "use_behavior": ("use_rollout_logprobs", check_bool),
     "per_token_loss": ("calculate_per_token_loss", check_bool),
-    "compiled": ("mis_loss_compile", check_bool),
     "eps_clip": ("eps_clip", _clip),
     "entropy_coef": ("entropy_coef", _finite),
     "eps_clip_high": ("eps_clip_high", _clip),
@@ -95,7 +94,6 @@ class LossSettings:
         denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.policy`.
         constant: The constant of ``denominator="constant"``, in tokens.
         per_token_loss: The host divides by the tokens of the whole batch itself.
-        compiled: Whether ``torch.compile`` fuses the pass over tokens.
 
     References:
         Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et al., dual clip,
@@ -120,7 +118,6 @@ class LossSettings:
     denominator: LossDenominator = "original"
     constant: float | None = None
     per_token_loss: bool = False
-    compiled: bool = False
 
     def __post_init__(self) -> None:
         for field, (key, check) in CHECKS.items():

@@ -19,7 +19,7 @@ from mis_ext.correction.collectives import (
     sum_over_ranks,
 )
 from mis_ext.correction.formula import NamedValues, bounded_exp
-from mis_ext.correction.layout import GraphLayout, PackedLayout, to_device
+from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
 from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
 
@@ -33,14 +33,12 @@ class Reductions:
     """Reductions over the tokens of a mask, without a loop over sequences. Each gathers one small row of all ranks.
 
     Args:
-        layout: Where the local tokens lie, or :class:`GraphLayout` for a graph of ``torch.compile``.
+        layout: Where the local tokens lie.
         cp_group: Ranks that hold other parts of the same sequences.
         dp_group: Ranks that hold other sequences, without context parallelism.
     """
 
-    def __init__(
-        self, layout: PackedLayout | GraphLayout, *, cp_group: Group | None = None, dp_group: Group | None = None
-    ) -> None:
+    def __init__(self, layout: PackedLayout, *, cp_group: Group | None = None, dp_group: Group | None = None) -> None:
         if layout.is_whole != (group_size(cp_group) == 1):
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
@@ -69,7 +67,7 @@ class Reductions:
             segments = Runs.of(mask_R, self._layout.sequence_R)
             (total_R,) = segments.sums([masked_R], self._layout.longest_response)
             # All tokens of a run are of the mask, so that its length is their number.
-            return self._local_part(total_R / segments.length_R if reduce == "segment_mean" else total_R)
+            return self._layout.local_part(total_R / segments.length_R if reduce == "segment_mean" else total_R)
         if reduce == "sum":
             return self.to_tokens(self._sums(masked_T[None])[0])
         total_S, count_S = self._sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
@@ -116,7 +114,7 @@ class Reductions:
         # A scan, because cumsum of floats is not deterministic on a GPU.
         total_R = running_sums(torch.where(ranked_R, values_R[order_R], 0.0).double(), place_R, len(order_R))
         running_R = total_R / ranked_R.cumsum(0).clamp_min(1)
-        return self._local_part(torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype)))
+        return self._layout.local_part(torch.empty_like(values_R).scatter(0, order_R, running_R.to(values_T.dtype)))
 
     def _whole(self, values_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
         """``[R]`` each: values and mask of the tokens of whole responses."""
@@ -126,13 +124,9 @@ class Reductions:
         values_R, mask_R = whole_rows(rows_FT, self._layout, cp_group=self._cp_group)
         return values_R, mask_R > 0.0
 
-    def _local_part(self, values_R: Tensor) -> Tensor:
-        layout = self._layout
-        return values_R if isinstance(layout, GraphLayout) else layout.local_part(values_R)
-
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         layout = self._layout
-        if isinstance(layout, GraphLayout) or layout.is_whole:
+        if layout.is_whole:
             return running_sums(values_T, layout.offset_T, layout.longest)
         pieces = layout.pieces
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -152,7 +150,6 @@ class Method:
         layout: PackedLayout,
         cp_group: Group | None = None,
         dp_group: Group | None = None,
-        compiled: bool = False,
     ) -> MethodResult:
         """Coefficient and loss of each local token. No reading of values on the host, no loop over sequences.
 
@@ -168,12 +165,10 @@ class Method:
             layout: Lengths, and where the local tokens lie.
             cp_group: Ranks that hold other parts of the same sequences; None for one rank.
             dp_group: Ranks that hold other sequences, for statistics of the batch; None for one rank.
-            compiled: Fuse it with ``torch.compile``: fewer launches, the same numbers up to rounding, one graph for
-                calls of any lengths. A call of which one sequence is far longer than the others runs as without.
 
         Raises:
-            ValueError: The log-probs of a policy or the values of states are missing, a tensor has another length
-                than the layout says, or ``compiled`` is asked for with ranks that share the data.
+            ValueError: The log-probs of a policy or the values of states are missing, or a tensor has another length
+                than the layout says.
         """
         given = {
             "behavior": behavior_logprobs_T,
@@ -195,20 +190,15 @@ class Method:
                 raise ValueError(
                     f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
                 )
-        whole = layout.graph_layout if compiled else None
-        if compiled and (cp_group is not None or dp_group is not None):
-            raise ValueError("compiled: ranks exchange numbers inside of the method; pass no cp_group and no dp_group")
-        arguments: dict[str, Any] = {
-            "log_probs": log_probs,
-            "advantages_T": advantages_T,
-            "response_mask_T": response_mask_T.bool(),
-            "reductions": Reductions(layout if whole is None else whole, cp_group=cp_group, dp_group=dp_group),
-            "state_values_T": state_values_T,
-        }
         with torch.no_grad():
-            value_T, result = (
-                self._evaluate(self.batch_of(**arguments)) if whole is None else graph_of_method(self)(**arguments)
+            batch = self.batch_of(
+                log_probs,
+                advantages_T=advantages_T,
+                response_mask_T=response_mask_T.bool(),
+                reductions=Reductions(layout, cp_group=cp_group, dp_group=dp_group),
+                state_values_T=state_values_T,
             )
+            value_T, result = self._evaluate(batch)
         loss_T: Tensor = _Loss.apply(value_T, current_logprobs_T, result.coefficient_T)  # type: ignore[no-untyped-call]
         return result._replace(loss_T=loss_T)
 
@@ -298,32 +288,6 @@ class _Loss(torch.autograd.Function):
         return None, -grad_T * coefficient_T, None
 
 
-@functools.lru_cache(maxsize=16)
-def graph_of_method(method: Method) -> Callable[..., tuple[Tensor, MethodResult]]:
-    """A method, compiled: from the arguments of :meth:`Method.batch_of` to the value of each token and its result."""
-
-    def found(**arguments: Any) -> tuple[Tensor, MethodResult]:
-        return method._evaluate(method.batch_of(**arguments))
-
-    return graph_of(found)
-
-
 def _detached(values_T: Tensor) -> Tensor:
     """In float32, or in float64 if it is that."""
     return values_T.detach().to(torch.promote_types(values_T.dtype, torch.float32))
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def graph_of(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, compiled for any sizes of its tensors; uncompiled where torch takes no further graph of it."""
-    # torch counts the graphs of a code object, up to 8, and a nested function has one for all that it closes over.
-    nested = cast("FunctionType", function)
-    alone = FunctionType(
-        nested.__code__.replace(), nested.__globals__, nested.__name__, nested.__defaults__, nested.__closure__
-    )
-    alone.__kwdefaults__ = nested.__kwdefaults__
-    # Without fullgraph: beyond that number a call runs as it is written, where it would raise amid training.
-    return cast("Callable[_P, _R]", torch.compile(alone, dynamic=True))

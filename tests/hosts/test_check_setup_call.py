@@ -63,14 +63,6 @@ REFUSED = {
     "state values": (LOSS | {"mis_loss_method": "drift_control"}, "state_values are missing in the batch"),
     "reference": (LOSS | {"mis_loss_method": "grpo_k3"}, r"ref_log_probs are missing \(--use-kl-loss"),
     "greedy": (LOSS | {"rollout_temperature": 0.0}, r"rollout_temperature must be in \(0, inf\], got 0.0"),
-    "compiled gspo": (
-        LOSS | CP_2 | {"mis_loss_compile": True, "advantage_estimator": "gspo"},
-        "mis_loss_compile: --advantage-estimator gspo sums over sequences or the batch",
-    ),
-    "compiled vaco": (
-        LOSS | DP_2 | {"mis_loss_compile": True, "mis_loss_method": "vaco"},
-        "mis_loss_compile: mis_loss_method: vaco sums over sequences or the batch",
-    ),
     "no scoring": (LOSS | {"mis_loss_scoring": "host"}, "neither slime nor Miles runs here"),
 }
 
@@ -87,8 +79,7 @@ PASSES = {
     "kl_coef": LOSS | {"mis_loss_method": "grpo_k3", "kl_coef": 0.1},
     # Its ranks have kl_coef 0, whatever the actor has.
     "critic": LOSS | {"mis_loss_method": "grpo_k3", "kl_coef": 0.0, "advantage_estimator": "ppo"},
-    "compiled": LOSS | {"mis_loss_compile": True, "advantage_estimator": "gspo"},
-    "compiled tokens": LOSS | CP_2 | DP_2 | {"mis_loss_compile": True},
+    "gspo": LOSS | CP_2 | DP_2 | {"advantage_estimator": "gspo"},
     "top-p": LOSS | {"rollout_top_p": 0.9},
     "reference": LOSS | {"use_kl_loss": True, "kl_loss_coef": 0.1},
     "padded": LOSS | CP_2 | {"qkv_format": "bshd"},

@@ -85,10 +85,6 @@ REFUSED = [
     (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
     ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),
     ({"use_opsm": "yes"}, "use_opsm must be true or false"),
-    (
-        {"mis_loss_compile": True, "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
-        "mis_loss_compile: no effect, because --custom-pg-loss-reducer-function-path is not compiled",
-    ),
     ({"mis_loss_mode": ["bypass"]}, r"mis_loss_mode must be a single value, got \['bypass'\]"),
     ({"mis_los_mode": "bypass"}, "did you mean 'mis_loss_mode'"),
     (
@@ -190,35 +186,6 @@ def reentrant(keys: dict, function) -> tuple:
     loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
     loss.backward()
     return loss.detach(), metrics, logits.grad
-
-
-@pytest.mark.parametrize("mode", ["baseline", "bypass"])
-def test_one_graph_holds_the_whole_pass_over_tokens(mode, graphs) -> None:
-    keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1, "mis_loss_mode": mode}
-    keys |= {"mis_loss_constant": 5.0, "mis_loss_denominator": "constant"} | (BEHAVIOR if mode == "bypass" else {})
-    shorter = loss_cases.whole_batch()
-    for key in (*loss_cases.PER_TOKEN, "loss_masks", "unconcat_tokens", "logits", "total_lengths", "response_lengths"):
-        shorter[key] = shorter[key][1:]
-    shorter["rollout_mask_sums"] = shorter["rollout_mask_sums"][1:]
-    for batch in (local(), loss_cases.local_batch(shorter)):
-        found, wanted = called(keys | {"mis_loss_compile": True}, batch), called(keys, batch)
-        assert torch.equal(found[2], wanted[2])
-        assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
-    assert len(graphs) == 1
-
-
-@pytest.mark.whole_run
-def test_few_graphs_hold_sums_over_sequences_of_any_lengths(graphs) -> None:
-    """One for several sequences, one for a sequence alone; where one is far longer than the others, none."""
-    host = hosts.Host(Groups(), given_scores, MILES_METRICS)
-    keys = GATES | {"advantage_estimator": "gspo", "use_opsm": True, "opsm_delta": 1e-4}
-    args = [loss_cases.host_args(**keys, mis_loss_compile=compiled) for compiled in (True, False)]
-    for lengths in ([5, 9, 4], [7, 3], [300] + [1] * 11, [6] * 4, [900, 2] + [1] * 20, [40], [3], [8, 8, 7, 9, 2]):
-        batch = of_lengths(lengths)
-        found, wanted = (batch_loss(current_run(each, whole_loss=True), host, batch, batch["logits"]) for each in args)
-        assert torch.equal(found.loss, wanted.loss)
-        assert all(torch.equal(found.metrics[name], wanted.metrics[name]) for name in wanted.metrics)
-    assert 1 <= len(graphs) <= 2
 
 
 def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:

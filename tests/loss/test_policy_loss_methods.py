@@ -409,29 +409,6 @@ def test_a_pass_that_the_method_does_not_look_at_is_said(name) -> None:
     assert torch.equal(with_pass[2], computed(UNSET | {"mis_loss_method": name, "use_rollout_logprobs": True})[2])
 
 
-def test_what_ranks_exchange_inside_is_not_compiled() -> None:
-    keys = key_of("vaco") | {"use_rollout_logprobs": True, "mis_loss_compile": True}
-    batch = loss_cases.local_batch(batch_of())
-
-    def on_rank(rank: Rank) -> tuple:
-        return computed(keys, batch, host=Host(rank.groups, plain_scores))
-
-    for error in run_ranks(on_rank, dp_size=2):
-        with pytest.raises(ValueError, match=r"mis_loss_compile: mis_loss_method: vaco sums over sequences"):
-            raise error
-
-
-@pytest.mark.whole_run
-@pytest.mark.parametrize("name", ["icepop", "gmpo", "vaco"])
-def test_a_compiled_method_gives_the_same(name, graphs) -> None:
-    """Of tokens, of sequences, and of the batch; others are in test_method_compiled."""
-    keys = key_of(name) | drawn_options(name)
-    found, wanted = (computed(keys | {"mis_loss_compile": compiled}) for compiled in (True, False))
-    assert torch.equal(found[2], wanted[2])
-    assert all(torch.equal(found[1][key], wanted[1][key]) for key in wanted[1])
-    assert len(graphs) == 1
-
-
 def test_settings_with_a_method_can_be_looked_up() -> None:
     one, other = (LossSettings(method=choose_method("key", {"name": "dispo", "positive": [0.5, 2]})) for _ in range(2))
     assert one == other

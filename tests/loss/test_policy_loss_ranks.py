@@ -90,32 +90,6 @@ def test_context_parallel_ranks_give_the_loss_of_one(name) -> None:
         assert_parts(run_ranks(on_rank, cp_size=cp_size), whole, is_padded=is_padded)
 
 
-@pytest.mark.whole_run
-def test_compiled_context_parallel_ranks_give_the_loss_of_one_too(graphs) -> None:
-    """Also one that has no token of the only response."""
-    eager = OPTIONS["gates, entropy, kl"]
-    compiled = eager | {"mis_loss_compile": True}
-    batch = loss_cases.whole_batch()
-    for cp_size in (2, 4):
-        parts = run_ranks(lambda rank: computed(rank.groups, compiled, batch), cp_size=cp_size)
-        assert_parts(parts, computed(Groups(), eager, batch), is_padded=False)
-    assert graphs
-    alone = of_one_token(batch)
-    found, wanted = (
-        run_ranks(lambda rank, keys=keys: computed(rank.groups, keys, alone), cp_size=2) for keys in (compiled, eager)
-    )
-    for part, expected in zip(found, wanted, strict=True):
-        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_what_exchanges_sums_is_not_compiled() -> None:
-    keys = GSPO | {"mis_loss_compile": True}
-    batch = loss_cases.whole_batch()
-    for error in run_ranks(lambda rank: computed(rank.groups, keys, batch), cp_size=2):
-        with pytest.raises(ValueError, match=r"mis_loss_compile: --advantage-estimator gspo sums over sequences or"):
-            raise error
-
-
 def no_scores(*_) -> Scores:
     return Scores(torch.zeros(0), torch.zeros(0))
 

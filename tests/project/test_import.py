@@ -35,7 +35,7 @@ def lines_of_one_process() -> list[list[str]]:
 
     It calls the hook, whose guards look at these tokens and find nothing, so that the rules of the diagnosis and the
     traps stay where they are; takes modules of a package that loads late; and then every public name, and the check at
-    start, whose call compiles nothing.
+    start.
     """
     code = f"""
 import argparse, sys, torch, yaml
@@ -61,7 +61,7 @@ for package in map(sys.modules.get, {PACKAGES}):
     for name in package.__all__:
         getattr(package, name)
 launch = dict(loss_type="custom_loss", custom_loss_function_path="mis_ext.policy_loss", rank=1, use_tis=True)
-mis_ext.check_setup(argparse.Namespace(**launch, mis_loss_compile=True, advantage_estimator="gspo"))
+mis_ext.check_setup(argparse.Namespace(**launch, advantage_estimator="gspo"))
 print(*(set(sys.modules) - before))
 """
     return [line.split() for line in run(code, cwd=REPOSITORY).splitlines()]

@@ -52,7 +52,6 @@ from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
 from mis_ext.keys.native import NATIVE_KEY
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
-from mis_ext.loss.policy import refuse_graph_of_ranks
 from mis_ext.tools.explain.words import steps_of
 
 
@@ -620,9 +619,7 @@ def call_once(args: Any, config: RunConfig) -> None:
             max_seq_lens=padded,
         )
         return
-    refuse_graph_of_ranks(loss.settings, cp_group=groups.cp_group, dp_group=groups.dp_group)
-    settings = replace(loss.settings, compiled=False)
-    run = Run(replace(config, whole_loss=replace(loss, settings=settings, reducer_path=None)), session)
+    run = Run(replace(config, whole_loss=replace(loss, reducer_path=None)), session)
     tokens = [torch.randint(_VOCABULARY, (length,), generator=generator) for length in total_lengths]
     batch = {
         "total_lengths": total_lengths,

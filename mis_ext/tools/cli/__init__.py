@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mis_ext import __version__
 from mis_ext.files import printable, to_jsonable
+from mis_ext.keys.removed import sentence
 from mis_ext.tools.cli import check_rollouts, configurations, equality, report
 from mis_ext.tools.cli.command import Result, require
 
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    _refuse_removed(parser, arguments)
     parsed = parser.parse_args(arguments)
     try:
         code = _run(parsed)
@@ -68,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, MemoryError, RecursionError) as error:
         parser.exit(2, f"{parser.prog} {parsed.command}: {_one_line(error)}\n")
     return code
+
+
+def _refuse_removed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    names = [f"{parser.prog} {each}" for each in arguments[:1]]
+    names += [each.partition("=")[0] for each in arguments if each.startswith("-")]
+    found = [text for text in map(sentence, names) if text is not None]
+    if found:
+        parser.error("; ".join(found))
 
 
 def _run(parsed: argparse.Namespace) -> int:

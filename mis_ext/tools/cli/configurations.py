@@ -94,6 +94,7 @@ def _spelt(name: str) -> Spelt:
     """What a file spells, or what the preset or else the method of this name does."""
     from mis_ext.files import list_presets, preset_path
     from mis_ext.keys.presets import read_file, read_method
+    from mis_ext.keys.removed import sentence
     from mis_ext.methods import METHODS
     from mis_ext.validation import nearest
 
@@ -107,7 +108,10 @@ def _spelt(name: str) -> Spelt:
     if Path(name).exists():
         return read_file(name)
     near = nearest(name, (*list_presets(), *METHODS))
-    raise ValueError(f"no file, no preset and no method {name!r}: {near}mis-ext presets and mis-ext methods list all")
+    raise ValueError(
+        sentence(name)
+        or f"no file, no preset and no method {name!r}: {near}mis-ext presets and mis-ext methods list all"
+    )
 
 
 def _show_explanation(name: str, found: Explanation) -> None:

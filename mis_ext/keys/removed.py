@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What 0.6 removed, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+REMOVED: dict[str, str] = {
+    "mis_loss_compile": "remove the key",
+}
+"""What to write instead, by the name as users write it.
+
+A key (``outer.inner`` in a mapping), ``key: value`` or a preset as it is; a flag with its dashes; ``mis_ext.NAME``;
+``mis-ext COMMAND``.
+"""
+
+
+def sentence(name: str) -> str | None:
+    """The error about a removed name, or None."""
+    return f"{name} was removed in mis_ext 0.6: {REMOVED[name]}" if name in REMOVED else None
+
+
+def refuse_removed(given: Mapping[str, Any]) -> None:
+    """Refuse removed keys, and removed values of keys; a key with value None is unset.
+
+    Raises:
+        ValueError: A key or its value was removed.
+    """
+    found = [text for text in map(sentence, dict.fromkeys(_names(given))) if text is not None]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _names(value: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if inner is not None:
+                yield f"{prefix}{key}"
+                yield from _names(inner, f"{prefix}{key}.")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _names(inner, prefix)
+    else:
+        yield f"{prefix[:-1]}: {value}"
