@@ -201,7 +201,7 @@ def audit(
         train,
         rollout,
         masks=masks,
-        provenance="decode",
+        engine_records=rollout,
         train_weight_version=WEIGHT_VERSION,
         rollout_weight_versions=[sample.weight_versions for sample in samples],
     )

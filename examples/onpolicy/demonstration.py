@@ -219,7 +219,7 @@ class Experiment:
             report = audit_logprobs(
                 trained,
                 sampled,
-                provenance="decode",
+                engine_records=sampled,
                 train_weight_version=version,
                 rollout_weight_versions=[completion.weight_version for completion in completions],
             )

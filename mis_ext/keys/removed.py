@@ -8,6 +8,8 @@ from typing import Any
 
 REMOVED: dict[str, str] = {
     "mis_loss_compile": "remove the key",
+    "--control": "use --engine-records, and audit a run that must differ by itself",
+    "--provenance": "use --engine-records",
 }
 """What to write instead, by the name as users write it.
 

@@ -11,7 +11,6 @@ from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mis_ext.onpolicy.audit.audit_report import AuditReport as AuditReport
-    from mis_ext.onpolicy.audit.audit_report import Evidence as Evidence
     from mis_ext.onpolicy.audit.audit_report import Verdict as Verdict
     from mis_ext.onpolicy.audit.log_probs import audit_logprobs as audit_logprobs
     from mis_ext.onpolicy.batch_invariant import attention as attention

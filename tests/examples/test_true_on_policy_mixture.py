@@ -56,7 +56,7 @@ def audit(dtype, pieces, *, batch_size=5):
             log_probs = torch.cat([score(trainer, tokens) for tokens in rollout.tokens_BT.split(batch_size)])
     masks = [torch.ones(NEW)] * 5
     behavior = list(rollout.log_probs_BR)
-    return audit_logprobs(list(log_probs[:, PROMPT - 1 :]), behavior, masks=masks, provenance="decode")
+    return audit_logprobs(list(log_probs[:, PROMPT - 1 :]), behavior, masks=masks, engine_records=behavior)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs that the audit compares, and the audit with a word of where they came from."""
+"""Log-probs that the audit compares, and the audit with records of the engine."""
 
 import math
 
 import torch
 
 from mis_ext.onpolicy.audit import log_probs as module
-from mis_ext.onpolicy.audit.audit_report import AuditReport, Evidence
+from mis_ext.onpolicy.audit.audit_report import AuditReport
 
 NAN, INF = math.nan, math.inf
-SHOWN = Evidence(rollout="a record", train="a control")
 INTEGER = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -18,9 +17,9 @@ INTEGER = {
 }
 
 
-def audit_logprobs(*streams: object, **keywords: object) -> AuditReport:
-    """With a statement of where the rollout log-probs came from, unless a test says otherwise."""
-    return module.audit_logprobs(*streams, **{"provenance": "decode"} | keywords)
+def audit_logprobs(train: object, rollout: object, **keywords: object) -> AuditReport:
+    """With the rollout as the engine's record, unless a test says otherwise."""
+    return module.audit_logprobs(train, rollout, **{"engine_records": rollout} | keywords)
 
 
 def log_probs(*lengths: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

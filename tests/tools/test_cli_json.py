@@ -109,7 +109,7 @@ def says_presets(found: dict[str, Any], text: str) -> bool:
 
 COMMANDS = {
     "audit": Command(
-        lambda folder: ["audit", dump(folder), "--provenance", "decode"],
+        lambda folder: ["audit", dump(folder)],
         1,
         lambda found, text: found["verdict"] in text and f" different tokens {found['num_nonzero']} " in one_line(text),
     ),
@@ -152,7 +152,6 @@ def command(request) -> Command:
     [
         ("mis-ext pres", ["presets"]),
         ("mis-ext report --ag", ["--against"]),
-        ("mis-ext audit --provenance ", ["decode", "prefill", "unknown"]),
     ],
 )
 def test_a_shell_gets_what_may_follow(line: str, words: list[str], tmp_path) -> None:

@@ -60,7 +60,6 @@ def by_audit(tokens: Tokens) -> tuple[Diagnosis, ...]:
         tokens.proximal,
         tokens.behavior,
         masks=tokens.masks,
-        provenance="decode",
         train_weight_version=None if behind is None else 9,
         rollout_weight_versions=None if behind is None else [9 - lag for lag in behind],
         **tokens.ids,

@@ -1,45 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exactness audit can find (verdicts, problems, differences, evidence), and its report of all of it."""
+"""What an exactness audit can find (verdicts, problems, differences), and its report of all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from mis_ext.files import to_jsonable
 from mis_ext.tools.diagnosis.cause import Diagnosis
-
-Provenance = Literal["decode", "prefill", "unknown"]
-PROVENANCES: tuple[Provenance, ...] = ("decode", "prefill", "unknown")
 
 
 class Verdict(str, Enum):
     """Whether trainer and rollout agree; a mean that rounds to zero has no say in it."""
 
     EXACT = "EXACT"
-    """The same bits on every active token."""
-    EXACT_UP_TO_SIGNED_ZERO = "EXACT_UP_TO_SIGNED_ZERO"
-    """The same number on every active token, but a +0 meets a -0."""
+    """The same number on every active token (+0 and -0 are one), and the engine's records have those of the rollout."""
     DIFFERENT = "DIFFERENT"
     """Another number on at least one active token."""
     UNPROVED = "UNPROVED"
-    """The same number on every active token, as a copy has: nothing says that these are two streams. No pass."""
+    """The same number on every active token, as a copy has: a sample lacks its record of the engine. No pass."""
     INVALID = "INVALID"
     """The log-probs could not be compared: this is never a pass."""
-
-
-class Evidence(NamedTuple):
-    """What shows where each stream came from, in words; None where nothing does.
-
-    Attributes:
-        rollout: That these are the log-probs which the engine returned.
-        train: That the trainer computed its own, and did not take the engine's.
-    """
-
-    rollout: str | None = None
-    train: str | None = None
 
 
 class Problem(NamedTuple):
@@ -73,17 +56,6 @@ class Divergence(NamedTuple):
         return f"{_where(self)}{token}train {self.train!r}, rollout {self.rollout!r}, {apart}"
 
 
-class DecileRow(NamedTuple):
-    """Active tokens whose rollout probability lies in ``[low, high)``; the last row has 1 in it."""
-
-    low: float
-    high: float
-    num_tokens: int
-    num_nonzero: int
-    mean_abs_diff: float | None
-    max_abs_diff: float | None
-
-
 def _where(found: Problem | Divergence) -> str:
     if found.sample is None:
         return ""
@@ -92,69 +64,62 @@ def _where(found: Problem | Divergence) -> str:
     return f"sample {found.sample}{name}{position}: "
 
 
-MAX_LISTED = 8
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The verdict and every number behind it; equal, bit for bit, on every rank and for every number of ranks.
+    """The verdict and every number behind it.
 
     Numbers cover the active tokens of the samples without a problem, and are None where there is no such token.
 
     Attributes:
         verdict: The verdict.
         num_samples: Samples that were given, with or without a problem.
+        num_recorded: Samples without a problem whose rollout log-probs are those of the engine's records.
         num_active_tokens: Tokens that were compared.
         num_nonzero: Tokens whose two log-probs are different numbers.
-        num_signed_zero: Tokens on which a +0 meets a -0; they are not among ``num_nonzero``.
         nonzero_fraction: ``num_nonzero / num_active_tokens``.
-        mean_abs_diff: Nats; over all active tokens, from differences in float64 and their exact sum.
+        mean_abs_diff: Nats; over all active tokens, from differences in float64.
         max_abs_diff: Nats.
         max_ulp: Largest distance in units in the last place of the wider of the two dtypes.
         first_divergence: Of the tokens in ``num_nonzero``, the one with the lowest sample, then the lowest position.
-        deciles: Ten rows by the probability that the rollout gave the token.
         equal_after_bf16_rounding: Different, but equal once both are rounded to bfloat16: a comparison in bfloat16
             would have passed.
         train_dtype: As given, such as ``"float32"``.
         rollout_dtype: As given.
-        provenance: How the rollout log-probs came about: while sampling (``"decode"``), or by scoring the finished
-            text again (``"prefill"``).
         train_weight_versions: All versions of the trainer's weights that occur, sorted.
         rollout_weight_versions: All versions of the engine's weights that occur, sorted.
         problems: Why the verdict is INVALID: the first problem of each sample that has one.
         diagnoses: The likely causes of a difference, and mistakes in streams that are equal; the surest first.
         cautions: What a reader of the verdict must know besides.
-        evidence: What shows where each stream came from.
         skipped: What was given and not audited, and why.
     """
 
     verdict: Verdict
     num_samples: int
+    num_recorded: int
     num_active_tokens: int
     num_nonzero: int
-    num_signed_zero: int
     nonzero_fraction: float | None
     mean_abs_diff: float | None
     max_abs_diff: float | None
     max_ulp: int | None
     first_divergence: Divergence | None
-    deciles: tuple[DecileRow, ...]
     equal_after_bf16_rounding: bool
     train_dtype: str | None
     rollout_dtype: str | None
-    provenance: Provenance
     train_weight_versions: tuple[str, ...]
     rollout_weight_versions: tuple[str, ...]
     problems: tuple[Problem, ...]
     diagnoses: tuple[Diagnosis, ...]
     cautions: tuple[str, ...]
-    evidence: Evidence
     skipped: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is EXACT or EXACT_UP_TO_SIGNED_ZERO; nothing else is a pass."""
-        return self.verdict in (Verdict.EXACT, Verdict.EXACT_UP_TO_SIGNED_ZERO)
+        """Whether the verdict is EXACT; nothing else is a pass."""
+        return self.verdict is Verdict.EXACT
 
     @property
     def hint(self) -> str | None:
@@ -167,19 +132,17 @@ class AuditReport:
         return plain | {"passed": self.passed, "hint": self.hint}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of everything but the deciles, for display."""
+        """Name and value of everything, for display."""
         share = "" if self.nonzero_fraction is None else f" ({100.0 * self.nonzero_fraction:.3g} %)"
         rows = [
-            ("samples", f"{self.num_samples}"),
+            ("samples", f"{self.num_samples}, {self.num_recorded} of them as the engine recorded them"),
             ("active tokens", f"{self.num_active_tokens}"),
             ("different tokens", f"{self.num_nonzero}{share}"),
-            ("signed zeros", f"{self.num_signed_zero}"),
             ("mean abs diff", _number(self.mean_abs_diff)),
             ("max abs diff", _number(self.max_abs_diff)),
             ("max ULPs", "-" if self.max_ulp is None else f"{self.max_ulp}"),
             ("equal in bf16 only", "yes" if self.equal_after_bf16_rounding else "no"),
             ("dtypes", f"train {self.train_dtype or '-'}, rollout {self.rollout_dtype or '-'}"),
-            ("provenance", self.provenance),
             (
                 "weight versions",
                 f"train {_listed(self.train_weight_versions)}, rollout {_listed(self.rollout_weight_versions)}",
@@ -187,39 +150,17 @@ class AuditReport:
         ]
         if self.first_divergence is not None:
             rows.append(("first divergent", str(self.first_divergence)))
-        rows += [(f"evidence, {side}", shown) for side, shown in self.evidence._asdict().items() if shown is not None]
         rows += [("cause", f"{each.confidence} {each.in_words}") for each in self.diagnoses]
         rows += [("caution", caution) for caution in self.cautions]
         return rows + _first_ones("problem", self.problems) + _first_ones("skipped", self.skipped)
 
-    def decile_rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Probability range, count, different tokens, mean and largest difference of every decile, for display."""
-        return [
-            (
-                f"{row.low:.1f} - {row.high:.1f}",
-                f"{row.num_tokens}",
-                f"{row.num_nonzero}",
-                _number(row.mean_abs_diff),
-                _number(row.max_abs_diff),
-            )
-            for row in self.deciles
-        ]
-
-    def summary(self) -> str:
-        """The report as plain text."""
-        lines = [f"log-prob audit: {self.verdict.value}"]
-        lines += [f"  {name:<20}{value}" for name, value in self.rows()]
-        header = ("probability", "tokens", "different", "mean", "max")
-        lines += ["  {:<14}{:>10}{:>11}{:>12}{:>12}".format(*row) for row in (header, *self.decile_rows())]
-        return "\n".join(lines)
-
     def __str__(self) -> str:
-        return self.summary()
+        return "\n".join([f"log-prob audit: {self.verdict.value}", *(f"  {n:<20}{value}" for n, value in self.rows())])
 
 
 def _first_ones(name: str, found: Sequence[object]) -> list[tuple[str, str]]:
-    rows = [(name, str(one)) for one in found[:MAX_LISTED]]
-    return rows if len(found) <= MAX_LISTED else [*rows, (name, f"... and {len(found) - MAX_LISTED} more")]
+    rows = [(name, str(one)) for one in found[:_MAX_LISTED]]
+    return rows if len(found) <= _MAX_LISTED else [*rows, (name, f"... and {len(found) - _MAX_LISTED} more")]
 
 
 def _number(value: float | None) -> str:

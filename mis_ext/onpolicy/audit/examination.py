@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sample after the other: what makes its log-probs incomparable, and else what their comparison measures.
-
-Everything that is measured is a function of one sample, so that no number depends on how samples are spread over ranks.
-"""
+"""One sample after the other: what makes its log-probs incomparable, and else what their comparison measures."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,7 +11,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.onpolicy.audit.audit_report import Divergence, Evidence, Problem
+from mis_ext.onpolicy.audit.audit_report import Divergence, Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
 from mis_ext.tools.diagnosis.measuring import Measuring, versions_behind
 
@@ -31,11 +27,11 @@ class Sample(NamedTuple):
     train_version: Any
     rollout_versions: Any
     name: str | None
-    problem: str | None = None
-    """Known before: the sample cannot be compared."""
     recorded: Tensor | None = None
     """The rollout log-probs as the engine's side recorded them."""
     recorded_in: str | None = None
+    problem: str | None = None
+    """Known before: the sample cannot be compared."""
 
 
 def find_problem(sample: Sample) -> Problem | None:
@@ -64,26 +60,18 @@ def find_problem(sample: Sample) -> Problem | None:
         if shape != [length]:
             part = " (a part of a response needs its own part of them)" if len(shape) == 1 and length < shape[0] else ""
             return Problem(f"{length} log-probs, but {what} of shape {shape}{part}")
-    ids = {"train": sample.train_token_ids, "rollout": sample.rollout_token_ids}
-    known = {side: torch.as_tensor(values).cpu() for side, values in ids.items() if values is not None}
-    for side, values in known.items():
-        position = first_true((values != values.round()) | values.isinf()) if values.is_floating_point() else None
-        if position is not None:
-            return Problem(f"the {side} token id is {values[position].item()}, no whole number", position=position)
-    if len(known) == 2:
-        train_ids, rollout_ids = (values.long() for values in known.values())
+    if sample.train_token_ids is not None and sample.rollout_token_ids is not None:
+        ids = [torch.as_tensor(values).cpu().double() for values in (sample.train_token_ids, sample.rollout_token_ids)]
         # Masked tokens too: they are the context of the tokens behind them.
-        position = first_true(train_ids != rollout_ids)
+        position = first_true(ids[0] != ids[1])
         if position is not None:
-            pair = f"{train_ids[position].item()} in training and {rollout_ids[position].item()} in the rollout"
-            return Problem(f"the token id is {pair}", position=position, has_other_ids=True)
+            pair = " in training and ".join(f"{each[position].item():g}" for each in ids)
+            return Problem(f"the token id is {pair} in the rollout", position=position, has_other_ids=True)
     if sample.mask is not None:
         mask = torch.as_tensor(sample.mask).cpu()
         position = first_true(~(mask >= 0) | mask.isinf())
         if position is not None:
-            return Problem(
-                f"the mask is {mask[position].item()}, which says neither active nor masked", position=position
-            )
+            return Problem(f"the mask is {mask[position].item()}, not a finite number >= 0", position=position)
     active_T = active_tokens(sample)
     for side, log_probs in streams:
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
@@ -93,27 +81,22 @@ def find_problem(sample: Sample) -> Problem | None:
         return problem
     same_memory = (sample.train.device, sample.train.data_ptr()) == (sample.rollout.device, sample.rollout.data_ptr())
     if same_memory and active_T.any():
-        return Problem(
-            "train and rollout log-probs are the same memory: one was filled in from the other, and to compare a "
-            "tensor with itself proves nothing"
-        )
+        return Problem("train and rollout log-probs are the same memory: one was filled in from the other")
     return None
 
 
 def _find_record_problem(sample: Sample, recorded: Tensor, active_T: Tensor) -> Problem | None:
+    where = "" if sample.recorded_in is None else f" ({sample.recorded_in})"
     if recorded.shape != sample.rollout.shape:
         lengths = f"{len(sample.rollout)} rollout log-probs, but {len(recorded)}"
-        return Problem(f"{lengths} in the engine's record ({sample.recorded_in})")
-    # A host may round what the engine returned to the trainer's dtype.
-    recorded, rollout = recorded.to(sample.rollout.dtype), sample.rollout.detach().cpu()
+        return Problem(f"{lengths} in the engine's record{where}")
+    # A framework may round what the engine returned to the trainer's dtype.
+    recorded, rollout = recorded.detach().cpu().to(sample.rollout.dtype), sample.rollout.detach().cpu()
     position = first_true(active_T & ~same_bits(rollout, recorded))
     if position is None:
         return None
     pair = f"{rollout[position].item()!r}, and {recorded[position].item()!r} in the engine's record"
-    return Problem(
-        f"the rollout log-prob is {pair} ({sample.recorded_in}): it was changed or filled in on the way",
-        position=position,
-    )
+    return Problem(f"the rollout log-prob is {pair}{where}: it was changed or filled in on the way", position=position)
 
 
 def active_tokens(sample: Sample) -> Tensor:
@@ -128,18 +111,6 @@ def first_true(chosen_T: Tensor) -> int | None:
     return int(chosen_T.nonzero()[0]) if chosen_T.any() else None
 
 
-NUM_DECILES = 10
-
-
-class Decile(NamedTuple):
-    """Active tokens of one decile of the rollout probability."""
-
-    num_tokens: int
-    num_nonzero: int
-    sum_abs_diff: float
-    max_abs_diff: float
-
-
 class Facts(NamedTuple):
     """What the comparison of one sample measures; counts are of active tokens, of which there is at least one."""
 
@@ -147,12 +118,13 @@ class Facts(NamedTuple):
     rollout_dtype: str
     train_versions: tuple[str, ...]
     rollout_versions: tuple[str, ...]
+    is_recorded: bool
     num_active: int
     num_nonzero: int
-    num_signed_zero: int
     num_nonzero_in_bf16: int
+    sum_abs_diff: float
+    max_abs_diff: float
     max_ulp: int
-    deciles: tuple[Decile, ...]
     first_divergence: Divergence | None
     shown: Measuring
     """What causes show in."""
@@ -179,8 +151,6 @@ def examine(sample: Sample, index: int) -> Problem | Facts | None:
     ulps = ulp_distance(train, rollout)
     nonzero = ulps != 0
     abs_diff = (train.double() - rollout.double()).abs()
-    if not math.isfinite(float(abs_diff.sum())):
-        raise OverflowError("the sum of the differences is no finite number")
     divergence = None
     if (first := first_true(nonzero)) is not None:
         position = int(active_T.nonzero()[first])
@@ -199,27 +169,16 @@ def examine(sample: Sample, index: int) -> Problem | Facts | None:
         rollout_dtype=str(sample.rollout.dtype).removeprefix("torch."),
         train_versions=_version_names(sample.train_version),
         rollout_versions=_version_names(sample.rollout_versions),
+        is_recorded=sample.recorded is not None,
         num_active=train.numel(),
         num_nonzero=int(nonzero.sum()),
-        num_signed_zero=int((~same_bits(train, rollout) & ~nonzero).sum()),
         num_nonzero_in_bf16=int((train.bfloat16() != rollout.bfloat16()).sum()),
+        sum_abs_diff=float(abs_diff.sum()),
+        max_abs_diff=float(abs_diff.max()),
         max_ulp=int(ulps.max()),
-        deciles=_deciles(rollout, nonzero, abs_diff),
         first_divergence=divergence,
         shown=_shown(sample, train_T, rollout_T, active_T),
     )
-
-
-def _deciles(rollout: Tensor, nonzero: Tensor, abs_diff: Tensor) -> tuple[Decile, ...]:
-    # A log-prob above 0 is a mistake that must not leave the table.
-    decile = (rollout.double().clamp_max(0.0).exp() * NUM_DECILES).long().clamp_max(NUM_DECILES - 1)
-    num_tokens = decile.bincount(minlength=NUM_DECILES).tolist()
-    num_nonzero = decile[nonzero].bincount(minlength=NUM_DECILES).tolist()
-    rows = []
-    for number in range(NUM_DECILES):
-        found = abs_diff[nonzero & (decile == number)].tolist() if num_nonzero[number] else []
-        rows.append(Decile(num_tokens[number], num_nonzero[number], math.fsum(found), max(found, default=0.0)))
-    return tuple(rows)
 
 
 def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Measuring:
@@ -251,19 +210,19 @@ def _version_names(versions: Any) -> tuple[str, ...]:
     return tuple(str(v) for v in versions) if isinstance(versions, (list, tuple)) else (str(versions),)
 
 
-class Part(NamedTuple):
-    """What one rank found; sample indices are its own."""
+class Found(NamedTuple):
+    """What all samples show."""
 
-    provenance: Any
-    evidence: Evidence
     num_samples: int
     problems: list[Problem]
     facts: list[Facts]
 
 
-def examine_rows(rows: Iterable[Sample], *, provenance: Any, evidence: Evidence) -> Part:
+def examine_rows(rows: Iterable[Sample]) -> Found:
     """Every sample alone; what cannot even be read is a problem of the sample, and no exception."""
-    num_samples, problems, facts = 0, [], []
+    num_samples = 0
+    problems: list[Problem] = []
+    facts: list[Facts] = []
     for index, row in enumerate(rows):
         num_samples += 1
         try:
@@ -274,33 +233,10 @@ def examine_rows(rows: Iterable[Sample], *, provenance: Any, evidence: Evidence)
             problems.append(found)
         elif found is not None:
             facts.append(found)
-    return Part(provenance, evidence, num_samples, problems, facts)
-
-
-def join(parts: list[Part]) -> Part:
-    """One part of all, with samples numbered in rank order, and the problems that only all of them have."""
-    num_samples, problems, facts = 0, [], []
-    for part in parts:
-        problems += [
-            problem if problem.sample is None else problem._replace(sample=problem.sample + num_samples)
-            for problem in part.problems
-        ]
-        for found in part.facts:
-            first = found.first_divergence
-            if first is not None:
-                found = found._replace(first_divergence=first._replace(sample=first.sample + num_samples))
-            facts.append(found)
-        num_samples += part.num_samples
-    provenances = {part.provenance for part in parts}
-    if len(provenances) > 1:
-        problems.append(Problem(f"ranks differ in the provenance of their log-probs: {', '.join(sorted(provenances))}"))
     for side in ("train", "rollout"):
         dtypes = sorted({getattr(found, f"{side}_dtype") for found in facts})
         if len(dtypes) > 1:
             problems.append(Problem(f"the {side} log-probs of some samples are {' and of others '.join(dtypes)}"))
     if not problems and not facts:
         problems.append(Problem("no active token: nothing was compared"))
-    # What one rank alone can show says nothing about the others.
-    sides = zip(*(part.evidence for part in parts), strict=True)
-    evidence = Evidence(*(None if None in shown else "; ".join(dict.fromkeys(shown)) for shown in sides))
-    return Part(parts[0].provenance, evidence, num_samples, problems, facts)
+    return Found(num_samples, problems, facts)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 _MIN_FILES_FOR_PROGRESS = 4
 _COLORS = {
     "EXACT": "green",
-    "EXACT_UP_TO_SIGNED_ZERO": "green",
     "DIFFERENT": "red",
     "UNPROVED": "yellow",
     "INVALID": "magenta",
@@ -34,18 +33,11 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
             "Compares the log-probs of trainer and engine, bit for bit. Files of all ranks: .pt of --dump-details or "
             "--save-debug-train-data; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
             "loss_mask, ... Equal log-probs alone prove nothing: one side may be a copy of the other. They are "
-            "UNPROVED until --provenance, --engine-records or --control says where they come from. Exit code: 0 exact; "
-            "1 different, unproved or invalid; 2 a file cannot be read."
+            "UNPROVED without --engine-records. Exit code: 0 exact; 1 different, unproved or invalid; 2 a file cannot "
+            "be read."
         ),
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="dumps of one or more rollouts")
-    parser.add_argument(
-        "--provenance",
-        choices=("decode", "prefill", "unknown"),
-        default="unknown",
-        help="you state where the rollout log-probs come from. decode: recorded while sampling. prefill: the engine "
-        "scored the finished text again",
-    )
     parser.add_argument(
         "--engine-records",
         nargs="+",
@@ -53,14 +45,6 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="FILE",
         help="files that the engine's side wrote before training (--save-debug-rollout-data of slime and Miles). They "
         "show that the rollout log-probs are the engine's",
-    )
-    parser.add_argument(
-        "--control",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="dumps of a control run: the same code, but trainer and engine must differ, for example without a weight "
-        "sync. They show that neither side is a copy of the other",
     )
     parser.add_argument(
         "--train-weight-version",
@@ -84,27 +68,17 @@ def run_audit(parsed: argparse.Namespace) -> Result:
     # What cannot be used has a verdict of its own here.
     options: dict[str, Any] = {"trust_pickle": parsed.trust_pickle, "need_tokens": False}
     options["watch"] = partial(watch, min_files=_MIN_FILES_FOR_PROGRESS)
-    paths = {name: getattr(parsed, name) or [] for name in ("files", "engine_records", "control")}
-    records, control = (
-        Dumps(paths[name], **options) if paths[name] else None for name in ("engine_records", "control")
-    )
+    records = Dumps(parsed.engine_records, **options) if parsed.engine_records else None
     report = audit_dumps(
-        Dumps(paths["files"], **options),
-        engine_records=records,
-        control=control,
-        provenance=parsed.provenance,
-        train_weight_version=parsed.train_weight_version,
+        Dumps(parsed.files, **options), engine_records=records, train_weight_version=parsed.train_weight_version
     )
-    files = {name: [*map(str, found)] for name, found in paths.items()}
+    files = {name: [*map(str, getattr(parsed, name) or [])] for name in ("files", "engine_records")}
     return Result(files | report.to_dict(), lambda: _show_audit(report), 0 if report.passed else 1)
 
 
 def _show_audit(report: AuditReport) -> None:
     show(report.verdict.value, f"bold {_COLORS[report.verdict.value]}")
     show_grid(report.rows())
-    if report.num_active_tokens:
-        titles = ("probability", "tokens", "different", "mean", "max")
-        show_table(titles, report.decile_rows(), title="by rollout probability")
 
 
 _SIDE = "a saved recording, or a directory of SGLang dumper files"

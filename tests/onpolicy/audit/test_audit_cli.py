@@ -17,12 +17,7 @@ pytest.importorskip("rich", reason="the command shows its report with rich: pip 
 
 
 def main(*arguments: object) -> int:
-    """With a statement of where the rollout log-probs came from, unless a test says otherwise."""
-    return mis_ext_command(["audit", *map(str, arguments), *stated(arguments)])
-
-
-def stated(arguments: tuple[object, ...]) -> list[str]:
-    return [] if "--provenance" in arguments else ["--provenance", "decode"]
+    return mis_ext_command(["audit", *map(str, arguments)])
 
 
 def read(*paths: Path) -> list[DumpedSample]:
@@ -66,17 +61,24 @@ def lines(folder: Path, *rows: dict) -> Path:
 
 
 def report_of(*arguments: object) -> dict:
-    return json_of("audit", *arguments, *stated(arguments))[1]
+    return json_of("audit", *arguments)[1]
 
 
-def test_dumps_of_all_ranks_that_agree_pass(tmp_path, capsys) -> None:
-    paths = [dump(tmp_path, rank, rollout_data(4, 9, seed=rank)) for rank in range(5)]
-    assert main(*paths) == 0
-    shown = capsys.readouterr().out
-    assert "EXACT" in shown
-    assert "0.9 - 1.0" in shown
-    report = report_of(*paths)
-    assert (report["num_samples"], report["num_active_tokens"]) == (10, 65)
+def test_dumps_of_all_ranks_that_agree_pass_with_records_of_the_engine(tmp_path, capsys) -> None:
+    data = [rollout_data(4, 9, seed=rank) for rank in range(5)]
+    paths = [dump(tmp_path, rank, of_rank) for rank, of_rank in enumerate(data)]
+    records = tmp_path / "records.jsonl"
+    with records.open("w") as file:
+        for of_rank in data:
+            for tokens, log_probs in zip(of_rank["tokens"], of_rank["rollout_log_probs"], strict=True):
+                row = {"tokens": tokens.tolist(), "rollout_log_probs": log_probs.tolist()}
+                file.write(json.dumps(row | {"response_length": len(log_probs)}) + "\n")
+    assert main(*paths) == 1
+    assert "UNPROVED" in capsys.readouterr().out
+    assert main(*paths, "--engine-records", records) == 0
+    assert "EXACT" in capsys.readouterr().out
+    report = report_of(*paths, "--engine-records", records)
+    assert (report["num_samples"], report["num_recorded"], report["num_active_tokens"]) == (10, 10, 65)
     assert report["files"] == [str(path) for path in paths]
 
 
@@ -87,14 +89,12 @@ def test_one_ulp_in_the_dump_of_one_rank_is_found_there(tmp_path) -> None:
     data["rollout_log_probs"][0][1] = math.nan
     paths = [dump(tmp_path, 0, rollout_data(3)), dump(tmp_path, 1, data)]
     assert main(*paths) == 1
-    report = report_of(*paths, "--provenance", "prefill")
+    report = report_of(*paths)
     first = report["first_divergence"]
     # Sample 1 of the second file; of its 14 ids the last 9 are the response.
     assert (first["sample"], first["position"], first["token_id"], first["ulps"]) == (2, 6, 1011, 1)
     assert first["name"] == f"{paths[1]}, its sample 1"
     assert (report["verdict"], report["max_ulp"], report["num_active_tokens"]) == ("DIFFERENT", 1, 15)
-    assert report["provenance"] == "prefill"
-    assert "scoring the finished text again" in report["cautions"][0]
 
 
 @pytest.mark.parametrize("key", ["log_probs", "rollout_log_probs"])
@@ -154,7 +154,7 @@ def test_a_bare_rollout_data_with_lists_of_floats_is_read_as_float32(tmp_path) -
     path = tmp_path / "bare.pt"
     torch.save(data, path)
     report = report_of(path)
-    assert (report["verdict"], report["rollout_dtype"]) == ("EXACT", "float32")
+    assert (report["verdict"], report["rollout_dtype"]) == ("UNPROVED", "float32")
 
 
 def test_json_lines_keep_float32_exactly_and_hosts_own_names_are_known(tmp_path) -> None:
@@ -162,7 +162,7 @@ def test_json_lines_keep_float32_exactly_and_hosts_own_names_are_known(tmp_path)
     row = {"log_probs": x.tolist(), "rollout_log_probs": x.tolist(), "tokens": [9, 1, 2, 3, 4, 5, 6]}
     path = lines(tmp_path, row | {"loss_mask": [0, 1, 1, 1, 1, 1], "response_length": 6})
     report = report_of(path)
-    assert (report["verdict"], report["num_active_tokens"], report["train_dtype"]) == ("EXACT", 5, "float32")
+    assert (report["verdict"], report["num_active_tokens"], report["train_dtype"]) == ("UNPROVED", 5, "float32")
     moved = torch.nextafter(x, torch.zeros(6)).tolist()
     late = row | {"rollout_log_probs": [*x.tolist()[:5], moved[5]], "response_length": 6}
     first = report_of(lines(tmp_path, row, late))["first_divergence"]
@@ -180,7 +180,7 @@ def test_null_in_json_lines_is_invalid_unless_masked(tmp_path) -> None:
     row = {"log_probs": [-1.0, -2.0], "rollout_log_probs": [None, -2.0]}
     report = report_of(lines(tmp_path, row))
     assert report["problems"][0]["reason"] == "the rollout log-prob is nan"
-    assert main(lines(tmp_path, row | {"loss_masks": [0, 1]})) == 0
+    assert report_of(lines(tmp_path, row | {"loss_masks": [0, 1]}))["verdict"] == "UNPROVED"
 
 
 def test_ids_and_versions_in_json_lines_are_compared(tmp_path) -> None:
@@ -237,7 +237,7 @@ def test_files_of_rounded_and_of_whole_numbers_are_compared_together(tmp_path) -
     for path, values in zip(paths, ([-0.5, -0.25], [-0.1, -0.25]), strict=True):
         path.write_text(json.dumps({"log_probs": values, "rollout_log_probs": values}))
     report = report_of(*paths)
-    assert (report["verdict"], report["train_dtype"]) == ("EXACT", "float64")
+    assert (report["verdict"], report["train_dtype"]) == ("UNPROVED", "float64")
 
 
 def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:
@@ -245,7 +245,7 @@ def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:
     data |= {"rewards": [np.float64(1.0), np.float32(2.0)], "response_lengths": np.array([4, 9])}
     data["log_probs"] = [x.numpy().copy() for x in data["log_probs"]]
     data["rollout_log_probs"] = [tuple(x.tolist()) for x in data["rollout_log_probs"]]
-    assert main(dump(tmp_path, 0, data)) == 0
+    assert report_of(dump(tmp_path, 0, data))["verdict"] == "UNPROVED"
     data["rollout_log_probs"][0] = (-0.1, -0.2, -0.3, -0.4)
     assert read(dump(tmp_path, 0, data))[0].behavior_log_probs.dtype == torch.float64
 
@@ -253,7 +253,7 @@ def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:
 def test_an_empty_response_has_no_token_ids(tmp_path) -> None:
     empty = {"log_probs": [], "rollout_log_probs": [], "tokens": [5], "response_length": 0, "rollout_token_ids": []}
     whole = IDS | {"tokens": [5, 7, 8], "response_length": 2}
-    assert main(lines(tmp_path, empty, whole)) == 0
+    assert report_of(lines(tmp_path, empty, whole))["verdict"] == "UNPROVED"
 
 
 UNREADABLE = {
@@ -302,7 +302,7 @@ def test_code_in_a_file_runs_only_if_the_user_trusts_it(tmp_path, capsys) -> Non
     assert "--trust-pickle" in error
     assert "Unsupported global: GLOBAL getattr was not an allowed global by default (if it" in error
     assert not mark.exists()
-    assert main(path, "--trust-pickle") == 0
+    assert report_of(path, "--trust-pickle")["verdict"] == "UNPROVED"
     assert mark.exists()
 
 

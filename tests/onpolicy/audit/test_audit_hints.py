@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from audit_lists import GOOD, SHOWN, audit_logprobs, copies, log_probs, tensors, tied_to
+from audit_lists import GOOD, audit_logprobs, copies, log_probs, tensors, tied_to
 
 from mis_ext.onpolicy.audit.audit_report import Verdict
 
@@ -256,14 +256,12 @@ def test_first_tokens_that_are_equal_by_chance_do_not_point_to_decoding() -> Non
 
 def test_cautions_say_what_a_pass_does_not_show() -> None:
     train = log_probs(10)
-    plain = audit_logprobs(train, copies(train), evidence=SHOWN)
-    assert plain.cautions == ()
-    assert plain.hint is None
-    assert "scoring the finished text again" in audit_logprobs(train, copies(train), provenance="prefill").cautions[0]
+    plain = audit_logprobs(train, copies(train))
+    assert (plain.cautions, plain.hint) == ((), None)
     low = [x.bfloat16() for x in train]
-    assert "bfloat16 numbers only" in audit_logprobs(low, copies(low), evidence=SHOWN).cautions[0]
+    assert "bfloat16 numbers only" in audit_logprobs(low, copies(low)).cautions[0]
     moved = [x - 1 for x in low]
     assert audit_logprobs(low, moved, train_weight_version=2, rollout_weight_versions=[1]).cautions == ()
-    stale = audit_logprobs(train, copies(train), train_weight_version=2, rollout_weight_versions=[1], evidence=SHOWN)
+    stale = audit_logprobs(train, copies(train), train_weight_version=2, rollout_weight_versions=[1])
     assert stale.verdict is Verdict.EXACT
     assert "weight versions differ" in stale.cautions[0]

@@ -2,7 +2,6 @@
 """The exactness audit: bits, numbers worked out by hand, and the report that shows them."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -58,16 +57,10 @@ def test_the_first_divergence_has_the_lowest_sample_and_then_the_lowest_position
 
 
 @pytest.mark.parametrize("dtype", list(INTEGER))
-def test_a_signed_zero_is_told_from_the_same_bits_and_from_another_number(dtype) -> None:
+def test_both_zeros_are_the_same_number(dtype) -> None:
     train = torch.tensor([-0.0, -1.0, 0.0], dtype=dtype)
     report = audit_logprobs([train], [torch.tensor([0.0, -1.0, 0.0], dtype=dtype)])
-    assert report.verdict is Verdict.EXACT_UP_TO_SIGNED_ZERO
-    assert report.passed
-    assert (report.num_signed_zero, report.num_nonzero, report.max_ulp, report.mean_abs_diff) == (1, 0, 0, 0.0)
-    assert report.first_divergence is None
-    assert audit_logprobs([train], [train.clone()]).verdict is Verdict.EXACT
-    other = audit_logprobs([train], [torch.tensor([0.0, -1.5, 0.0], dtype=dtype)])
-    assert (other.verdict, other.num_signed_zero, other.num_nonzero) == (Verdict.DIFFERENT, 1, 1)
+    assert (report.verdict, report.num_nonzero, report.max_ulp) == (Verdict.EXACT, 0, 0)
 
 
 def test_two_dtypes_are_compared_as_the_numbers_they_hold() -> None:
@@ -105,21 +98,13 @@ def test_numbers_worked_out_by_hand() -> None:
     train[1][1] -= 1.0
     train[1][2] = NAN
     masks = [torch.tensor([1, 1]), torch.tensor([True, True, False])]
-    report = audit_logprobs(train, rollout, masks=masks, provenance="decode")
+    report = audit_logprobs(train, rollout, masks=masks)
     assert (report.num_samples, report.num_active_tokens, report.num_nonzero) == (2, 4, 3)
     assert report.nonzero_fraction == 0.75
     assert report.mean_abs_diff == pytest.approx(1.75 / 4, rel=1e-6)
     assert report.max_abs_diff == 1.0
     # From 0 to -1.0 are as many float32 numbers as the bits of 1.0 say.
     assert report.max_ulp == 0x3F800000
-    rows = {row.low: row for row in report.deciles if row.num_tokens}
-    assert [*rows] == [0.0, 0.5, 0.9]
-    assert (rows[0.0].num_tokens, rows[0.0].num_nonzero) == (2, 2)
-    assert rows[0.0].mean_abs_diff == pytest.approx(0.375, rel=1e-6)
-    assert rows[0.0].max_abs_diff == pytest.approx(0.5, rel=1e-6)
-    assert rows[0.5][2:] == (1, 0, 0.0, 0.0)
-    assert rows[0.9][2:] == (1, 1, 1.0, 1.0)
-    assert report.deciles[3][2:] == (0, 0, None, None)
 
 
 def test_differences_are_those_of_float64() -> None:
@@ -128,55 +113,18 @@ def test_differences_are_those_of_float64() -> None:
     assert report.max_abs_diff != 1.0
 
 
-@pytest.mark.parametrize("in_one_sample", [True, False])
-def test_the_mean_comes_from_the_exact_sum_in_any_order(in_one_sample) -> None:
-    # A float64 near 2**60 moves in steps of 256: adding 100 to it changes nothing, adding 300 does.
-    differences = [2.0**60, 100.0, 100.0, 100.0]
-    for values in (differences, differences[::-1]):
-        train, rollout = torch.tensor([-1.0 - x for x in values], dtype=torch.float64), torch.full((4,), -1.0).double()
-        if in_one_sample:
-            report = audit_logprobs([train], [rollout])
-        else:
-            report = audit_logprobs([*train.clone().split(1)], [*rollout.split(1)])
-        assert report.mean_abs_diff == (2.0**60 + 256.0) / 4
-        assert report.deciles[3].mean_abs_diff == report.mean_abs_diff
-
-
-@searching(8)
-@given(seed=st.integers(0, 1000), offset=st.sampled_from([0.0, 1e-3, 1.0, 1e4]))
-def test_the_decile_table_sums_to_the_totals(seed, offset) -> None:
-    train = log_probs(17, 1, 30, seed=seed)
-    # Log-probs above 0 too, by mistake.
-    rollout = [torch.where(torch.rand(x.shape) < 0.5, x, x + offset) for x in train]
-    masks = [(torch.arange(len(x)) % 3 != 1).int() for x in train]
-    report = audit_logprobs(train, rollout, masks=masks)
-    rows = report.deciles
-    assert len(rows) == 10
-    assert sum(row.num_tokens for row in rows) == report.num_active_tokens
-    assert sum(row.num_nonzero for row in rows) == report.num_nonzero
-    total = math.fsum(row.mean_abs_diff * row.num_tokens for row in rows if row.num_tokens)
-    assert total == pytest.approx(report.mean_abs_diff * report.num_active_tokens, rel=1e-12)
-    assert max(row.max_abs_diff for row in rows if row.num_tokens) == report.max_abs_diff
-
-
 # --- the report
 
 
 def test_the_report_survives_json_and_its_text_has_every_number() -> None:
     train = log_probs(30)
     rollout = tied_to(train, noise=1e-2)
-    report = audit_logprobs(
-        train, rollout, train_token_ids=[torch.arange(30)], provenance="prefill", rollout_weight_versions=[4]
-    )
+    report = audit_logprobs(train, rollout, train_token_ids=[torch.arange(30)], rollout_weight_versions=[4])
     loaded = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert loaded["verdict"] == "DIFFERENT"
-    assert loaded["passed"] is False
-    assert loaded["mean_abs_diff"] == report.mean_abs_diff
-    assert loaded["deciles"][2]["num_tokens"] == report.deciles[2].num_tokens
+    assert (loaded["verdict"], loaded["passed"], loaded["mean_abs_diff"]) == ("DIFFERENT", False, report.mean_abs_diff)
     assert loaded["first_divergence"]["train"] == train[0][0].item()
     text = str(report)
-    assert text == report.summary()
-    for part in ("DIFFERENT", f"{report.mean_abs_diff:.3g}", f"{report.max_ulp}", "prefill", "rollout 4", "0.9 - 1.0"):
+    for part in ("DIFFERENT", f"{report.mean_abs_diff:.3g}", f"{report.max_ulp}", "1 of them", "rollout 4"):
         assert part in text
     assert "sample 0, position 0: token 0: train " in text
 
