@@ -243,8 +243,6 @@ def native_keys(random: Random) -> dict[str, Any]:
             "name": f"g{number}",
         }
         gates.append(gate | ({"low": low} if low is not None else {}) | ({"high": high} if high is not None else {}))
-    if random.random() < 0.2:
-        gates.append({"reduce": "sum", "low": 0.5, "high": 2.0, "target_accept": 0.8, "target_gain": 0.5})
     found: dict[str, Any] = {"gates": gates, "metrics": "all", "guard": "warn", "max_reject_fraction": 1.0}
     if random.random() < 0.7:
         found["weight"] = {"level": random.choice(("token", "sequence", "geometric")), "mode": "truncate", "high": 2.0}

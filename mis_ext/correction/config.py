@@ -79,12 +79,8 @@ class CorrectionConfig:
                 raise ValueError(f"{key}: {part.hook_obstacle}")
         for guard in self.warn_only:
             check_instance("each of warn_only", guard, str)
-        # A band that a target moves has a name, by which its scale is known.
-        named = label_gates(tuple(self.gates)).items()
-        gates = tuple(
-            gate if gate.target_accept is None else dataclasses.replace(gate, name=name) for name, gate in named
-        )
-        object.__setattr__(self, "gates", gates)
+        label_gates(tuple(self.gates))
+        object.__setattr__(self, "gates", tuple(self.gates))
         object.__setattr__(self, "warn_only", frozenset(self.warn_only))
         if self.normalize_over is not None:
             check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
@@ -127,11 +123,6 @@ class CorrectionConfig:
     def labelled_gates(self) -> dict[str, Gate]:
         """``gates`` by the stem of their metrics."""
         return label_gates(self.gates)
-
-    @property
-    def adapted_gates(self) -> dict[str, Gate]:
-        """The gates whose band follows a target, by the name of its scale."""
-        return {gate.scale_name: gate for gate in self.gates if gate.target_accept is not None}
 
     @property
     def all_gates(self) -> tuple[Gate, ...]:

@@ -39,18 +39,16 @@ class EagerSequences(NamedTuple):
 class EagerBackend:
     """One call's passes, in the order of the methods."""
 
-    def __init__(self, streams: PackedStreams, plan: Plan, band_scales_N: Tensor) -> None:
-        self.streams, self.layout, self.plan, self.band_scales_N = streams, streams.layout, plan, band_scales_N
-        self._band_scales = dict(zip(plan.band_scales, band_scales_N.unbind(), strict=True))
+    def __init__(self, streams: PackedStreams, plan: Plan) -> None:
+        self.streams, self.layout, self.plan = streams, streams.layout, plan
         self.tokens = tokens = streams.tokens
-        given = {
+        self._given = {
             "log_ratio": tokens.log_ratio_T,
             "proximal": tokens.proximal_T,
             "behavior": tokens.behavior_T,
             "valid": tokens.valid_mask_T,
             "response": tokens.response_mask_T,
         }
-        self._given = given | self._band_scales
         self._tokens = NamedValues(self._given, plan.token)
         self._masks: dict[int, Tensor] = {}
 
@@ -83,7 +81,7 @@ class EagerBackend:
         """What follows for sequences from the shares of all context-parallel ranks."""
         plan, table, num_sums = self.plan, self.plan.table, self.plan.num_sum_columns
         *rows, failed_S = [*gathered_WFS[:, :num_sums].sum(0).unbind(), *gathered_WFS[:, num_sums:].amin(0).unbind()]
-        given = dict(zip(plan.column_names, rows, strict=True)) | self._band_scales
+        given = dict(zip(plan.column_names, rows, strict=True))
         for column, name in zip(plan.columns[num_sums:], plan.column_names[num_sums:], strict=True):
             if column.operation == "max":
                 given[name] = -given[name]
@@ -131,7 +129,7 @@ class EagerBackend:
         scales = {}
         if plan.scale_factors:
             scales = scale_values(plan, totals=totals, over_group=over_group, rollout_scale=rollout_scale)
-        of_group = NamedValues(over_group | scales | self._band_scales, GROUP_FORMULAS)
+        of_group = NamedValues(over_group | scales, GROUP_FORMULAS)
         metrics = self._token_metrics(sequences, totals, of_group) if token_metrics and plan.metrics else {}
         if plan.config.metrics_only:
             return Outputs(None, None, metrics)

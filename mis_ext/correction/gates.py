@@ -60,9 +60,6 @@ class Gate:
         after: Name of a gate on tokens. The statistic then ignores the tokens that this other gate removes, and is no
             longer a likelihood ratio of the sequence. If no token is left, the sequence passes.
         name: First part of the names of its metrics; by default ``rs_...``, from its place among the gates.
-        target_accept: Share of the tokens or sequences that should pass. The band starts at ``low`` and ``high``. Once
-            per rollout it is scaled around the on-policy value, see :mod:`mis_ext.hosts.acceptance`.
-        target_gain: How far one rollout moves the scale towards the one that meets the target: 1 moves it all the way.
         pair: The policies that are compared: numerator and denominator of the ratio.
         when: Tokens that can be dropped; in a method alone.
         of_tokens: Tokens that the statistic counts, where it is one of the batch; in a method alone.
@@ -75,8 +72,6 @@ class Gate:
     action: Action = "reject"
     after: str | None = None
     name: str | None = None
-    target_accept: float | None = None
-    target_gain: float = 0.5
     pair: Pair = MISMATCH
     when: When = "always"
     of_tokens: When = "always"
@@ -108,7 +103,6 @@ class Gate:
             isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
         ):
             raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
-        self._check_target()
         if self.hook_obstacle is None:
             self._warn_unusual_bounds()
 
@@ -166,17 +160,10 @@ class Gate:
         """What is compared with the bounds: of a token, or of a sequence."""
         return reduced(self.row.token, self.reduce, over=self.over)
 
-    @property
-    def scale_name(self) -> str:
-        """Name of the factor of both edges, where a target sets it."""
-        return f"band_scale_of_{self.name}"
-
     def compared(self, compare: Callable[..., Tensor], *, value: Formula | None = None) -> Formula:
         """What ``compare(value, low, high)`` says of a value, by default the gate's own, and the edges of the band."""
         value, low, high = self.value if value is None else value, self.log_low, self.log_high
-        if self.target_accept is None:
-            return value.then(lambda x: compare(x, low, high))
-        return value.then(lambda scale, x: compare(x, scale * low, scale * high), self.scale_name)
+        return value.then(lambda x: compare(x, low, high))
 
     def found(self, compare: Callable[..., Tensor]) -> Formula:
         """What ``compare(value, low, high)`` says of the gate's own value; False where the gate looks at no token."""
@@ -220,32 +207,6 @@ class Gate:
         if self.high in (high, math.inf):
             object.__setattr__(self, "high", None)
         return low, high
-
-    def _check_target(self) -> None:
-        check_number("target_gain", self.target_gain, low=0.0, high=1.0, open_low=True)
-        if self.target_accept is None:
-            if self.target_gain != Gate.__dataclass_fields__["target_gain"].default:
-                raise ValueError(f"target_gain={self.target_gain:g} has no effect without target_accept")
-            return
-        check_number("target_accept", self.target_accept, low=0.0, high=1.0, open_low=True, open_high=True)
-        if self.after is not None:
-            raise ValueError(
-                "target_accept does not go with after: the band would follow the tokens another one leaves"
-            )
-        if self.is_of_segments:
-            raise ValueError(f"target_accept is a share of tokens or sequences, got reduce: {self.reduce}")
-        if self.row.on_policy is None:
-            raise ValueError(f"target_accept needs a statistic with an on-policy value, {self.statistic} has none")
-        if self.row.edge(self.row.on_policy) != 0.0:
-            raise ValueError(
-                f"target_accept scales edges, so it needs a statistic that is 0 on-policy (the log of a ratio is), "
-                f"{self.statistic} is {self.row.on_policy:g}"
-            )
-        if not self.log_low < 0.0 < self.log_high:
-            raise ValueError(
-                f"target_accept scales the band about the on-policy value {self.row.on_policy:g}, which must lie "
-                f"inside: got low={self.low} and high={self.high}"
-            )
 
     def _warn_unusual_bounds(self) -> None:
         low, high = self.low, self.high

@@ -549,11 +549,6 @@ def gate_rows(name: str, gate: Gate) -> Iterator[MetricRow]:
         yield row(f"{name}_fraction_high", over, share_of(above), "above the band")
     value = gate.value.then(shown) if gate.row.is_log else gate.value
     yield row(f"{name}_value", over, value, "the statistic itself", mask=gate.over)
-    if gate.target_accept is not None:
-        for side, edge in (("low", gate.log_low), ("high", gate.log_high)):
-            if math.isfinite(edge):
-                bound = Formula(lambda scale, edge=edge: shown(scale * edge), (gate.scale_name,))
-                yield row(f"{name}_bound_{side}", "group", bound, f"the {side} bound of today")
 
 
 def outcome_rows(weight: Weight | None, *, is_normalized: bool, has_kept_denominator: bool) -> Iterator[MetricRow]:

@@ -7,9 +7,8 @@ The engine sampled token ``t`` of a response with probability ``mu_t`` (behavior
 - A weight, which is the ratio of the token or of its response, bounded, multiplies the loss of the token.
 - Gates take out of the loss what differs too much: a statistic of a token, a turn or a response has to lie in a band.
 
-Here is every :class:`~mis_ext.CorrectionConfig`, except that no rollout moves the band of a gate with
-``target_accept``. The rest of this folder computes the same, and metrics, in float32 and in a few passes over packed
-tokens of many ranks. A test holds both against each other.
+Here is every :class:`~mis_ext.CorrectionConfig`. The rest of this folder computes the same, and metrics, in float32 and
+in a few passes over packed tokens of many ranks. A test holds both against each other.
 """
 
 from __future__ import annotations

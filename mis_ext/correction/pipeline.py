@@ -109,8 +109,7 @@ class Correction:
         plan, values = self.plan, self._sequences.values
         over_group = total_values(plan, self._over_group_A)
         scales = scale_values(plan, totals=self.totals, over_group=over_group, rollout_scale=self._rollout_scale)
-        bands = dict(zip(plan.band_scales, self._backend.band_scales_N.unbind(), strict=True))
-        of_group = NamedValues(over_group | scales | bands, GROUP_FORMULAS)
+        of_group = NamedValues(over_group | scales, GROUP_FORMULAS)
         # A sum over measured sequences, and their number, or that of the tokens.
         means: list[Metric] = []
         for row, amount, count in zip(plan.metrics, plan.table.amounts, plan.table.counts, strict=False):
@@ -164,7 +163,6 @@ def compute_correction(
     cp_group: Group | None = None,
     dp_group: Group | None = None,
     rollout_scale: WeightScale | None = None,
-    band_scales_N: Tensor | None = None,
     token_metrics: bool = False,
     failed_rank: int | None = None,
     lag_T: Tensor | None = None,
@@ -181,7 +179,6 @@ def compute_correction(
         cp_group: Ranks that hold other parts of the same sequences; None for one rank.
         dp_group: Ranks that hold other sequences, without context parallelism; None for one rank.
         rollout_scale: The factors of the whole rollout. Needed with ``scope: rollout``, and used only there.
-        band_scales_N: ``[N]``, one for each gate with a ``target_accept``, in their order. Needed only with such gates.
         token_metrics: Also write the selected metrics per token.
         failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
             number in :attr:`Correction.status`.
@@ -189,11 +186,11 @@ def compute_correction(
             NaN where nobody knows. Needed, and used, with ``staleness`` alone.
 
     Raises:
-        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale, the scales of
-            bands or lags are missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
+        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale or lags are
+            missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
     """
     streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
-    backend = prepare(streams, config, cp_group=cp_group, rollout_scale=rollout_scale, band_scales_N=band_scales_N)
+    backend = prepare(streams, config, cp_group=cp_group, rollout_scale=rollout_scale)
     return run_passes(
         backend,
         cp_group=cp_group,
@@ -210,18 +207,15 @@ def prepare(
     *,
     cp_group: Group | None = None,
     rollout_scale: WeightScale | None = None,
-    band_scales_N: Tensor | None = None,
 ) -> Backend:
     """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates.
 
     For callers that have switched gradients off, as for :func:`run_passes`.
     """
     plan = config if isinstance(config, Plan) else plan_of(config)
-    _check(streams, plan, cp_group, rollout_scale, band_scales_N)
+    _check(streams, plan, cp_group, rollout_scale)
     device = streams.proximal_logprobs_T.device
-    if band_scales_N is None:
-        band_scales_N = torch.ones(len(plan.band_scales), device=device)
-    return choose_backend(device)(streams, plan, band_scales_N)
+    return choose_backend(device)(streams, plan)
 
 
 def choose_backend(device: torch.device) -> type[Backend]:
@@ -283,7 +277,6 @@ def _check(
     plan: Plan,
     cp_group: Group | None,
     rollout_scale: WeightScale | None,
-    band_scales_N: Tensor | None,
 ) -> None:
     """Refuse what does not fit together."""
     *log_probs_and_mask, layout, lag_T = streams
@@ -314,13 +307,4 @@ def _check(
         raise ValueError(
             "scope: rollout needs the scale of the rollout, which --rollout-data-postprocess-path "
             "mis_ext.prepare_rollout computes before training"
-        )
-    if plan.band_scales and band_scales_N is None:
-        raise ValueError(
-            "target_accept: no rollout has set the bounds. In slime --rollout-data-postprocess-path "
-            "mis_ext.prepare_rollout does, in other loops Session.adapt; Miles gives none: write fixed bounds"
-        )
-    if band_scales_N is not None and band_scales_N.shape != (len(plan.band_scales),):
-        raise ValueError(
-            f"band_scales_N has the shape {tuple(band_scales_N.shape)}, the gates say {(len(plan.band_scales),)}"
         )

@@ -19,8 +19,8 @@ word           of a token                                            of a sequen
 =============  ====================================================  ===========================================
 
 A token stays in the mask if it is kept and its sequence too: there are ``num_kept`` of them. Given to all formulas are
-the :data:`SCALES`, for a rollout ``band_scale_of_<gate>``, and of a token its ``lag``, ``known_segment``,
-``segment_sum_<token formula>`` and ``segment_mean_...``, which are found before the passes.
+the :data:`SCALES`, and of a token its ``lag``, ``known_segment``, ``segment_sum_<token formula>`` and
+``segment_mean_...``, which are found before the passes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ class Plan:
         group: Formulas of the metrics of the group.
         scale_factors: The fields of :class:`~mis_ext.WeightScale` by which weights are scaled.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
-        band_scales: Names of the numbers that each rollout gives: the scales of the bands that have a target.
     """
 
     config: CorrectionConfig
@@ -162,7 +161,6 @@ class Plan:
     group: tuple[Formula, ...]
     scale_factors: tuple[str, ...]
     needs_group_totals: bool
-    band_scales: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is copied or pickled is the configuration, because functions are not."""
@@ -189,7 +187,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
         if row.is_of_call:
             sequence[row.share_name] = row.share_formula(per_token_loss=config.per_token_loss)
     check_operations({**token, **sequence, **SCALE_FORMULAS, **GROUP_FORMULAS, **spread})
-    given = {*SCALES, *config.adapted_gates}
+    given = {*SCALES}
     table = MetricTable.of(metrics)
 
     # The totals that formulas of the group need, and those of the scales and of the metrics.
@@ -242,7 +240,6 @@ def plan_of(config: CorrectionConfig) -> Plan:
         group=tuple(row.formula for row in metrics[len(of_sequences) :]),
         scale_factors=config.scale_factors,
         needs_group_totals=bool(of_group) or (config.is_scaled and config.scope == "data_parallel"),
-        band_scales=tuple(config.adapted_gates),
     )
 
 

@@ -195,10 +195,9 @@ class Weight:
             raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
         if not self.bound.has_high or self.bound.rejects:
             raise ValueError(f"only_outside has no effect with mode: {self.mode}")
-        if (condition.action, condition.after, condition.name, condition.target_accept) != ("reject", None, None, None):
+        if (condition.action, condition.after, condition.name) != ("reject", None, None):
             raise ValueError(
-                "only_outside takes statistic, reduce, low and high; target_accept, action, after and name have no "
-                "effect"
+                "only_outside takes statistic, reduce, low and high; action, after and name have no effect"
             )
 
     def _warn_unusual_bounds(self, bound: Bound) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -125,11 +124,7 @@ def compute_mis_weights(
         lag_T=None if lags is None else pack("lags", lags, lengths, device=device),
     )
     check_mask(streams.response_mask_R)
-    # All the way in one step: there is no earlier rollout.
-    gates = tuple(gate if gate.target_accept is None else replace(gate, target_gain=1.0) for gate in config.gates)
-    session = Session(config.replace(scope="micro_batch", gates=gates))
-    session.adapt(streams)
-    correction = session.compute(streams, groups=ALONE)
+    correction = Session(config.replace(scope="micro_batch")).compute(streams, groups=ALONE)
     metrics = {name: metric.value() for name, metric in correction.metrics.items()}
     return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics
 

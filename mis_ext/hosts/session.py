@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows, mark_failed, min_over_ranks
+from mis_ext.correction.collectives import Group, mark_failed, min_over_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.correction.plan import plan_of
 from mis_ext.correction.weights import WeightScale
-from mis_ext.hosts.acceptance import AcceptanceLoop
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,
@@ -26,7 +25,6 @@ from mis_ext.hosts.guards import (
     MismatchWarning,
     RejectionMonitor,
     StatusMonitor,
-    raise_if_failed,
 )
 from mis_ext.hosts.packing import TokenLags, pack
 from mis_ext.keys.flat import config_given
@@ -45,7 +43,6 @@ class Session:
         token_lags: The lags of the current rollout's tokens, where the host gives none to its loss; or why there are
             none. The caller sets them, once per rollout.
         rollout_seen: Whether the rollout was prepared, which prompts need. The caller sets it.
-        acceptance: The bounds that adapt to a target; :meth:`adapt` moves them once per rollout.
     """
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
@@ -54,7 +51,6 @@ class Session:
         self.rollout_scale: WeightScale | None = None
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
-        self.acceptance = AcceptanceLoop(config)
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
@@ -87,7 +83,6 @@ class Session:
                 self._plan,
                 cp_group=groups.cp_group,
                 rollout_scale=scale,
-                band_scales_N=self.acceptance.scales_on(mask_R.device) if self.acceptance.is_needed else None,
             )
             if self._guards.armed:
                 self._inspect(backend.tokens, streams, groups)
@@ -103,63 +98,6 @@ class Session:
         if not self._plan.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(correction)
         return correction
-
-    def adapt(self, streams: PackedStreams, *, groups: Groups = ALONE) -> None:
-        """Move the bounds of gates with a ``target_accept``: once per rollout, before its first micro-batch.
-
-        Do not call it within a micro-batch, because a host may compute a micro-batch twice. Without such gates it does
-        nothing.
-
-        Args:
-            streams: This rank's samples of the whole rollout.
-            groups: Ranks that share the rollout; every one of them must call.
-
-        Raises:
-            ValueError: An argument is wrong.
-            RuntimeError: Another rank failed.
-        """
-        layout = streams.layout
-        self.adapt_to(lambda: streams, layout.response_lengths, groups=groups, device=streams.response_mask_R.device)
-
-    @torch.no_grad()
-    def adapt_to(
-        self,
-        make_streams: Callable[[], PackedStreams],
-        response_lengths: Sequence[int],
-        *,
-        groups: Groups,
-        device: torch.device,
-    ) -> None:
-        """:meth:`adapt`, where an error in making the samples is raised after the other ranks know of it."""
-        if not self.acceptance.is_needed:
-            return
-        measuring = Session(self.config.replace(scope="micro_batch", metrics=()))
-        scales_N = torch.ones(len(self.config.adapted_gates), device=device)
-        try:
-            streams = make_streams()
-            backend = prepare(streams, measuring.config, cp_group=groups.cp_group, band_scales_N=scales_N)
-        except Exception:
-            alone = groups.without_data_parallelism
-            failed = measuring.neutral(response_lengths, groups=alone, device=device, fails=True)
-            gather_rows(failed.status, groups.dp_group)
-            raise
-        correction = run_passes(
-            backend, cp_group=groups.cp_group, dp_group=None, rollout_scale=None, token_metrics=False
-        )
-        raise_if_failed(float(gather_rows(correction.status, groups.dp_group).amin()))
-        self.acceptance.move(self.acceptance.needed_scales(correction, streams, groups=groups))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs: plain numbers, equal on all ranks."""
-        return self.acceptance.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`: the bands of gates with a target.
-
-        Raises:
-            ValueError: The state belongs to another configuration.
-        """
-        self.acceptance.load_state_dict(state)
 
     def lags_of(
         self, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device
@@ -270,7 +208,6 @@ class Session:
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             rollout_scale=self.rollout_scale,
-            band_scales_N=self.acceptance.scales_on(streams.response_mask_R.device),
             token_metrics=token_metrics,
             failed_rank=global_rank() if fails else None,
             lag_T=streams.lag_T,

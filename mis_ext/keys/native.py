@@ -36,8 +36,6 @@ KEYS_OF_GATE = (
     "action",
     "after",
     "name",
-    "target_accept",
-    "target_gain",
 )
 
 _NEAR_ONE = 0.02
@@ -133,7 +131,7 @@ def checked_config(
 def _warn_narrow_bands(gates: Iterable[Gate]) -> None:
     """Warn of bands that only geometric means have, where something else is compared with them."""
     for gate in gates:
-        if gate.statistic != "ratio" or gate.reduce.endswith("mean") or gate.target_accept is not None:
+        if gate.statistic != "ratio" or gate.reduce.endswith("mean"):
             continue
         if all(edge is not None and abs(edge - 1.0) < _NEAR_ONE for edge in (gate.low, gate.high)):
             warnings.warn(

@@ -10,6 +10,8 @@ REMOVED: dict[str, str] = {
     "mis_loss_compile": "remove the key",
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
+    "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
+    "rs_gates.target_gain": "remove the key",
 }
 """What to write instead, by the name as users write it.
 

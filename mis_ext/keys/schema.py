@@ -175,12 +175,6 @@ def _gate() -> _Node:
             ),
             "after": {"type": ["string", "null"], "description": "Name of the gate whose tokens this one looks at."},
             "name": {"type": ["string", "null"], "description": "Of its metrics."},
-            "target_accept": _number(
-                "The share that it should accept: its bounds adapt.", low=0.0, high=1.0, open_low=True, open_high=True
-            ),
-            "target_gain": _number(
-                "How far one rollout moves the bounds.", 0.5, low=0.0, high=1.0, open_low=True, nullable=False
-            ),
         },
         description="A gate: what lies outside of its band is dropped.",
     )

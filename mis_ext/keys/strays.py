@@ -33,9 +33,8 @@ _OF_CONFIG = {
 }
 """Fields of a configuration in Python, a preset's name among them, and words of several keys."""
 
-_OURS_ALONE = {"target_accept", "target_gain"}
 PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(({*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - _OURS_ALONE) | {*_OF_CONFIG}, ()),
+    **dict.fromkeys((*KEYS_OF_WEIGHT, *KEYS_OF_GATE, *_OF_CONFIG), ()),
     **dict.fromkeys(_ADVICE_ON_PRESETS, (True,)),
     "level": get_args(HookLevel),
     "mode": tuple(BOUNDS),

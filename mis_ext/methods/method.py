@@ -74,7 +74,7 @@ class Method:
         for i, factor in enumerate(self.factors):
             idle: dict[str, Any] = {}
             if isinstance(factor, Gate):
-                idle = {key: getattr(factor, key) for key in ("after", "name", "target_accept")}
+                idle = {key: getattr(factor, key) for key in ("after", "name")}
             elif isinstance(factor, Weight):
                 idle = {"only_outside": factor.only_outside, "mode": "mask" if factor.mode == "mask" else None}
             for key, value in idle.items():

@@ -50,12 +50,12 @@ def every_kind() -> list[mis_ext.CorrectionConfig]:
             mis_ext.Weight(level=level, mode=mode, only_outside=each, **edges)
             for each in (None, *([condition] if has_condition else []))
         ]
-    target = mis_ext.Gate(low=0.5, high=2.0, target_accept=0.9, name="target")
+    gate = mis_ext.Gate(low=0.5, high=2.0)
     shared = {"metrics": "all", "denominator": "kept"}
     configs = [mis_ext.CorrectionConfig(weight=None, gates=each, **shared) for each in gates]
     for weight, over, per_token in itertools.product(weights, ("kept", "valid"), (False, True)):
         more = {"normalize_over": over, "per_token_loss": per_token}
-        configs.append(mis_ext.CorrectionConfig(weight=weight, gates=(target,), **more, **shared))
+        configs.append(mis_ext.CorrectionConfig(weight=weight, gates=(gate,), **more, **shared))
     return configs
 
 

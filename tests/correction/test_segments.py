@@ -92,7 +92,6 @@ def test_a_segment_ends_with_its_response() -> None:
     ("keys", "message"),
     [
         ("reduce: segment_mean, high: 1.1, after: first", "after: 'first' needs a reduction over the sequence"),
-        ("reduce: segment_mean, high: 1.1, target_accept: 0.9", "share of tokens or sequences, got reduce: segment_m"),
     ],
 )
 def test_what_a_gate_on_segments_cannot_do_is_refused(keys, message) -> None:

@@ -130,23 +130,6 @@ def test_every_context_parallel_rank_vetoes_what_one_of_them_sees(cp_size, at, b
         assert sorted(values.tolist()) == [0.0] * 4 + [pytest.approx(of_each_token)] * 10
 
 
-def test_a_band_that_follows_a_target_does_not_count_sequences_which_it_rejects_at_any_scale() -> None:
-    generator = torch.Generator().manual_seed(1)
-    difference = torch.randn(64, 20, generator=generator) * 0.3
-    behavior = torch.full_like(difference, -2.0)
-    config = mis_ext.CorrectionConfig(gates=(mis_ext.Gate(reduce="min", low=0.5, target_accept=0.5, target_gain=1.0),))
-
-    def scale(rows: slice, *, broken: int) -> float:
-        session, proximal = mis_ext.Session(config), behavior - difference
-        proximal[:broken, 3] = -math.inf
-        proximal, sampled = (x[rows].flatten() for x in (proximal, behavior))
-        layout = mis_ext.PackedLayout.whole([20] * (len(proximal) // 20))
-        session.adapt(mis_ext.PackedStreams(proximal, sampled, torch.ones_like(proximal), layout))
-        return session.state_dict()["scales"]["rs_catastrophic"]
-
-    assert scale(slice(None), broken=16) == scale(slice(16, None), broken=0) != scale(slice(None), broken=0)
-
-
 # --- methods
 
 

@@ -335,13 +335,11 @@ def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_no
     start(HOOK | {"save_path": "mis_ext.compute_mis_weights_with_cp"})
 
 
-TARGET = {"rs_gates": [{"reduce": "token", "low": 0.5, "high": 2.0, "target_accept": 0.9}], "use_rs": True}
-TARGET |= {"rs_lower_bound": 0.1, "rs_upper_bound": 9.0}
 SCALED = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
 PROMPTS = {"mis_prompt_mean": True}
 
 
-@pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS], ids=["target", "scope", "prompts"])
+@pytest.mark.parametrize("needs", [SCALED, PROMPTS], ids=["scope", "prompts"])
 def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs) -> None:
     for switches in (HOOK, LOSS | {"use_tis": True}):
         with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
@@ -414,7 +412,7 @@ def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None
     assert "nothing" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("needs", [TARGET, SCALED, PROMPTS, {}], ids=["target", "scope", "prompts", "nothing"])
+@pytest.mark.parametrize("needs", [SCALED, PROMPTS, {}], ids=["scope", "prompts", "nothing"])
 def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}
 
@@ -435,7 +433,7 @@ def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: py
     assert warned({"use_routing_replay": True, "use_rollout_routing_replay": True}) == bool(needs)
 
 
-@pytest.mark.parametrize("needs", [TARGET, SCALED], ids=["target", "scope"])
+@pytest.mark.parametrize("needs", [SCALED], ids=["scope"])
 @pytest.mark.parametrize("path", [None, "os.path.join"], ids=["none", "of the user"])
 def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
     needs, path, monkeypatch: pytest.MonkeyPatch

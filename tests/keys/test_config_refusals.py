@@ -120,7 +120,6 @@ REFUSED = {
     "{mis: {weight: {}}, scope: rollout, metrics: all}": r"'scope' \(indent it under mis:\); 'metrics' \(indent",
     "{use_tis: true, metrics_only: true}": r"'metrics_only' \(write use_tis: false, and give --get-mismatch-metrics\)",
     "{use_tis: true, gated_mis: true}": r"'gated_mis' \(the name of a preset: write what mis-ext presets gated_mis",
-    "{use_tis: true, target_accept: 0.9}": r"'target_accept' \(indent it under a gate of mis:\)",
     "{use_tis: true, use_rss: true}": r"'use_rss' \(did you mean 'use_rs'\?\)",
     "{use_tis: true, use_rs_: true}": r"'use_rs_' \(did you mean 'use_rs'\?\)",
     "{use_tis: true, veto_threshold: 1.0e-4}": r"'veto_threshold' \(write rs_veto_threshold\)",
@@ -295,7 +294,7 @@ def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
             with pytest.raises(ValueError, match=f"'{name}' "):
                 config_from_mapping({"use_tis": True, name: value})
     assert {"metrics_only", "gated_mis", "level"} <= {name for name, values in PLAIN_WORDS.items() if values}
-    assert {"target_accept", "target_gain", "veto_threshold", "weight"} <= STRAY_KEYS.keys() - PLAIN_WORDS
+    assert {"veto_threshold", "weight"} <= STRAY_KEYS.keys() - PLAIN_WORDS
     for name in STRAY_KEYS.keys() - PLAIN_WORDS:
         with pytest.raises(ValueError, match=f"'{name}' "):
             config_from_mapping({"use_tis": True, name: "anything"})
@@ -402,7 +401,6 @@ def test_bands_of_the_usual_width_and_inherited_ones_of_the_same_level_warn_noth
         "mis: {gates: [{reduce: token, low: 0.98, high: 1.001}, {reduce: sum, low: 0.99, high: 1.02}]}",
         "mis: {gates: [{reduce: min, low: 0.999}]}",
         "mis: {gates: [{reduce: mean, low: 0.999, high: 1.001}]}",
-        "mis: {gates: [{reduce: token, low: 0.99, high: 1.01, target_accept: 0.9}]}",
     ):
         from_yaml(text)
 

@@ -123,7 +123,6 @@ def test_a_wrong_word_a_wrong_type_and_a_misspelling_are_refused(key: str) -> No
         "mis: {gates: [{higj: 2.0}]}",
         "mis: {gates: [{high: '2'}]}",
         "mis: {gates: {high: 2.0}}",
-        "mis: {gates: [{high: 2.0, target_accept: 1.0}]}",
         "mis: {weight: {level: sequence, only_outside: {reduce: most}}}",
         "mis: {guard: {no_such_guard: warn}}",
         "mis: {}",

@@ -164,7 +164,7 @@ def test_any_configuration_goes_through_its_native_keys() -> None:
             config = config.replace(scope="data_parallel")
         keys = json.loads(json.dumps({"use_tis": True, NATIVE_KEY: native_keys(config)}))
         assert mis_ext.config_from_mapping(keys) == config
-    gate = mis_ext.Gate(low=0.5, high=2.0, target_accept=0.9, target_gain=0.2)
+    gate = mis_ext.Gate(low=0.5, high=2.0)
     others = {"metrics": ("mis_k3_kl",), "metric_max": math.inf, "warn_only": {"shifted_log_probs"}}
     config = mis_ext.CorrectionConfig(gates=(gate,), max_reject_fraction=0.3, **others)
     keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys(config)}))

@@ -82,10 +82,9 @@ def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
 
-def target(folder: Path, gain: float) -> list[str]:
-    """Flags for a band that follows a target."""
-    gate = {"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.75, "target_gain": gain}
-    mis = {"weight": {"level": "token"}, "gates": [gate], "metrics": "all", "max_reject_fraction": 1.0}
-    config = folder / "target.yaml"
-    config.write_text(yaml.safe_dump({"use_tis": True, "mis": mis}))
-    return ["--rollout-data-postprocess-path", "mis_ext.prepare_rollout", "--custom-config-path", str(config)]
+def with_all_metrics(folder: Path) -> list[str]:
+    """Flags of another correction, with a gate that reports every metric."""
+    keys = {"use_tis": True, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01}
+    config = folder / "all_metrics.yaml"
+    config.write_text(yaml.safe_dump(keys | {"mis_metrics": "all", "mis_max_reject_fraction": 1.0}))
+    return ["--custom-config-path", str(config)]

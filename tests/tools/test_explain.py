@@ -406,18 +406,6 @@ def test_a_whole_loss_that_contradicts_itself_is_named(tmp_path, capsys) -> None
     )
 
 
-def test_a_band_that_follows_a_target_is_expected_as_it_is_written() -> None:
-    keys = {"reduce": "mean", "low": 0.99, "high": 1.01, "name": "band"}
-    fixed, moving = (
-        explain_config(CorrectionConfig(gates=(Gate(**keys, **more),)), k3=5e-3, length=40)
-        for more in ({}, {"target_accept": 0.9})
-    )
-    assert moving.effect == fixed.effect
-    assert any("towards keeping 90%" in note for note in moving.notes)
-    assert "then scaled so that 90% pass" in moving.steps[2].formula
-    assert not any("towards keeping" in note for note in fixed.notes)
-
-
 def test_what_a_file_says_about_itself_is_a_note_and_no_warning(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("use_tis: true\ntis_lower_bound: 0.5\ntis_upper_bound: 2.0\n")

@@ -32,11 +32,8 @@ _weigh = BoundKernel(kernel(weigh_kernel), BLOCK=TILE)
 class FusedSequences:
     """:class:`~mis_ext.correction.eager.EagerSequences` in two buffers."""
 
-    def __init__(
-        self, plan: Plan, rows: tuple[str, ...], rows_FS: Tensor, totals_A: Tensor, band_scales_N: Tensor
-    ) -> None:
-        self.plan, self.rows, self.rows_FS = plan, rows, rows_FS
-        self.totals_A, self.band_scales_N = totals_A, band_scales_N
+    def __init__(self, plan: Plan, rows: tuple[str, ...], rows_FS: Tensor, totals_A: Tensor) -> None:
+        self.plan, self.rows, self.rows_FS, self.totals_A = plan, rows, rows_FS, totals_A
 
     @property
     def values(self) -> NamedValues:
@@ -44,8 +41,7 @@ class FusedSequences:
         given = dict(zip(self.rows, self.rows_FS.unbind(), strict=True))
         # Compared when they are asked for, which costs a launch.
         masks = {name: _nonzero(given.pop(name)) for name in ("weighted_sequence", "kept_sequence")}
-        bands = dict(zip(self.plan.band_scales, self.band_scales_N.unbind(), strict=True))
-        return NamedValues(given | bands, {**self.plan.sequence, **masks})
+        return NamedValues(given, {**self.plan.sequence, **masks})
 
 
 def _nonzero(row_S: Tensor) -> Formula:
@@ -55,10 +51,10 @@ def _nonzero(row_S: Tensor) -> Formula:
 class TritonBackend:
     """See :class:`~mis_ext.correction.eager.EagerBackend`."""
 
-    def __init__(self, streams: PackedStreams, plan: Plan, band_scales_N: Tensor) -> None:
+    def __init__(self, streams: PackedStreams, plan: Plan) -> None:
         self.streams, self.layout = streams, streams.layout
         self._inputs = tuple(stream.contiguous() for stream in streams[:3])
-        self.plan, self.band_scales_N = plan, band_scales_N
+        self.plan = plan
         self._device = streams.proximal_logprobs_T.device
         if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
             raise ValueError(
@@ -69,7 +65,7 @@ class TritonBackend:
         self._tiles = tiles_of(self.layout)
         self._programs = programs_of(plan, is_whole=self.layout.is_whole)
         # Read by nobody where a plan has no given_names.
-        self._given_TF = band_scales_N
+        self._given_TF = streams.proximal_logprobs_T
 
     @property
     def tokens(self) -> TokenRatios:
@@ -90,7 +86,6 @@ class TritonBackend:
             *self._inputs,
             self._given_TF,
             local.table,
-            self.band_scales_N,
             partials,
             local.num_tiles,
             local.num_pieces,
@@ -120,7 +115,6 @@ class TritonBackend:
             local.table,
             whole.table,
             self._tiles.keep_byte_S,
-            self.band_scales_N,
             keep_bits,
             local.num_tiles,
             local.num_pieces,
@@ -138,10 +132,10 @@ class TritonBackend:
         rows = self._empty(len(self._programs.rows), num_sequences)
         block_totals = self._empty(num_blocks, len(self.plan.totals) + 1)
         decide = self._programs.decisions(gathered_WFS.shape[0])
-        decide(num_blocks, gathered_WFS, self.band_scales_N, rows, block_totals, num_sequences)
+        decide(num_blocks, gathered_WFS, rows, block_totals, num_sequences)
         # The totals of the only block are those of the call.
         totals_A = block_totals.view(-1) if num_blocks == 1 else self.merge_totals(block_totals)
-        return FusedSequences(self.plan, self._programs.rows, rows, totals_A, self.band_scales_N)
+        return FusedSequences(self.plan, self._programs.rows, rows, totals_A)
 
     def merge_totals(self, gathered_WA: Tensor) -> Tensor:
         """See :class:`~mis_ext.correction.eager.EagerBackend`."""
@@ -178,7 +172,6 @@ class TritonBackend:
             over_group_A,
             scale.mean_weight,
             scale.denominator_factor,
-            self.band_scales_N,
             weights_T,
             loss_mask_R,
             metrics_MT,

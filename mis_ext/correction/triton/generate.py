@@ -19,7 +19,7 @@ from mis_ext.correction.triton import kernels
 from mis_ext.correction.triton.launch import BoundKernel, kernel
 from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale
 
-_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, given, band_scales"
+_TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, given"
 _TOKEN_SYMBOLS = {
     "log_ratio": Symbol("log_ratio", "float32"),
     "proximal": Symbol("proximal", "float32"),
@@ -130,8 +130,8 @@ def _decide(plan: Plan) -> str:
         merge = "merged_sum" if column.operation == "sum" else "merged_minimum"
         lines.append(f"{column} = {sign}{merge}(gathered + {index} * num_sequences, valid, rank_stride, NUM_RANKS)")
     lines.append(f"failed = merged_minimum(gathered + {len(columns)} * num_sequences, valid, rank_stride, NUM_RANKS)")
-    given = {column: Symbol(column, "float32") for column in columns}
-    program = Program(given | _band_symbols(plan), plan.sequence)
+    given: dict[str, Symbol] = {column: Symbol(column, "float32") for column in columns}
+    program = Program(given, plan.sequence)
     stored = [(name, program[name]) for name in row_names(plan)]
     sums = totals[: plan.num_sum_totals]
     # Places behind the last sequence count for nothing.
@@ -157,7 +157,7 @@ def _decide(plan: Plan) -> str:
     lines.append(f"out = block_totals + block * {len(totals) + 1}")
     lines += _reduce("tl.sum", summed, "0.0", first=0, stride="1")
     lines += _reduce("tl.min", least, "INFINITY", first=len(sums), stride="1")
-    arguments = "gathered, band_scales, rows, block_totals, block, valid, num_sequences, NUM_RANKS: tl.constexpr"
+    arguments = "gathered, rows, block_totals, block, valid, num_sequences, NUM_RANKS: tl.constexpr"
     return _function("decide", arguments, lines)
 
 
@@ -183,8 +183,8 @@ def _store_metrics(plan: Plan) -> str:
     of_call = _total_symbols(plan, "totals")
     # Loaded before anything is stored, behind which each would be loaded again.
     totals = {name: Symbol(name, "float32") for row in plan.metrics if row.is_of_call for name in row.call_totals}
-    of_sequences = Program(loads | masks | scales | _band_symbols(plan) | totals, {**plan.sequence, **plan.spread})
-    of_group = Program(_total_symbols(plan, "over_group") | scales | _band_symbols(plan), GROUP_FORMULAS)
+    of_sequences = Program(loads | masks | scales | totals, {**plan.sequence, **plan.spread})
+    of_group = Program(_total_symbols(plan, "over_group") | scales, GROUP_FORMULAS)
     lines = []
     for index, row in enumerate(plan.metrics):
         value = of_group.compute(row.formula) if row.over == "group" else of_sequences[row.spread_name]
@@ -194,7 +194,7 @@ def _store_metrics(plan: Plan) -> str:
         )
     arguments = (
         "metrics, num_tokens, is_token, response, column, num_sequences, totals, over_group, "
-        "mean_weight, denominator_factor, scale_factor, band_scales"
+        "mean_weight, denominator_factor, scale_factor"
     )
     loaded = [f"{name} = {of_call[name].text}" for name in totals]
     return _function("store_metrics", arguments, [*loaded, *of_sequences.lines, *of_group.lines, *lines])
@@ -206,11 +206,7 @@ def _token_program(plan: Plan) -> Program:
     given = {
         name: Symbol(f"tl.load(given + {index}, mask=valid, other=0.0)", "float32") for index, name in enumerate(names)
     }
-    return Program(_TOKEN_SYMBOLS | given | _band_symbols(plan), plan.token)
-
-
-def _band_symbols(plan: Plan) -> dict[str, Symbol]:
-    return {name: Symbol(f"tl.load(band_scales + {index})", "float32") for index, name in enumerate(plan.band_scales)}
+    return Program(_TOKEN_SYMBOLS | given, plan.token)
 
 
 def _total_symbols(plan: Plan, pointer: str) -> dict[str, Symbol]:

@@ -118,7 +118,6 @@ def token_statistics_kernel(
     response_mask,
     given_rows,
     table,
-    band_scales,
     partials,
     num_tiles,
     num_pieces,
@@ -133,7 +132,7 @@ def token_statistics_kernel(
     token = begin + lane
     log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
     of_token = given_rows + token.to(tl.int64) * GIVEN
-    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, of_token, band_scales)
+    store_columns(partials + tile, num_tiles, log_ratio, proximal_T, behavior_T, valid, response, of_token)
 
 
 def sequence_statistics_kernel(
@@ -178,7 +177,6 @@ def keep_bits_kernel(
     table,
     whole_table,
     keep_byte,
-    band_scales,
     keep_bits,
     num_tiles,
     num_pieces,
@@ -205,7 +203,7 @@ def keep_bits_kernel(
         token = begin + within
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, local)
         of_token = given_rows + token.to(tl.int64) * GIVEN
-        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, of_token, band_scales)
+        keep = keep | token_kept(log_ratio, proximal_T, behavior_T, valid, local, of_token)
     # Other ranks need this mask: a bit per token is an eighth of what a byte would send.
     bits = tl.reshape(keep.to(tl.int32), [TILE // 8, 8]) << tl.arange(0, 8)[None, :]
     tile_in_sequence = tile - tl.load(whole_table + num_whole_tiles + sequence)
@@ -214,15 +212,12 @@ def keep_bits_kernel(
     tl.store(first_byte + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte * 8 < length)
 
 
-def decisions_kernel(
-    gathered, band_scales, rows, block_totals, num_sequences, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr
-):
+def decisions_kernel(gathered, rows, block_totals, num_sequences, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """Columns of all ranks ``[W, F + 1, S]`` to columns and decisions ``[F, S]``, and a row of ``block_totals``."""
     block = tl.program_id(0)
     sequence = block * BLOCK + tl.arange(0, BLOCK)
     decide(
         gathered + sequence,
-        band_scales,
         rows + sequence,
         block_totals,
         block,
@@ -287,7 +282,6 @@ def output_kernel(
     over_group,
     rollout_mean_weight,
     rollout_denominator_factor,
-    band_scales,
     weights,
     loss_mask,
     metrics,
@@ -324,9 +318,7 @@ def output_kernel(
         log_ratio, proximal_T, behavior_T, valid = load_log_probs(proximal, behavior, token, response)
         of_token = given_rows + token.to(tl.int64) * GIVEN
         # Generated from Weight.formula and the gates, see _token_outputs in generate.py.
-        weight, weighted, kept = token_outputs(
-            log_ratio, proximal_T, behavior_T, valid, response, of_token, band_scales
-        )
+        weight, weighted, kept = token_outputs(log_ratio, proximal_T, behavior_T, valid, response, of_token)
         # Spread before they are compared: the interpreter cannot spread a bool.
         in_weighted = tl.full([TILE], tl.load(column + WEIGHTED_ROW * num_sequences), tl.float32) != 0
         # The weight of a token is its own times that of its sequence, which decisions_kernel has stored, and the scale.
@@ -349,7 +341,6 @@ def output_kernel(
         mean_weight,
         denominator_factor,
         scale_factor,
-        band_scales,
     )
 
 

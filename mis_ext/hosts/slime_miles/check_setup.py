@@ -448,9 +448,7 @@ def _not_called(args: Any, why: str) -> ValueError:
 
 def _needs_of_rollout(config: RunConfig) -> list[str]:
     """What looks at the whole rollout before its first micro-batch."""
-    needs = [f"a gate with target_accept ({name})" for name in config.correction.adapted_gates]
-    if config.group is not None and config.group.needs_rollout is not None:
-        needs.append(config.group.needs_rollout)
+    needs = [config.group.needs_rollout] if config.group is not None and config.group.needs_rollout is not None else []
     return needs + ["scope: rollout"] * (config.correction.scope == "rollout" and config.correction.is_scaled)
 
 
@@ -583,7 +581,6 @@ def call_once(args: Any, config: RunConfig) -> None:
     session = Session(correction.replace(warn_only=GUARD_NAMES))
     # As the function at --rollout-data-postprocess-path leaves them.
     session.rollout_scale, session.rollout_seen = WeightScale(torch.ones(()), torch.ones(())), True
-    session.acceptance.move(torch.ones(len(correction.adapted_gates)))
     cp_size, dp_size = (read_argument(args, f"{each}_parallel_size") or 1 for each in ("context", "data"))
     groups = Groups.of_places(0, cp_size, _Echo(cp_size), 0, dp_size, _Echo(dp_size))
     # Two chunks of four tokens, and of eight, for each rank.

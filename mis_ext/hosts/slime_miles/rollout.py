@@ -77,11 +77,10 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute what needs the whole rollout on all ranks: bounds of gates, scale of weights, lags, baselines of prompts.
+    """Compute what needs the whole rollout on all ranks: scale of weights, lags, baselines of prompts.
 
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
-    :func:`_token_lags`. Gates with a ``target_accept`` get the bounds of
-    this rollout, see :mod:`mis_ext.hosts.acceptance`. With ``tis_normalize_scope: rollout`` every micro-batch is then
+    :func:`_token_lags`. With ``tis_normalize_scope: rollout`` every micro-batch is then
     scaled by the same two numbers, for any split of the rollout into micro-batches and ranks. With ``mis_denominator:
     kept``, samples that share a rollout share its denominator, as in the host's reducer.
 
@@ -109,15 +108,12 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     if config.staleness:
         session.token_lags = _token_lags(rollout_data)
     is_over_rollout = config.scope == "rollout" and config.is_scaled
-    has_targets = bool(config.adapted_gates)
     key = None if of_prompts is None else of_prompts.needs_rollout
-    if key is None and (config.metrics_only or not (is_over_rollout or has_targets or config.denominator == "kept")):
+    if key is None and (config.metrics_only or not (is_over_rollout or config.denominator == "kept")):
         return
     if rollout_data is None:
         if key is not None:
             raise ValueError(f"{key}: Miles passes no rollout data; remove it")
-        if has_targets:
-            raise ValueError("target_accept: this host passes no rollout data; write fixed bounds")
         if is_over_rollout:
             raise ValueError("tis_normalize_scope: rollout: this host passes no rollout data; use data_parallel")
         return
@@ -133,19 +129,11 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
         return streams._replace(lag_T=session.lags_of(*sides, device=device))
 
-    if has_targets:
-        session.adapt_to(
-            lambda: packed("target_accept"),
-            lengths,
-            groups=groups,
-            device=device,
-        )
     if of_prompts is not None and key is not None:
         _compare_prompts(of_prompts, session, rollout_data, packed, groups=groups, device=device)
     if config.metrics_only or not (is_over_rollout or config.denominator == "kept"):
         return
     over_rollout = Session(config.replace(scope="micro_batch", metrics=()))
-    over_rollout.acceptance = session.acceptance
     denominator_S = streams = None
     try:
         if config.denominator == "kept" and not config.per_token_loss:
@@ -224,7 +212,6 @@ def _compare_prompts(
     key = str(of_prompts.needs_rollout)
     lengths = rollout_data.get("response_lengths") or ()
     measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
-    measuring.acceptance = session.acceptance
     streams = None
     try:
         own = _samples_of(of_prompts, rollout_data, key=key, device=device)

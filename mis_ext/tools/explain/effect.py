@@ -256,7 +256,6 @@ def _measured(
             **streams,
             response_mask_R=mask_T,
             config=config.replace(metrics=(), scope="data_parallel"),
-            band_scales_N=torch.ones(len(config.adapted_gates)),
             # Of the mismatch alone: all tokens are fresh.
             lag_T=torch.zeros_like(advantages_T),
         )

@@ -128,8 +128,6 @@ def _weight_step(weight: Weight) -> Step:
 def _gate_step(name: str, gate: Gate) -> Step:
     what = "segments" if gate.is_of_segments else "tokens" if gate.is_of_tokens else "whole responses"
     after = "" if gate.after is None else f", of the tokens that {gate.after} leaves"
-    if gate.target_accept is not None:
-        after += f" at first; then scaled so that {gate.target_accept:.0%} pass"
     if gate.action == "reject":
         meaning = "outside of it the mask is 0. So there is no policy loss, and no KL or entropy term of the host"
     else:
@@ -379,12 +377,6 @@ def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
         yield (
             f"by the law no ratio reaches the bound {weight.high:g}: it acts only on heavy tails, which the law lacks"
         )
-    for name, gate in config.labelled_gates.items():
-        if gate.target_accept is not None:
-            yield (
-                f"{name}: each rollout moves the band towards keeping {gate.target_accept:.0%}; the numbers here are "
-                "those of the band as it is written"
-            )
     for name, accepted in effect.accepted.items():
         if math.isnan(accepted):
             yield (

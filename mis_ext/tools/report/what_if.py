@@ -282,8 +282,7 @@ class WhatIf:
 def correct(part: Part, config: CorrectionConfig) -> Correction:
     """The correction of a part, before any normalisation: keep masks and weights are those of the hook.
 
-    A band that follows a target is as it is written: where it went in a run depends on the rollouts before. A dump
-    names the versions of a response, not of its tokens: all of them have the lag of the oldest.
+    A dump names the versions of a response, not of its tokens: all of them have the lag of the oldest.
     """
     layout = part.streams.layout
     lag_S = torch.tensor([origin.versions_behind for origin in part.origins]) if config.staleness else None
@@ -295,7 +294,6 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
         layout=layout,
         config=_plan(config),
         rollout_scale=WeightScale(one, one),
-        band_scales_N=torch.ones(len(config.adapted_gates)),
         lag_T=None if lag_S is None else layout.index.to_tokens(lag_S),
     )
 

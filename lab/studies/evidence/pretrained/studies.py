@@ -37,17 +37,6 @@ BYPASS = Method(name="bypass", bypasses=True)
 # "Rollout routing replay", R3 (arXiv 2510.11370).
 REPLAY = Method(name="replay", replays_routing=True)
 REPLAY_TIS = Method(name="replay, token_tis", keys=TOKEN_TIS.keys, replays_routing=True)
-# The band begins at 1 % and follows the share of answers that it keeps, whatever k3 does.
-FOLLOWING_GATE = Method(
-    name="geometric gate that keeps 90 %",
-    keys={
-        "use_tis": True,
-        "mis": {
-            "gates": [{"reduce": "mean", "low": 0.99, "high": 1.01, "target_accept": 0.9}],
-            "max_reject_fraction": 1.0,
-        },
-    },
-)
 # A slower learner in place of a correction.
 SLOWED = Method(name="none, slower as k3 grows", slows_down=True)
 
@@ -93,8 +82,8 @@ _STALE = [
         dump_steps=(8, 59),
     )
     for age, methods in (
-        (1, (*_MANY, FOLLOWING_GATE, token_tis(1.5), token_tis(5.0))),
-        (4, (*_MANY, FOLLOWING_GATE, token_tis(1.5), token_tis(5.0))),
+        (1, (*_MANY, token_tis(1.5), token_tis(5.0))),
+        (4, (*_MANY, token_tis(1.5), token_tis(5.0))),
         (8, _MANY),
     )
 ]
@@ -245,7 +234,7 @@ def _atlas_moe(name: str, *, num_prompts: int) -> list[PretrainedGroup]:
 _SMOKE = PretrainedGroup(
     name="pretrained_smoke",
     engine=BF16,
-    methods=(NONE, AGAIN, BYPASS, TOKEN_TIS, FOLLOWING_GATE),
+    methods=(NONE, AGAIN, BYPASS, TOKEN_TIS),
     seeds=(1,),
     staleness=1,
     num_steps=3,

@@ -20,7 +20,6 @@ from grpo.trainer import MicroBatch, Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import mis_ext
 from evidence.ensemble import Row
 from evidence.study import NONE
 from mis_ext.onpolicy import RoutedExperts
@@ -203,7 +202,7 @@ class PretrainedTraining:
     def _scores_in_training(self) -> bool:
         """Whether log-probs may come of the pass that trains: nothing before it asks for them."""
         group, method = self.group, self.group.run[0]
-        asked = method.slows_down or group.ages or "target_accept" in str(method.keys)
+        asked = method.slows_down or group.ages
         return bool(group.max_tokens and group.updates and not asked)
 
     def _set_rate(self, found: Mapping[str, float]) -> dict[str, float]:
@@ -217,8 +216,6 @@ class PretrainedTraining:
 
     def _update(self, data: dict[str, Any], batches: list[MicroBatch], step: int) -> dict[str, float]:
         """The optimizer steps of one rollout."""
-        if "mis" in self._args and any("target_accept" in gate for gate in self._args.mis.get("gates", ())):
-            mis_ext.prepare_rollout(self._args, step, data)
         per_update = len(batches) // self.group.updates
         logged = []
         for start in range(0, len(batches), per_update):
