@@ -2,18 +2,17 @@
 """What corrections do to training: run studies, go on with them, and draw conclusions.
 
     python lab/studies/evidence.py list
-    python lab/studies/evidence.py run fp8_cache --device cuda      # what is not there yet; Ctrl-C and again goes on
-    python lab/studies/evidence.py run staleness --only '*_4'       # some of its groups
-    python lab/studies/evidence.py run staleness --seeds 5 6 7 8    # more seeds: compact and report take them too
-    python lab/studies/evidence.py compact                          # a file per study of what ran
-    python lab/studies/evidence.py report                           # tables and plots of everything that ran
-    python lab/studies/evidence.py baseline                         # does rejection bias the baseline of a group?
-    python lab/studies/evidence.py alert                            # when would an alert on k3 have fired?
+    python lab/studies/evidence.py run collapse_correction --model QWEN   # what is missing; Ctrl-C and again goes on
+    python lab/studies/evidence.py run collapse_ladder --only '*_int4*'   # some of its groups
+    python lab/studies/evidence.py run collapse_ladder --seeds 5 6        # more seeds: compact and report take them too
+    python lab/studies/evidence.py compact                                # a file per study of what ran
+    python lab/studies/evidence.py report                                 # pages and pictures of the collapse studies
+    python lab/studies/evidence.py alert                                  # when would an alert on k3 have fired?
 
 Results lie in ``lab/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
-a group lies in ``unfinished`` there; ``list`` says how far it got, and a pretrained study's page shows it. Several
+a group lies in ``unfinished`` there; ``list`` says how far it got, and the page shows it. Several
 processes can share a study, on one machine (``--workers 4``) or on several: ``--worker 0/2`` and ``--worker 1/2`` take
-turns in its groups.
+turns in its groups. Revision 16a265ec has the programs of the other studies, whose pages and results are here.
 """
 
 from __future__ import annotations
@@ -31,21 +30,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from evidence.engines import Engines
-from evidence.ensemble import Training
-from evidence.group import Group
-from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, is_over
+from evidence.pretrained.collapse import COLLAPSE_STUDIES, LADDER, is_over
 from evidence.pretrained.group import PretrainedGroup
-from evidence.pretrained.studies import PRETRAINED_STUDIES
 from evidence.results import Results
-from evidence.studies import STUDIES as TOY_STUDIES
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
 
-STUDIES = TOY_STUDIES | {study.name: study for study in (*PRETRAINED_STUDIES, *COLLAPSE_STUDIES)}
+STUDIES = {study.name: study for study in COLLAPSE_STUDIES}
 FOLDER = Path(__file__).parents[1] / "evidence"
 USABLE_MEMORY = 0.95
 """Of a GPU: contexts and NCCL take some that torch does not count."""
@@ -56,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {"list": "what has run", "run": "run what is missing", "compact": "a file per study of what ran"}
-    for name, text in (texts | {"report": "tables and plots"}).items():
+    for name, text in (texts | {"report": "pages and pictures"}).items():
         command = commands.add_parser(name, help=text)
         command.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all by default")
         command.add_argument("--results", type=Path, default=FOLDER / "results")
@@ -80,18 +74,12 @@ def main() -> None:
             command.add_argument("--seconds", type=float, default=float("inf"), help="stop then, keeping the state")
         if name == "report":
             command.add_argument("--output", type=Path, default=FOLDER)
-    commands.add_parser("baseline", help="rejected answers in and out of their group's baseline, exactly")
     commands.add_parser("alert", help="the runs in which k3 rose, of what ran")
     options = parser.parse_args()
-    if options.command == "baseline":
-        from evidence import group_baseline
-
-        group_baseline.report(FOLDER)
-        return
     if options.command == "alert":
         from evidence.pretrained import alert
 
-        alert.report((*PRETRAINED_STUDIES, STUDIES[LADDER]), Results(FOLDER / "results"), FOLDER)
+        alert.report(STUDIES[LADDER], Results(FOLDER / "results"), FOLDER)
         return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
@@ -99,35 +87,15 @@ def main() -> None:
     if options.command == "run" and options.memory_share is not None and not 0 < options.memory_share <= 1:
         parser.error(f"--memory-share must be above 0 and at most 1, got {options.memory_share:g}")
     names = options.studies or STUDIES
-    if options.command == "run" and not options.studies and options.model is None:
-        names = TOY_STUDIES
     results = Results(options.results)
     studies = [STUDIES[name].with_more(results.names()) for name in names]
     if options.command == "run" and options.seeds:
         studies = [STUDIES[name].with_seeds(options.seeds) for name in names]
     if options.command == "report":
         # matplotlib and scipy are slow to import, and no run needs them.
-        from evidence import enumerable, front, group_baseline, overview, precision, signs, verdicts
-        from evidence.floor import Floor
         from evidence.pretrained import collapse_page
-        from evidence.pretrained import report as pretrained
-        from evidence.studies import FEW
 
-        toys = [study for study in studies if study.name in TOY_STUDIES]
-        floor = Floor.of_results((study.with_more(results.names()) for study in TOY_STUDIES.values()), results)
-        verdicts.report(toys, results, options.output, floor)
-        paged = [study for study in studies if study.name not in {*TOY_STUDIES, LADDER, CORRECTION}]
-        pretrained.report(paged, results, options.output)
-        if {study.name for study in studies} & {study.name for study in COLLAPSE_STUDIES}:
-            collapse_page.report(results, options.output)
-        if not options.studies:
-            front.report(results, options.output)
-            front.dashboards(results, FOLDER / "first_look.jsonl", options.output)
-            precision.report(results, options.output)
-            overview.report(results, FOLDER / "README.md", floor)
-            signs.report(results, options.output)
-            enumerable.report(FEW, options.output)
-            group_baseline.report(options.output)
+        collapse_page.report(results, options.output)
         return
     for study in studies:
         if options.command == "list":
@@ -188,37 +156,30 @@ class Places:
     """Starts the training of a group, with an engine that is kept from group to group."""
 
     def __init__(self, device: torch.device, model: Path | None, scratch: Path) -> None:
-        self._engines = Engines(device)
-        self._pretrained = device, model, scratch
+        self._made_of = device, model, scratch
 
-    def prepare(self, group: Group) -> None:
-        """Start a pretrained group's engine, from where no training is among the callers.
+    def prepare(self, group: PretrainedGroup) -> None:
+        """Start a group's engine, from where no training is among the callers.
 
         SGLang keeps exceptions of its imports, and with them the frames of all callers, as long as the process lives.
         """
-        if isinstance(group, PretrainedGroup):
-            self._workplace.engine(group)
+        self._workplace.engine(group)
 
-    def start(self, group: Group) -> Training | PretrainedTraining:
+    def start(self, group: PretrainedGroup) -> PretrainedTraining:
         """Its training, before the first step."""
-        if isinstance(group, PretrainedGroup):
-            from evidence.pretrained.training import PretrainedTraining
+        from evidence.pretrained.training import PretrainedTraining
 
-            return PretrainedTraining(group, self._workplace)
-        batch, length = group.num_prompts * group.samples_per_prompt, group.response_length + 16
-        engine = self._engines.get(group.engine, group.shape, batch=batch, length=length)
-        return Training(group, engine, self._engines.device)
+        return PretrainedTraining(group, self._workplace)
 
     @cached_property
     def _workplace(self) -> Workplace:
-        # Megatron-Core and transformers, which the other studies do without.
+        # Megatron-Core and transformers, which list and report do without.
         from evidence.pretrained.workplace import Workplace
 
-        return Workplace(*self._pretrained)
+        return Workplace(*self._made_of)
 
     def close(self) -> None:
-        """Free the engines."""
-        self._engines.close()
+        """Free the engine."""
         if "_workplace" in self.__dict__:
             self._workplace.close()
 
@@ -227,11 +188,11 @@ class Places:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free the engines."""
+        """Free the engine."""
         self.close()
 
 
-def run_all(groups: Iterable[Group], results: Results, places: Places, stop: Stop) -> list[str]:
+def run_all(groups: Iterable[PretrainedGroup], results: Results, places: Places, stop: Stop) -> list[str]:
     """Run what is missing; one that fails is told and left, and its name is returned. Without memory all are left."""
     failed = []
     for group in groups:
@@ -254,7 +215,7 @@ def run_all(groups: Iterable[Group], results: Results, places: Places, stop: Sto
     return failed
 
 
-def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
+def run(group: PretrainedGroup, results: Results, places: Places, stop: Stop) -> None:
     """Run a group, or go on with it, to its end or a stop."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, TextColumn("reward {task.fields[reward]:.3f}")) as progress:
@@ -263,15 +224,11 @@ def run(group: Group, results: Results, places: Places, stop: Stop) -> None:
         rows = results.resume(group, training)
         with results.saving(group, training, rows) as keep:
             while training.num_steps_done < group.num_steps and not keep.is_over:
-                if training.is_warm:
-                    rows += training.step(keep)
-                    keep.write_now_and_then()
-                    reward = sum(row["reward"] for row in rows[-len(group.runs) :]) / len(group.runs)
-                    progress.update(bar, completed=training.num_steps_done, reward=reward)
-                    keep.is_over = isinstance(group, PretrainedGroup) and is_over(group, rows)
-                else:
-                    training.warm_up()
-                # Not before a step, of the warm-up or of a rollout: every slice gets further.
+                rows += training.step(keep)
+                keep.write_now_and_then()
+                progress.update(bar, completed=training.num_steps_done, reward=rows[-1]["reward"])
+                keep.is_over = is_over(group, rows)
+                # Not before a step: every slice gets further.
                 if stop:
                     break
 

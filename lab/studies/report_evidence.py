@@ -4,9 +4,9 @@
     python lab/studies/report_evidence.py length_fp8_cache dumps/length_fp8_cache
     mis-ext report dumps/length_fp8_cache --out runs/length_fp8_cache
 
-Where a condition of a study kept log-probs of a part of its responses, in float16: all its seeds, a file per step as
-slime writes them. Runs that replay the engine's experts are a condition of their own, with `_replayed` behind its name.
-An unknown name is answered with those there are.
+Of conditions whose log-probs are here, of a part of their responses in float16: all seeds, a file per step as slime
+writes them. Those of the others are in revision 16a265ec. Runs that replay the engine's experts are a condition of
+their own, with `_replayed` behind its name. An unknown name is answered with those there are.
 """
 
 import argparse

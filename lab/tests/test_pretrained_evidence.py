@@ -16,7 +16,7 @@ import numpy as np
 import pretrained_runs
 import pytest
 import torch
-from pretrained_runs import CPU, MARKS, TINY, steps
+from pretrained_runs import CPU, MARKS, steps
 from torch._subclasses import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,20 +24,27 @@ pytestmark = MARKS
 
 from evidence.engines import EngineSpec  # noqa: E402
 from evidence.group import Method  # noqa: E402
-from evidence.pretrained import compact, rate, report, routing, studies  # noqa: E402
+from evidence.pretrained import compact, rate, routing  # noqa: E402
 from evidence.pretrained import training as training_module  # noqa: E402
-from evidence.pretrained.group import PretrainedGroup, runs_of  # noqa: E402
+from evidence.pretrained.group import runs_of  # noqa: E402
 from evidence.pretrained.samplers import SGLangSampler, TransformersSampler, ended  # noqa: E402
 from evidence.pretrained.training import PretrainedTraining  # noqa: E402
 from evidence.pretrained.workplace import Workplace  # noqa: E402
 from evidence.results import Results  # noqa: E402
-from evidence.study import NONE, TOKEN_TIS, Study  # noqa: E402
+from evidence.study import NONE, TOKEN_TIS  # noqa: E402
 from grpo import questions  # noqa: E402
 from grpo.engine import Completion  # noqa: E402
 from grpo.rollout import grade_groups  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 from mis_ext.onpolicy import RoutedExperts  # noqa: E402
+
+AGAIN = Method(name="none, again", stream=1)
+BYPASS = Method(name="bypass", bypasses=True)
+SLOWED = Method(name="none, slower as k3 grows", slows_down=True)
+MASK = {"use_tis": True, "tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 2.0}
+TOKEN_MASK = Method(name="token_mask", keys=MASK)
+REPLAY = Method(name="replay", replays_routing=True)
 
 # A CPU without instructions for bfloat16 multiplies float32 ten times as fast. In bfloat16 train a whole study and a
 # mixture, and engines sample for what needs a mismatch.
@@ -76,7 +83,7 @@ def test_stale_weights_are_those_of_so_many_updates_ago(workplace: Workplace, mo
 
 @pytest.mark.parametrize(
     "method",
-    [studies.BYPASS, studies.TOKEN_MASK, studies.SLOWED],
+    [BYPASS, TOKEN_MASK, SLOWED],
     ids=lambda method: method.name,
 )
 @pytest.mark.usefixtures("graded")
@@ -115,7 +122,7 @@ def test_the_learning_rate_follows_k3_also_after_an_interruption(
 
     def training() -> PretrainedTraining:
         size = {"num_prompts": 1, "samples_per_prompt": 2, "response_length": 1}
-        group = dataclasses.replace(GROUP, methods=(studies.SLOWED,), eval_interval=100, **size)
+        group = dataclasses.replace(GROUP, methods=(SLOWED,), eval_interval=100, **size)
         run = PretrainedTraining(group, workplace)
         monkeypatch.setattr(run._trainer, "train", lambda *_: taken.append(_rate_of(run)) or {"grad_norm": 0.0})
         return run
@@ -147,7 +154,7 @@ def test_a_learning_rate_never_rises_and_has_a_lowest_share() -> None:
 def test_only_the_sampling_differs_between_the_two_uncorrected_arms(workplace: Workplace) -> None:
     asked: dict[str, list[Any]] = {}
     rewards = {}
-    for method in (NONE, studies.AGAIN):
+    for method in (NONE, AGAIN):
         training = PretrainedTraining(dataclasses.replace(GROUP, methods=(method,)), workplace)
         sample = training._engine.sample
         training._engine.sample = (  # type: ignore[method-assign]
@@ -212,64 +219,17 @@ def test_a_trained_checkpoint_is_made_once_and_shared(workplace: Workplace) -> N
     assert not all(torch.equal(first[name], untrained[name].to(first[name].dtype)) for name in first)
 
 
-@pytest.mark.usefixtures("blank_pictures")
-def test_a_study_of_the_first_rollout_keeps_all_of_it_and_says_nothing_of_training(
-    workplace: Workplace, tmp_path: Path
-) -> None:
-    size = TINY | {"num_steps": 1, "num_prompts": 4, "num_evaluated": 1}
-    group = PretrainedGroup(
-        name="atlas", engine=EngineSpec(), methods=(NONE,), seeds=(1,), num_dumped=20, dump_steps=(0,), **size
-    )
-    study = Study(name="atlas", question="How far?", groups=runs_of([group]))
-    results, training = Results(tmp_path / "results"), PretrainedTraining(study.groups[0], workplace)
-    rows: list[dict[str, Any]] = []
-    with results.saving(study.groups[0], training, rows) as keep:
-        rows += training.step(keep)
-    # A new look at the folder.
-    results = Results(tmp_path / "results")
-    assert results.log_probs(study.groups[0])["step0"]["mask"].shape == (1, 20, 4)
-    report.report([study], results, tmp_path / "pages")
-    page = (tmp_path / "pages" / "atlas.md").read_text()
-    for words in ("How far?", "## The mismatch", "Floor", "Failed", "all seeds", "against none"):
-        assert (words in page) == (words in ("How far?", "## The mismatch")), words
-
-
-@pytest.mark.usefixtures("blank_pictures")
-def test_a_run_that_was_stopped_is_on_the_page_and_in_no_comparison(workplace: Workplace, tmp_path: Path) -> None:
-    group = dataclasses.replace(GROUP, num_steps=3, seeds=(1, 2))
-    study = Study(name="stopped", question="How far?", groups=runs_of([group]))
-    whole, stopped = study.groups
-    # The one that is stopped comes first: then no run has finished.
-    for each, num_steps, missing in ((stopped, 2, 2), (whole, 3, 1)):
-        training = PretrainedTraining(each, workplace)
-        rows: list[dict[str, Any]] = []
-        with Results(tmp_path / "results").saving(each, training, rows) as keep:
-            for _ in range(num_steps):
-                rows += training.step(keep)
-        report.report([study], Results(tmp_path / "results"), tmp_path / "pages")
-        page = (tmp_path / "pages" / "stopped.md").read_text()
-        compared, _, left = page.partition("## Stopped before their last step")
-        assert f"| {stopped.name} | 2 of 3 | " in left
-        assert f"**{missing} of 2 runs are missing.**" in compared
-        assert ("| none | 1 |" in compared) == (each is whole)
-
-
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -> Any:
-    """Calls evidence.py with the first study made tiny: all of its runs, two steps each, transformers as engine."""
+    """Calls evidence.py with a study made tiny: two steps each, transformers as engine."""
     spec = importlib.util.spec_from_file_location(
         "evidence_program", Path(__file__).parents[1] / "studies" / "evidence.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    name = "pretrained_floor"
-    study = module.STUDIES[name]
-    groups = tuple(
-        dataclasses.replace(group, **TINY, engine=EngineSpec(), ages=(1,), dump_steps=(0,))
-        for group in study.groups
-        if group.seeds in ((1,), (2,)) and group.learning_rate == 1e-6
-    )
-    monkeypatch.setitem(module.STUDIES, name, dataclasses.replace(study, groups=groups))
+    name = "collapse_ladder"
+    groups = runs_of([dataclasses.replace(GROUP, methods=(NONE, TOKEN_TIS), seeds=(1, 2), dump_steps=(0,))])
+    monkeypatch.setitem(module.STUDIES, name, dataclasses.replace(module.STUDIES[name], groups=groups))
 
     def call(command: str, *flags: str) -> None:
         options = ["--results", str(tmp_path / "results"), *flags]
@@ -281,7 +241,7 @@ def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, tmp_path: Path, monkeypatch) -> None:
+def test_a_whole_study_runs_is_interrupted_and_goes_on(program: Any, tmp_path: Path, monkeypatch) -> None:
     results = Results(tmp_path / "results")
     seen = 0
     whole_step = PretrainedTraining.step
@@ -294,29 +254,20 @@ def test_a_whole_study_runs_is_interrupted_goes_on_and_has_a_page(program: Any, 
         return whole_step(training, keep)
 
     monkeypatch.setattr(PretrainedTraining, "step", step)
-    monkeypatch.setattr(training_module, "STEPS_BETWEEN_AGES", 1)
     with pytest.raises(KeyboardInterrupt):
         program("run", *program.run)
-    assert [results.is_done(group) for group in program.groups] == [True] + [False] * (len(program.groups) - 1)
+    assert [results.is_done(group) for group in program.groups] == [True, False, False, False]
     state = tmp_path / "results" / f"{program.groups[1].name}.state.pt"
     assert state.exists()
     with pytest.raises(SystemExit):
         program("run", *program.run, "--only", "*-seed7-*")
-    # A claim of another process.
-    with Results(tmp_path / "results").claimed(program.groups[-1]) as is_ours:
-        assert is_ours
-        program("run", *program.run)
-    assert not state.exists()
-    assert [results.is_done(group) for group in program.groups] == [True] * (len(program.groups) - 1) + [False]
     program("run", *program.run)
+    assert not state.exists()
     # Every step of every run once, and the one that was interrupted again.
     assert seen == 2 * len(program.groups) + 1
     program("compact")
-    program("report", "--output", str(tmp_path / "pages"))
-    page = (tmp_path / "pages" / "pretrained_floor.md").read_text()
-    for words in ("## Floor", "none, again", "k3 by age", "| pretrained_floor_lr1e-06 | 1 |", "missing"):
-        assert (words in page) == (words != "missing"), words
-    assert (tmp_path / "pages" / "pretrained_floor.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (tmp_path / "results").glob("*.zip")] == ["collapse_ladder.zip"]
+    assert all(Results(tmp_path / "results").is_done(group) for group in program.groups)
     head = Results(tmp_path / "results").machine(program.groups[0])
     assert {"torch", "transformers", "megatron-core", "device"} <= head.keys()
     json.dumps(head)
@@ -366,7 +317,7 @@ def test_the_engines_experts_are_replayed_in_scoring_and_in_training(
     question = lambda rng: (f"{rng.randrange(10 ** rng.randrange(1, 6))} x 7?", lambda answer: 0.0)  # noqa: E731
     monkeypatch.setitem(questions._TASKS, "arithmetic", question)
     size = {"num_prompts": 8, "samples_per_prompt": 2, "micro_batch_size": 4, "num_evaluated": 1}
-    group = dataclasses.replace(MIXTURE, methods=(studies.REPLAY,), ages=(1,), **size)
+    group = dataclasses.replace(MIXTURE, methods=(REPLAY,), ages=(1,), **size)
     training = PretrainedTraining(group, workplace)
     told = tell_experts(training, monkeypatch)
     layouts: list[Any] = []
@@ -446,39 +397,12 @@ def test_flips_are_counted_and_kept_where_the_engine_tells_its_experts(
 
 def test_experts_that_are_not_there_cannot_be_replayed(workplace: Workplace) -> None:
     with pytest.raises(ValueError, match="a method replays routing, and the model has no experts"):
-        dataclasses.replace(GROUP, methods=(NONE, studies.REPLAY))
-    with pytest.raises(ValueError, match="said by the methods"):
-        dataclasses.replace(MIXTURE, replays_routing=True)
+        dataclasses.replace(GROUP, methods=(NONE, REPLAY))
     with pytest.raises(ValueError, match="weights='fp8_blocks' is for dense models"):
         dataclasses.replace(MIXTURE, engine=EngineSpec(kind="sglang", weights="fp8_blocks"))
-    training = PretrainedTraining(dataclasses.replace(MIXTURE, methods=(studies.REPLAY,)), workplace)
+    training = PretrainedTraining(dataclasses.replace(MIXTURE, methods=(REPLAY,)), workplace)
     with pytest.raises(ValueError, match="the engine did not tell the experts"):
         steps(training, 1)
-
-
-@pytest.mark.usefixtures("blank_pictures")
-def test_a_page_tells_replayed_experts_from_the_routers_own(
-    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = dataclasses.replace(MIXTURE, methods=(NONE, studies.REPLAY), dump_steps=(0,), num_evaluated=1)
-    study = Study(name="moe", question="Experts?", groups=runs_of([group]))
-    results = Results(tmp_path / "results")
-    for each in study.groups:
-        training = PretrainedTraining(each, workplace)
-        with monkeypatch.context() as patch:
-            tell_experts(training, patch)
-            rows: list[dict[str, Any]] = []
-            with results.saving(each, training, rows) as keep:
-                rows += [row for _ in range(2) for row in training.step(keep)]
-    report.report([study], Results(tmp_path / "results"), tmp_path / "pages")
-    page = (tmp_path / "pages" / "moe.md").read_text()
-    for words in ("| tiny | 0 |", "| tiny, experts replayed | 0 |", "4 experts in every layer", "noise of 0.3"):
-        assert words in page
-    flipped = page.partition("| flipped tokens |")[2].partition("![where]")[0]
-    assert "| tiny |" in flipped
-    assert "replayed" not in flipped
-    assert "choose other experts than the engine's in some layer at " in page
-    assert "k3 over all steps: none " in page
 
 
 def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -> None:

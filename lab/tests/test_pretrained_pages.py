@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages of a pretrained model's studies say: verdicts above a floor, who learns sooner, what was compared."""
+"""What the pages of the collapse studies say: who collapsed, what a correction saved, which number warned."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 from evidence.archives import Archives
 from evidence.engines import EngineSpec
-from evidence.outcomes import Condition, Difference
-from evidence.pretrained import alert, collapse, collapse_correction, collapse_page, collapse_runs, report, studies
+from evidence.outcomes import Difference, holm
+from evidence.pretrained import alert, collapse, collapse_correction, collapse_page, collapse_runs
 from evidence.pretrained.group import PretrainedGroup, runs_of
 from evidence.results import Results, settings
 from evidence.study import NONE, TOKEN_TIS, Study
@@ -19,194 +18,15 @@ from evidence.study import NONE, TOKEN_TIS, Study
 GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), learning_rate=1e-3)
 
 
-def curves(own: list[float], rewards: list[float] | None = None) -> dict[str, np.ndarray]:
-    return {"own_reward": np.array(own), "reward": np.array(rewards or own)}
-
-
-def arms_of(**finals: list[float]) -> report.Arms:
-    """Each with a flat curve per seed."""
-    return report.Arms(
-        Condition("c", {name: {seed: curves([x] * 12) for seed, x in enumerate(of)} for name, of in finals.items()})
-    )
-
-
-def test_nothing_is_claimed_within_the_floor_and_holm_counts_the_arms() -> None:
-    none = [0.5, 0.5, 0.5, 0.5]
-    better = [0.61, 0.62, 0.61, 0.62]
-    small = [0.513, 0.514, 0.515, 0.512]
-    arms = arms_of(**{"none": none, "none, again": [0.53, 0.47, 0.52, 0.48], "tis": better, "mask": small})
-    assert arms.floor().mean == pytest.approx(0)
-    assert arms.margin() == pytest.approx(0.0468, abs=1e-4)
-    assert (arms.verdict("tis"), arms.verdict("mask")) == ("better", "no difference")
-    assert arms.tokens() is None
-    both = arms_of(**{"none": [0.5, 0.6], "none, again": [0.3, 0.4], "token_tis": [0.7, 0.6], "token_mask": [0.7, 0.8]})
-    assert both.tokens().mean == pytest.approx(0.25)
-    alone = arms_of(**{"none": none, "none, again": none, "tis": better})
-    assert alone.margin() == 0.02
-    assert arms.holm()["tis"] == pytest.approx(2 * alone.holm()["tis"])
-    # Far from 0 for the test, and yet within what chance does here.
-    noisy = arms_of(**{"none": none, "none, again": [0.6, 0.4, 0.6, 0.4], "mask": [0.55, 0.55, 0.551, 0.55]})
-    assert noisy.holm()["mask"] < 0.001
-    assert noisy.verdict("mask") == "no difference"
-    assert arms_of(none=none, tis=better).verdict("tis") == "no floor"
-    # Their standard deviation is 0.0263: 2.306 x 0.0263 / sqrt(9) is 0.0202, 2.262 x 0.0263 / sqrt(10) is 0.0188.
-    assert report.needed_seeds([0.03, -0.02, 0.02, -0.02]) == 10
-    assert report.needed_seeds([0.1]) is None
-
-
-def test_a_run_that_never_rises_has_failed_and_so_has_one_that_falls() -> None:
-    assert report.has_failed(curves([0.1] * 20))
-    assert report.has_failed(curves([0.1, *[0.9] * 19], [0.9] * 20 + [0.1] * 20))
-    assert not report.has_failed(curves([0.1, *[0.9] * 19]))
-    # What is sampled still earns all: the engine's weights stayed behind.
-    assert report.has_failed(curves([0.1, *[0.9] * 18, 0.79], [0.9] * 20))
-    assert not report.has_failed(curves([0.1, *[0.9] * 18, 0.81], [0.9] * 20))
-    assert report.final(np.array([0.0, np.nan, 1.0, 2.0, np.nan, 3.0, 4.0])) == 2.5
-
-
-def test_who_learns_sooner_is_seen_where_all_end_alike() -> None:
-    slow = {seed: curves([0.1, 0.2, 0.6, 1.0, 1.0, 1.0, 1.0]) for seed in (1, 2)}
-    fast = {seed: curves([0.1, 0.7, 0.8, 1.0, 1.0, 1.0, 1.0]) for seed in (1, 2)}
-    arms = report.Arms(Condition("c", {"none": slow, "tis": fast}))
-    assert arms.against_none("tis").mean == 0
-    assert arms.against_none("tis", report.of_all).mean == pytest.approx(0.1)
-    # Most steps have no evaluation.
-    assert report.of_all(np.array([0.0, np.nan, 3.0])) == 1.5
-
-
-def test_a_page_says_when_each_method_had_learned_and_how_far_steps_went() -> None:
-    def run(reward: list[float], k3: float) -> dict[str, np.ndarray]:
-        ratio = [2.0] * (len(reward) - 1) + [300.0]
-        return {
-            name: np.array(values) for name, values in {"reward": reward, "k3": [k3] * 20, "ratio_max": ratio}.items()
-        }
-
-    rising, flat = [0.1] * 8 + [1.0] * 12, [0.1] * 20
-    arms = {"none": {1: run(rising, 0.01), 2: run(rising[3:] + [1.0] * 3, 0.08)}, "tis": {1: run(flat, 0.01)}}
-    condition = Condition("c", arms | {"half": {1: run(flat, 0.01), 2: run(rising, 0.01)}})
-    assert report.steps_to_learn(np.array(rising)) == 8
-    (speed,) = report._speed(condition)
-    assert "by seed: none 5 to 8; tis never; half 8 (1 of 2 seeds)." in speed
-    # Against both uncorrected arms: 10 and 6 for 8 and 5, 6 and 5. What never learns on a seed has no such number.
-    late = {"none, again": {1: run([0.1] * 6 + [1.0] * 14, 0.01), 2: arms["none"][2]}}
-    late |= {"mask": {1: run([0.1] * 10 + [1.0] * 10, 0.01), 2: run([0.1] * 6 + [1.0] * 14, 0.01)}}
-    _, later = report._speed(Condition("c", condition.curves | late))
-    assert later == f"Steps later than the mean of a seed's uncorrected runs: mask {Difference.of_pairs([3, 1])}."
-    assert report._speed(Condition("c", {"none": arms["tis"]})) == []
-    (extremes,) = report._extremes(Condition("c", {"none": arms["none"]}))
-    # Of 13 steps with less than the full reward, five are of the second run.
-    assert "All 40 steps: k3 1.0e-02 to 8.0e-02. It is above 0.07 in 50.0%; while" in extremes
-    assert "earn less than 0.99, in 38.5%." in extremes
-    assert "largest ratio is 2.0 (median), above 100 in 5.0%, 300.0 at most." in extremes
-
-
-def test_a_page_says_how_far_each_method_fell_on_its_way() -> None:
-    def run(own: list[float], k3: float) -> dict[str, np.ndarray]:
-        # Evaluated at every other step.
-        evaluated = np.full(2 * len(own), np.nan)
-        evaluated[::2] = own
-        return {"own_reward": evaluated, "k3": np.r_[np.full(2 * len(own) - 5, 0.5), np.full(5, k3)]}
-
-    none = {1: run([0.1, 0.8, 0.5, 0.7], 0.2), 2: run([0.3, 0.6, 0.7, 0.9], 0.1)}
-    page = report._courses(Condition("c", {"none": none, "tis": {1: run([0.2, 0.3, 0.4, 0.5], 0.01)}}))
-    assert "at steps 0, 2, 4, 6." in page[1]
-    assert page[-2] == "| none | 0.20, 0.70, 0.60, 0.80 | 0.30, 0.00 | 5.0e-01 to 5.0e-01 | 1.0e-01 to 2.0e-01 |"
-    assert page[-1].startswith("| tis | 0.20, 0.30, 0.40, 0.50 | 0.00 |")
-    assert report._courses(Condition("c", {"none": none})) == []
-
-
-def test_uncorrected_runs_of_settings_that_differ_in_precision_alone_are_compared_by_seed() -> None:
-    def setting(offset: float) -> report.Arms:
-        # Seed 3 is run in one setting only, and no setting's correction is looked at.
-        numbers = {"k3": np.full(12, 1e-3), "training_seconds": np.full(12, 1.5), "sampling_seconds": np.full(12, 0.5)}
-        runs = {seed: curves([0.5 + offset + 0.002 * seed] * 12) | numbers for seed in (1, 2, 3)[: 3 if offset else 2]}
-        return report.Arms(Condition("c", {"none": runs, "tis": {1: curves([9.0] * 12)}}))
-
-    fp16 = dataclasses.replace(GROUP, engine=dataclasses.replace(studies.BF16, dtype="float16"), dtype="float16")
-    groups = {
-        "bf16": dataclasses.replace(GROUP, engine=studies.BF16),
-        "fp16": fp16,
-        "aligned": dataclasses.replace(GROUP, engine=studies.BF16, is_aligned=True),
-        "longer": dataclasses.replace(fp16, num_steps=99),
-    }
-    arms = {"bf16": setting(0.0), "fp16": setting(0.25), "aligned": setting(0.1), "longer": setting(0.4)}
-    page = report._between_settings(groups, arms)
-    rows = [line for line in page if line.startswith(tuple(f"| {name}" for name in groups))]
-    assert [row.split(" | ")[0] for row in rows] == ["| bf16", "| fp16", "| aligned"]
-    assert (
-        rows[0]
-        == f"| bf16 | 2 | 0.503 |  |  |  |  | {', '.join(['0.50'] * 5)} | 0, 0, -, - | 1.0e-03 | never | 1.50, 0.50 |"
-    )
-    assert report._reached(np.array([0, 20, 40]), np.array([0.1, 0.3, 0.7]), 0.5) == "30"
-    assert "| 3 | 0.754 | +0.250 [+0.250, +0.250] |" in rows[1]
-    # Of fp16 itself there is none; aligned has 0.15 less, by seed.
-    against_fp16 = [row.split(" | ")[6] for row in rows]
-    assert against_fp16 == ["", "", "-0.150 [-0.150, -0.150]"]
-    alone = report._between_settings({name: groups[name] for name in ("bf16", "aligned")}, arms)
-    assert "against fp16" not in "".join(alone)
-    assert report._engine(groups["aligned"]) == "sglang, bfloat16, aligned with the trainer"
-    # Other settings have nothing to be compared with.
-    assert report._between_settings({"longer": groups["longer"]}, arms) == []
-    assert report._between_settings({name: groups[name] for name in ("fp16", "longer")}, arms) == []
-    assert report._between_settings({name: groups[name] for name in ("fp16", "aligned")}, arms) == []
-
-
-def test_every_setting_is_compared_at_its_own_best_learning_rate() -> None:
-    def setting(late: float, early: float) -> report.Arms:
-        runs = {seed: curves([early + 0.01 * seed] * 4 + [late + 0.01 * seed] * 4) for seed in (1, 2)}
-        return report.Arms(Condition("c", {"none": runs}))
-
-    plain = dataclasses.replace(GROUP, engine=studies.BF16, dtype="bfloat16")
-    groups = {f"bf16 {rate}": dataclasses.replace(plain, learning_rate=rate) for rate in (1e-6, 3e-6)}
-    groups |= {
-        name.replace("16", "16 dithered"): dataclasses.replace(g, is_dithered=True) for name, g in groups.items()
-    }
-    groups["fp16"] = dataclasses.replace(plain, dtype="float16")
-    values = [(0.9, 0.1), (0.8, 0.4), (0.95, 0.3), (0.7, 0.35), (1.0, 1.0)]
-    arms = {name: setting(*each) for name, each in zip(groups, values, strict=True)}
-    rows = report._best_rates(groups, arms)[-4:]
-    assert rows[:2] == [
-        "| last 4 evaluations | bf16 1e-06 | 1e-06 | 0.915 |  |",
-        "| last 4 evaluations | bf16 dithered 1e-06 | 1e-06 | 0.965 | +0.050 [+0.050, +0.050] |",
-    ]
-    assert rows[2].startswith("| all evaluations | bf16 3e-06 | 3e-06 | 0.615 |")
-    assert rows[3] == "| all evaluations | bf16 dithered 1e-06 | 1e-06 | 0.640 | +0.025 [+0.025, +0.025] |"
-    # At one rate there is nothing to choose.
-    for few in (("bf16 1e-06", "fp16"), ("bf16 1e-06", "bf16 3e-06"), ("bf16 1e-06", "bf16 dithered 1e-06")):
-        assert report._best_rates({name: groups[name] for name in few}, arms) == []
-
-
-def test_a_number_that_rises_before_runs_get_worse_is_named_with_its_rank_correlation() -> None:
-    nan = float("nan")
-
-    def run(lost: float, k3: float) -> dict[str, np.ndarray]:
-        """Evaluated at steps 0, 20 and 29; k3 after the last evaluation but one says nothing."""
-        own = [0.1] + [nan] * 19 + [0.8] + [nan] * 8 + [0.8 - lost]
-        numbers = {"k3": [0.5] * 5 + [k3] * 15 + [1 - k3] * 10, "grad_norm": [1.0 + k3 % 0.02] * 30}
-        return {name: np.array(values) for name, values in (numbers | {"own_reward": own, "reward": own}).items()}
-
-    losses = {1: 0.0, 2: 0.04, 3: 0.06, 4: 0.1, 5: 0.2}
-    seeds = {seed: run(lost, 0.01 + lost) for seed, lost in losses.items()}
-    again = {seed: run(lost + 0.01, 0.02 + lost) for seed, lost in losses.items()}
-    arms = report.Arms(Condition("c", {"none": seeds, "none, again": again, "tis": {1: run(0.0, 0.9)}}))
-    assert arms.declines("none") == pytest.approx(list(losses.values()))
-    assert arms.warnings()["k3"][0] == pytest.approx(1)
-    assert abs(arms.warnings()["grad_norm"][0]) < 0.9
-    assert "length" not in arms.warnings()
-    page = "\n".join(report._warnings(arms))
-    assert "Of the 10 uncorrected runs" in page
-    assert "| k3 | +1.00 | 0.00 |" in page
-    # Two that get worse are too few to ask.
-    few = {seed: seeds[seed] for seed in (1, 2, 4, 5)}
-    assert report._warnings(report.Arms(Condition("c", {"none": few}))) == []
-
-
-def test_a_page_says_how_far_a_learning_rate_fell() -> None:
-    slowed = {1: {"learning_rate": np.array([1e-3, 1e-3])}, 2: {"learning_rate": np.array([5e-4, 2e-4])}}
-    condition = Condition("c", {"none": {1: curves([0.1])}, "none, slower as k3 grows": slowed})
-    (line,) = report._rates(GROUP, condition)
-    assert line == "Lowest share of the learning rate, by seed: none, slower as k3 grows 0.20 to 1.00."
-    assert report._rates(GROUP, Condition("c", {"none": {1: curves([0.1])}})) == []
+def test_differences_have_an_interval_and_p_values_count_the_other_comparisons() -> None:
+    difference = Difference.of_pairs([0.1, 0.2, 0.3, 0.2])
+    assert difference[:4] == pytest.approx((0.2, 0.2 - 0.1299, 0.2 + 0.1299, 4), abs=1e-3)
+    assert difference.p_value == pytest.approx(0.0163, abs=1e-4)
+    assert difference.verdict(0.02) == "better"
+    assert difference.verdict(0.02, holm([difference.p_value] * 4)[0]) == "not resolved"
+    assert Difference.of_pairs([0.001, -0.001, 0.002]).verdict(0.02) == "no difference"
+    assert Difference.of_pairs([0.3]).verdict(0.02) == "not resolved"
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
 def test_runs_are_ordered_so_that_what_ran_can_be_compared() -> None:
@@ -448,24 +268,6 @@ def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None
     assert (tmp_path / "collapse.png").exists()
 
 
-@pytest.mark.usefixtures("blank_pictures")
-def test_an_atlas_of_your_own_model_names_its_folder_and_has_its_tails_once(tmp_path: Path) -> None:
-    recorded, own = Archives(Path(__file__).parents[1] / "evidence" / "results"), Archives(tmp_path / "results")
-    (tmp_path / "results").mkdir()
-    name = "collapse_atlas_fp8_products-seed1-none"
-    kept = {f"{step}/{key}": values for step, of in recorded.arrays(name).items() for key, values in of.items()}
-    own.write(name, recorded.head(name) | {"model": "Mine-7B"}, recorded.rows(name), kept)
-    results = Results(tmp_path / "results")
-    report.report([collapse.COLLAPSE_STUDIES[0]], results, tmp_path)
-    for _ in range(2):
-        collapse_page.report(results, tmp_path)
-    page = (tmp_path / "collapse_atlas.md").read_text()
-    assert page.startswith("# Which mismatch does each engine have before any training: Mine-7B?\n")
-    assert "\nMine-7B, questions" in page
-    assert "model Mine-7B" not in page
-    assert page.count("## Reward, and where the mismatch is") == 1
-
-
 def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:
     limits = {name: limit for name, _, limit in collapse_runs.WARNINGS}
     quiet = [1.0] * 12
@@ -476,9 +278,26 @@ def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:
     assert collapse_runs.first_crossing([9.0, *quiet, *[4.0] * 5], limits["grad_norm"]) == 16
 
 
+@pytest.mark.usefixtures("blank_pictures")
+def test_an_atlas_of_your_own_model_is_in_the_table(tmp_path: Path) -> None:
+    recorded, own = Archives(Path(__file__).parents[1] / "evidence" / "results"), Archives(tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    name = "collapse_atlas_fp8_products-seed1-none"
+    own.write(name, recorded.head(name), [recorded.rows(name)[0] | {"k3": 0.125, "reward": 0.5}], {})
+    collapse_page.report(Results(tmp_path / "results"), tmp_path)
+    assert "| fp8_products | 1.2e-01 | 0.500 |  |  |" in (tmp_path / "collapse_runs.md").read_text()
+
+
 def test_an_alert_is_a_mean_of_five_steps_beyond_that_of_the_first_ten() -> None:
     quiet, loud, spike = [0.01] * 20, [0.01] * 10 + [0.06] * 10, [0.01] * 15 + [0.2] + [0.01] * 4
     assert alert.row_of("c", "none", [quiet, loud, spike], [0.5, 0.9, 0.7]) == (
         "| `c` | none | 3 | 1.0e-02 | 1.0 to 6.0 | 1 of 3 | 0 of 3 | 0.50 to 0.90 |"
     )
     assert "| 1 of 1 | 1 of 1 |" in alert.row_of("c", "none", [[0.03] * 10 + [0.16] * 5], [0.5])
+
+
+def test_the_page_of_the_alert_is_that_of_its_results(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[1] / "evidence"
+    (ladder,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.LADDER)
+    alert.report(ladder, Results(folder / "results"), tmp_path)
+    assert (tmp_path / "alert.md").read_text() == (folder / "alert.md").read_text()

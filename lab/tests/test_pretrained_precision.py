@@ -76,7 +76,7 @@ def test_an_aligned_trainer_gives_an_answer_the_same_bits_in_any_batch(workplace
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"engine": EngineSpec()}, "kind='controlled'"), ({"experts": 4}, "experts=4")],
+    [({"engine": EngineSpec()}, "kind='transformers'"), ({"experts": 4}, "experts=4")],
 )
 def test_what_cannot_be_aligned_is_refused(change: dict[str, Any], named: str) -> None:
     aligned = dataclasses.replace(GROUP, engine=EngineSpec(kind="sglang"), is_aligned=True)

@@ -33,42 +33,20 @@ CAUSES = {
     # A cache in fp8 of a small model may have the size of a pretrained model's kernels: then both are named.
     "fp8_cache": "bf16_or_low_precision",
     "length_fp8_cache": "low_precision",
-    "atlas_cache_e4m3": "bf16_or_low_precision",
-    "atlas_cache_e5m2": "low_precision",
-    "atlas_deterministic": "bf16_kernels",
     # SmolLM2-135M in bfloat16 on both sides, fresh weights.
     "pretrained_floor_lr1e-06": "bf16_or_low_precision",
-    "pretrained_floor_lr3e-06": "bf16_or_low_precision",
-    "pretrained_floor_lr1e-05": "bf16_or_low_precision",
     # The same model before training, with other settings of one side.
-    "pretrained_atlas_deterministic": "bf16_or_low_precision",
     "pretrained_atlas_fp16": "bf16_kernels",
     "pretrained_atlas_e4m3_cache": "low_precision",
-    "pretrained_atlas_e5m2_cache": "low_precision",
     "pretrained_atlas_e4m3_weights": "low_precision",
     "pretrained_atlas_fp8_products": "low_precision",
-    "pretrained_atlas_int8_products": "low_precision",
     # The same model in 300 steps of training, k3 up to 9e-2.
-    "pretrained_stories_e5m2_cache": "low_precision",
-    "pretrained_sparse_e5m2_cache": "low_precision",
     "pretrained_stories_bf16": "bf16_or_low_precision",
-    "pretrained_precision_fp16": "bf16_kernels",
-    "pretrained_precision_fp16_e4m3_cache": "low_precision",
     "pretrained_precision_aligned": "equal",
-    "pretrained_precision_fp16_trainer_fp8_products": "low_precision",
-    "pretrained_precision_bf16_dithered": "bf16_or_low_precision",
-    "pretrained_small_updates_bf16_dithered": "bf16_or_low_precision",
-    "pretrained_precision_fp16_engine": "bf16_kernels",
-    "pretrained_precision_fp16_rounded_weights": "bf16_kernels",
     # Updates that reach the trainer's weights and not the engine's: k3 0.24, and a continuum of samples.
     "pretrained_precision_fp16_trainer": "stale_weights",
-    # The model made a mixture of experts, SGLang 0.5.23 on a CPU; its experts replayed; the dense model beside it.
+    # The model made a mixture of experts, SGLang 0.5.23 on a CPU.
     "pretrained_atlas_moe_cpu_mixture": "low_precision",
-    "pretrained_atlas_moe_cpu_mixture_replayed": "bf16_or_low_precision",
-    "pretrained_atlas_moe_cpu_dense": "bf16_or_low_precision",
-    # The same mixture in 60 steps of training, SGLang 0.5.17 on an H200.
-    "pretrained_moe": "low_precision",
-    "pretrained_moe_replayed": "bf16_or_low_precision",
     # Of what was sampled with top-p 0.9, and with the mask on both sides.
     "top_p_sglang_sampled": "top_p_or_top_k",
     "top_p_sglang_kept": "bf16_kernels",
@@ -78,23 +56,11 @@ CAUSES = {
 @cache
 def report_on(study: str) -> Report:
     with TemporaryDirectory() as folder:
-        return make_report(Dumps(write_dumps(study, Path(folder))), preset_candidates(["mis", "gated_mis"]))
-
-
-# Of each cause, and of each kind of model and engine with it, one or two. The others are the record.
-SHORT = {
-    *("moe_mismatch_replayed", "moe", "length_bf16", "fp8_cache", "length_fp8_cache", "pretrained_floor_lr1e-06"),
-    *("pretrained_atlas_fp16", "pretrained_atlas_e4m3_cache", "pretrained_atlas_e4m3_weights"),
-    *("pretrained_atlas_fp8_products", "pretrained_stories_bf16", "pretrained_precision_aligned"),
-    *("pretrained_precision_fp16_trainer", "pretrained_atlas_moe_cpu_mixture"),
-    *("top_p_sglang_sampled", "top_p_sglang_kept"),
-}
+        return make_report(Dumps(write_dumps(study, Path(folder))), preset_candidates(["mis", "sequence_mis"]))
 
 
 @pytest.mark.whole_run
-@pytest.mark.parametrize(
-    "study", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long_run) for name in CAUSES]
-)
+@pytest.mark.parametrize("study", CAUSES)
 def test_the_cause_of_a_measured_mismatch_is_named(study) -> None:
     (found,) = report_on(study).diagnoses
     assert found.cause == CAUSES[study]
@@ -116,8 +82,8 @@ def test_what_to_do_differs_between_an_fp8_cache_and_bf16() -> None:
     fp8, bf16 = (report_on(study).recommendation for study in ("length_fp8_cache", "length_bf16"))
     assert (fp8.name, bf16.name) == ("mis", "none")
     assert bf16.headline == "No correction is needed."
-    (gated,) = (ranked for ranked in fp8.ranking if ranked.name == "gated_mis")
-    assert "rejects_much" in gated.traps
+    (masked,) = (ranked for ranked in fp8.ranking if ranked.name == "sequence_mis")
+    assert "rejects_much" in masked.traps
 
 
 @pytest.mark.whole_run

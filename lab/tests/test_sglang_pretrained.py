@@ -23,9 +23,9 @@ with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
     from evidence.engines import EngineSpec
+    from evidence.group import Method
     from evidence.pretrained.group import PretrainedGroup
     from evidence.pretrained.samplers import Answers, SGLangSampler, Unrounded
-    from evidence.pretrained.studies import REPLAY
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
     from evidence.study import NONE
@@ -193,7 +193,7 @@ def test_a_mixture_is_sampled_scored_and_trained_with_its_own_experts_or_with_th
     place = Workplace(torch.device("cpu"), tmp_path, tmp_path)
     rows = {}
     try:
-        for method in (NONE, REPLAY):
+        for method in (NONE, Method(name="replay", replays_routing=True)):
             training = PretrainedTraining(dataclasses.replace(group, methods=(method,)), place)
             (rows[method.name],) = training.step(lambda name, arrays: None)
     finally:

@@ -7,14 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import mis_ext
 
 from .engines import EngineSpec
-from .policy import Shape
-
-Scoring = Literal["reported", "sampled", "kept"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +21,6 @@ class Method:
     Attributes:
         name: In results and plots.
         keys: Of a configuration file; empty is no correction.
-        like: Instead of ``keys``: reject as many sequences, and of the others as many tokens, as this method does in
-            the run with the same seed, at random. The control for every filter.
         stream: Of random numbers to sample with, of a pretrained model: another one shows what chance alone does.
         bypasses: Of a pretrained model: PPO's ratio is that to the policy that sampled, and nothing is corrected.
         replays_routing: Of a pretrained model: the trainer scores and trains with the experts that the engine chose.
@@ -34,7 +29,6 @@ class Method:
 
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)
-    like: str | None = None
     stream: int = 0
     bypasses: bool = False
     replays_routing: bool = False
@@ -61,21 +55,12 @@ class Group:
         response_length: Tokens.
         staleness: The engine has the weights of so many steps ago.
         learning_rate: Of Adam.
-        warmup_steps: Supervised steps before the first rollout.
         num_prompts: Per rollout.
         samples_per_prompt: Compared with each other for the advantage.
         updates: Optimizer steps per rollout.
         temperature: Of sampling and scoring.
         eval_interval: Steps between evaluations of the trainer's own policy.
         dump_steps: Steps of which the first method's log-probs and log-ratios are kept: some sequences, in float16.
-        shape: Of the decoder.
-        replays_routing: The trainer uses the experts that the engine chose ("rollout routing replay", R3).
-        top_p: Share of the mass that the engine samples from.
-        scoring: With ``top_p`` below 1, of which distribution the log-probs are. ``reported``: the whole one on both
-            sides, as SGLang reports it. ``sampled``: the engine's over the tokens that it kept, the trainer's over all.
-            ``kept``: both over the tokens that the engine kept (its sampling mask).
-        branch_step: Until this step the engine is not stale and no method corrects: the runs of a seed are equal, as if
-            they went on from one checkpoint.
     """
 
     name: str
@@ -86,18 +71,13 @@ class Group:
     response_length: int = 64
     staleness: int = 0
     learning_rate: float = 1e-3
-    warmup_steps: int = 60
     num_prompts: int = 32
     samples_per_prompt: int = 8
     updates: int = 2
     temperature: float = 1.0
     eval_interval: int = 20
     dump_steps: tuple[int, ...] = ()
-    shape: Shape = field(default_factory=Shape)
     replays_routing: bool = False
-    top_p: float = 1.0
-    scoring: Scoring = "reported"
-    branch_step: int = 0
 
     @property
     def runs(self) -> list[tuple[Method, int]]:

@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .archives import Archives
-from .ensemble import Row, Training
+from .archives import Archives, Row
 from .group import Group
+
+if TYPE_CHECKING:
+    from .pretrained.training import PretrainedTraining as Training
 
 UNFINISHED = "unfinished"
 # A process that is killed loses no more than this.
@@ -83,7 +85,11 @@ class Results:
 
     def rows(self, group: Group) -> list[Row]:
         """Of a finished group."""
-        return self._archives.rows(group.name)
+        return self.rows_of(group.name)
+
+    def rows_of(self, name: str) -> list[Row]:
+        """The same by name: of a study whose program is gone, too."""
+        return self._archives.rows(name)
 
     def machine(self, group: Group) -> dict[str, Any]:
         """Where a finished group ran."""

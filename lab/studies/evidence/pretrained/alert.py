@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from .collapse_runs import LAST, SMOOTH, own_rewards, runs_seen
 
 TIMES, HIGHEST = 5.0, 0.1
 """An alert: a mean of ``SMOOTH`` steps above so many times that of the first ``WINDOW``; or above so much."""
-METHODS = (NONE.name, "token_tis")
+SMOLLM2, METHODS = "pretrained_", (NONE.name, "token_tis")
 _HEAD = """# When would an alert on k3 have fired?
 
 `python lab/studies/evidence.py alert`, from the results that are here; nothing runs.
@@ -33,22 +34,25 @@ on held-out questions, mean of the last {last} evaluations. Both from the lowest
 """
 
 
-def report(studies: Iterable[Study], results: Results, folder: Path) -> None:
+def report(ladder: Study, results: Results, folder: Path) -> None:
     """Write ``alert.md``."""
+    small = ((name, results.rows_of(name)) for name in results.names() if name.startswith(SMOLLM2))
+    runs = [(name.partition("-seed")[0], rows[0]["method"], rows) for name, rows in small]
+    seen = runs_seen(ladder.with_more(results.names()), results)
+    runs += [(group.condition, group.run[0].name, rows) for group, rows in seen]
     head = _HEAD.format(window=WINDOW, smooth=SMOOTH, last=LAST, times=TIMES, highest=HIGHEST)
-    rows = [row for study in studies for row in rows_of(study.with_more(results.names()), results)]
-    (folder / "alert.md").write_text(head + "".join(f"{row}\n" for row in rows), encoding="utf-8")
+    (folder / "alert.md").write_text(head + "".join(f"{row}\n" for row in table(runs)), encoding="utf-8")
 
 
-def rows_of(study: Study, results: Results) -> list[str]:
-    """A row of the table for each condition and method of a study."""
-    runs: dict[tuple[str, str], list[tuple[list[float], float]]] = defaultdict(list)
-    for group, steps in runs_seen(study, results):
-        method, k3 = group.run[0].name, [row["k3"] for row in steps]
+def table(runs: Iterable[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> list[str]:
+    """A row for each condition and method, of the steps of each run."""
+    found: dict[tuple[str, str], list[tuple[list[float], float]]] = defaultdict(list)
+    for condition, method, steps in runs:
+        k3 = [row["k3"] for row in steps]
         # An aligned engine has none.
         if method in METHODS and len(k3) >= WINDOW + SMOOTH and all(k3[:WINDOW]):
-            runs[group.condition, method].append((k3, float(np.mean(own_rewards(steps)[-LAST:]))))
-    return [row_of(*key, *zip(*found, strict=True)) for key, found in sorted(runs.items())]
+            found[condition, method].append((k3, float(np.mean(own_rewards(steps)[-LAST:]))))
+    return [row_of(*key, *zip(*of_condition, strict=True)) for key, of_condition in found.items()]
 
 
 def row_of(condition: str, method: str, k3: Sequence[Sequence[float]], own: Sequence[float]) -> str:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evidence.results import Results
 from evidence.study import Study
@@ -40,7 +39,7 @@ PAGE, RUNS = "collapse", "collapse_runs"
 
 
 def report(results: Results, output: Path) -> None:
-    """Write ``collapse.md``, a screen, and ``collapse_runs.md`` with all that ran; add to the pages of the atlases."""
+    """Write ``collapse.md``, a screen, and ``collapse_runs.md`` with all that ran."""
     *atlases, stable, ladder, correction = COLLAPSE_STUDIES
     rule = (
         f"A run **collapsed** if the mean of {WINDOW} steps falls below half of R0 and stays there for {STAYS} steps. "
@@ -91,14 +90,14 @@ def report(results: Results, output: Path) -> None:
         "## The mismatch before any training",
         "",
         "k3 and reward of the untrained model. An engine whose reward is below half of bf16's has a fault, not a "
-        "mismatch. **Measure yours**, a dense Llama, Qwen2 or Qwen3 in a folder: the answers of one engine took 6 to 9 "
-        "s on an H100, beside its start, and the page names the folder.",
+        "mismatch. **Measure yours**, a dense Llama, Qwen2 or Qwen3 in a folder: the responses of one engine took 6 to "
+        "9 s on an H100, without its start. The table of `runs/atlas/collapse_runs.md` has them.",
         "",
         "```bash",
         "python examples/questions/prepare.py gsm_symbolic 4096 runs/atlas/gsm_symbolic.json",
         "bash lab/studies/evidence.sh run collapse_atlas --model FOLDER --results runs/atlas --only '*_bf16-*' "
         "'*_fp8_products-*'",
-        "bash lab/studies/evidence.sh report collapse_atlas --results runs/atlas --output runs/atlas",
+        "bash lab/studies/evidence.sh report --results runs/atlas --output runs/atlas",
         "```",
         "",
         *_atlas_table(atlases, results),
@@ -115,8 +114,6 @@ def report(results: Results, output: Path) -> None:
         path = output / f"{name}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(path)
-    for study in atlases:
-        _append_tails(study, results, output)
 
 
 def _commands(studies: Sequence[Study]) -> list[str]:
@@ -240,42 +237,6 @@ def _atlas_table(studies: Sequence[Study], results: Results) -> list[str]:
         if any(cells):
             lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
-
-
-def _append_tails(study: Study, results: Results, output: Path) -> None:
-    """Reward, tails, and k3 by probability and position, to the page that the atlas has already."""
-    done = [group for group in study.groups if results.is_done(group)]
-    page = output / f"{study.name}.md"
-    title = "## Reward, and where the mismatch is"
-    if not done or not page.exists() or title in page.read_text(encoding="utf-8"):
-        return
-    names = "engine | reward | length | largest ratio | sequence ESS"
-    names += " | k3 where p < 0.1 | 0.1 to 0.6 | above 0.6 | k3 of tokens 1 to 32 | to 128 | later"
-    lines = ["", title, "", f"| {names} |", "|---" * 11 + "|"]
-    forms = {"reward": ".3f", "length": ".0f", "ratio_max": ".3g", "ess_sequence": ".2f"}
-    for group in done:
-        (row,) = results.rows(group)
-        cells = [
-            group.condition.removeprefix(f"{study.name}_"),
-            *(f"{row[name]:{form}}" for name, form in forms.items()),
-        ]
-        lines.append(f"| {' | '.join([*cells, *_where(results.log_probs(group)['step0'])])} |")
-    with page.open("a", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
-
-
-def _where(streams: dict[str, NDArray[Any]]) -> list[str]:
-    """k3 by probability in the engine, and by position."""
-    mask = streams["mask"]
-    probability = np.exp(streams["behavior"].astype(np.float64))
-    d = streams["log_ratio"].astype(np.float64)
-    position = np.broadcast_to(np.arange(mask.shape[-1]), mask.shape)
-    found = []
-    for values, edges in ((probability, (0.0, 0.1, 0.6, 1.01)), (position, (0, 32, 128, mask.shape[-1]))):
-        for low, high in pairwise(edges):
-            part = d[mask & (values >= low) & (values < high)]
-            found.append(f"{(np.expm1(part) - part).mean():.1e}" if part.size else "")
-    return found
 
 
 def _stable_table(study: Study, results: Results) -> list[str]:

@@ -58,7 +58,6 @@ class PretrainedGroup(Group):
     response_length: int = 32
     max_prompt: int = 96
     learning_rate: float = 1e-5
-    warmup_steps: int = 0
     num_prompts: int = 64
     updates: int = 1
     eval_interval: int = 10
@@ -82,8 +81,6 @@ class PretrainedGroup(Group):
     simulated_cache: Literal["", "kv", "qkv"] = ""
 
     def __post_init__(self) -> None:
-        if self.replays_routing:
-            raise ValueError(f"{self.name}: replays_routing is said by the methods of a pretrained model")
         if not self.experts and any(method.replays_routing for method in self.methods):
             raise ValueError(f"{self.name}: a method replays routing, and the model has no experts: set experts")
         if self.experts and self.engine.weights != "auto":

@@ -61,8 +61,8 @@ def create_sampler(
     """
     if spec.kind == "sglang":
         return SGLangSampler(spec, config, batch=batch, length=length, device=device, evaluates=evaluates)
-    if (spec.cache, spec.weights, spec.noise) != ("auto", "auto", 0.0):
-        raise ValueError(f"engine {spec}: with a pretrained model, only SGLang has caches and weights of other dtypes")
+    if (spec.cache, spec.weights) != ("auto", "auto"):
+        raise ValueError(f"engine {spec}: only SGLang has caches and weights of other dtypes")
     return TransformersSampler(config, dtype=getattr(torch, spec.dtype), device=device)
 
 

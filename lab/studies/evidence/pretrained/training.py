@@ -20,7 +20,7 @@ from grpo.trainer import MicroBatch, Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from evidence.ensemble import Row
+from evidence.archives import Row
 from evidence.study import NONE
 from mis_ext.onpolicy import RoutedExperts
 
@@ -45,10 +45,7 @@ class PretrainedTraining:
         num_steps_done: Rollouts trained on.
         sampling_seconds: That the engine took for all of them.
         record: What else results say of where they come from.
-        is_warm: The next step is a rollout.
     """
-
-    is_warm = True
 
     def __init__(self, group: PretrainedGroup, workplace: Workplace) -> None:
         self.group, self.device = group, workplace.device
@@ -79,9 +76,6 @@ class PretrainedTraining:
     def has_begun(self) -> bool:
         """Whether there is anything to save."""
         return self.num_steps_done > 0
-
-    def warm_up(self) -> None:
-        """Nothing: the weights are those of a checkpoint."""
 
     def step(self, keep: Keep) -> list[Row]:
         """One rollout and its optimizer steps. ``keep`` takes log-probs for later analysis, by name."""
