@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mis_ext import dither_master_weights, session_for
+from mis_ext import dither_master_weights
 from mis_ext.onpolicy import RoutingLayout, SimulatedKVCache, record_routing, replay_routing, simulate_kv_cache
 from mis_ext.onpolicy.routing.replay import RoutingRecord
 from mis_ext.onpolicy.routing.routing_layout import LocalRouting
@@ -210,8 +210,6 @@ class Trainer:
         return {
             "model": self._model.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            # Bounds that follow a target; empty without such.
-            "correction": session_for(self._args).state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,7 +217,6 @@ class Trainer:
         self._model.module.load_state_dict(state["model"])
         with megatron_device(self._ranks.device):
             self._optimizer.load_state_dict(state["optimizer"])
-        session_for(self._args).load_state_dict(state["correction"])
 
     def _logits(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         inputs = batch.inputs
