@@ -8,6 +8,7 @@ from typing import Any
 
 REMOVED: dict[str, str] = {
     "mis_loss_compile": "remove the key",
+    "--reasoning": "remove the flag: a turn without its reasoning is of the class different",
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",

@@ -90,26 +90,19 @@ class BoundaryKind(str, Enum):
     CONTIGUOUS = "contiguous"
     """It begins with exactly the ids that are known of an earlier call, from which none went on before."""
     FORK = "fork"
-    """It begins with exactly the ids that are known of an earlier call, and goes on in another way than the calls that
-    went on from there: another branch of the conversation, or what stands behind that call was edited."""
-    RETOKENIZED = "retokenized"
-    """It begins with the same text in other tokens."""
-    RETEMPLATED = "retemplated"
-    """A sampled turn is written another way (white space at its ends and beside tags, JSON), all else is unchanged."""
-    REASONING_STRIPPED = "reasoning_stripped"
-    """A turn lost its reasoning block, all else is unchanged or re-templated."""
+    """It begins with exactly the ids that are known of an earlier call, and differs from the calls that continue that
+    one before any token that these sampled: another branch of the conversation."""
     TRUNCATED_GENERATION = "truncated_generation"
-    """The token limit ended the call before, and what was sampled is followed by something else: the template closed
-    the turn. The ids may continue exactly, or be re-tokenized or re-templated within that turn."""
+    """The token limit ended the call before, and its exact ids are followed by something else: the template closed the
+    turn."""
     RETRY = "retry"
     """The same prompt as any earlier call, and another sample."""
     DUPLICATE = "duplicate"
     """The same prompt, the same sampled ids and log-probs as any earlier call."""
     EMPTY_GENERATION = "empty_generation"
     """The call before it sampled nothing; the prompt begins with exactly the ids that are known."""
-    HISTORY_EDITED = "history_edited"
-    """Anything else: a text that was not sampled, a whole turn, or the words of a sampled turn changed; or it is
-    another conversation."""
+    DIFFERENT = "different"
+    """Anything else; the boundary has the position of the first mismatch, both ids and, with a tokenizer, the texts."""
 
 
 class BoundaryAction(str, Enum):
@@ -131,7 +124,7 @@ class Boundary:
     """Where a call joins the earlier calls of its conversation: how its prompt compares with what is known.
 
     Attributes:
-        kind: The class; None where only a tokenizer could tell and none was given.
+        kind: The class.
         action: What was done.
         earlier: Request id of the call that the prompt was compared with: of those with the most ids in common the
             last, or the last of all.
@@ -145,7 +138,7 @@ class Boundary:
         found_text: The prompt around that position, decoded; None without a tokenizer.
     """
 
-    kind: BoundaryKind | None
+    kind: BoundaryKind
     action: BoundaryAction
     earlier: str
     later: str
@@ -182,9 +175,8 @@ class Built:
     def metrics(self) -> dict[str, int]:
         """Counts, which add up over conversations; each share's denominator is the count its name begins with."""
         trained = sum(sum(sample.loss_mask) for sample in self.samples)
-        kinds = Counter("unclassified" if each.kind is None else each.kind.value for each in self.boundaries)
+        kinds = Counter(each.kind.value for each in self.boundaries)
         actions = Counter(each.action.value for each in self.boundaries)
-        names = [kind.value for kind in BoundaryKind] + ["unclassified"]
         return {
             "generations": self.generations,
             "generations/empty": self.empty_generations,
@@ -193,15 +185,13 @@ class Built:
             "sampled_tokens/trained": trained,
             "sampled_tokens/dropped": self.sampled_tokens - trained,
             "boundaries": len(self.boundaries),
-            **{f"boundaries/{name}": kinds[name] for name in names},
+            **{f"boundaries/{kind.value}": kinds[kind.value] for kind in BoundaryKind},
             **{f"boundaries/{action.value}": actions[action.value] for action in BoundaryAction},
         }
 
 
 class Tokenizer(Protocol):
     """A Hugging Face tokenizer, or anything with its ``encode`` and ``decode``."""
-
-    def __hash__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...  # noqa: D102
 
@@ -265,7 +255,7 @@ class NotASample(RolloutError):
 
 
 class UnprovenTokenIds(RolloutError):
-    """The response has text but no token ids, and the text does not prove them."""
+    """The response has no token ids of what was sampled, or none of the prompt."""
 
 
 class BoundaryError(RolloutError):

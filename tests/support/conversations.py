@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tiny_tokenizers import KEEP_REASONING, PLAIN, STRIP_REASONING, TURN_END, encode, encode_bytewise, render
+from tiny_tokenizers import KEEP_REASONING, STRIP_REASONING, TURN_END, encode, encode_bytewise, render
 from transformers import PreTrainedTokenizerFast
 
 from mis_ext.rollout.generation import FinishReason, Generation, TrainingSample
@@ -45,18 +45,20 @@ class Case(NamedTuple):
 
 
 def contiguous(tokenizer: Any) -> Case:
-    return _tool_turn(tokenizer, "contiguous", '{"name": "get_weather", "arguments": {"city": "München"}}')
+    """The template writes the call of a tool as it was sampled."""
+    tokenizer.chat_template = KEEP_REASONING
+    sampled = '{"name": "get_weather", "arguments": {"city": "München"}}'
+    ids = encode(tokenizer, f"<tool_call>\n{sampled}\n</tool_call>{TURN_END}")
+    function = {"name": "get_weather", "arguments": {"city": "München"}}
+    history = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, *TOOL_RESULT]
+    observation = encode(tokenizer, "\n") + render(tokenizer, TOOL_RESULT)
+    return _two_calls(tokenizer, "contiguous", _first_prompt(tokenizer), ids, render(tokenizer, history), observation)
 
 
 def retokenized(tokenizer: Any) -> Case:
     prompt, (history, observation) = _first_prompt(tokenizer), _history(tokenizer, ANSWER)
     sampled = [*encode_bytewise(tokenizer, ANSWER), *encode(tokenizer, TURN_END)]
-    return _two_calls(tokenizer, "retokenized", prompt, sampled, history, observation)
-
-
-def retemplated(tokenizer: Any) -> Case:
-    """The client parses the call of the tool, and the template writes its JSON anew."""
-    return _tool_turn(tokenizer, "retemplated", ' {"arguments":{"city":"M\\u00fcnchen"},"name":"get_weather"}')
+    return _two_calls(tokenizer, "different", prompt, sampled, history, observation)
 
 
 def reasoning_stripped(tokenizer: Any) -> Case:
@@ -64,7 +66,7 @@ def reasoning_stripped(tokenizer: Any) -> Case:
     sampled = encode(tokenizer, f"<think>\nI know 天気.\n</think>\n\n{ANSWER}{TURN_END}")
     tokenizer.chat_template = STRIP_REASONING
     history = [*QUESTION, {"role": "assistant", "content": f"<think>\nI know 天気.\n</think>\n\n{ANSWER}"}, *MORE]
-    return _two_calls(tokenizer, "reasoning_stripped", prompt, sampled, render(tokenizer, history), [])
+    return _two_calls(tokenizer, "different", prompt, sampled, render(tokenizer, history), [])
 
 
 def truncated_and_closed(tokenizer: Any) -> Case:
@@ -72,14 +74,6 @@ def truncated_and_closed(tokenizer: Any) -> Case:
     observation = encode(tokenizer, TURN_END) + _history(tokenizer, "")[1]
     second = prompt + sampled + observation
     return _two_calls(tokenizer, "truncated_generation", prompt, sampled, second, observation, "length")
-
-
-def truncated_in_a_character(tokenizer: Any) -> Case:
-    """The token limit leaves two of the four bytes of a character, which the client can only send as U+FFFD."""
-    prompt, sampled = _first_prompt(tokenizer), encode_bytewise(tokenizer, "It is 🙂")[:-2]
-    history, observation = _history(tokenizer, "It is \ufffd")
-    observation = encode(tokenizer, TURN_END) + observation
-    return _two_calls(tokenizer, "truncated_generation", prompt, sampled, history, observation, "length")
 
 
 def retry(tokenizer: Any) -> Case:
@@ -98,34 +92,16 @@ def empty_generation(tokenizer: Any) -> Case:
     return _two_calls(tokenizer, "empty_generation", prompt, [], prompt + observation, observation)
 
 
-def history_edited(tokenizer: Any) -> Case:
-    """The system prompt is another in the second call."""
-    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, ANSWER + TURN_END)
-    messages = [{"role": "system", "content": "Think."}, *QUESTION[1:], {"role": "assistant", "content": ANSWER}, *MORE]
-    return _two_calls(tokenizer, "history_edited", prompt, sampled, render(tokenizer, messages), [])
-
-
-def merged_across_the_end(tokenizer: Any) -> Case:
-    """The sampled line break and the template's two are one token of the second prompt."""
-    tokenizer.chat_template = PLAIN
-    prompt, sampled = _first_prompt(tokenizer), encode(tokenizer, "def\n")
-    history, _ = _history(tokenizer, "def\n")
-    return _two_calls(tokenizer, "retokenized", prompt, sampled, history, [])
-
-
 CASES: dict[str, Callable[[Any], Case]] = {
     case.__name__: case
     for case in (
         contiguous,
         retokenized,
-        retemplated,
         reasoning_stripped,
         truncated_and_closed,
-        truncated_in_a_character,
         retry,
         duplicate,
         empty_generation,
-        history_edited,
     )
 }
 
@@ -166,15 +142,6 @@ def _history(tokenizer: PreTrainedTokenizerFast, answer: str) -> tuple[list[int]
     """The second prompt after an answer in text, and what of it is behind the turn's end."""
     behind = encode(tokenizer, "\n") + render(tokenizer, MORE)
     return render(tokenizer, [*QUESTION, {"role": "assistant", "content": answer}, *MORE]), behind
-
-
-def _tool_turn(tokenizer: PreTrainedTokenizerFast, kind: str, sampled: str) -> Case:
-    tokenizer.chat_template = KEEP_REASONING
-    ids = encode(tokenizer, f"<tool_call>\n{sampled}\n</tool_call>{TURN_END}")
-    function = {"name": "get_weather", "arguments": {"city": "München"}}
-    history = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, *TOOL_RESULT]
-    observation = encode(tokenizer, "\n") + render(tokenizer, TOOL_RESULT)
-    return _two_calls(tokenizer, kind, _first_prompt(tokenizer), ids, render(tokenizer, history), observation)
 
 
 def _two_calls(

@@ -33,7 +33,6 @@ class Command:
     arguments: Callable[[Path], list[object]]
     code: int
     says: Callable[[dict[str, Any], str], bool] | None
-    modules: tuple[str, ...] = ()
 
 
 def dump(folder: Path) -> Path:
@@ -125,7 +124,6 @@ COMMANDS = {
         lambda folder: ["check-rollouts", write(folder, *good(), genuine("generate_abort"))],
         1,
         says_check,
-        modules=("msgspec",),
     ),
     "presets": Command(lambda folder: ["presets"], 0, says_presets),
     "presets NAME": Command(lambda folder: ["presets", "mis"], 0, lambda found, text: found["yaml"] == text),
@@ -141,10 +139,7 @@ COMMANDS = {
 
 @pytest.fixture(params=COMMANDS)
 def command(request) -> Command:
-    found = COMMANDS[request.param]
-    for module in found.modules:
-        pytest.importorskip(module)
-    return found
+    return COMMANDS[request.param]
 
 
 @pytest.mark.parametrize(

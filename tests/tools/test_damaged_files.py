@@ -16,7 +16,6 @@ from mis_ext.onpolicy.recording.rows import Rows
 from mis_ext.tools.cli import main
 
 pytest.importorskip("rich")
-pytest.importorskip("msgspec")
 # What torch and others say of a file that they can still read.
 pytestmark = pytest.mark.filterwarnings("ignore")
 

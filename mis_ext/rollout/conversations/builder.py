@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the calls of a conversation to training samples: what each prompt continues, and what is trained.
 
-Ids decide where they can, else the bytes of the tokens. A :class:`PrefixTree` finds what a prompt shares with any of
-the calls before it, in one pass.
+Only ids decide. A :class:`PrefixTree` finds what a prompt shares with any of the calls before it, in one pass.
 """
 
 from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple, get_args
 
-from mis_ext.rollout.conversations.rewriting import Turn, align, marks_of
 from mis_ext.rollout.generation import (
     LARGEST_ID,
     Boundary,
@@ -31,14 +29,10 @@ from mis_ext.rollout.generation import (
     TrainingSample,
     find_illegal_id,
 )
-from mis_ext.rollout.vocabulary import token_bytes_of
 from mis_ext.validation import check_choice
 
-# Tokens shown on each side of a mismatch, and those in which a marker before a turn may lie.
+# Tokens shown on each side of a mismatch.
 _CONTEXT_TOKENS = 8
-_MARKER_TOKENS = 16
-_BEST_FIRST = (BoundaryKind.TRUNCATED_GENERATION, BoundaryKind.RETEMPLATED, BoundaryKind.REASONING_STRIPPED)
-_REWRITTEN = (BoundaryKind.RETOKENIZED, *_BEST_FIRST)
 
 
 def build_samples(
@@ -47,7 +41,6 @@ def build_samples(
     policy: Policy = "strict",
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
-    reasoning: tuple[str, str] = ("<think>", "</think>"),
 ) -> Built:
     """Training samples of one conversation, in which every sampled token has the id that was sampled.
 
@@ -62,16 +55,14 @@ def build_samples(
         policy: What to do with a prompt that does not continue an earlier call with exactly its ids. ``"strict"``
             raises an error. ``"split"`` starts another sample with the call's own prompt: it is exact, and loses no
             token.
-        tokenizer: The server's tokenizer, to find the class of a boundary at which ids differ. The samples do not
-            depend on it.
+        tokenizer: The server's tokenizer, to show the text where ids differ. Nothing else depends on it.
         vocab_size: Ids must be below it. None: they are not checked.
-        reasoning: The markers before and after a reasoning block.
 
     Raises:
         BoundaryError: A boundary under ``"strict"``.
         MalformedResponse: A token id is no ``int``, negative, or not below ``vocab_size``.
         CountMismatch: Not one log-prob per sampled id.
-        ValueError: An unknown policy, or the tokenizer is of unknown form.
+        ValueError: An unknown policy.
     """
     check_choice("policy", policy, get_args(Policy))
     given = tuple(generations)
@@ -82,16 +73,12 @@ def build_samples(
         prompt = call.prompt_ids if isinstance(call.prompt_ids, list) else [*call.prompt_ids]
         place = tree.find(prompt)
         _check(call, prompt, first_new=place.depth, largest_id=largest_id)
-        last = calls[-1] if calls else None
-        found = _compare(call, prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
+        found = _compare(call, prompt, place)
         action = choose_action(policy, call, found)
         # Known ids were checked; what equals them in the prompt may be True or 1.0.
         if found.position is not None or place.depth != (place.ancestor.end if place.ancestor else 0):
             prompt = place.with_known_ids(prompt)
-        known = KnownCall(
-            number=len(calls), generation=call, prompt=prompt, spans=[*found.spans], ancestor=place.ancestor
-        )
-        known.spans.append((len(prompt), known.end))
+        known = KnownCall(number=len(calls), generation=call, prompt=prompt, ancestor=place.ancestor)
         if previous is not None:
             boundary = _describe(previous, known, found, action, tokenizer)
             if action is BoundaryAction.RAISED:
@@ -100,9 +87,8 @@ def build_samples(
         previous = call
         if not call.sampled_ids or action is BoundaryAction.DROPPED:
             continue
-        for each in (place.ancestor, found.rewritten):
-            if each is not None:
-                each.continued = True
+        if place.ancestor is not None:
+            place.ancestor.continued = True
         tree.add(known, place)
         calls.append(known)
     return Built(
@@ -171,148 +157,41 @@ class Comparison(NamedTuple):
     """How a prompt compares with the calls before it.
 
     Attributes:
-        kind: The class; None where only a tokenizer could tell and none was given.
+        kind: The class.
         compared: The call that it was compared with; None where none sampled before it.
         position: The first mismatch; None where the ids continue.
-        spans: The prompt's ids that hold what was sampled.
     """
 
-    kind: BoundaryKind | None
+    kind: BoundaryKind
     compared: KnownCall | None
     position: int | None
-    spans: list[tuple[int, int]]
-
-    @property
-    def rewritten(self) -> KnownCall | None:
-        """The call that the prompt goes on from in other ids."""
-        return self.compared if self.kind in _REWRITTEN and self.position is not None else None
 
 
-def _compare(
-    call: Generation,
-    prompt: list[int],
-    place: Place,
-    last: KnownCall | None,
-    *,
-    tokenizer: Tokenizer | None,
-    reasoning: tuple[str, str],
-) -> Comparison:
-    """The class of a boundary, and the call that proves it.
-
-    The prompt of ``call`` parts at ``place`` from those of the calls before, of which ``last`` is the last one that
-    sampled. A tokenizer says what ids mean where they differ; ``reasoning`` are the markers around a reasoning block.
-    """
-    # Ids decide first: a repeated call, a prompt that begins with all that is known, the same prompt once more.
+def _compare(call: Generation, prompt: list[int], place: Place) -> Comparison:
+    """The class of a boundary, and the call that proves it; at ``place`` the prompt parts from the calls before."""
+    # A repeated call, a prompt that begins with all that is known, the same prompt once more.
     ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
     for each in same:
         before = each.generation
         if call.sampled_ids and (before.sampled_ids, before.log_probs) == (call.sampled_ids, call.log_probs):
-            return Comparison(BoundaryKind.DUPLICATE, each, len(prompt), [])
-    if last is None:
-        return Comparison(BoundaryKind.CONTIGUOUS, None, None, [])
+            return Comparison(BoundaryKind.DUPLICATE, each, len(prompt))
+    compared = place.latest
+    if compared is None:
+        return Comparison(BoundaryKind.CONTIGUOUS, None, None)
     if ancestor is not None and not ancestor.continued:
         closed = ancestor.was_cut and len(prompt) > ancestor.end
-        kind = BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS
-        return Comparison(kind, ancestor, None, ancestor.spans)
+        return Comparison(BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS, ancestor, None)
     if same:
-        return Comparison(BoundaryKind.RETRY, same[-1], len(prompt), same[-1].spans[:-1])
-    # Then the text of the ids, as far as a tokenizer tells it.
-    return _compare_text(prompt, place, last, tokenizer=tokenizer, reasoning=reasoning)
-
-
-def _compare_text(
-    prompt: list[int], place: Place, last: KnownCall, *, tokenizer: Tokenizer | None, reasoning: tuple[str, str]
-) -> Comparison:
-    ancestor = place.ancestor
-    spans = ancestor.spans if ancestor else []
-    differing, found, tried = list[tuple[KnownCall, int]](), list[Comparison](), set[KnownCall]()
-    for each in _candidates(prompt, place, last, tokenizer):
-        if each in tried:
-            continue
-        tried.add(each)
-        # The ids of the latest are known to be those of the prompt so far.
-        position = place.depth if each is place.latest else find_mismatch(each.known(), prompt)
-        if position is not None and position < each.end:
-            differing.append((each, position))
-            if tokenizer is None:
-                return Comparison(None, each, position, spans)
-            found += _align(each, prompt, position, tokenizer=tokenizer, reasoning=reasoning)
-            if found and found[-1].kind is BoundaryKind.RETOKENIZED:
-                return found[-1]
-    if found:
-        return min(found, key=lambda each: _BEST_FIRST.index(each.kind))
-    if ancestor is None:
-        return Comparison(BoundaryKind.HISTORY_EDITED, *differing[0], [])
-    # What is known of the latest calls may be all there, and they were continued in other tokens only.
-    compared, position = differing[0] if differing else (ancestor, ancestor.end)
-    return Comparison(BoundaryKind.FORK, compared, position, spans)
-
-
-def _candidates(prompt: list[int], place: Place, last: KnownCall, tokenizer: Tokenizer | None) -> Iterator[KnownCall]:
-    """The calls that the prompt may go on from in other tokens."""
-    yield place.latest or last
-    yield last
-    # In which of the calls of one prompt does it part from the latest?
-    call = place.latest or last
-    while call.ancestor is not None and call.ancestor.end > place.depth:
-        call = call.ancestor
-    if tokenizer is not None and len(call.siblings) > 1:
-        start = min(place.depth, len(call.prompt))
-        text, before = _bytes_of(prompt[start:], tokenizer), call.prompt[start:]
-        for each in call.siblings:
-            if text.startswith(_bytes_of(before + each.generation.sampled_ids, tokenizer)):
-                yield each
-
-
-def _bytes_of(ids: list[int], tokenizer: Tokenizer) -> bytes:
-    return b"".join(map(token_bytes_of(tokenizer).__getitem__, ids))
-
-
-def _align(
-    known_call: KnownCall, prompt: list[int], position: int, *, tokenizer: Tokenizer, reasoning: tuple[str, str]
-) -> list[Comparison]:
-    """How the prompt writes a call and those before it; nothing where it does not hold them."""
-    spans = known_call.spans
-    # Whatever is before the first mismatch is the same ids, but a marker may have begun there.
-    first = next(number for number, (_, end) in enumerate(spans) if position < end)
-    while first and spans[first - 1][1] == spans[first][0]:
-        first -= 1
-    origin = max(spans[first - 1][1] if first else 0, min(position, spans[first][0]) - _MARKER_TOKENS)
-    table = token_bytes_of(tokenizer)
-    known = known_call.known(origin)
-    pieces = [*map(table.__getitem__, known)]
-    turns, end = list[Turn](), origin
-    for start, stop in spans[first:]:
-        turn = Turn(*(b"".join(pieces[a - origin : b - origin]) for a, b in ((end, start), (start, stop))))
-        # What goes on without a template is one turn: its middle is no end, and may be inside a character.
-        if turns and not turn.template:
-            turn = Turn(turns[-1].template, turns.pop().sampled + turn.sampled)
-        turns.append(turn)
-        end = stop
-    theirs = [*map(table.__getitem__, prompt[origin:])]
-    found = align(turns, theirs, marks=marks_of(tokenizer, reasoning), cut=known_call.was_cut)
-    if found is None:
-        return []
-    kind, num_tokens, sampled = found
-    if kind is not BoundaryKind.REASONING_STRIPPED:
-        if known_call.was_cut and position >= spans[-1][0]:
-            kind = BoundaryKind.TRUNCATED_GENERATION
-        # A special token and the same characters in plain tokens are another conversation.
-        if num_tokens is not None:
-            same_text = prompt[origin : origin + num_tokens]
-            before, now = ([*filter(table.special_ids.__contains__, ids)] for ids in (known, same_text))
-            if before != now:
-                return []
-    moved = [(origin + start, origin + stop) for start, stop in sampled]
-    return [Comparison(kind, known_call, position, spans[:first] + moved)]
+        return Comparison(BoundaryKind.RETRY, same[-1], len(prompt))
+    is_fork = ancestor is not None and not compared.has_sampled(place.depth)
+    return Comparison(BoundaryKind.FORK if is_fork else BoundaryKind.DIFFERENT, compared, place.depth)
 
 
 def _error(boundary: Boundary) -> BoundaryError:
-    kind = "the class is unknown without a tokenizer" if boundary.kind is None else boundary.kind.value
     found = "the prompt ends" if boundary.found_id is None else f"the prompt has id {boundary.found_id}"
     message = (
-        f"the prompt does not continue request {boundary.earlier!r} ({kind}): at position {boundary.position} "
-        f"{found}, id {boundary.expected_id} is known"
+        f"the prompt does not continue request {boundary.earlier!r} ({boundary.kind.value}): at position "
+        f"{boundary.position} {found}, id {boundary.expected_id} is known"
     )
     if boundary.expected_text is not None:
         message += f"; prompt {boundary.found_text!r}, known {boundary.expected_text!r}"
@@ -373,19 +252,15 @@ class KnownCall:
         number: Its place in the order of calls.
         generation: The call.
         prompt: Its prompt; ids that an earlier call has too may be equal numbers of another type.
-        spans: ``[start, end)`` of what was sampled in ``known()``, by call, this one's last.
         ancestor: The call of the most known ids with which its prompt begins, from which a sample goes on with this
             one; None: a sample begins with it.
-        siblings: The calls of exactly this prompt so far.
-        continued: There is a call that goes on from this one, in the same ids or in others.
+        continued: There is a call that goes on from this one.
     """
 
     number: int
     generation: Generation
     prompt: list[int]
-    spans: list[tuple[int, int]]
     ancestor: KnownCall | None
-    siblings: list[KnownCall] = field(default_factory=list)
     continued: bool = False
 
     def known(self, start: int = 0, stop: int | None = None) -> list[int]:
@@ -397,6 +272,16 @@ class KnownCall:
     def end(self) -> int:
         """The number of ids that are known after the call: its prompt and what it sampled."""
         return len(self.prompt) + len(self.generation.sampled_ids)
+
+    def has_sampled(self, position: int) -> bool:
+        """Whether this call or one that it goes on from sampled the known id there, or the one behind it.
+
+        In other tokens the last id of a prompt may hold the beginning of what was sampled.
+        """
+        call: KnownCall | None = self
+        while call is not None and not len(call.prompt) - 1 <= position < call.end:
+            call = call.ancestor
+        return call is not None
 
     @property
     def was_cut(self) -> bool:
@@ -470,7 +355,7 @@ class Place(NamedTuple):
 
     @property
     def latest(self) -> KnownCall | None:
-        """The last of the calls that share the most ids."""
+        """The last of the calls that share the most ids; None where none sampled."""
         return self.node.latest
 
     def with_known_ids(self, prompt: list[int]) -> list[int]:
@@ -505,7 +390,6 @@ class PrefixTree:
         """Add a call whose prompt was found at a place; none was added since."""
         asked = _end_at(place, call.prompt)
         asked.prompted.append(call)
-        call.siblings = asked.prompted
         sampled = call.generation.sampled_ids
         node: Node | None = _end_at(_walk(asked, sampled), sampled)
         assert node is not None
@@ -537,9 +421,3 @@ def _end_at(place: Place, ids: list[int]) -> Node:
     if place.depth < len(ids):
         node.children[ids[place.depth]] = node = Node(ids, place.depth, len(ids), node)
     return node
-
-
-def find_mismatch(known: list[int], prompt: list[int]) -> int | None:
-    """The first index at which a prompt differs from what is known, None if all of that is there."""
-    equal = Node(known, 0, len(known), None).count_equal(prompt, 0)
-    return None if equal == len(known) else equal

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mis_ext.rollout.generation import Policy
-from mis_ext.tools.cli.command import Result, bytes_bars, require, show, show_grid, show_table
+from mis_ext.tools.cli.command import Result, require, show, show_grid, show_table
 
 if TYPE_CHECKING:
     from mis_ext.rollout.generation import Tokenizer
 
 _FORMAT = (
     'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
-    '"request_id", "text" (the text that the agent kept), "choice", "prompt_ids" (vLLM, OpenAI). Formats: '
-    "sglang (/generate), sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions, "
-    "openai-chat, openai-completions. Calls of one conversation are in order, and calls of others may be in between. "
-    "Several files are read as one."
+    '"request_id", "text" (the text that the agent kept), "choice", "prompt_ids" (vLLM). Formats: sglang (/generate), '
+    "sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions. Calls of one "
+    "conversation are in order, and calls of others may be in between. Several files are read as one."
 )
 
 
@@ -33,10 +32,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="do logged conversations prove which tokens were sampled?",
         description=(
             "Reads logged calls of inference servers. Reports, class by class, what was refused, how each turn "
-            "continues the earlier turns, how texts were changed, and which mode vLLM's log-probs prove. Exit code: 0 "
-            "every response was read, every prompt has the ids that were sampled before it (or is a retry, a fork or a "
-            "duplicate), and no text was changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, "
-            "or a file cannot be opened."
+            "continues the earlier turns, and how texts were changed. Exit code: 0 every response was read, every "
+            "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
+            "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
         ),
         epilog=_FORMAT,
     )
@@ -46,28 +44,19 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         type=Path,
         metavar="PATH",
         help="the server's tokenizer: a Hugging Face folder, or its tokenizer.json, which loads faster. With it the "
-        "report says why ids differ, and checks texts",
-    )
-    parser.add_argument(
-        "--reasoning",
-        nargs=2,
-        metavar=("OPENING", "CLOSING"),
-        help="the markers of a reasoning block, by default <think> </think>",
+        "report shows texts where ids differ, and checks texts",
     )
     parser.add_argument("--policy", choices=get_args(Policy), help="also report what this policy would train")
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )
-    parser.set_defaults(run=run, shown_with=("rich", "msgspec"))
+    parser.set_defaults(run=run, shown_with=("rich",))
 
 
 def run(parsed: argparse.Namespace) -> Result:
     """Check the logs; the exit code is 0 if they passed, else 1."""
-    require("msgspec")
     if parsed.samples is not None and parsed.policy is None:
         raise ValueError(f"--samples needs --policy: {' | '.join(get_args(Policy))}")
-    if parsed.reasoning is not None and "" in parsed.reasoning:
-        raise ValueError("the markers of --reasoning must not be empty")
     samples = parsed.samples
     if samples is not None and samples.exists() and any(samples.samefile(log) for log in parsed.files):
         raise ValueError(f"{samples} is one of the logs: name another file")
@@ -76,30 +65,19 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.rollout_log import REASONING, LogReport, RolloutLog, check_conversation
+    from mis_ext.rollout.rollout_log import LogReport, RolloutLog
 
-    opening, closing = parsed.reasoning or REASONING
-    report = LogReport([str(path) for path in parsed.files], policy=parsed.policy)
+    report = LogReport([str(path) for path in parsed.files], tokenizer=tokenizer, policy=parsed.policy)
     with ExitStack() as stack:
         log = stack.enter_context(RolloutLog(parsed.files))
         samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
-        bar = stack.enter_context(bytes_bars(size=log.size))
-        advance = bar("reading", log.size)
-        for num_bytes in log.scan():
-            advance(num_bytes)
         for problem in log.problems:
             report.add_problem(problem)
-        sizes = {name: sum(place.size for place in places) for name, places in log.places.items()}
-        advance = bar("checking", sum(sizes.values()))
-        for name, places in log.places.items():
-            found = check_conversation(
-                log.calls(places), tokenizer=tokenizer, policy=parsed.policy, reasoning=(opening, closing)
-            )
-            report.add(found)
+        for name in log.places:
+            trained = report.add(log.calls(name))
             if samples is not None:
-                rows = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in found.samples]
+                rows = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in trained]
                 samples.writelines(json.dumps({"conversation": name, **row}) + "\n" for row in rows)
-            advance(sizes[name])
     return report.to_dict()
 
 
@@ -127,7 +105,6 @@ def _show_report(report: Mapping[str, Any]) -> None:
         ("refused", report["refused"]),
         ("turn boundaries", report["boundaries"]),
         ("texts", report["texts"]),
-        ("log-probs by vLLM's --logprobs-mode, as far as proven", report["logprobs_modes"]),
         ("refused by the policy", policy and policy["errors"]),
     ):
         if classes:
@@ -137,10 +114,6 @@ def _show_report(report: Mapping[str, Any]) -> None:
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("because", reason) for reason in report["reasons"]]
     rows += [(name.replace("_", " "), str(report[name])) for name in ("conversations", "calls", "sampled_tokens")]
-    for kind, found in report["weight_versions"].items():
-        versions = ", ".join(found["first"]["versions"])
-        example = f", the first {found['first']['conversation']!r}{versions and ': '}{versions}"
-        rows.append((f"weight versions: {kind}", f"{found['count']} conversations{example}"))
     policy = report["policy"]
     if policy:
         rows += [

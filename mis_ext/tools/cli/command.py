@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,9 +102,6 @@ def _print(what: Text | Table) -> None:
     Console().print(what)
 
 
-Advance = Callable[[int], None]
-"""Says how many bytes more were read."""
-
 _LARGE = 1 << 22
 """Bytes that may take seconds to read: worth a view of the progress, or a line in a log."""
 
@@ -135,35 +131,3 @@ def _say(title: str, size: int) -> None:
     """One line where there is no bar to see, such as in a log."""
     if size >= _LARGE:
         print(f"{title} {size / 1e6:,.0f} MB", file=sys.stderr)
-
-
-@contextmanager
-def bytes_bars(*, size: int) -> Iterator[Callable[[str, int], Advance]]:
-    """Bars for work on a log of ``size`` bytes: what is yielded makes one, of its title and of how many there are."""
-
-    def line(title: str, total: int) -> Advance:
-        _say(title, total)
-        return lambda num_bytes: None
-
-    console = _terminal()
-    if console is None:
-        yield line
-        return
-    from rich import progress as columns
-
-    with columns.Progress(
-        columns.TextColumn("{task.description}"),
-        columns.BarColumn(),
-        columns.DownloadColumn(),
-        columns.TransferSpeedColumn(),
-        columns.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=size < _LARGE,
-    ) as progress:
-
-        def bar(title: str, total: int) -> Advance:
-            task = progress.add_task(title, total=total)
-            return lambda num_bytes: progress.advance(task, num_bytes)
-
-        yield bar

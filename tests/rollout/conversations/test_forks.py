@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
 
-from agents import Conversation, rewrite
 from conversations import CASES, call, sample_of
-from tiny_tokenizers import TOKENIZERS, encode, encode_bytewise, english_tokenizer
+from tiny_tokenizers import english_tokenizer
 
-from mis_ext.rollout.conversations.builder import Node, build_samples, find_mismatch
+from mis_ext.rollout.conversations.builder import Node, build_samples
 from mis_ext.rollout.generation import BoundaryError
 
-TOKENIZER = english_tokenizer()
+
+def find_mismatch(known, prompt):
+    """The first place at which a prompt differs from what is known; None if all of that is there."""
+    return next((i for i, each in enumerate(known) if i == len(prompt) or prompt[i] != each), None)
 
 
 def test_of_the_best_of_n_the_one_that_was_chosen_goes_on() -> None:
@@ -29,27 +30,6 @@ def test_of_the_best_of_n_the_one_that_was_chosen_goes_on() -> None:
     assert (built.boundaries[-1].earlier, built.boundaries[-1].continues) == ("1", "1")
     alone = [sample_of([7], each) for each in (answers[0], answers[2], answers[3])]
     assert built.samples == (*alone, sample_of([7], answers[1], [1], later))
-
-
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_the_one_that_was_chosen_goes_on_in_other_tokens_too(tokenizer) -> None:
-    """A client that keeps texts only; the tokenizer may merge the end of the prompt with what was sampled."""
-    kinds = Counter[str]()
-    for seed in range(30):
-        world = Conversation(seed, tokenizer, "keep")
-        world.asked.clear()
-        start = world.start()
-        answers = [each for each in [world.ask(*start) for _ in range(6)] if each.call.finish_reason == "stop"]
-        chosen = world.random.choice(answers)
-        last = world.ask(*rewrite(world, chosen))
-        if chosen.call.sampled_ids and last.call.sampled_ids:
-            built = build_samples(world.calls, policy="split", tokenizer=world.tokenizer)
-            texts = {each.call.request_id: each.messages for each in answers}
-            boundary = built.boundaries[-1]
-            # In other tokens it goes on from none.
-            assert texts.get(boundary.continues or boundary.earlier) == chosen.messages
-            kinds[boundary.kind.value] += 1
-    assert min(kinds["contiguous"], kinds["retokenized"]) > 5
 
 
 def test_samples_that_begin_alike_are_told_apart() -> None:
@@ -76,8 +56,8 @@ def test_conversations_under_one_id_are_a_sample_each() -> None:
     first = [call("a0", [7, 1], [8]), call("a1", [7, 1, 8, 2], [9]), call("a2", [7, 1, 8, 2, 9, 3], [10])]
     second = [call("b0", [7, 4], [8]), call("b1", [7, 4, 8, 2], [9])]
     calls = [first[0], second[0], first[1], second[1], first[2]]
-    built = build_samples(calls, policy="split", tokenizer=TOKENIZER)
-    assert [each.kind for each in built.boundaries] == ["history_edited", *["contiguous"] * 3]
+    built = build_samples(calls, policy="split")
+    assert [each.kind for each in built.boundaries] == ["different", *["contiguous"] * 3]
     assert built.samples == (
         sample_of([7, 4], second[0], [2], second[1]),
         sample_of([7, 1], first[0], [2], first[1], [3], first[2]),
@@ -85,9 +65,9 @@ def test_conversations_under_one_id_are_a_sample_each() -> None:
 
 
 def test_a_sub_agent_does_not_break_the_conversation_that_goes_on() -> None:
-    main = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 1, 9, 1], [10])]
-    sub = [call("s0", [7, 8, 5], [11]), call("s1", [7, 8, 5, 11, 6], [12])]
-    built = build_samples([*main[:2], *sub, main[2]], policy="split", tokenizer=TOKENIZER)
+    main = [call("0", [7], [8]), call("1", [7, 8, 1, 2], [9]), call("2", [7, 8, 1, 2, 9, 1], [10])]
+    sub = [call("s0", [7, 8, 5, 2], [11]), call("s1", [7, 8, 5, 2, 11, 6], [12])]
+    built = build_samples([*main[:2], *sub, main[2]], policy="split")
     assert [(each.kind, each.continues) for each in built.boundaries] == [
         ("contiguous", "0"),
         ("fork", "0"),
@@ -96,42 +76,15 @@ def test_a_sub_agent_does_not_break_the_conversation_that_goes_on() -> None:
     ]
     # The call that both go on from is trained where the conversation ends last.
     assert built.samples == (
-        sample_of([7, 8, 5], sub[0], [6], sub[1]),
-        sample_of([7], main[0], [1], main[1], [1], main[2]),
+        sample_of([7, 8, 5, 2], sub[0], [6], sub[1]),
+        sample_of([7], main[0], [1, 2], main[1], [1], main[2]),
     )
 
 
-def test_without_a_tokenizer_a_fork_is_unclassified_and_its_samples_are_the_same() -> None:
-    calls = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
-    built = build_samples(calls, policy="split")
-    assert [(each.kind, each.continues) for each in built.boundaries] == [("contiguous", "0"), (None, "0")]
-    assert built.samples == build_samples(calls, policy="split", tokenizer=TOKENIZER).samples
-    assert built.samples == (sample_of([7, 8, 1], calls[1]), sample_of([7], calls[0], [2], calls[2]))
-
-
-def test_a_fork_where_nothing_more_is_known_says_so() -> None:
-    """All ids of the later calls are there, too; another call went on in other tokens."""
-    case = CASES["retokenized"](english_tokenizer())
-    first, second = case.calls
-    prefix = call("prefix", first.prompt_ids, first.sampled_ids[:1])
-    later = call("later", first.prompt_ids + first.sampled_ids + [5], [6])
-    built = build_samples([first, second, prefix, later], policy="split", tokenizer=english_tokenizer())
-    boundary = built.boundaries[-1]
-    assert (boundary.kind, boundary.continues, boundary.expected_id, boundary.found_id) == ("fork", "first", None, 5)
-
-
 def test_strict_refuses_a_fork() -> None:
-    calls = [call("0", [7], [8]), call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]
+    calls = [call("0", [7], [8]), call("1", [7, 8, 1, 3], [9]), call("2", [7, 8, 2, 3], [10])]
     with pytest.raises(BoundaryError, match=r"'2': .*request '1' \(fork\): at position 2 the prompt has id 2, id 1 is"):
-        build_samples(calls, tokenizer=TOKENIZER)
-
-
-def test_the_call_before_a_turn_in_other_tokens_may_go_on_in_its_own_ids() -> None:
-    first, second = CASES["retokenized"](english_tokenizer()).calls
-    third = call("3", first.prompt_ids + first.sampled_ids + [5], [6])
-    built = build_samples([first, second, third], policy="split", tokenizer=english_tokenizer())
-    assert built.boundaries[1].continues == "first"
-    assert built.samples == (sample_of(second.prompt_ids, second), sample_of(first.prompt_ids, first, [5], third))
+        build_samples(calls)
 
 
 def test_equal_numbers_of_other_types_never_reach_a_sample_of_a_fork() -> None:
@@ -162,8 +115,11 @@ def test_a_prompt_is_compared_once_however_many_calls_there_are(monkeypatch) -> 
         known.append([*prompt, *calls[-1].sampled_ids])
     built = build_samples(calls, policy="split")
     assert len({each.continues for each in built.boundaries}) > 50
-    # The text of what differs is not looked at without a tokenizer, but the last call is compared.
     assert compared[0] <= 2 * sum(len(each.prompt_ids) + len(each.sampled_ids) for each in calls)
+
+
+def sampled_range(calls, name):
+    return next(range(len(each.sampled_ids)) for each in calls if each.request_id == name)
 
 
 @pytest.mark.parametrize("size", [1, 5, 1023, 1024, 1025, 3000])
@@ -185,6 +141,19 @@ def test_calls_that_part_anywhere_are_found_again(size) -> None:
         held = [known for known in knowns[:number] if find_mismatch(known, calls[number].prompt_ids) is None]
         found = boundary.continues and knowns[names.index(boundary.continues)]
         assert found == max(held, key=len, default=None)
+    # Every sampled token is trained once, and behind the very ids that the server had.
+    sampled = [(each.request_id, i) for each in calls for i in range(len(each.sampled_ids))]
+    copies = {calls[i].request_id for i, each in enumerate(built.boundaries, start=1) if each.action == "dropped"}
+    trained = []
+    for sample in built.samples:
+        start = len(sample.tokens) - sample.response_length
+        places = [start + i for i, mask in enumerate(sample.loss_mask) if mask]
+        of_calls = [(calls[names.index(name)], i) for name in sample.request_ids for i in sampled_range(calls, name)]
+        for place, (one, i) in zip(places, of_calls, strict=True):
+            assert sample.tokens[: place + 1] == one.prompt_ids + one.sampled_ids[: i + 1]
+            assert sample.rollout_log_probs[place - start] == one.log_probs[i]
+            trained.append((one.request_id, i))
+    assert sorted(trained) == sorted(each for each in sampled if each[0] not in copies)
 
 
 # A call that sampled nothing is not known.
@@ -196,22 +165,9 @@ def test_equal_numbers_of_other_types_are_taken_for_the_known_ids(name) -> None:
     depth = find_mismatch(known, second.prompt_ids)
     depth = len(known) if depth is None else depth
     other = replace(second, prompt_ids=[*map(float, second.prompt_ids[:depth]), *second.prompt_ids[depth:]])
-    built, expected = (build_samples([first, each], policy="split", tokenizer=TOKENIZER) for each in (other, second))
+    built, expected = (build_samples([first, each], policy="split") for each in (other, second))
     assert built == expected
     assert {type(each) for sample in built.samples for each in sample.tokens} == {int}
-
-
-def test_ids_that_another_call_has_too_are_known_where_the_text_goes_on_from_a_third() -> None:
-    """The prompt goes on from the second call in other tokens, and shares more of its ids with the first."""
-    begin, end, behind = (encode(TOKENIZER, text) for text in ("Where?", "<|im_end|>", " Next"))
-    apart, whole = encode_bytewise(TOKENIZER, " London"), encode(TOKENIZER, " London")
-    first = call("first", begin, [*apart, *end, *encode(TOKENIZER, " Other")])
-    second = call("second", begin, whole)
-    later = call("later", [*begin, *map(float, apart), *map(float, end), *behind], [9])
-    built = build_samples([first, second, later], policy="split", tokenizer=TOKENIZER)
-    assert (built.boundaries[-1].kind, built.boundaries[-1].earlier) == ("retokenized", "second")
-    assert built.samples[-1] == sample_of([*begin, *apart, *end, *behind], later)
-    assert {type(each) for each in built.samples[-1].tokens} == {int}
 
 
 def test_ids_that_another_call_has_too_are_known_behind_the_call_that_goes_on() -> None:

@@ -6,12 +6,11 @@ import json
 import pytest
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install rich")
-pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install msgspec")
 pytest.importorskip("transformers")
 
-from conversations import CASES, MORE, QUESTION, call
+from conversations import CASES, QUESTION, call
 from responses import FOLDER, recorded, vllm_chat, vllm_completions
-from rollout_logs import case_rows, error_of, every_case, genuine, good, logged, main, report_of, write
+from rollout_logs import case_rows, every_case, genuine, good, logged, main, report_of, write
 from tiny_tokenizers import TURN_END, encode, english_tokenizer, render
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
@@ -58,36 +57,6 @@ def test_responses_of_vllm_are_told_from_those_of_sglang(tmp_path) -> None:
     assert report_of(write(tmp_path, *rows))["sampled_tokens"] == 7
 
 
-def test_log_probs_of_another_distribution_than_the_sampled_one_are_a_finding(tmp_path, capsys) -> None:
-    rows = [
-        {"conversation": f"{mode}/{name}", "format": format, "request": found["request"], "response": found["response"]}
-        for mode in ("raw", "processed")
-        for name, format in (("generate", "vllm"), ("completions", "vllm-completions"))
-        for found in [json.loads((FOLDER / "vllm" / mode / f"{name}.json").read_text())]
-    ]
-    path = write(tmp_path, *rows, genuine("generate_length"))
-    report = report_of(path)
-    found = {kind: (each["count"], each["first"]["line"]) for kind, each in report["logprobs_modes"].items()}
-    assert found == {"raw_logprobs": (2, 1), "processed_logprobs": (2, 3)}
-    # Which tokens were sampled is known all the same.
-    assert report["passed"]
-    main(path)
-    shown = capsys.readouterr().out
-    assert "the log-probs are of the model's whole one" in shown
-    assert "cure: start vLLM with --logprobs-mode processed_logprobs" in shown
-
-
-def test_weight_versions_are_counted_by_conversation(tmp_path) -> None:
-    first, second = good("two calls")
-    for row in (first, second):
-        row["response"]["meta_info"]["weight_version"] = "7"
-    nameless = logged("nameless", call("x", [1, 2], [3]))
-    del nameless["response"]["meta_info"]["weight_version"]
-    report = report_of(write(tmp_path, first, second, genuine("generate_two_versions"), nameless))
-    found = {kind: (each["count"], each["first"]["versions"]) for kind, each in report["weight_versions"].items()}
-    assert found == {"one": (1, ["7"]), "several": (1, ["7", "8"]), "unknown": (1, [])}
-
-
 def test_every_class_of_boundary_is_counted_with_its_first_example(tmp_path, tokenizer_folder) -> None:
     path = write(tmp_path, *every_case())
     report = report_of(path, "--tokenizer", tokenizer_folder)
@@ -95,21 +64,18 @@ def test_every_class_of_boundary_is_counted_with_its_first_example(tmp_path, tok
     assert {kind: each["count"] for kind, each in report["boundaries"].items()} == {
         kind: sum(case.kind == kind for case in cases.values()) for kind in {case.kind for case in cases.values()}
     }
-    assert report["reasons"] == ["5 of 10 turn boundaries have other ids"]
-    assert report["boundaries"]["truncated_generation"]["share"] == 0.2
-    # Of the two truncated generations, the one that fails is shown.
-    assert report["boundaries"]["truncated_generation"]["failing"] == 1
-    assert report["boundaries"]["truncated_generation"]["first"]["conversation"] == "truncated_in_a_character"
-    first = report["boundaries"]["retokenized"]["first"]
+    assert report["reasons"] == ["2 of 7 turn boundaries have other ids"]
+    assert (report["boundaries"]["different"]["share"], report["boundaries"]["different"]["failing"]) == (2 / 7, 2)
+    first = report["boundaries"]["different"]["first"]
     known = [*cases["retokenized"].calls[0].prompt_ids, *cases["retokenized"].calls[0].sampled_ids]
     prompt = cases["retokenized"].calls[1].prompt_ids
     position = next(i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b)
     around = slice(position - 8, position + 8)
-    # The line of the second call: the ten first ones come before it.
+    # The line of the second call: the seven first ones come before it.
     assert first == {
         "conversation": "retokenized",
         "file": str(path),
-        "line": 12,
+        "line": 9,
         "earlier": "first",
         "later": "second",
         "position": position,
@@ -128,67 +94,20 @@ def test_only_a_conversation_with_the_ids_that_were_sampled_passes(tmp_path, tok
 
 def test_branches_of_a_conversation_pass_whoever_they_go_on_from(tmp_path, tokenizer_folder) -> None:
     answers = [call(str(n), [7], [8 + n]) for n in range(3)]
-    later = [call("3", [7, 9, 1], [20]), call("4", [7, 9, 2], [21]), call("5", [7, 8, 3], [22])]
+    later = [call("3", [7, 9, 1, 5], [20]), call("4", [7, 9, 2, 5], [21]), call("5", [7, 8, 3], [22])]
     path, samples = write(tmp_path, *(logged("a", each) for each in [*answers, *later])), tmp_path / "samples.jsonl"
     report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", "split", "--samples", samples)
     found = {kind: (each["count"], each["failing"]) for kind, each in report["boundaries"].items()}
     assert found == {"retry": (2, 0), "contiguous": (2, 0), "fork": (1, 0)}
     assert report["passed"]
     paths = [json.loads(line)["tokens"] for line in samples.read_text().splitlines()]
-    assert paths == [[7, 10], [7, 9, 1, 20], [7, 9, 2, 21], [7, 8, 3, 22]]
+    assert paths == [[7, 10], [7, 9, 1, 5, 20], [7, 9, 2, 5, 21], [7, 8, 3, 22]]
 
 
-def test_without_a_tokenizer_a_mismatch_is_unclassified_and_fails(tmp_path) -> None:
+def test_without_a_tokenizer_a_mismatch_fails_and_has_no_text(tmp_path) -> None:
     report = report_of(write(tmp_path, *case_rows("a", CASES["retokenized"](english_tokenizer()))))
     (found,) = report["boundaries"].items()
-    assert (found[0], found[1]["failing"], found[1]["first"]["expected_text"]) == ("unclassified", 1, None)
-
-
-def test_earlier_turns_stay_known_behind_one_in_other_tokens(tmp_path, tokenizer_folder) -> None:
-    """Reasoning of the first turn that is taken away in the third call is that of the first turn, not an edit."""
-    tokenizer = english_tokenizer()
-    thought, plain = "<think>\nI know.\n</think>\n\nmild", "mild"
-    prompt = render(tokenizer, QUESTION)
-    second = render(tokenizer, [*QUESTION, {"role": "assistant", "content": thought}, *MORE])
-    kept = [*QUESTION, {"role": "assistant", "content": plain}, *MORE, {"role": "assistant", "content": "Fine."}, *MORE]
-    bytewise = [token for letter in thought for token in encode(tokenizer, letter)]
-    rows = [
-        logged("a", call("1", prompt, [*bytewise, *encode(tokenizer, TURN_END)])),
-        logged("a", call("2", second, encode(tokenizer, f"Fine.{TURN_END}"))),
-        logged("a", call("3", render(tokenizer, kept), [5])),
-    ]
-    report = report_of(write(tmp_path, *rows), "--tokenizer", tokenizer_folder)
-    assert sorted(report["boundaries"]) == ["reasoning_stripped", "retokenized"]
-
-
-def test_the_markers_of_reasoning_are_those_that_are_given(tmp_path, tokenizer_folder, capsys) -> None:
-    tokenizer = english_tokenizer()
-    kept = [*QUESTION, {"role": "assistant", "content": "mild"}, *MORE]
-    rows = [
-        logged("a", call("1", render(tokenizer, QUESTION), encode(tokenizer, f"[[I know.]]mild{TURN_END}"))),
-        logged("a", call("2", render(tokenizer, kept), [5])),
-    ]
-    path = write(tmp_path, *rows)
-    for options, kind in (((), "history_edited"), (("--reasoning", "[[", "]]"), "reasoning_stripped")):
-        assert list(report_of(path, "--tokenizer", tokenizer_folder, *options)["boundaries"]) == [kind]
-    assert "expected 2 arguments" in error_of(capsys, path, "--reasoning", "[[")
-    assert "must not be empty" in error_of(capsys, path, "--reasoning", "[[", "")
-
-
-def test_a_plain_openai_response_needs_its_format_named_and_a_tokenizer(tmp_path, tokenizer_folder) -> None:
-    request, response = recorded("chat_plain")
-    choice = response["choices"][0]
-    del choice["matched_stop"]
-    # Bytes that are no character prove no id.
-    del choice["logprobs"]["content"][1]
-    response["usage"]["completion_tokens"] = 7
-    choice["message"]["content"] = "".join(row["token"] for row in choice["logprobs"]["content"])
-    row = {"conversation": "a", "request": request, "response": response}
-    assert "does not prove" in report_of(write(tmp_path, row))["refused"]["LogLineError"]["first"]["message"]
-    row |= {"format": "openai-chat", "prompt_ids": [*range(15)]}
-    path = write(tmp_path, row)
-    assert list(report_of(path)["refused"]) == ["UnprovenTokenIds"]
-    assert report_of(path, "--tokenizer", FOLDER / "tokenizer.json")["sampled_tokens"] == 7
+    assert (found[0], found[1]["failing"], found[1]["first"]["expected_text"]) == ("different", 1, None)
 
 
 def test_choices_of_one_response_are_read_one_by_one(tmp_path) -> None:
@@ -199,13 +118,11 @@ def test_choices_of_one_response_are_read_one_by_one(tmp_path) -> None:
     )
 
 
-def trained(case: str) -> dict[str, tuple[int, int]]:
-    """By policy: samples, and which of the two calls' tokens are trained."""
-    kinds = {
-        "contiguous": dict.fromkeys(("strict", "split"), (1, 3)),
-        "retokenized": {"strict": (0, 0), "split": (2, 3)},
-    }
-    return kinds[case]
+TRAINED = {
+    # By policy: samples, and which of the two calls' tokens are trained.
+    "contiguous": {"strict": (1, 3), "split": (1, 3)},
+    "retokenized": {"strict": (0, 0), "split": (2, 3)},
+}
 
 
 @pytest.mark.parametrize("policy", ["strict", "split"])
@@ -213,7 +130,7 @@ def trained(case: str) -> dict[str, tuple[int, int]]:
 def test_a_policy_trains_and_drops_and_the_samples_are_written(tmp_path, tokenizer_folder, name, policy) -> None:
     case = CASES[name](english_tokenizer())
     path, samples = write(tmp_path, *case_rows(name, case)), tmp_path / "samples.jsonl"
-    number, which = trained(name)[policy]
+    number, which = TRAINED[name][policy]
     report = report_of(path, "--tokenizer", tokenizer_folder, "--policy", policy, "--samples", samples)
     lengths = [len(each.sampled_ids) for each in case.calls]
     tokens = sum(length for i, length in enumerate(lengths) if which >> i & 1)
@@ -223,7 +140,7 @@ def test_a_policy_trains_and_drops_and_the_samples_are_written(tmp_path, tokeniz
     written = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [each["conversation"] for each in written] == [name] * number
     assert sum(sum(each["loss_mask"]) for each in written) == tokens
-    assert list(report["boundaries"]) == [name]
+    assert list(report["boundaries"]) == [case.kind]
 
 
 def test_a_conversation_that_the_policy_refuses_fails_even_if_it_is_harmless(tmp_path, capsys) -> None:
@@ -234,3 +151,44 @@ def test_a_conversation_that_the_policy_refuses_fails_even_if_it_is_harmless(tmp
     assert report["policy"]["errors"]["strict"]["first"]["conversation"] == "again"
     assert report["policy"]["samples"] == 1
     assert "the prompt ends" in capsys.readouterr().out
+
+
+TEXTS = {
+    "It is mild.": ("stop_trimmed", True),
+    f"It is mild.{TURN_END}": ("exact", True),
+    "It is": ("prefix_truncated", False),
+    "is mild.": ("prefix_removed", False),
+    "It is mild. Yes.": ("suffix_added", False),
+    "It was mild.": ("edited", False),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_text_that_an_agent_kept_is_compared_with_what_was_sampled(
+    tmp_path, capsys, tokenizer_folder, text
+) -> None:
+    tokenizer = english_tokenizer()
+    kind, passes = TEXTS[text]
+    generation = call("a", render(tokenizer, QUESTION), encode(tokenizer, f"It is mild.{TURN_END}"))
+    path = write(tmp_path, logged("a", generation, text=text))
+    report = report_of(path, "--tokenizer", tokenizer_folder)
+    assert {kind: found["count"] for kind, found in report["texts"].items()} == {kind: 1}
+    assert report["passed"] is passes
+    cure = report["texts"][kind]["first"]["cure"]
+    assert bool(cure) is (kind != "exact")
+    main(path, "--tokenizer", tokenizer_folder)
+    assert cure in capsys.readouterr().out
+    unchecked = report_of(path)
+    assert unchecked["reasons"] == ["1 texts were not compared with the sampled ids: give --tokenizer"]
+    assert unchecked["texts"] == {}
+
+
+def test_stop_strings_of_the_request_explain_a_text_that_ends_before_them(tmp_path, tokenizer_folder) -> None:
+    tokenizer = english_tokenizer()
+    row = logged(
+        "a", call("a", render(tokenizer, QUESTION), encode(tokenizer, "It is mild.\nuser")), text="It is mild."
+    )
+    for parameters in ({"sampling_params": {"stop": "\nuser"}}, {"stop": ["x", "\nuser"]}):
+        path = write(tmp_path, row | {"request": row["request"] | parameters})
+        assert list(report_of(path, "--tokenizer", tokenizer_folder)["texts"]) == ["stop_trimmed"]
+    assert list(report_of(write(tmp_path, row), "--tokenizer", tokenizer_folder)["texts"]) == ["prefix_truncated"]

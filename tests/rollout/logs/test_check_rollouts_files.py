@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install rich")
-pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install msgspec")
 pytest.importorskip("transformers")
 
-from conversations import CASES
 from rollout_logs import every_case, good, report_of, write
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
@@ -56,42 +54,3 @@ def test_a_pipe_is_read(tmp_path) -> None:
     report = report_of(path)
     writer.join()
     assert (report["passed"], report["calls"]) == (True, 2)
-
-
-def test_only_one_conversation_is_kept(tmp_path, monkeypatch) -> None:
-    from mis_ext.rollout.rollout_log import RolloutLog
-
-    path = write(tmp_path, *every_case())
-    with RolloutLog([path]) as log:
-        assert sum(log.scan()) == log.size == path.stat().st_size
-        assert [*log.places] == [*CASES]
-        calls = log.calls(log.places["retry"])
-        assert [each.line for each in calls] == [7, 17]
-
-
-def test_the_progress_of_a_large_log_is_shown(tmp_path, monkeypatch, capfd) -> None:
-    from mis_ext.tools.cli import command
-
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    path = write(tmp_path, *good())
-    report_of(path)
-    assert "checking" not in capfd.readouterr().err
-    monkeypatch.setattr(command, "_LARGE", 1)
-    report_of(path)
-    shown = capfd.readouterr().err
-    size = path.stat().st_size / 1000
-    assert "reading" in shown
-    # Bytes done of all bytes, and the time that is left.
-    assert f"{size:.1f}/{size:.1f} kB" in shown
-    assert "0:00:00" in shown
-
-
-def test_a_log_gets_a_line_where_a_terminal_has_a_bar(tmp_path, monkeypatch, capfd) -> None:
-    from mis_ext.tools.cli import command
-
-    path = write(tmp_path, *good())
-    report_of(path)
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(command, "_LARGE", 1)
-    report_of(path)
-    assert capfd.readouterr().err == "reading 0 MB\nchecking 0 MB\n"

@@ -6,7 +6,6 @@ import re
 import pytest
 
 pytest.importorskip("rich", reason="the command shows its report with rich: pip install rich")
-pytest.importorskip("msgspec", reason="the command reads logs with msgspec: pip install msgspec")
 pytest.importorskip("transformers")
 
 from conversations import call
@@ -39,9 +38,6 @@ def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) 
             assert f"position {first['position']}: id {first['expected_id']} is known" in shown
             assert f"known: {first['expected_text']!r}" in shown
             assert f"prompt: {first['found_text']!r}" in shown
-    for kind, found in report["weight_versions"].items():
-        example = f"the first {found['first']['conversation']!r}: {', '.join(found['first']['versions'])}"
-        assert re.search(rf"weight versions: {kind} +{found['count']} conversations, {example}", shown)
     policy = report["policy"]
     assert re.search(rf"policy split +{policy['samples']} samples", shown)
     assert re.search(rf"trained tokens +{policy['trained_tokens']} ", shown)
@@ -52,13 +48,10 @@ def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) 
 def test_names_from_a_log_are_neither_markup_nor_control_sequences(tmp_path, capsys) -> None:
     row = genuine("generate_abort", conversation="[red]\x1b[2J\ud800", request_id="[bold]\x1b")
     refused = {"conversation": "a", "request": {}, "response": {"error": "[blue]\x1b[3J\ud800"}}
-    version = genuine("generate_length")
-    version["response"]["meta_info"] |= {"weight_version": "\x1b[4J", "weight_versions": None}
-    for each in (row, refused, version):
+    for each in (row, refused):
         main(write(tmp_path, each))
     shown = capsys.readouterr().out
     assert "[blue]\\x1b[3J\\ud800" in shown
-    assert "\\x1b[4J" in shown
     assert "[red]\\x1b[2J\\ud800" in shown
     assert "[bold]" in shown
     assert "\x1b" not in shown

@@ -179,7 +179,7 @@ def test_a_log_line_of_generate_proves_its_format() -> None:
     line = {"conversation": "a", "request": request, "response": response}
     call = parse_line(json.dumps(line).encode(), file="calls", line=1)
     assert call.format == "vllm"
-    assert call.read(None) == READERS["vllm"].read(request, response)
+    assert call.read() == READERS["vllm"].read(request, response)
 
 
 # --- experts
