@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from mis_ext.rollout.post_processing import PostProcessingKind as PostProcessingKind
     from mis_ext.rollout.post_processing import detect_post_processing as detect_post_processing
     from mis_ext.rollout.readers.server_sent_events import join_stream as join_stream
-    from mis_ext.rollout.readers.servers import read_openai_chat as read_openai_chat
-    from mis_ext.rollout.readers.servers import read_openai_completions as read_openai_completions
     from mis_ext.rollout.readers.servers import read_sglang_chat as read_sglang_chat
     from mis_ext.rollout.readers.servers import read_sglang_completions as read_sglang_completions
     from mis_ext.rollout.readers.servers import read_sglang_generate as read_sglang_generate

@@ -2,7 +2,7 @@
 """Everything that a response says about one generation, held against each other.
 
 A response says most things more than once: ids beside log-probs, counts in ``usage``, the end in two fields.
-:func:`settle` compares all places of each. :class:`Choice` opens the OpenAI-style responses of any server.
+:func:`settle` compares all places of each. :class:`Choice` opens the OpenAI-style responses of both servers.
 """
 
 from __future__ import annotations
@@ -182,7 +182,6 @@ class Choice:
         body: The choice itself.
         position: Its position among the choices.
         tokens: The texts of its tokens, or what the server has in that place: vLLM's generate their ids.
-        token_bytes: Their bytes, which completions and generate do not have.
         log_probs: Their log-probs.
         top_log_probs: For each, the largest log-probs at its place, as far as the request asked for them.
         finish_reason: Why the generation ended.
@@ -224,13 +223,13 @@ class Choice:
         self.finish_reason = body["finish_reason"].finish_reason()
         scored = [_scored_tokens(each, api) for each in bodies]
         # The server's own count of what it sampled, over all choices: the one witness that sees a list cut short.
-        usage, sampled = self.answer["usage"], sum(len(log_probs.array()) for _, _, log_probs in scored)
+        usage, sampled = self.answer["usage"], sum(len(log_probs.array()) for _, log_probs in scored)
         counted = usage["completion_tokens"]
         if counted.count() != sampled:
             raise CountMismatch(
                 body.request_id, f"{counted.path} is {counted.value}, but there are {sampled} log-probs"
             )
-        self.tokens, self.token_bytes, self.log_probs = scored[self.position]
+        self.tokens, self.log_probs = scored[self.position]
         prompt_count = usage["prompt_tokens"]
         self.prompt_count = prompt_count if api != "completions" or count == 1 else None
         parsed_out = []
@@ -256,17 +255,17 @@ class Choice:
         return prompt
 
 
-def _scored_tokens(body: Field, api: str) -> tuple[Field, Field | None, Field]:
-    """The tokens of a choice, their bytes, and their log-probs."""
+def _scored_tokens(body: Field, api: str) -> tuple[Field, Field]:
+    """The tokens of a choice, and their log-probs."""
     log_probs = body.get("logprobs")
     rows = log_probs.get("token_logprobs" if api == "completions" else "content")
     if not rows:
         raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: ask for them with logprobs")
     if api == "chat":
-        return rows.column("token"), rows.column("bytes"), rows.column("logprob")
+        return rows.column("token"), rows.column("logprob")
     if api == "generate":
-        return rows.column("token_id"), None, rows.column("logprob")
-    return log_probs["tokens"], None, rows
+        return rows.column("token_id"), rows.column("logprob")
+    return log_probs["tokens"], rows
 
 
 def _top_log_probs(body: Field, api: str, logits_advice: str) -> list[list[float]]:

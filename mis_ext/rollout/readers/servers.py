@@ -1,34 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readers: one response of SGLang, of vLLM, or of any server with OpenAI-style log-probs."""
+"""The readers: one response of SGLang or of vLLM."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 from mis_ext.rollout.definition import told_mode
-from mis_ext.rollout.generation import (
-    REPLACEMENT,
-    AbortedRequest,
-    Contradiction,
-    Generation,
-    LogProbError,
-    Tokenizer,
-    ToldMode,
-    UnprovenTokenIds,
-)
+from mis_ext.rollout.generation import AbortedRequest, Generation, LogProbError, ToldMode
 from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, settle
 from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 from mis_ext.rollout.sampling_parameters import SamplingParameters
-from mis_ext.rollout.vocabulary import token_bytes_of
 
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
 _LOGITS_ADVICE = "start vLLM with --logprobs-mode processed_logprobs"
 _VLLM_CHOICE = partial(Choice, logits_advice=_LOGITS_ADVICE)
-_OPENAI_CHOICE = partial(Choice, logits_advice=f"if the server is vLLM, {_LOGITS_ADVICE}")
 # Shorter than an int that Python refuses to parse; the range is checked with every other id's.
 _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
 
@@ -274,114 +262,3 @@ def _ids_in_tokens(tokens: Field) -> Field | None:
         if match is None:
             raise tokens.entry(position).malformed("token_id:<int> like other tokens of this response")
     return replace(tokens, value=[int(match[1]) for match in matches if match is not None])
-
-
-def read_openai_chat(
-    request: Json,
-    response: Json,
-    *,
-    prompt_ids: Sequence[int] | None = None,
-    tokenizer: Tokenizer | None = None,
-    choice: int | None = None,
-    request_id: str | None = None,
-) -> Generation:
-    """What a chat request with ``logprobs: true`` sampled, if ``tokenizer`` proves the ids of ``choice``.
-
-    A token's bytes prove its id where exactly one token of the vocabulary has them, unless the server may have made
-    them from a text that lost some: a part of a character becomes U+FFFD, and some tokenizers clean up spaces.
-    ``tokenizer`` is the server's, a fast Hugging Face one of byte-level BPE; None refuses every response. The response
-    has no ``prompt_ids``: they must be given. The other arguments and the errors are those of :func:`read_sglang_chat`.
-    """
-    found = _OPENAI_CHOICE(request, response, api="chat", choice=choice, request_id=request_id)
-    return _read_text(found, tokenizer, [found.given(prompt_ids)])
-
-
-def read_openai_completions(
-    request: Json,
-    response: Json,
-    *,
-    prompt_ids: Sequence[int] | None = None,
-    tokenizer: Tokenizer | None = None,
-    choice: int | None = None,
-    request_id: str | None = None,
-) -> Generation:
-    r"""What a completions request with ``logprobs`` sampled, if ``tokenizer`` proves the ids of ``choice``.
-
-    Completions have text and no bytes, so that only a token of ASCII characters is proven: servers write the bytes of
-    a part of a character as U+FFFD, as Latin-1 or as ``bytes:\xe2``. Arguments and errors are those of
-    :func:`read_openai_chat`; ``prompt_ids`` may be left out where the prompt was sent as ids.
-    """
-    found = _OPENAI_CHOICE(request, response, api="completions", choice=choice, request_id=request_id)
-    return _read_text(found, tokenizer, [found.given(prompt_ids), found.sent("prompt")])
-
-
-def _read_text(found: Choice, tokenizer: Tokenizer | None, prompt_places: Places) -> Generation:
-    tokens = found.tokens
-    if tokenizer is None:
-        advice = "ask the server for ids, or give its tokenizer and the prompt_ids"
-        raise UnprovenTokenIds(tokens.request_id, f"the response has text and no token ids: {advice}")
-    vocabulary = _vocabulary(tokens.request_id, tokenizer)
-    known = [_bytes(found.token_bytes, position, text) for position, text in enumerate(tokens.strings())]
-    proven = [_prove(tokens.entry(position), each, vocabulary) for position, each in enumerate(known)]
-    return settle(
-        tokens.request_id,
-        sampled_ids=[replace(tokens, value=proven)],
-        log_probs=[found.log_probs],
-        prompt_ids=prompt_places,
-        prompt_counts=[found.prompt_count],
-        finish_reason=found.finish_reason,
-        text=found.text,
-        ids_advice="give tokenizer=",
-        prompt_advice="give prompt_ids=",
-    )
-
-
-def _prove(token: Field, known: bytes | None, vocabulary: Mapping[bytes, list[int]]) -> int:
-    """The one id whose bytes are ``known``."""
-    # U+FFFD stands for bytes that are no character, so for no bytes in particular.
-    if known is None or REPLACEMENT.encode() in known:
-        problem = f"the bytes of {token.path} are not known, its text is {token.value!r}"
-        raise UnprovenTokenIds(token.request_id, problem)
-    ids = vocabulary.get(known, [])
-    if len(ids) != 1:
-        raise UnprovenTokenIds(token.request_id, f"{token.path} has the bytes {known!r}, which are those of ids {ids}")
-    return ids[0]
-
-
-def _bytes(token_bytes: Field | None, position: int, text: str) -> bytes | None:
-    """The bytes of a token; None where the response does not have them."""
-    if token_bytes is None:
-        return text.encode() if text.isascii() else None
-    row = token_bytes.entry(position)
-    if not row:
-        return None
-    values = row.array()
-    if not all(type(value) is int and 0 <= value < 256 for value in values):
-        raise row.malformed("a list of bytes")
-    shown = bytes(values).decode(errors="replace")
-    if REPLACEMENT not in shown and shown != text:
-        raise Contradiction(row.request_id, f"{row.path} are those of {shown!r}, but the token is {text!r}")
-    return bytes(values)
-
-
-def _vocabulary(request_id: str, tokenizer: Any) -> dict[bytes, list[int]]:
-    """The ids of each token's bytes."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    why = None
-    if type(decoder).__name__ != "ByteLevel":
-        why = f"its decoder is {type(decoder).__name__}, not ByteLevel, so that a token's text may lack a leading space"
-    elif getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        why = "clean_up_tokenization_spaces is true, so that a token's text may lack spaces"
-    if why is not None:
-        raise UnprovenTokenIds(request_id, f"the tokenizer proves no ids: {why}")
-    return _ids_by_bytes(tokenizer, len(tokenizer))
-
-
-@lru_cache(maxsize=1)
-def _ids_by_bytes(tokenizer: Any, size: int) -> dict[bytes, list[int]]:
-    # ``size`` is a part of the key: a tokenizer can grow.
-    bytes_of = token_bytes_of(tokenizer)
-    ids: dict[bytes, list[int]] = {}
-    for token_id in tokenizer.get_vocab().values():
-        ids.setdefault(bytes_of[token_id], []).append(token_id)
-    return ids

@@ -21,7 +21,6 @@ from mis_ext.rollout.generation import (
     UnprovenTokenIds,
 )
 from mis_ext.rollout.readers.servers import (
-    read_openai_chat,
     read_sglang_chat,
     read_sglang_completions,
     read_sglang_generate,
@@ -326,7 +325,7 @@ def test_the_log_probs_of_a_part_of_the_prompt_are_no_witness_of_it() -> None:
 
 @pytest.mark.parametrize("response", [None, 5, "text", [], [{}], True])
 def test_what_is_no_response_is_refused(response) -> None:
-    for read in (read_sglang_generate, read_sglang_chat, read_vllm_completions, read_openai_chat):
+    for read in (read_sglang_generate, read_sglang_chat, read_vllm_completions):
         with pytest.raises(MalformedResponse, match=r"request 'r-1': response (must be an object|is a list)"):
             read({"rid": "r-1"}, response)
         with pytest.raises(MalformedResponse, match="request 'unnamed': request must be an object"):
