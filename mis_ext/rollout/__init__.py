@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from mis_ext.rollout.custom_generate.function import generate as generate
     from mis_ext.rollout.definition import Distribution as Distribution
     from mis_ext.rollout.definition import LogProbDefinition as LogProbDefinition
-    from mis_ext.rollout.definition import Speculation as Speculation
     from mis_ext.rollout.definition import Truncation as Truncation
     from mis_ext.rollout.definition import define_log_probs as define_log_probs
     from mis_ext.rollout.definition import tell_logprobs_mode as tell_logprobs_mode

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from mis_ext.rollout.generation import MINUS_INFINITY, ToldMode, are_logits
 from mis_ext.rollout.sampling_parameters import PENALTIES, SamplingParameters, Server
-from mis_ext.validation import check_choice, check_number
+from mis_ext.validation import check_choice
 
 SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -19,15 +19,6 @@ _BACKENDS: dict[Server, tuple[SamplingBackend, ...]] = {
     "sglang": ("flashinfer", "pytorch"),
     "vllm": ("flashinfer", "triton", "pytorch"),
 }
-# What of a ``Speculation`` is the other server's, and its neutral value.
-_OTHER_SPECULATION: dict[Server, dict[str, Any]] = {
-    "sglang": {"rejection_sample_method": "standard"},
-    "vllm": {"threshold_single": 1.0, "threshold_acc": 1.0},
-}
-_SPECULATION_WITHOUT_TRITON = (
-    "speculative decoding without Triton, as on a CPU: vLLM 0.32.0 draws drafted tokens at a temperature, top_k and "
-    "top_p that it never set"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,60 +74,6 @@ class Distribution:
         if self.temperature != 1.0:
             logits = f"({logits}) / {self.temperature:g}" if self.logit_bias else f"{logits} / {self.temperature:g}"
         return f"softmax({logits}), renormalised over {self.truncation}" if self.truncation else f"softmax({logits})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speculation:
-    """Speculative decoding, as the verification of SGLang 0.5 (EAGLE and its relatives) or of vLLM 0.32 draws.
-
-    SGLang accepts a draft token with ``min(1, p / threshold_acc)``, and surely where ``p`` exceeds
-    ``threshold_single``; with both at 1 the tokens follow the model's truncated distribution. vLLM's do by its methods
-    ``"standard"`` and ``"block"``, but not where it runs without Triton, as on a CPU: there the temperature, top-k and
-    top-p of drafted tokens are whatever lies in memory.
-
-    Attributes:
-        threshold_single: SGLang's ``--speculative-accept-threshold-single``, in (0, 1].
-        threshold_acc: SGLang's ``--speculative-accept-threshold-acc``, in (0, 1].
-        rejection_sample_method: Of vLLM's ``--speculative-config``.
-
-    Raises:
-        TypeError: A threshold is no number.
-        ValueError: A threshold is out of range, or there is no such method.
-    """
-
-    threshold_single: float = 1.0
-    threshold_acc: float = 1.0
-    rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
-
-    def __post_init__(self) -> None:
-        check_choice("rejection_sample_method", self.rejection_sample_method, ("standard", "block", "synthetic"))
-        for name in ("threshold_single", "threshold_acc"):
-            check_number(name, getattr(self, name), low=0.0, high=1.0, open_low=True)
-
-    @property
-    def unrepeatable(self) -> tuple[str, ...]:
-        """Why a trainer cannot compute the probability of a token; empty if it can."""
-        if self.rejection_sample_method == "synthetic":
-            return (
-                "rejection_sample_method=synthetic: how often a draft is accepted does not depend on its probability",
-            )
-        if self.threshold_single == self.threshold_acc == 1.0:
-            return ()
-        return (
-            f"speculative_accept_threshold_single={self.threshold_single:g}, _acc={self.threshold_acc:g}: how likely a "
-            "token is depends on what was drafted; set both to 1",
-        )
-
-    def explain(self, parameters: SamplingParameters) -> Iterator[str]:
-        """What a request asks that SGLang's verification does otherwise, one line each."""
-        yield (
-            "speculative decoding: on a CPU, an XPU, and on ROCm without rejection sampling, verification takes the "
-            "most probable token: nothing is drawn there"
-        )
-        if parameters.min_p > 0.0:
-            yield f"min_p={parameters.min_p:g}: verification ignores it; only a request's first token is drawn under it"
-        if parameters.top_k is not None and parameters.top_p < 1.0:
-            yield "top_k and top_p: verification takes top_p of the mass of top_k, also where SGLang else does not"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +163,6 @@ def define_log_probs(
     logprobs_mode: LogProbsMode = "raw_logprobs",
     return_original: bool = False,
     sampling_backend: SamplingBackend | None = None,
-    speculation: Speculation | None = None,
 ) -> LogProbDefinition:
     """From which distribution the server drew, and of which one it returned the log-probs.
 
@@ -243,10 +179,9 @@ def define_log_probs(
             ``"flashinfer"`` (None) or ``"pytorch"``. In vLLM ``"flashinfer"`` (None in the raw modes; with a request
             of its own seed in the batch it is Triton), ``"triton"`` (None in the processed modes) or, where there is no
             Triton and in older versions, ``"pytorch"``.
-        speculation: Where the server drafts tokens and verifies them; None where it does not.
 
     Raises:
-        ValueError: Another server, mode or backend, or a setting of the other server's speculation.
+        ValueError: Another server, mode or backend.
     """
     check_choice("server", server, _BACKENDS)
     check_choice("logprobs_mode", logprobs_mode, _MODES)
@@ -254,8 +189,6 @@ def define_log_probs(
     # Where vLLM returns processed log-probs, it does not draw with FlashInfer.
     backends = _BACKENDS[server][1:] if server == "vllm" and not is_raw else _BACKENDS[server]
     backend = backends[0] if sampling_backend is None else check_choice("sampling_backend", sampling_backend, backends)
-    if speculation is not None and speculation != replace(speculation, **_OTHER_SPECULATION[server]):
-        raise ValueError(f"speculation: {', '.join(_OTHER_SPECULATION[server])} is not of {server}, got {speculation}")
     is_greedy = parameters.temperature == 0.0 or parameters.top_k == 1
     grammars = tuple(f"{name}: which tokens it forbids depends on the grammar's state" for name in parameters.grammars)
     counted = "prompt and response" if server == "vllm" else "response"
@@ -271,17 +204,10 @@ def define_log_probs(
         logit_bias=parameters.logit_bias,
         unrepeatable=(*grammars, *penalties, *processors),
     )
-    truncation = Truncation(top_k=1) if is_greedy else _truncation(parameters, server, backend, speculation)
+    truncation = Truncation(top_k=1) if is_greedy else _truncation(parameters, server, backend)
     sampled = replace(changed, truncation=truncation)
     doubts = [f"{key}: unknown, it may change what is sampled" for key in parameters.unknown]
     doubts += parameters.doubts
-    if speculation is not None and not is_greedy:
-        unrepeatable = speculation.unrepeatable
-        if server == "vllm" and backend == "pytorch":
-            unrepeatable = (*unrepeatable, _SPECULATION_WITHOUT_TRITON)
-        elif server == "vllm":
-            doubts.append(f"{_SPECULATION_WITHOUT_TRITON}: if that is your server, say sampling_backend='pytorch'")
-        sampled = replace(sampled, unrepeatable=(*sampled.unrepeatable, *unrepeatable))
     if server == "vllm":
         # A greedy request is not truncated before its log-probs are taken.
         processed = changed if parameters.temperature == 0.0 else sampled
@@ -297,7 +223,7 @@ def define_log_probs(
                 "not greedy; set the temperature to 0"
             )
         if not is_greedy:
-            doubts += _sglang_doubts(parameters, backend, speculation)
+            doubts += _sglang_doubts(parameters, backend)
             if parameters.returns_kept_ids and not return_original:
                 returned = replace(returned, truncation=truncation)
     return LogProbDefinition(
@@ -309,33 +235,25 @@ def define_log_probs(
     )
 
 
-def _truncation(
-    parameters: SamplingParameters, server: Server, backend: SamplingBackend, speculation: Speculation | None
-) -> Truncation | None:
+def _truncation(parameters: SamplingParameters, server: Server, backend: SamplingBackend) -> Truncation | None:
     """The set from which tokens are drawn, by top-k, top-p and min-p; None if it is the whole vocabulary."""
-    min_p = parameters.min_p if speculation is None else 0.0
-    kept = Truncation(top_k=parameters.top_k, top_p=parameters.top_p, min_p=min_p)
+    kept = Truncation(top_k=parameters.top_k, top_p=parameters.top_p, min_p=parameters.min_p)
     if kept == Truncation():
         return None
     if server == "vllm":
-        is_top_p_alone = kept.top_k is None and min_p == 0.0
+        is_top_p_alone = kept.top_k is None and kept.min_p == 0.0
         ties: dict[SamplingBackend, Literal["none", "top_k", "all"]]
         ties = {"flashinfer": "all", "triton": "none", "pytorch": "top_k"}
         return replace(kept, mass_of="all" if is_top_p_alone else "top_k_and_min_p", keeps_ties=ties[backend])
-    if speculation is None and backend == "pytorch":
+    if backend == "pytorch":
         return replace(kept, keeps_next=True)
-    # FlashInfer's joint kernel knows no min-p: with it, SGLang renormalises after top-k, before top-p. Verification of
-    # drafts always does, with FlashInfer's kernels whatever draws elsewhere.
-    is_joint = kept.top_k is None or (speculation is None and min_p == 0.0)
+    # FlashInfer's joint kernel knows no min-p: with it, SGLang renormalises after top-k, before top-p.
+    is_joint = kept.top_k is None or kept.min_p == 0.0
     return replace(kept, mass_of="all" if is_joint else "top_k", keeps_ties="all")
 
 
-def _sglang_doubts(
-    parameters: SamplingParameters, backend: SamplingBackend, speculation: Speculation | None
-) -> Iterator[str]:
-    if speculation is not None:
-        yield from speculation.explain(parameters)
-    elif backend == "flashinfer" and parameters.min_p == 0.0 and parameters.top_k is not None and parameters.top_p < 1:
+def _sglang_doubts(parameters: SamplingParameters, backend: SamplingBackend) -> Iterator[str]:
+    if backend == "flashinfer" and parameters.min_p == 0.0 and parameters.top_k is not None and parameters.top_p < 1:
         yield "top_k and top_p: SGLang takes top_p of the mass of top_k where the batch holds a request with min_p"
     if parameters.returns_kept_ids:
         yield (

@@ -16,12 +16,11 @@ def read(server="sglang", **request) -> SamplingParameters:
     return SamplingParameters.from_request(request, server=server)
 
 
-def define(server="sglang", *, mode="raw_logprobs", original=False, backend=None, speculation=None, **request):
+def define(server="sglang", *, mode="raw_logprobs", original=False, backend=None, **request):
     return define_log_probs(
         read(server, **request),
         server=server,
         logprobs_mode=mode,
         return_original=original,
         sampling_backend=backend,
-        speculation=speculation,
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from mis_ext.rollout.custom_generate.routed_experts import check_replayable
-from mis_ext.rollout.definition import Speculation, define_log_probs
+from mis_ext.rollout.definition import define_log_probs
 from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.validation import check_bool, check_known, check_number
@@ -173,6 +173,12 @@ def _host_options(args: Any, sample: Any, evaluation: bool) -> Mapping[str, Any]
 _KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 
 
+_SPECULATION = (
+    "sglang_speculative_algorithm: tokens follow the log-probs only with sglang_speculative_accept_threshold_single "
+    "and _acc of 1, without min_p, and not on a CPU, an XPU, or ROCm, where SGLang verifies greedily"
+)
+
+
 class LogProbDefinitionWarning(UserWarning):
     """The server's log-probs are of another distribution than the one that it draws from."""
 
@@ -186,18 +192,15 @@ def warn_of_definition(
     those of the responses that have tokens, as far as there are any.
     """
     parameters = SamplingParameters.from_request(sampling_params, server="sglang")
-    speculation = None
-    if getattr(args, "sglang_speculative_algorithm", None):
-        flags = (f"sglang_speculative_accept_threshold_{name}" for name in ("single", "acc"))
-        single, acc = (1.0 if (value := getattr(args, flag, None)) is None else value for flag in flags)
-        speculation = Speculation(threshold_single=single, threshold_acc=acc)
-    definition = define_log_probs(parameters, server="sglang", speculation=speculation)
+    definition = define_log_probs(parameters, server="sglang")
     if definition.is_greedy:
         return
+    if getattr(args, "sglang_speculative_algorithm", None):
+        _warn_once(_SPECULATION)
     # The kept ids were asked for, and the server knows no such parameter.
     is_ignored = parameters.returns_kept_ids and definition.returned.truncation is not None
     is_ignored = is_ignored and any(not any(key in meta for key in _KEPT_IDS) for meta in meta_infos)
-    if is_ignored or speculation is not None or not (definition.is_behavior and definition.is_comparable):
+    if is_ignored or not (definition.is_behavior and definition.is_comparable):
         _warn_once("; ".join(definition.explain()))
 
 

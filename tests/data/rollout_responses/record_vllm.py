@@ -51,15 +51,6 @@ SERVERS = {
         "--tool-call-parser=hermes",
         "--tool-strict-level=function",
     ],
-    "speculation": [
-        "--logprobs-mode=processed_logprobs",
-        "--enable-scale-out",
-        "--generation-config=vllm",
-        "--per-request-spec-decode-metrics=summary",
-        "--enable-per-request-metrics",
-        "--speculative-config="
-        + json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}),
-    ],
     "logits": ["--logprobs-mode=raw_logits", "--enable-scale-out", "--generation-config=vllm"],
 }
 OF_THE_MOE = ("processed", "raw")
@@ -129,18 +120,17 @@ def changed_cases(server: str, prompt: list[int], call: int) -> dict[str, tuple[
     """Requests that vLLM changes on their way, by the server that answers them. ``call`` begins a call of a tool."""
     at = {"generate": "/inference/v1/generate", "chat": "/v1/chat/completions", "completions": "/v1/completions"}
     counted = {"max_tokens": 4, "seed": 3, "ignore_eos": True}
-    repeated = (prompt * 8)[:24]
     of_chat = {"model": "tiny", "messages": CHAT["messages"], "logprobs": True, "return_token_ids": True, **counted}
 
-    def everywhere(name: str, tokens: list[int] = prompt, **parameters: Any) -> dict[str, Any]:
+    def everywhere(name: str, **parameters: Any) -> dict[str, Any]:
         top = parameters.pop("top", 0)
         parameters = {**counted, **parameters}
-        of_generate = {"token_ids": tokens, "request_id": name, "return_token_ids": True}
+        of_generate = {"token_ids": prompt, "request_id": name, "return_token_ids": True}
         return {
             f"generate_{name}": {**of_generate, "sampling_params": {"logprobs": top, **parameters}},
             f"chat_{name}": {**of_chat, "top_logprobs": top, **parameters},
             f"completions_{name}": {
-                **{"model": "tiny", "prompt": tokens, "logprobs": top, "return_token_ids": True},
+                **{"model": "tiny", "prompt": prompt, "logprobs": top, "return_token_ids": True},
                 **parameters,
             },
         }
@@ -156,12 +146,6 @@ def changed_cases(server: str, prompt: list[int], call: int) -> dict[str, tuple[
         requests["chat_free_tools"] = {**of_chat, **called, "tools": [tool()]}
     elif server == "defaults":
         requests = everywhere("absent") | {"chat_tools": {**of_chat, **called, "tools": [tool()], **NEUTRAL}}
-    elif server == "speculation":
-        # With a top-k the server would die: that of drafted tokens is whatever lies in memory.
-        requests = everywhere("greedy", repeated, temperature=0.0, top=5, max_tokens=16)
-        requests |= everywhere("drawn", repeated, temperature=0.7, top=5, max_tokens=16)
-        streamed = requests["completions_drawn"] | COUNTED
-        requests["completions_drawn_stream"] = streamed
     else:
         requests = everywhere("logits", top=5, max_tokens=2)
     return {name: (at[name.split("_")[0]], request) for name, request in requests.items()}
@@ -239,7 +223,7 @@ def shows(case: str, response: Any, truth: dict[str, list[float]] | None) -> boo
     error = max(abs(a - b) for a, b in zip(found, truth["as_asked"], strict=True))
     if "_logits" in case:
         return max(found) < 0.0
-    if case in ("chat_free_tools", "generate_absent", "generate_bias") or "greedy" in case:
+    if case in ("chat_free_tools", "generate_absent", "generate_bias"):
         return error < 1e-3
     return error > 0.05
 

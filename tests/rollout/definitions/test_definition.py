@@ -9,7 +9,7 @@ import torch
 from log_prob_definitions import LOGITS, NUCLEUS, PROBABILITIES, define, read
 
 from mis_ext.rollout.comparable_log_probs import behavior_log_probs, trainer_log_probs
-from mis_ext.rollout.definition import Distribution, Speculation, Truncation
+from mis_ext.rollout.definition import Distribution, Truncation
 from mis_ext.rollout.sampling_parameters import SamplingParameters
 
 # Server, its switches, the request, what the tokens were drawn from, and what was returned.
@@ -245,43 +245,6 @@ def test_a_list_of_nearly_all_the_mass_counts_as_whole_to_the_stated_precision()
     assert told == pytest.approx(math.log(0.6), abs=1e-6)
     short = [math.log(0.6), math.log(0.4 - 2e-6)]
     assert behavior_log_probs(definition, short[:1], [short]).log_probs == [None]
-
-
-def test_speculative_decoding_truncates_in_another_order_without_min_p() -> None:
-    request = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
-    speculative = define(**request, speculation=Speculation())
-    kept = Truncation(top_k=3, top_p=0.5, mass_of="top_k", keeps_ties="all")
-    assert speculative.sampled.truncation == kept
-    assert define(**request, backend="pytorch", speculation=Speculation()).sampled.truncation == kept
-    assert define(min_p=0.1, speculation=Speculation()).sampled.truncation is None
-    lines = "\n".join(speculative.explain())
-    for told in (
-        "the most probable token",
-        "min_p=0.1: verification ignores it",
-        "verification takes top_p of the mass",
-    ):
-        assert lines.count(told) == 1
-    plain = define(temperature=0.7, speculation=Speculation())
-    assert plain.is_behavior
-    assert plain.sampled == define(temperature=0.7).sampled
-
-
-@pytest.mark.parametrize("thresholds", [{"threshold_acc": 0.9}, {"threshold_single": 0.5}])
-def test_acceptance_thresholds_of_drafts_change_what_is_drawn_and_not_what_is_returned(thresholds) -> None:
-    definition = define(temperature=0.7, speculation=Speculation(**thresholds))
-    assert not definition.is_behavior
-    assert definition.is_comparable
-    assert "how likely a token is depends on what was drafted; set both to 1" in "\n".join(definition.explain())
-    with pytest.raises(ValueError, match="the trainer cannot compute this: speculative_accept_threshold"):
-        trainer_log_probs(torch.tensor([LOGITS]), [0], definition.sampled)
-    # A greedy request is not drawn, whatever is accepted.
-    assert not define(temperature=0.0, speculation=Speculation(**thresholds)).sampled.unrepeatable
-
-
-@pytest.mark.parametrize(("value", "error"), [(0.0, ValueError), (1.5, ValueError), ("1", TypeError)])
-def test_a_threshold_out_of_range_is_named(value, error) -> None:
-    with pytest.raises(error, match=r"threshold_acc must be .*in \(0, 1\]"):
-        Speculation(threshold_acc=value)
 
 
 def test_slimes_request_for_the_kept_tokens_is_known() -> None:

@@ -6,8 +6,6 @@ import math
 import pytest
 from log_prob_definitions import define, read
 
-from mis_ext.rollout.definition import Speculation
-
 
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
@@ -43,14 +41,6 @@ def test_a_parameter_out_of_range_is_named(request_, error, message) -> None:
         (
             {"server": "vllm", "mode": "processed_logits", "backend": "flashinfer"},
             r"sampling_backend must be one of triton \| pytorch, got 'flashinfer'",
-        ),
-        (
-            {"server": "vllm", "speculation": Speculation(threshold_acc=0.5)},
-            "speculation: threshold_single, threshold_acc is not of vllm",
-        ),
-        (
-            {"server": "sglang", "speculation": Speculation(rejection_sample_method="block")},
-            "speculation: rejection_sample_method is not of sglang",
         ),
     ],
 )
