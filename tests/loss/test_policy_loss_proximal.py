@@ -12,9 +12,7 @@ from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 import mis_ext
 from mis_ext.hosts.runs import current_run, session_for
-from mis_ext.keys.presets import read_file
 from mis_ext.loss.settings import LossSettings
-from mis_ext.tools.explain.words import gradient_of
 
 CURRENT = {"mis_loss_proximal": "current"}
 SKIPS = CURRENT | {"use_rollout_logprobs": True}
@@ -167,15 +165,3 @@ def test_stored_is_legal_with_any_number_of_steps() -> None:
 def test_settings_cannot_have_two_old_policies() -> None:
     with pytest.raises(ValueError, match="no effect, because --use-rollout-logprobs does not compare"):
         LossSettings(proximal="current", use_behavior=True)
-
-
-def test_explain_says_that_the_ratio_is_one(tmp_path) -> None:
-    said = []
-    for key in ("", "mis_loss_proximal: current\n"):
-        (tmp_path / "one.yaml").write_text(f"use_tis: true\nmis_loss_mode: decoupled\n{key}")
-        file = read_file(tmp_path / "one.yaml")
-        said.append([line for line in gradient_of(file.config, file.loss) if "sg(current)" in line])
-    assert said == [
-        [],
-        ["With mis_loss_proximal: current pi is sg(current): the ratio current / pi is 1, and no clip acts."],
-    ]

@@ -337,15 +337,12 @@ def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:
         assert found["effect"]["length"] == 2048
         steps = [step["name"] for step in found["steps"]]
         assert steps[0] == "ratio"
-        assert steps[-1] == "result"
-        assert (f"weight, {config.weight.level}" in steps) if config.weight is not None else len(steps) == 2
+        assert (f"weight, {config.weight.level}" in steps) if config.weight is not None else len(steps) == 1
         assert all(any(label in step for step in steps) for label in config.labelled_gates)
         assert ("normalise" in steps) == (config.normalize_over is not None)
         assert main(["explain", name]) == 0
         shown = " ".join(capsys.readouterr().out.split())
-        said = (found["gradient"][0], found["denominator"][0], found["limits"])
-        for words in (*(each[:40] for each in said), "Expected at k3 0.001"):
-            assert words in shown
+        assert "Expected at k3 0.001" in shown
 
 
 def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
@@ -356,44 +353,13 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
     )
     assert main(["explain", str(path), "--json", "--k3", "2e-3", "--length", "100", "--stale"]) == 0
     found = json.loads(capsys.readouterr().out)
-    ratio, weight, zeroing, product, denominator, _ = found["steps"]
+    _, weight, zeroing, product, denominator = found["steps"]
     assert weight["formula"] == "x = (prod_t rho_t)^(1/T); w = x, clamped into [0.95, 1.04]"
-    assert zeroing["formula"] == "mean_t (rho_t - 1 - d_t) <= 0.01"
-    assert "the mask stays" in zeroing["meaning"]
+    assert zeroing["formula"] == "mean_t (rho_t - 1 - d_t) <= 0.01; else w = 0"
     assert product["formula"] == "0.25 <= prod_t rho_t"
-    assert "whole response" in ratio["meaning"]
     assert denominator["name"] == "denominator"
-    assert any(line.startswith("Zeroed") for line in found["gradient"])
     assert "stale_gates" in [trap["name"] for trap in found["traps"]]
     assert [each["length"] for each in found["at_lengths"]] == [6.25, 25, 100, 400]
-
-
-WHOLE_LOSSES = {
-    "baseline": "min(r_t A_t, clip(r_t) A_t), r_t = current / pi",
-    "decoupled": "min(r_t A_t, clip(r_t) A_t), r_t = current / pi",
-    "bypass": "-min(v_t A_t, clip(v_t) A_t) / sg(v_t), v_t = current / mu",
-    "reinforce": "-A_t log current",
-}
-
-
-@pytest.mark.parametrize("mode", WHOLE_LOSSES)
-def test_the_gradient_of_the_whole_loss_is_that_of_its_mode(mode, tmp_path, capsys) -> None:
-    path = tmp_path / "own.yaml"
-    keys = "mis_loss_denominator: kept\nmis_loss_entropy_tokens: all\nuse_rs: true\nrs_lower_bound: 0.5\n"
-    path.write_text(f"use_tis: true\nmis_loss_mode: {mode}\n{keys}")
-    assert main(["explain", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    gradient = " ".join(found["gradient"])
-    assert f"mode {mode}" in gradient
-    assert WHOLE_LOSSES[mode] in gradient
-    assert "entropy terms stay" in gradient
-    assert "As a hook" not in gradient
-    path.write_text(f"use_tis: true\ntis_level: none\nmis_loss_mode: {mode}\n{keys}rs_upper_bound: 2.0\n")
-    assert main(["explain", str(path), "--json"]) == 0
-    assert "/ sg(v_t)" not in " ".join(json.loads(capsys.readouterr().out)["gradient"])
-    assert found["denominator"] == [
-        "mis_loss_denominator: kept divides by the kept tokens of each response: removed tokens do not count."
-    ]
 
 
 def test_a_whole_loss_that_contradicts_itself_is_named(tmp_path, capsys) -> None:

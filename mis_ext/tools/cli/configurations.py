@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,9 @@ def run_explain(parsed: argparse.Namespace) -> Result:
         num_sequences=parsed.sequences,
         said=spelt.said,
         loss=spelt.loss,
-        about=spelt.about,
     )
-    return Result({"config": parsed.config} | found.to_dict(), lambda: _show_explanation(parsed.config, found))
+    content = {"config": parsed.config, "about": spelt.about, **found.to_dict()}
+    return Result(content, lambda: _show_explanation(parsed.config, spelt.about, found))
 
 
 def _spelt(name: str) -> Spelt:
@@ -114,7 +114,10 @@ def _spelt(name: str) -> Spelt:
     )
 
 
-def _show_explanation(name: str, found: Explanation) -> None:
+def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -> None:
+    from mis_ext.methods.published import SYMBOLS as METHOD_SYMBOLS
+    from mis_ext.tools.explain.words import LIMITS, SYMBOLS
+
     def title(text: str) -> None:
         show(f"\n{text}", "bold")
 
@@ -122,21 +125,15 @@ def _show_explanation(name: str, found: Explanation) -> None:
         show_grid([(" -", text) for text in texts], gap=1, style=style, text_style=style)
 
     show(name, "bold")
-    show(found.symbols, "dim")
-    if found.about:
-        show_grid([(f"{name}:", text) for name, text in found.about.items()], gap=1, style="bold")
+    show(SYMBOLS if not about else f"{SYMBOLS} In the formula of the method: {METHOD_SYMBOLS}", "dim")
+    if about:
+        show_grid([(f"{title}:", text) for title, text in about.items()], gap=1, style="bold")
     title("Steps in their order. (The order of gates does not matter: each looks at the original mask.)")
-    # Two columns: with four, a terminal of 80 columns would break each after every second word.
-    steps = [(step.name, f"{step.formula}\non {step.touches}: {step.meaning}") for step in found.steps]
-    show_table(("", "formula, what it touches, meaning"), steps, show_lines=True)
-    title("Gradient")
-    lines(found.gradient)
-    title("Denominator")
-    lines(found.denominator)
+    show_grid([(f"{step.name}:", step.formula) for step in found.steps], gap=1)
     title(f"Expected at k3 {found.effect.k3:g} per token")
     lengths = (f"T = {each.length:,.0f}" for each in found.at_lengths)
     show_table(("", *lengths), _effect_rows(found.at_lengths), numbers_right=True)
-    show(found.limits, "dim")
+    show(LIMITS, "dim")
     known = "What" if found.traps else "Nothing" if found.is_known else "Not known: what"
     title(f"{known} speaks against it at {found.effect.length:,.0f} tokens")
     if found.traps:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration does: in words and formulas, by the Gaussian law of a mismatch, and with its known traps.
-
-:func:`explain_config` says everything at once. It needs nothing but torch.
-"""
+"""What a configuration does: a line per step, its effect by the Gaussian law of a mismatch, and its known traps."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +8,6 @@ from mis_ext.lazy import lazy_names
 if TYPE_CHECKING:
     from mis_ext.tools.explain.effect import Effect as Effect
     from mis_ext.tools.explain.effect import effect_of as effect_of
-    from mis_ext.tools.explain.effect import effect_of_method as effect_of_method
     from mis_ext.tools.explain.law import GaussianLaw as GaussianLaw
     from mis_ext.tools.explain.traps import Circumstances as Circumstances
     from mis_ext.tools.explain.traps import Trap as Trap

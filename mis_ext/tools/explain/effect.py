@@ -1,35 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration, or a published method at its first update, does to a mismatch that follows the Gaussian law."""
+"""What a configuration does to a mismatch that follows the Gaussian law."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.pipeline import compute_correction
 from mis_ext.correction.weights import Weight
-from mis_ext.methods.first_update import first_update, without_terms
-from mis_ext.methods.method import Method
 from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval, intersected, passing
-
-NUM_TOKENS = 1 << 20
-"""Of each half of the draws, at most."""
-NUM_RESPONSES, MIN_RESPONSES = 1 << 13, 32
-"""Of each half: so many where they have few tokens, and at least so many."""
-AGREEMENT = 0.05
-"""Relative distance of the halves' numbers up to which their mean is said; it is then within half of that of either."""
-BEHAVIOR = ((-0.25, -0.25), (-8.0, -0.25))
-"""Between which the behavior policy's log-probs lie in each half: what depends on them is none of the law's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,119 +139,3 @@ class _Passed:
 
 def _ratio_or_one(numerator: float, denominator: float) -> float:
     return numerator / denominator if numerator > 0.0 and denominator > 0.0 else 1.0
-
-
-def effect_of_method(config: CorrectionConfig, method: Method, *, k3: float, length: float) -> Effect:
-    """What a method and the correction beside it do to responses of ``length`` tokens at ``k3`` nats per token.
-
-    NaN where the law does not say it: where probabilities decide, or chance, as so few responses can be drawn; and of
-    the bounds of a weight where the correction has none. Half of the responses have a positive advantage, the others a
-    negative one. The method's terms are left out.
-    """
-    found = effect_of(config, k3=k3, length=length)
-    if config.weight is None:
-        found = dataclasses.replace(found, above_high=math.nan, below_low=math.nan, weight_mean=math.nan)
-    measured: dict[str, Any] = _expected(config, without_terms(method), k3, length)
-    return dataclasses.replace(found, **measured)
-
-
-def method_notes(method: Method) -> Iterator[str]:
-    """What the numbers of a method at the first update leave out, or take another batch for."""
-    if method.terms:
-        yield "the penalty of the method is left out of the numbers: it does not multiply the advantage"
-    if method.averages_over_batch or any(reduce.startswith("batch") for reduce in method.reduces):
-        yield "the method looks at all tokens of a batch at once: here at the tokens that are evaluated together"
-
-
-@functools.lru_cache(maxsize=64)
-def _expected(config: CorrectionConfig, method: Method, k3: float, length: float) -> dict[str, float]:
-    whole = max(1, round(length))
-    has_token_weight = config.weight is None or config.weight.level == "token"
-    is_of_tokens = method.is_of_tokens and has_token_weight and all(gate.is_of_tokens for gate in config.all_gates)
-    # Of the law is what asks neither for probabilities by name nor for segments, of which drawn responses have one.
-    reduces = [*method.reduces, *(gate.reduce for gate in config.all_gates)]
-    has_segments = any(reduce.startswith("segment") for reduce in reduces)
-    is_of_the_law = not has_segments and all(gate.row.follows_from_ratio for gate in config.all_gates)
-    # Tokens of their own are the same in shorter responses.
-    drawn_length = min(whole, NUM_TOKENS // NUM_RESPONSES) if is_of_tokens else whole
-    num_responses = min(NUM_TOKENS // drawn_length, NUM_RESPONSES)
-    if num_responses < MIN_RESPONSES or not is_of_the_law:
-        return dict.fromkeys(_MEASURED, math.nan)
-    law = GaussianLaw(k3, drawn_length)
-    halves = [
-        _measured(config, method, *draw(law, num_responses, behavior=behavior, half=half))
-        for half, behavior in enumerate(BEHAVIOR)
-    ]
-    found = {
-        name: 0.5 * (one + other) if math.isclose(one, other, rel_tol=AGREEMENT) else math.nan
-        for name, one, other in zip(_MEASURED, *halves, strict=True)
-    }
-    if drawn_length < whole:
-        found["kept_sequences"] = 1.0 - (1.0 - found["kept_tokens"]) ** length
-    return found
-
-
-def draw(
-    law: GaussianLaw, num_responses: int, *, behavior: tuple[float, float], half: int
-) -> tuple[dict[str, Any], Tensor]:
-    """Log-probs and layout of responses under the law, whose sums are spread evenly, and their advantages ``[T]``.
-
-    The mean of Gaussian tokens is independent of how they lie about it. So each response may get its mean from a
-    stratum of its own: what depends on sums then has an error like 1 / num_responses, not like its root.
-
-    Args:
-        law: Of a whole number of tokens.
-        num_responses: How many.
-        behavior: The lowest and the highest log-prob under the policy that sampled, in nats; all between are as likely.
-        half: 0 or 1: other numbers, and the signs of the advantages the other way round.
-    """
-    generator = torch.Generator().manual_seed(half)
-    length = int(law.length)
-    noise_ST = torch.randn(num_responses, length, generator=generator)
-    place_S = torch.arange(num_responses) + torch.rand(num_responses, generator=generator, dtype=torch.float64)
-    mean_S = torch.special.ndtri(place_S / num_responses) / math.sqrt(length)
-    noise_ST += mean_S.float()[:, None] - noise_ST.mean(1, keepdim=True)
-    difference_T = (noise_ST * math.sqrt(law.token.variance) + law.token.mean).flatten()
-    lowest, highest = behavior
-    behavior_T = lowest + (highest - lowest) * torch.rand(len(difference_T), generator=generator)
-    sign_S = 1.0 - 2.0 * ((torch.arange(num_responses) + half) % 2)
-    streams = {
-        "proximal_logprobs_T": behavior_T + difference_T,
-        "behavior_logprobs_T": behavior_T,
-        "layout": PackedLayout.whole([length] * num_responses),
-    }
-    return streams, sign_S.repeat_interleave(length)
-
-
-_MEASURED = ("kept_tokens", "live_tokens", "kept_sequences", "learning_rate", "ess")
-
-
-def _measured(
-    config: CorrectionConfig, method: Method, streams: dict[str, Any], advantages_T: Tensor
-) -> tuple[float, ...]:
-    """``_MEASURED`` of a correction and a method on drawn responses, which are one call."""
-    mask_T = torch.ones_like(advantages_T)
-    weights_T = keep_mask_T = None
-    if not config.metrics_only:
-        correction = compute_correction(
-            **streams,
-            response_mask_R=mask_T,
-            config=config.replace(metrics=(), scope="data_parallel"),
-            # Of the mismatch alone: all tokens are fresh.
-            lag_T=torch.zeros_like(advantages_T),
-        )
-        weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
-    found = first_update(
-        method,
-        **streams,
-        advantages_T=advantages_T,
-        response_mask_T=mask_T,
-        weights_T=weights_T,
-        keep_mask_T=keep_mask_T,
-    )
-    factor_T = found.factor_T.double()
-    first, second = float(factor_T.mean()), float(factor_T.square().mean())
-    kept_S = found.kept_T.view(len(streams["layout"].response_lengths), -1).any(1)
-    shares = (float(mask.count_nonzero()) / mask.numel() for mask in (found.kept_T, found.live_T, kept_S))
-    # Kish's effective share of the factor on the loss.
-    return (*shares, first, first**2 / second if second else math.nan)

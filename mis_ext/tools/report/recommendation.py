@@ -18,7 +18,6 @@ from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction, without_terms
 from mis_ext.methods.method import Method
 from mis_ext.tools.diagnosis.cause import Diagnosis
-from mis_ext.tools.explain.effect import method_notes
 from mis_ext.tools.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
@@ -179,7 +178,11 @@ def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = Fal
 
 def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) -> Iterator[str]:
     if method is not None:
-        yield from method_notes(method)
+        # What the numbers at the first update leave out, or take another batch for.
+        if method.terms:
+            yield "the penalty of the method is left out of the numbers: it does not multiply the advantage"
+        if method.averages_over_batch or any(reduce.startswith("batch") for reduce in method.reduces):
+            yield "the method looks at all tokens of a batch at once: here at the tokens that are evaluated together"
     elif config.metrics_only:
         return
     if config.all_gates and outcome.kept_tokens == 1.0:
