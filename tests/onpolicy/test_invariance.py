@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a row depends on its batch, or a position on how its sequence was fed, and whether by rounding or truly."""
+
+import importlib.util
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
+from mis_ext.onpolicy.invariance import InvarianceReport, Probe, check_batch_invariance, check_sequence_invariance
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_ROWS = 36  # No chunk size leaves a remainder that is itself a chunk size.
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    # Drawn in float64, so that float64 rounds them too.
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def ascending_rows(num_columns=6):
+    rows = normal(NUM_ROWS, num_columns).abs() + 1
+    rows[:, 0] = torch.arange(1.0, NUM_ROWS + 1)
+    return rows
+
+
+def rotated_sum(x):
+    """Adds up a row pair by pair, from a start that depends on the number of rows: other roundings, the same sum."""
+    x = x.roll(len(x), 1)
+    while x.shape[1] > 1:
+        x = x[:, ::2] + x[:, 1::2]
+    return x
+
+
+def outcomes(report, *kinds):
+    return {probe.name for probe in report.probes if probe.outcome in kinds}
+
+
+def probe_of(report, name):
+    (probe,) = (probe for probe in report.probes if probe.name == name)
+    return probe
+
+
+# --- rows of a batch
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_order_of_summation_that_depends_on_the_batch_is_rounding_and_counted_exactly(dtype):
+    rows = normal(13, 64, dtype=dtype)
+    report = check_batch_invariance(rotated_sum, rows)
+    assert (report.kind, report.invariant) == ("rounding", False)
+    alone = torch.cat([rotated_sum(row[None]) for row in rows])
+    for size in (2, 7, 13):
+        together = torch.cat([rotated_sum(chunk) for chunk in rows.split(size)])
+        different = (alone != together).flatten(1).any(1).nonzero().flatten().tolist()
+        probe = probe_of(report, "full batch" if size == 13 else f"chunks of {size}")
+        assert (probe.num_different, probe.first_different) == (len(different), different[0])
+        assert probe.max_abs_diff == (alone.double() - together.double()).abs().max()
+
+
+@torch.no_grad()
+def test_an_fp32_linear_is_invariant_in_the_mode():
+    with batch_invariant_mode():
+        assert check_batch_invariance(nn.Linear(140, 130), normal(17, 140)).invariant
+
+
+@pytest.mark.parametrize("fn", [lambda x: x - x.mean(0), lambda x: torch.complex(x, x - x.mean(0))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_subtracting_the_mean_of_the_batch_is_true_dependence(fn, dtype):
+    report = check_batch_invariance(fn, normal(NUM_ROWS, 24, dtype=dtype))
+    assert report.kind == "batch-dependent"
+    differing = {probe.name for probe in report.probes if not probe.name.endswith("again")}
+    assert outcomes(report, "batch-dependent") == differing
+    assert probe_of(report, "NaN rows before").max_abs_diff == math.inf
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.5, "rounding"), (2.0, "batch-dependent")])
+def test_the_limit_is_the_root_of_the_precision(share, outcome):
+    difference = share * 2.0**-11.5
+    probe = probe_of(check_batch_invariance(lambda x: x - difference * (len(x) > 1), torch.ones(4, 3)), "full batch")
+    assert probe.outcome == outcome
+
+
+def triggered(condition):
+    """Adds 1 to rows where the whole batch fulfils a condition."""
+    return lambda x: x + 1.0 * bool(condition(x))
+
+
+TRIGGERS = {
+    "chunks of 2": lambda x: len(x) == 2,
+    "chunks of 3": lambda x: len(x) == 3,
+    "chunks of 5": lambda x: len(x) == 5,
+    "chunks of 8": lambda x: len(x) == 8,
+    "chunks of 16": lambda x: len(x) == 16,
+    "reversed": lambda x: len(x) == NUM_ROWS and x[0, 0] == NUM_ROWS and x[1, 0] == NUM_ROWS - 1,
+    "permuted": lambda x: len(x) == NUM_ROWS and x[:, 0].diff().sign().unique().numel() == 2,
+    "zeros before": lambda x: (x[0] == 0).all(),
+    "zeros after": lambda x: (x[-1] == 0).all(),
+    "huge rows before": lambda x: (x[0] > 1e15).all(),
+    "huge rows after": lambda x: (x[-1] > 1e15).all(),
+    "NaN rows before": lambda x: x[0].isnan().all(),
+    "NaN rows after": lambda x: x[-1].isnan().all(),
+    "strided storage": lambda x: x.stride() == (12, 1),
+    "transposed storage": lambda x: len(x) > 1 and x.stride() == (1, NUM_ROWS),
+    "1 thread": lambda x: torch.get_num_threads() == 1,
+    "2 threads": lambda x: torch.get_num_threads() == 2,
+    "4 threads": lambda x: torch.get_num_threads() == 4,
+}
+
+
+@pytest.mark.parametrize("name", TRIGGERS)
+def test_each_probe_finds_what_only_it_can_find(name):
+    torch.set_num_threads(5)
+    report = check_batch_invariance(triggered(TRIGGERS[name]), ascending_rows())
+    assert outcomes(report, "batch-dependent") == {name}
+    assert 0 < probe_of(report, name).num_different <= NUM_ROWS
+    assert outcomes(report, "failed", "not run", "rounding", "not repeatable") == set()
+
+
+def test_a_batch_of_all_rows_and_sevens_are_probed_with_every_thread_count():
+    for condition, extra in ((lambda x: len(x) == NUM_ROWS, "full batch"), (lambda x: len(x) == 7, "chunks of 7")):
+        report = check_batch_invariance(triggered(condition), ascending_rows())
+        assert {extra, "1 thread", "2 threads", "4 threads"} <= outcomes(report, "batch-dependent")
+
+
+def test_noise_is_not_repeatable():
+    report = check_batch_invariance(lambda x: x + torch.rand_like(x), ascending_rows())
+    assert report.kind == "not repeatable"
+    assert outcomes(report, "not repeatable") == {probe.name for probe in report.probes}
+    of_large = check_batch_invariance(lambda x: x + (torch.rand_like(x) if len(x) > 30 else 0), ascending_rows())
+    assert of_large.kind == "not repeatable"
+    assert probe_of(of_large, "reference, again").outcome == "equal"
+
+
+def test_a_function_may_change_its_input_and_use_its_output_again():
+    rows = ascending_rows()
+    before, memory = rows.clone(), torch.empty(2 * NUM_ROWS, 6)
+    assert check_batch_invariance(lambda x: torch.mul(x.mul_(2.0), 3.0, out=memory[: len(x)]), rows).invariant
+    assert check_batch_invariance(lambda x: x.mul_(2.0), rows).invariant
+    assert torch.equal(rows, before)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda x: x + torch.zeros(8, 6) if len(x) > 8 else x, "RuntimeError: The size of tensor a"),
+        (lambda x: x[:8], "ValueError: the function must return 16 rows for 16 rows, got shape [8, 6]"),
+        (lambda x: x if len(x) < 16 else [x], "TypeError: the function must return a tensor, got list"),
+        (lambda x: x if len(x) < 16 else x[:, :0], "ValueError: the function must return 16 rows"),
+        (lambda x: x if len(x) in (1, 5) else x.bfloat16(), "TypeError: cannot compare bits of torch.bfloat16"),
+        (lambda x: x if len(x) < 16 else x[:, :1], "RuntimeError: Sizes of tensors must match"),
+    ],
+)
+def test_a_probe_that_raises_has_failed_and_the_function_is_not_invariant(fn, message):
+    report = check_batch_invariance(fn, ascending_rows())
+    assert (report.kind, report.invariant) == ("failed", False)
+    assert message in probe_of(report, "chunks of 16").note
+    assert probe_of(report, "chunks of 5").outcome == "equal"
+
+
+def test_a_failed_probe_hides_no_graver_finding_and_is_hidden_by_no_lesser_one():
+    def fails_at_16(fn):
+        return lambda x: [] if len(x) == 16 else fn(x)
+
+    rows = normal(18, 64)
+    assert check_batch_invariance(fails_at_16(rotated_sum), rows).kind == "failed"
+    assert check_batch_invariance(fails_at_16(lambda x: x - x.mean(0)), rows).kind == "batch-dependent"
+
+
+def test_a_function_that_does_not_run_on_one_row_has_failed():
+    report = check_batch_invariance(nn.BatchNorm1d(24), normal(NUM_ROWS, 24))
+    assert report.kind == "failed"
+    assert "more than 1 value per channel" in probe_of(report, "reference").note
+
+
+def test_the_number_of_threads_is_restored():
+    torch.set_num_threads(3)
+    with pytest.raises(KeyboardInterrupt):
+        check_batch_invariance(interrupted_with_two_threads, ascending_rows())
+    assert torch.get_num_threads() == 3
+
+
+def interrupted_with_two_threads(x):
+    if torch.get_num_threads() == 2:
+        raise KeyboardInterrupt
+    return x
+
+
+def test_equal_nans_are_equal_and_a_zero_of_the_other_sign_is_a_difference_of_0():
+    rows = ascending_rows()
+    rows[3], rows[4, 2] = math.nan, math.inf
+    assert check_batch_invariance(lambda x: x * 2, rows).invariant
+    rows = normal(12, 64)
+    rows[3], rows[4, 2] = math.nan, math.inf
+    assert check_batch_invariance(rotated_sum, rows).kind == "rounding"
+    report = check_batch_invariance(lambda x: x * 0.0 if len(x) > 1 else x * -0.0, ascending_rows())
+    probe = probe_of(report, "full batch")
+    assert (probe.outcome, probe.num_different, probe.max_abs_diff) == ("rounding", NUM_ROWS, 0.0)
+
+
+def test_rows_of_token_ids_are_padded_with_zeros_only():
+    ids = torch.arange(24).reshape(12, 2)
+    report = check_batch_invariance(lambda x: x * 2, ids)
+    assert report.invariant
+    assert {probe.name for probe in report.probes if "before" in probe.name} == {"zeros before"}
+    assert check_batch_invariance(lambda x: x - x.sum(0), ids).kind == "batch-dependent"
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1, 4)])
+def test_fewer_than_two_rows_are_an_error(shape):
+    with pytest.raises(ValueError, match=r"at least 2 rows .* got shape"):
+        check_batch_invariance(lambda x: x, torch.zeros(shape))
+
+
+def test_a_report_without_a_single_comparison_is_no_pass():
+    skipped = Probe(name="decode", outcome="not run", note="needs make_decoder")
+    for probes in ((), (skipped,)):
+        assert InvarianceReport(probes=probes).kind == "failed"
+
+
+def test_a_report_can_be_read():
+    report = check_batch_invariance(triggered(TRIGGERS["permuted"]), ascending_rows())
+    first, _, *lines = str(report).splitlines()
+    assert first == "batch-dependent"
+    (line,) = (line for line in lines if line.startswith("permuted"))
+    assert line.split() == ["permuted", "batch-dependent", "36", "0", "1"]
+
+
+# --- a sequence in parts
+
+NUM_TOKENS = 20
+FED_IN_PARTS = {
+    "decode",
+    "prefill 10, then decode",
+    "chunked prefill of 2",
+    "chunked prefill of 3",
+    "chunked prefill of 16",
+}
+
+
+class Attention:
+    """Causal self-attention: over a whole sequence, over chunks with a cache, and over padded batches."""
+
+    def __init__(self, width=32, num_heads=2):
+        generator = torch.Generator().manual_seed(0)
+        self.projections = [torch.randn(width, width, generator=generator) / width**0.5 for _ in range(3)]
+        self.num_heads = num_heads
+
+    def heads(self, x):
+        projected = (x @ projection.to(x.dtype) for projection in self.projections)
+        return [part.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for part in projected]
+
+    def merge(self, x):
+        return x.transpose(-3, -2).flatten(-2)
+
+    def full(self, x):
+        return self.merge(F.scaled_dot_product_attention(*self.heads(x), is_causal=True))
+
+    def make_decoder(self):
+        keys, values = [], []
+
+        def decode(x):
+            query, key, value = self.heads(x)
+            keys.append(key)
+            values.append(value)
+            key, value = torch.cat(keys, -2), torch.cat(values, -2)
+            num_new, num_all = query.shape[-2], key.shape[-2]
+            mask = torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
+            return self.merge(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+        return decode
+
+    def padded(self, batch, lengths_B, side):
+        num_positions = batch.shape[1]
+        causal = torch.ones(num_positions, num_positions, dtype=torch.bool).tril()
+        mask = causal & is_real(batch, lengths_B, side)[:, None, None]
+        # A padding query attends to itself, so that it has something to attend to.
+        mask = mask | torch.eye(num_positions, dtype=torch.bool)
+        return self.merge(F.scaled_dot_product_attention(*self.heads(batch), attn_mask=mask))
+
+
+def is_real(batch, lengths_B, side):
+    position = torch.arange(batch.shape[1])
+    return position < lengths_B[:, None] if side == "right" else position >= batch.shape[1] - lengths_B[:, None]
+
+
+def test_decode_and_padding_have_the_bits_of_a_prefill_in_the_mode():
+    attention = Attention()
+    # More keys than a block has.
+    x = torch.randn(70, 32, generator=torch.Generator().manual_seed(1))
+    with batch_invariant_mode():
+        report = check_sequence_invariance(
+            attention.full, x, make_decoder=attention.make_decoder, padded=attention.padded
+        )
+    assert report.invariant
+
+
+def running_sum(x):
+    """Exact for small integers, so equal bits whatever the order."""
+    return x.cumsum(-2)
+
+
+def summing_decoder(*, forgets_chunks=False):
+    def make_decoder():
+        seen = []
+
+        def decode(x):
+            if forgets_chunks:
+                seen.clear()
+            seen.extend(x)
+            start = len(seen) - len(x)
+            return torch.stack([sum(seen[: start + offset + 1]) for offset in range(len(x))])
+
+        return decode
+
+    return make_decoder
+
+
+def padded_sum(batch, lengths_B, side):
+    return running_sum(torch.where(is_real(batch, lengths_B, side)[..., None], batch, 0))
+
+
+def tokens():
+    return torch.arange(1.0, NUM_TOKENS + 1)[:, None] * torch.ones(3)
+
+
+def test_an_exact_function_is_invariant_in_every_probe():
+    report = check_sequence_invariance(running_sum, tokens(), make_decoder=summing_decoder(), padded=padded_sum)
+    assert report.invariant
+    assert outcomes(report, "equal") == FED_IN_PARTS | {
+        "reference, again",
+        "prefixes",
+        "left padding",
+        "right padding",
+    }
+
+
+def test_probes_that_cannot_run_are_listed_and_have_not_passed():
+    report = check_sequence_invariance(running_sum, tokens())
+    assert outcomes(report, "not run") == FED_IN_PARTS | {"left padding", "right padding"}
+    assert outcomes(report, "equal") == {"reference, again", "prefixes"}
+    assert probe_of(report, "decode").note == "needs make_decoder"
+    assert probe_of(report, "left padding").note == "needs padded"
+    assert report.invariant
+
+
+def test_an_output_that_sees_later_tokens_is_true_dependence():
+    report = check_sequence_invariance(lambda x: x - x.mean(0), tokens())
+    assert report.kind == "batch-dependent"
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 9, 17, 19])
+def test_prefixes_are_tried_around_powers_of_two_and_at_the_end(length):
+    report = check_sequence_invariance(lambda x: x + (len(x) == length), tokens())
+    probe = probe_of(report, "prefixes")
+    assert (probe.num_different, probe.first_different) == (length, 0)
+
+
+def test_a_cache_that_forgets_is_found_where_it_forgets():
+    forgetful = check_sequence_invariance(
+        running_sum, tokens(), make_decoder=summing_decoder(forgets_chunks=True), padded=padded_sum
+    )
+    assert outcomes(forgetful, "batch-dependent") == FED_IN_PARTS
+    assert probe_of(forgetful, "decode").num_different == NUM_TOKENS - 1
+    assert probe_of(forgetful, "prefill 10, then decode").first_different == 10
+    assert probe_of(forgetful, "chunked prefill of 16").first_different == 16
+    assert probe_of(forgetful, "chunked prefill of 3").num_different == NUM_TOKENS - 3
+
+
+def test_a_decoder_is_fed_in_order_from_an_empty_cache_and_in_the_sizes_named():
+    fed = []
+
+    def make_decoder():
+        fed.append([])
+        total = torch.zeros(3)
+
+        def decode(x):
+            nonlocal total
+            fed[-1].append(len(x))
+            outputs = total + running_sum(x)
+            total = outputs[-1]
+            return outputs
+
+        return decode
+
+    assert check_sequence_invariance(running_sum, tokens(), make_decoder=make_decoder).invariant
+    assert fed == [[1] * 20, [10] + [1] * 10, [2] * 10, [3] * 6 + [2], [16, 4]]
+
+
+@pytest.mark.parametrize("forgets", ["left", "right"])
+def test_a_mask_that_forgets_the_padding_is_found_on_its_side(forgets):
+    def padded(batch, lengths_B, side):
+        if side == "left" and forgets == "left":
+            return running_sum(batch)
+        if side == "right" and forgets == "right":
+            return running_sum(batch) + batch[:, -1:]
+        return padded_sum(batch, lengths_B, side)
+
+    report = check_sequence_invariance(running_sum, tokens(), padded=padded)
+    assert outcomes(report, "batch-dependent") == {f"{forgets} padding"}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_holds_the_sequence_and_two_of_its_prefixes_and_legal_tokens(side):
+    batches = {}
+
+    def padded(batch, lengths_B, side):
+        batches[side] = (batch.clone(), lengths_B)
+        return batch + 0
+
+    ids = torch.arange(100, 100 + NUM_TOKENS)
+    assert check_sequence_invariance(lambda x: x + 0, ids, padded=padded).invariant
+    batch, lengths_B = batches[side]
+    assert lengths_B.tolist() == [20, 10, 1]
+    assert batch.shape == (3, 23)
+    for row, length in zip(batch, lengths_B.tolist(), strict=True):
+        real, padding = (row[:length], row[length:]) if side == "right" else (row[-length:], row[:-length])
+        assert torch.equal(real, ids[:length])
+        assert torch.isin(padding, ids).all()
+
+
+def test_a_decoder_that_raises_has_failed():
+    def make_decoder():
+        raise RuntimeError("no cache today")
+
+    report = check_sequence_invariance(running_sum, tokens(), make_decoder=make_decoder)
+    assert outcomes(report, "failed") == FED_IN_PARTS
+    assert probe_of(report, "decode").note == "RuntimeError: no cache today"
+
+
+def test_two_tokens_are_enough_and_one_is_an_error():
+    assert check_sequence_invariance(
+        running_sum, tokens()[:2], make_decoder=summing_decoder(), padded=padded_sum
+    ).invariant
+    with pytest.raises(ValueError, match=r"at least 2 tokens, got shape \[1, 3\]"):
+        check_sequence_invariance(running_sum, tokens()[:1])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@torch.no_grad()
+def test_the_example_for_a_transformers_model_runs_and_finds_decoding_exact():
+    from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=32, hidden_size=16, intermediate_size=24, **heads)).eval()
+    example = inspect.cleandoc(check_sequence_invariance.__doc__).partition("::\n")[2].partition("\nArgs:")[0]
+    reports = []
+    names = {"model": model, "ids": torch.arange(NUM_TOKENS), "DynamicCache": DynamicCache}
+    names["check_sequence_invariance"] = lambda *arguments, **named: reports.append(
+        check_sequence_invariance(*arguments, **named)
+    )
+    with batch_invariant_mode():
+        exec(inspect.cleandoc(example), names)
+    assert outcomes(reports[0], "equal") >= FED_IN_PARTS
