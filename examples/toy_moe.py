@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.routing.experts import RoutedExperts, record_hf_routing
+from mis_ext.onpolicy.routing.experts import RoutedExperts
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 with warnings.catch_warnings():
@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from grpo.attention import GatheredAttention
     from grpo.cpu import megatron_device
+    from hf_routing import record_hf_routing
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -32,10 +32,9 @@ with warnings.catch_warnings():
     from grpo import questions
     from grpo.experts import upcycled
     from grpo.pretrained import Pretrained, load_pretrained
+    from hf_routing import record_hf_routing
     from tiny_checkpoint import write_tiny_checkpoint
     from transformers import AutoModelForCausalLM, LlamaConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config
-
-from mis_ext.onpolicy import record_hf_routing
 
 pytestmark = [
     pytest.mark.sglang,

@@ -330,11 +330,10 @@ def save_model(folder: str, tokenizer: Any) -> None:
 
 def note_experts(folder: str, *names: str) -> None:
     """Beside what vLLM says of the experts: those that transformers chooses for the same tokens, per layer with any."""
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
     import torch
+    from hf_routing import record_hf_routing
     from transformers.models.auto import AutoModelForCausalLM
-
-    from mis_ext.onpolicy import record_hf_routing
 
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32).eval()
     for name in names:
