@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mis_ext.correction.statistics import STATISTICS as STATISTICS
     from mis_ext.correction.weights import BOUNDS as BOUNDS
     from mis_ext.correction.weights import Weight as Weight
-    from mis_ext.correction.weights import WeightScale as WeightScale
     from mis_ext.files import list_presets as list_presets
     from mis_ext.hosts.groups import Groups as Groups
     from mis_ext.hosts.guards import MismatchWarning as MismatchWarning

@@ -222,7 +222,7 @@ def flat_keys(random: Random) -> dict[str, Any]:
     vetoes = {"rs_veto_threshold": 0.01, "rs_veto_upper_threshold": 50.0, "rs_veto_probability": 1e-4}
     keys |= {name: value for name, value in vetoes.items() if random.random() < 0.2}
     if random.random() < 0.4:
-        scope = random.choice(("micro_batch", "data_parallel", "rollout"))
+        scope = random.choice(("micro_batch", "data_parallel"))
         over = random.choice(("kept", "valid"))
         keys |= {"tis_batch_normalize": True, "tis_normalize_scope": scope, "tis_normalize_over": over}
     keys |= {"mis_denominator": "kept"} if random.random() < 0.3 else {}
@@ -251,7 +251,7 @@ def native_keys(random: Random) -> dict[str, Any]:
         if random.random() < 0.5:
             found |= {
                 "normalize_over": random.choice(("kept", "valid")),
-                "scope": random.choice(("micro_batch", "rollout")),
+                "scope": random.choice(("micro_batch", "data_parallel")),
             }
     return {"use_tis": True, "mis": found}
 

@@ -129,7 +129,7 @@ RECORDED = {
             *("--use-tis", *HOOK, "--num-steps-per-rollout", "2"),
             *("--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),
         ),
-        TOKEN_TIS | {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"},
+        TOKEN_TIS | {"tis_batch_normalize": True, "mis_denominator": "kept"},
     ),
     "log_mismatch": Run(
         ("--get-mismatch-metrics", *HOOK, "--rollout-data-postprocess-path", "mis_ext.log_mismatch"),

@@ -20,7 +20,7 @@ from mis_ext.correction.metrics import (
     weight_rows,
 )
 from mis_ext.correction.statistics import LAG
-from mis_ext.correction.weights import Denominator, NormalizeOver, Scope, Weight, WeightScale
+from mis_ext.correction.weights import Denominator, NormalizeOver, Scope, Weight
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 
 DEFAULT_WEIGHT = Weight()
@@ -187,9 +187,9 @@ class CorrectionConfig:
 
     @property
     def scale_factors(self) -> tuple[str, ...]:
-        """Which factors of a :class:`~mis_ext.WeightScale` are used; the others are 1."""
+        """Which of the :data:`~mis_ext.correction.weights.SCALE_FORMULAS` are used; the others are 1."""
         is_used = {"mean_weight": self.normalize_over is not None, "denominator_factor": self.denominator == "kept"}
-        return tuple(name for name in WeightScale._fields if is_used[name])
+        return tuple(name for name, used in is_used.items() if used)
 
     def stops(self, guard: GuardName) -> bool:
         """Whether what a guard finds is an error, and not a warning."""

@@ -17,7 +17,6 @@ from mis_ext.correction.log_ratio import PackedStreams, mask_as_float, zero_outs
 from mis_ext.correction.metrics import GROUP_FORMULAS, inverse, known_or_mean, mean_value, own_value, term
 from mis_ext.correction.pipeline import Outputs, Sequences
 from mis_ext.correction.plan import Plan, scale_values, total_values, with_scatters
-from mis_ext.correction.weights import WeightScale
 
 _BITS = 8
 
@@ -117,7 +116,6 @@ class EagerBackend:
         sequences: Sequences,
         *,
         over_group_A: Tensor,
-        rollout_scale: WeightScale | None,
         keep_bits: Tensor | None,
         token_metrics: bool,
     ) -> Outputs:
@@ -128,7 +126,7 @@ class EagerBackend:
         over_group = totals if over_group_A is sequences.totals_A else total_values(plan, over_group_A)
         scales = {}
         if plan.scale_factors:
-            scales = scale_values(plan, totals=totals, over_group=over_group, rollout_scale=rollout_scale)
+            scales = scale_values(plan, totals=totals, over_group=over_group)
         of_group = NamedValues(over_group | scales, GROUP_FORMULAS)
         metrics = self._token_metrics(sequences, totals, of_group) if token_metrics and plan.metrics else {}
         if plan.config.metrics_only:

@@ -17,7 +17,6 @@ from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
 from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
 from mis_ext.correction.triton import wants_triton
-from mis_ext.correction.weights import WeightScale
 
 if TYPE_CHECKING:
     from mis_ext.correction.eager import EagerBackend, EagerSequences
@@ -60,7 +59,6 @@ class Correction:
     _outputs: Outputs
     _sequences: Sequences
     _over_group_A: Tensor
-    _rollout_scale: WeightScale | None
     token_metrics: dict[str, Tensor]
     totals_A: Tensor
 
@@ -108,7 +106,7 @@ class Correction:
         """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
         plan, values = self.plan, self._sequences.values
         over_group = total_values(plan, self._over_group_A)
-        scales = scale_values(plan, totals=self.totals, over_group=over_group, rollout_scale=self._rollout_scale)
+        scales = scale_values(plan, totals=self.totals, over_group=over_group)
         of_group = NamedValues(over_group | scales, GROUP_FORMULAS)
         # A sum over measured sequences, and their number, or that of the tokens.
         means: list[Metric] = []
@@ -162,7 +160,6 @@ def compute_correction(
     config: CorrectionConfig | Plan,
     cp_group: Group | None = None,
     dp_group: Group | None = None,
-    rollout_scale: WeightScale | None = None,
     token_metrics: bool = False,
     failed_rank: int | None = None,
     lag_T: Tensor | None = None,
@@ -178,7 +175,6 @@ def compute_correction(
             instead, because a graph cannot make the plan.
         cp_group: Ranks that hold other parts of the same sequences; None for one rank.
         dp_group: Ranks that hold other sequences, without context parallelism; None for one rank.
-        rollout_scale: The factors of the whole rollout. Needed with ``scope: rollout``, and used only there.
         token_metrics: Also write the selected metrics per token.
         failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
             number in :attr:`Correction.status`.
@@ -186,16 +182,15 @@ def compute_correction(
             NaN where nobody knows. Needed, and used, with ``staleness`` alone.
 
     Raises:
-        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, a rollout scale or lags are
-            missing, or the backend of ``MIS_EXT_BACKEND`` does not run here.
+        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, lags are missing,
+            or the backend of ``MIS_EXT_BACKEND`` does not run here.
     """
     streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
-    backend = prepare(streams, config, cp_group=cp_group, rollout_scale=rollout_scale)
+    backend = prepare(streams, config, cp_group=cp_group)
     return run_passes(
         backend,
         cp_group=cp_group,
         dp_group=dp_group,
-        rollout_scale=rollout_scale,
         token_metrics=token_metrics,
         failed_rank=failed_rank,
     )
@@ -206,14 +201,13 @@ def prepare(
     config: CorrectionConfig | Plan,
     *,
     cp_group: Group | None = None,
-    rollout_scale: WeightScale | None = None,
 ) -> Backend:
     """Everything of :func:`compute_correction` that can fail on one rank alone; nothing here communicates.
 
     For callers that have switched gradients off, as for :func:`run_passes`.
     """
     plan = config if isinstance(config, Plan) else plan_of(config)
-    _check(streams, plan, cp_group, rollout_scale)
+    _check(streams, plan, cp_group)
     device = streams.proximal_logprobs_T.device
     return choose_backend(device)(streams, plan)
 
@@ -234,7 +228,6 @@ def run_passes(
     *,
     cp_group: Group | None,
     dp_group: Group | None,
-    rollout_scale: WeightScale | None,
     token_metrics: bool,
     failed_rank: int | None = None,
 ) -> Correction:
@@ -263,20 +256,16 @@ def run_passes(
     outputs = backend.outputs(
         sequences,
         over_group_A=over_group_A,
-        rollout_scale=rollout_scale,
         keep_bits=keep_bits,
         token_metrics=token_metrics,
     )
-    return Correction(
-        backend, outputs, sequences, over_group_A, rollout_scale, outputs.token_metrics, sequences.totals_A
-    )
+    return Correction(backend, outputs, sequences, over_group_A, outputs.token_metrics, sequences.totals_A)
 
 
 def _check(
     streams: PackedStreams,
     plan: Plan,
     cp_group: Group | None,
-    rollout_scale: WeightScale | None,
 ) -> None:
     """Refuse what does not fit together."""
     *log_probs_and_mask, layout, lag_T = streams
@@ -303,8 +292,3 @@ def _check(
         )
     if lag_T is not None and lag_T.numel() != layout.num_local_tokens:
         raise ValueError(f"lag_T has {lag_T.numel()} tokens, the layout says {layout.num_local_tokens}")
-    if plan.config.scope == "rollout" and rollout_scale is None and plan.config.is_scaled:
-        raise ValueError(
-            "scope: rollout needs the scale of the rollout, which --rollout-data-postprocess-path "
-            "mis_ext.prepare_rollout computes before training"
-        )

@@ -53,7 +53,7 @@ from mis_ext.correction.formula import (
 from mis_ext.correction.gates import KNOWN_SEGMENT, Gate
 from mis_ext.correction.metrics import GROUP_FORMULAS, PREFIX, Kind, MetricRow
 from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS, reduced
-from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale, term_formulas
+from mis_ext.correction.weights import SCALE_FORMULAS, term_formulas
 
 DECISIONS = ("weighted_sequence", "kept_sequence", "sequence_weight", "num_kept")
 """Per sequence, equal on all context-parallel ranks: whether it carries a weight, and whether it stays in the mask; the
@@ -136,7 +136,7 @@ class Plan:
         metric_index: Public name of each selected metric, and its place in ``metrics``.
         spread: Formulas of what each token of a sequence is given of a metric, from its numbers and totals.
         group: Formulas of the metrics of the group.
-        scale_factors: The fields of :class:`~mis_ext.WeightScale` by which weights are scaled.
+        scale_factors: The names among ``SCALE_FORMULAS`` by which weights are scaled.
         needs_group_totals: Whether totals of all data-parallel ranks are needed: one small all-gather per call.
     """
 
@@ -375,21 +375,10 @@ def with_scatters(plan: Plan, sums_A: Tensor, *, of_rows_AN: Tensor) -> Tensor:
     return sums_A
 
 
-def scale_values(
-    plan: Plan,
-    *,
-    totals: Mapping[str, Tensor],
-    over_group: Mapping[str, Tensor],
-    rollout_scale: WeightScale | None,
-) -> dict[str, Tensor]:
+def scale_values(plan: Plan, *, totals: Mapping[str, Tensor], over_group: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the weights of this call are scaled by, under the names that formulas use; 1 where it is not configured."""
-    config = plan.config
-    found: Mapping[str, Tensor] | NamedValues
-    if config.scope == "rollout" and rollout_scale is not None:
-        found = rollout_scale._asdict()
-    else:
-        found = NamedValues(over_group if config.scope == "data_parallel" else totals, SCALE_FORMULAS)
-    factors = dict.fromkeys(WeightScale._fields, torch.ones_like(totals["total_num_response"]))
+    found = NamedValues(over_group if plan.config.scope == "data_parallel" else totals, SCALE_FORMULAS)
+    factors = dict.fromkeys(SCALE_FORMULAS, torch.ones_like(totals["total_num_response"]))
     for name in plan.scale_factors:
         factors[name] = found[name]
     return factors | {"scale_factor": factors["denominator_factor"] / factors["mean_weight"]}

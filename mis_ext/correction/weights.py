@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
@@ -313,21 +313,14 @@ _ONE_OF_A_SEQUENCE: dict[str, Formula] = {
 }
 
 
-# --- what the weights are scaled by: self-normalisation and denominators, over one call, a group, or a rollout
+# --- what the weights are scaled by: self-normalisation and denominators, over one call or a group
 #
 # Token sums come from per-sequence sums, which are equal on every context-parallel rank: so the data-parallel group,
 # without context parallelism, is the right one for every total.
 
-Scope = Literal["micro_batch", "data_parallel", "rollout"]
+Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]
 Denominator = Literal["fixed", "kept"]
-
-
-class WeightScale(NamedTuple):
-    """The two factors of all weights (0-dim): they are divided by ``mean_weight``, times ``denominator_factor``."""
-
-    mean_weight: Tensor
-    denominator_factor: Tensor
 
 
 def ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -342,6 +335,7 @@ SCALE_FORMULAS: dict[str, Formula] = {
     # what is kept, the loss is a mean over what is kept.
     "denominator_factor": Formula(ratio_or_one, (Total("sum", "original_terms"), Total("sum", "kept_terms"))),
 }
+"""The two factors of all weights: they are divided by ``mean_weight``, times ``denominator_factor``."""
 
 
 def term_formulas(weight: Weight | None, *, over: NormalizeOver | None, per_token_loss: bool) -> dict[str, Formula]:

@@ -17,7 +17,6 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.correction.plan import plan_of
-from mis_ext.correction.weights import WeightScale
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,
@@ -39,7 +38,6 @@ class Session:
     """Corrects the micro-batches of one run, with one configuration (or a mapping of its keys).
 
     Attributes:
-        rollout_scale: The scale of the current rollout, for ``scope: rollout``. The caller sets it, once per rollout.
         token_lags: The lags of the current rollout's tokens, where the host gives none to its loss; or why there are
             none. The caller sets them, once per rollout.
         rollout_seen: Whether the rollout was prepared, which prompts need. The caller sets it.
@@ -48,7 +46,6 @@ class Session:
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
         config = config_given(config)
         self._plan = plan_of(config)
-        self.rollout_scale: WeightScale | None = None
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
         self._guards = DataGuards(config)
@@ -75,14 +72,13 @@ class Session:
             RuntimeError: Another rank failed.
         """
         layout = streams.layout
-        mask_R, scale = streams.response_mask_R, self.rollout_scale
+        mask_R = streams.response_mask_R
         with self.local_work(layout.response_lengths, groups=groups, device=mask_R.device):
             self._masks.observe(mask_R)
             backend = prepare(
                 streams,
                 self._plan,
                 cp_group=groups.cp_group,
-                rollout_scale=scale,
             )
             if self._guards.armed:
                 self._inspect(backend.tokens, streams, groups)
@@ -90,7 +86,6 @@ class Session:
             backend,
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
-            rollout_scale=scale,
             token_metrics=token_metrics,
         )
         if not groups.is_alone:
@@ -207,7 +202,6 @@ class Session:
             config=self._plan,
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
-            rollout_scale=self.rollout_scale,
             token_metrics=token_metrics,
             failed_rank=global_rank() if fails else None,
             lag_T=streams.lag_T,

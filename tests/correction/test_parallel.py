@@ -36,11 +36,10 @@ SECTIONS = [
     "missing log-probs",
     "one ULP",
     "megatron",
-    "rollout scope",
     "dithering",
 ]
 TRITON_OBSTACLE = triton_obstacle("cpu")
-NEEDS_MEGATRON = ["megatron", "rollout scope", "dithering"]
+NEEDS_MEGATRON = ["megatron", "dithering"]
 HAS_MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
@@ -159,11 +158,6 @@ def test_one_token_that_differs_by_one_ulp_is_seen_by_every_rank(outcomes, topol
 @topologies
 def test_groups_come_from_megatron_when_the_host_passes_none(outcomes, topology):
     assert_section(outcomes, topology, "megatron")
-
-
-@topologies
-def test_the_rollout_normaliser_is_the_same_on_all_ranks_and_in_all_micro_batches(outcomes, topology):
-    assert_section(outcomes, topology, "rollout scope")
 
 
 @topologies

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties that hold by mathematics: normalised weights, denominators and the scope of a rollout."""
-
-import itertools
+"""Properties that hold by mathematics: normalised weights and denominators."""
 
 import pytest
 import torch
-from cases import RTOL, WEIGHTS, args_of, call_hook, correction_keys, flat, random_samples, sprinkle
+from cases import RTOL, call_hook, correction_keys, flat, random_samples, sprinkle
 from host_loop import sum_of_sample_mean, sum_of_token
-from property_cases import ALL, LENGTHS, LEVELS, subset, weights_masks
-from reference import Samples, correct
-from rows import for_each
+from property_cases import ALL, LENGTHS, LEVELS, weights_masks
+from reference import Samples
 
-from mis_ext import CorrectionConfig, Gate, compute_mis_weights, prepare_rollout
+from mis_ext import CorrectionConfig, Gate, compute_mis_weights
 
 # These bounds are far apart for what a geometric mean does in practice, and the package says so.
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
@@ -89,40 +86,6 @@ def test_with_the_kept_denominator_the_host_mean_is_the_mean_over_survivors(weig
     loss, masks, _ = call_hook(unit_keys, samples)
     reduced = sum_of_sample_mean(loss.split(LENGTHS), masks, samples.masks)
     torch.testing.assert_close(reduced, torch.tensor(len(LENGTHS) - 1.0, dtype=torch.float64), rtol=RTOL, atol=0)
-
-
-@for_each("weight, denominator, over", [*itertools.product(WEIGHTS, ["fixed", "kept"], ["kept", "valid"])][::3])
-def test_under_rollout_scope_any_split_into_micro_batches_gives_the_same_weights(weight, denominator, over):
-    gate = {"kept": "token gate", "valid": "sequence gate"}[over]
-    keys = correction_keys(weight, gate=gate, mis_denominator=denominator, tis_normalize_scope="rollout")
-    if weight[0] != "none":
-        keys |= {"tis_batch_normalize": True, "tis_normalize_over": over}
-    elif denominator == "fixed":
-        return
-    samples = sprinkle(random_samples(LENGTHS, seed=34), seed=1)
-    for per_token_loss in [False, True] if denominator == "kept" else [False]:
-        args = args_of(keys, per_token_loss=per_token_loss)
-        prepare_rollout(args, 0, rollout_data(samples))
-        whole, _, _ = call_hook(keys, samples, args=args)
-        parts = [[0, 1], [2], [3, 4, 5, 6]]
-        split = [subset(samples, part) for part in parts]
-        outputs = [call_hook(keys, part, args=args) for part in split]
-        assert torch.equal(torch.cat([loss for loss, _, _ in outputs]), whole)
-        expected = correct(split, keys, per_token_loss=per_token_loss, rollout=[samples])
-        for (loss, masks, _), judge in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(loss.double(), flat(judge.weights), rtol=RTOL, atol=0)
-            assert torch.equal(flat(masks), flat(judge.masks))
-
-
-def rollout_data(samples: Samples) -> dict:
-    lengths = [m.numel() for m in samples.masks]
-    return {
-        "log_probs": samples.train,
-        "rollout_log_probs": samples.rollout,
-        "loss_masks": samples.masks,
-        "response_lengths": lengths,
-        "total_lengths": [length + 3 for length in lengths],
-    }
 
 
 def test_a_kept_denominator_counts_what_stays_in_the_mask() -> None:

@@ -20,14 +20,12 @@ from mis_ext import prepare_rollout
 from mis_ext.correction import pipeline
 from mis_ext.correction.eager import EagerBackend
 from mis_ext.hosts.groups import find_groups
-from mis_ext.hosts.runs import session_for
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 KEYS = {
     "weights of tokens": {"tis_batch_normalize": True, "use_rs": True, "mis_denominator": "kept"},
     "weights of sequences": {"tis_level": "geometric"},
 }
-SCOPE = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout", "mis_denominator": "kept"}
 LOCAL = ("pg_loss", "train_log_probs", "rollout_log_probs")
 
 needs_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
@@ -195,21 +193,6 @@ def test_the_data_parallel_group_of_miles_spans_replicas() -> None:
         assert (groups.dp_rank, groups.dp_size, groups.dp_group) == (1, 2, state.intra_dp.group)
 
 
-def scale_of(rank: Rank) -> mis_ext.WeightScale | None:
-    return None if rank.number == 1 else mis_ext.WeightScale(torch.tensor(1.0), torch.tensor(1.0))
-
-
-@layouts
-def test_a_scale_that_one_rank_lacks_is_named_on_all_others(layout) -> None:
-    def work(rank: Rank) -> tuple:
-        args = args_of(**SCOPE)
-        session_for(args).rollout_scale = scale_of(rank)
-        return call(rank, local_batch(rank), args)
-
-    cp_size, dp_size = layout
-    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "needs the scale")
-
-
 @layouts
 def test_a_backend_that_one_rank_cannot_have_is_named_on_all_others(layout, monkeypatch) -> None:
     def choose(device: torch.device) -> Callable:
@@ -280,31 +263,16 @@ def test_a_guard_fires_in_a_later_call_on_all_ranks() -> None:
 
 
 @layouts
-@pytest.mark.parametrize("spoil", ["stream", "mask", "denominators", "key"])
+@pytest.mark.parametrize("spoil", ["loss_masks", "rollout_mask_sums"])
 def test_an_error_in_one_ranks_rollout_is_named_on_all_others(layout, spoil) -> None:
-    cp_size, dp_size = layout
-
     def work(rank: Rank) -> None:
-        batch = local_batch(rank)
-        data = {"log_probs": batch.pop("train_log_probs"), **batch, "rollout_mask_sums": torch.full((4,), 40.0)}
+        data = {**local_batch(rank), "rollout_mask_sums": torch.full((4,), 40.0)}
         if rank.number == 0:
-            if spoil == "stream":
-                data["log_probs"] = data["log_probs"][:-1]
-            elif spoil == "mask":
-                data["loss_masks"][1] = None
-            elif spoil == "denominators":
-                data["rollout_mask_sums"] = torch.full((3,), 40.0)
-            else:
-                del data["total_lengths"]
-        args = args_of(**SCOPE)
-        try:
-            prepare_rollout(args, 3, data)
-        finally:
-            with pytest.raises(ValueError, match="scope: rollout needs the scale"):
-                mis_ext.compute_mis_weights_with_cp(args, **local_batch(rank), parallel_state=rank.parallel_state)
+            data[spoil] = data[spoil][:-1]
+        prepare_rollout(args_of(mis_denominator="kept"), 3, data)
 
-    outcomes = run_ranks(work, cp_size=cp_size, dp_size=dp_size)
-    assert_agreement(outcomes, 0, Exception, "log_probs has samples|loss_masks|rollout_mask_sums|total_lengths")
+    cp_size, dp_size = layout
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 0, Exception, "rollout_mask_sums")
 
 
 def test_a_shared_denominator_on_one_rank_is_refused_on_all() -> None:
@@ -362,7 +330,7 @@ def test_a_rank_without_samples_needs_no_log_probs(absent) -> None:
 @pytest.mark.parametrize("empty", [{1}, {0, 1}], ids=["one rank", "all ranks"])
 def test_zero_samples_are_a_legal_rollout(empty) -> None:
     def work(rank: Rank) -> tuple:
-        args = args_of(**SCOPE, use_rs=True)
+        args = args_of(mis_denominator="kept", tis_batch_normalize=True, use_rs=True)
         batch = without_samples() if rank.dp_rank in empty else local_batch(rank)
         data = {"log_probs": batch["train_log_probs"], **batch, "rollout_mask_sums": torch.full((4,), 40.0)}
         if rank.dp_rank in empty:

@@ -335,16 +335,14 @@ def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_no
     start(HOOK | {"save_path": "mis_ext.compute_mis_weights_with_cp"})
 
 
-SCALED = {"tis_batch_normalize": True, "tis_normalize_scope": "rollout"}
 PROMPTS = {"mis_prompt_mean": True}
 
 
-@pytest.mark.parametrize("needs", [SCALED, PROMPTS], ids=["scope", "prompts"])
-def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it(needs) -> None:
+def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it() -> None:
     for switches in (HOOK, LOSS | {"use_tis": True}):
         with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
-            start(switches | needs)
-        start(switches | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
+            start(switches | PROMPTS)
+        start(switches | PROMPTS | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 
 @pytest.mark.parametrize("needs", [PROMPTS, {"mis_group_over": "kept"}], ids=["prompts", "kept"])
@@ -412,7 +410,7 @@ def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None
     assert "nothing" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("needs", [SCALED, PROMPTS, {}], ids=["scope", "prompts", "nothing"])
+@pytest.mark.parametrize("needs", [PROMPTS, {}], ids=["prompts", "nothing"])
 def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     launch = HOOK | needs | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout", "num_steps_per_rollout": 1}
 
@@ -433,16 +431,13 @@ def test_it_warns_of_a_rollout_that_slime_would_not_score(needs, monkeypatch: py
     assert warned({"use_routing_replay": True, "use_rollout_routing_replay": True}) == bool(needs)
 
 
-@pytest.mark.parametrize("needs", [SCALED], ids=["scope"])
 @pytest.mark.parametrize("path", [None, "os.path.join"], ids=["none", "of the user"])
 def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
-    needs, path, monkeypatch: pytest.MonkeyPatch
+    path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
     for switches in (HOOK, LOSS | {"use_tis": True}):
         start(switches | {"rollout_data_postprocess_path": path})
-        with pytest.raises(ValueError, match="Miles passes no rollout data; write fixed bounds, and tis_normalize_sco"):
-            start(switches | needs | {"rollout_data_postprocess_path": path})
         with pytest.raises(ValueError, match=r"prompt_mean: true.*Miles (passes no rollout data; remove|has nothing)"):
             start(switches | PROMPTS | {"rollout_data_postprocess_path": path})
 

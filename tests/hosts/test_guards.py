@@ -12,7 +12,6 @@ from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.hosts.runs import session_for
 from mis_ext.tools.explain.law import Normal
 
 
@@ -195,17 +194,8 @@ def test_normalising_over_a_single_sequence_warns(level) -> None:
 
 
 def test_what_to_do_about_a_single_sequence_is_not_what_is_done_already() -> None:
-    with pytest.warns(MismatchWarning, match=r"use tis_normalize_scope: rollout, or larger micro-batches"):
+    with pytest.warns(MismatchWarning, match="use larger micro-batches"):
         call(make_batch(1), tis_level="sequence", tis_batch_normalize=True)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_single_sequence_of_a_rollout_is_normalised_over_the_rollout() -> None:
-    args = argparse.Namespace(
-        use_tis=True, tis_level="sequence", tis_batch_normalize=True, tis_normalize_scope="rollout"
-    )
-    session_for(args).rollout_scale = mis_ext.WeightScale(torch.tensor(1.1), torch.tensor(1.0))
-    mis_ext.compute_mis_weights_with_cp(args, **make_batch(1))
 
 
 def test_a_small_micro_batch_does_not_say_that_there_are_always_several_sequences() -> None:

@@ -176,8 +176,9 @@ def masked_calls(mask: torch.Tensor) -> dict[str, Callable[[], object]]:
     config = mis_ext.CorrectionConfig()
     layout = mis_ext.PackedLayout.whole([10])
     packed = mis_ext.PackedStreams(proximal[0], behavior[0], mask, layout)
-    rollout = batch | {"log_probs": proximal}
-    rollout_args = argparse.Namespace(use_tis=True, tis_batch_normalize=True, tis_normalize_scope="rollout")
+    rollout = batch | {"log_probs": proximal, "advantages": [torch.zeros(10)]}
+    rollout |= {"rewards": [0.0], "sample_indices": [0], "rollout_ids": [0]}
+    rollout_args = argparse.Namespace(use_tis=True, mis_group_over="kept", n_samples_per_prompt=1)
     logits = torch.randn(1, 15, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
     whole = batch | {"unconcat_tokens": [torch.arange(15)], "advantages": [torch.ones(10)], "log_probs": proximal}
     return {

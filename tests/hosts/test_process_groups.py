@@ -159,12 +159,12 @@ def check_rollout(rank: int) -> None:
 
     rollout.find_groups = lambda: Groups.of_process_groups(dp_group=dist.group.WORLD)
     batch = make_batch(seed=rank)
-    data = {"log_probs": batch["train_log_probs"], **batch}
-    args = argparse.Namespace(**KEPT, tis_normalize_scope="rollout")
+    data = batch | {"rollout_mask_sums": [mask.sum() for mask in batch["loss_masks"]]}
+    args = argparse.Namespace(**KEPT)
     prepare_rollout(args, 0, data)
     if rank == 1:
-        del data["response_lengths"]
-    kind, message = (KeyError, "response_lengths") if rank == 1 else (RuntimeError, "failed on rank 1;")
+        del data["loss_masks"]
+    kind, message = (KeyError, "loss_masks") if rank == 1 else (RuntimeError, "failed on rank 1;")
     with pytest.raises(kind, match=message):
         prepare_rollout(args, 1, data)
 

@@ -201,7 +201,9 @@ def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:
 
 def test_what_is_measured_without_a_correction_has_no_trace_of_it() -> None:
     measured = CorrectionConfig(weight=None, metrics_only=True)
-    assert from_yaml("{use_tis: false, mis: {weight: {mode: clip}, normalize_over: kept, scope: rollout}}") == measured
+    assert (
+        from_yaml("{use_tis: false, mis: {weight: {mode: clip}, normalize_over: kept, scope: micro_batch}}") == measured
+    )
     assert from_yaml("{get_mismatch_metrics: true, tis_level: sequence, tis_batch_normalize: true}") == measured
     assert from_yaml("{get_mismatch_metrics: true, use_tis: true}") == CorrectionConfig()
     assert from_yaml("{calculate_per_token_loss: true}") == CorrectionConfig(per_token_loss=True)
@@ -258,6 +260,6 @@ def test_metric_lists_keep_the_order_of_emission() -> None:
 def test_a_configuration_is_frozen_and_checked_again_when_changed() -> None:
     config = CorrectionConfig()
     with pytest.raises(AttributeError):
-        config.scope = "rollout"  # type: ignore[misc]
+        config.scope = "micro_batch"  # type: ignore[misc]
     with pytest.raises(ValueError, match="scope"):
         config.replace(scope="everything")

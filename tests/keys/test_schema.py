@@ -27,7 +27,7 @@ fastjsonschema = pytest.importorskip("fastjsonschema")
 
 PRESETS = sorted((Path(__file__).parents[2] / "yaml").glob("*.yaml"))
 WHOLE_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss", "use_tis": True}
-WORDS = ["token", "sequence", "geometric", "none", "truncate", "clip", "mask", "kept", "valid", "fixed", "rollout"]
+WORDS = ["token", "sequence", "geometric", "none", "truncate", "clip", "mask", "kept", "valid", "fixed"]
 WORDS += ["mean", "sum", "k3", "ratio", "zero", "warn", "core", "all", "bypass", "constant", "current", "fused", "bad"]
 NUMBERS = [-1, 0, 1e-4, 0.5, 1, 2.0, 10, 1e9]
 

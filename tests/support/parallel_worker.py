@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 from zigzag import local_tokens, take
 
 import mis_ext
-from mis_ext import prepare_rollout
 from mis_ext.hosts.packing import TokenLags
 from mis_ext.hosts.runs import session_for
 
@@ -433,40 +432,6 @@ class Worker:
         return self.compare_hook(self.some(grid()[::19]), "plain", miles=False) + self.compare_hook(
             self.some(grid()[::23]), "broken", miles=False
         )
-
-    def run_rollout_scope(self) -> list[str]:
-        """Slime's rollout: every data-parallel rank prepares all its samples, then trains on them in two calls."""
-        failures: list[str] = []
-        parts = [dataset(name, self.dp_size) for name in ["plain", "broken"]]
-        everything = [samples for calls, _ in parts for samples in calls]
-        mine = parts[0][0][self.dp_rank] + parts[1][0][self.dp_rank]
-        totals = parts[0][1][self.dp_rank] + parts[1][1][self.dp_rank]
-        for keys, per_token_loss in grid()[::29]:
-            if not keys.get("tis_batch_normalize") and keys["mis_denominator"] == "fixed":
-                continue
-            keys = keys | {"tis_normalize_scope": "rollout"}
-            args = args_of(keys, per_token_loss=per_token_loss)
-            data = {
-                "log_probs": self.local(mine.train, totals),
-                "rollout_log_probs": self.local(mine.rollout, totals),
-                "loss_masks": mine.masks,
-                "total_lengths": totals,
-                "response_lengths": [m.numel() for m in mine.masks],
-            }
-            prepare_rollout(args, 0, data)
-            for calls, all_totals in parts:
-                expected = correct(calls, keys, per_token_loss=per_token_loss, rollout=everything)[self.dp_rank]
-                samples, call_totals = calls[self.dp_rank], all_totals[self.dp_rank]
-                own = self.owned([m.numel() for m in samples.masks], call_totals)
-                output, pg_loss = self.hook(args, samples, call_totals)
-                self.check(
-                    failures,
-                    f"{keys}",
-                    lambda e=expected, o=output, p=pg_loss, s=samples, t=own: assert_hook_output(
-                        o, e, s, pg_loss=p, tokens=t
-                    ),
-                )
-        return failures
 
     def run_dithering(self) -> list[str]:
         """Rank 0 alone has what cannot be dithered, or fails otherwise: no rank goes on, to wait in its next step."""

@@ -88,19 +88,14 @@ def correct(
     keys: Mapping | Rules,
     *,
     per_token_loss: bool = False,
-    rollout: Sequence[Samples] | None = None,
 ) -> list[Corrected]:
-    """Judge the calls that all data-parallel ranks make together; `rollout` lists every call of the whole rollout."""
+    """Judge the calls that all data-parallel ranks make together."""
     rules = keys if isinstance(keys, Rules) else Rules.from_keys(keys)
     ranks = [read(samples, rules) for samples in calls]
     group = [response for responses in ranks for response in responses]
-    if rules.scope == "rollout":
-        everything = [response for samples in rollout or calls for response in read(samples, rules)]
-    else:
-        everything = group
     out = []
     for responses in ranks:
-        scope = responses if rules.scope == "micro_batch" else everything
+        scope = responses if rules.scope == "micro_batch" else group
         record = Record(responses, per_token_loss=per_token_loss)
         add_mismatch_metrics(record, group, rules)
         if rules.has_lags:
@@ -119,6 +114,6 @@ def correct(
                 record.constant("batch_norm_factor", m)
             if rules.denominator == "kept":
                 record.constant("denominator_factor", g)
-        margin = min((x for response in [*everything, *group] for x in response.margins), default=math.inf)
+        margin = min((x for response in group for x in response.margins), default=math.inf)
         out.append(Corrected(weights, masks, record.tokens, record.values, margin))
     return out

@@ -50,7 +50,7 @@ _HOOKS = (
         config={
             "tis_upper_bound": 2.0,
             "tis_batch_normalize": True,
-            "tis_normalize_scope": "rollout",
+            "mis_denominator": "kept",
         },
         metrics=CORE,
         says=(CALLED,),

@@ -20,7 +20,6 @@ from mis_ext.correction.plan import Plan
 from mis_ext.correction.triton.generate import SEQUENCES_PER_BLOCK, programs_of
 from mis_ext.correction.triton.kernels import TILE, weigh_kernel, whole_mask_kernel
 from mis_ext.correction.triton.launch import BoundKernel, dtypes_of, kernel
-from mis_ext.correction.weights import WeightScale
 
 _MAX_TOKENS = 2**31 - TILE
 _whole_mask_kernel = kernel(whole_mask_kernel)
@@ -148,7 +147,6 @@ class TritonBackend:
         sequences: Sequences,
         *,
         over_group_A: Tensor,
-        rollout_scale: WeightScale | None,
         keep_bits: Tensor | None,
         token_metrics: bool,
     ) -> Outputs:
@@ -160,8 +158,6 @@ class TritonBackend:
         weights_T = self._empty(num_tokens if writes else 0)
         loss_mask_R = self._empty(layout.num_whole_tokens if writes else 0)
         metrics_MT = self._empty(len(plan.metrics), num_tokens)
-        # Read with another scope than rollout by nobody.
-        scale = rollout_scale if rollout_scale is not None else WeightScale(over_group_A, over_group_A)
         self._programs.outputs(
             local.num_tiles,
             *self._inputs,
@@ -170,8 +166,6 @@ class TritonBackend:
             sequences.rows_FS,
             sequences.totals_A,
             over_group_A,
-            scale.mean_weight,
-            scale.denominator_factor,
             weights_T,
             loss_mask_R,
             metrics_MT,

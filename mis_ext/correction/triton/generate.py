@@ -17,7 +17,7 @@ from mis_ext.correction.metrics import GROUP_FORMULAS
 from mis_ext.correction.plan import DECISIONS, SCALES, Plan
 from mis_ext.correction.triton import kernels
 from mis_ext.correction.triton.launch import BoundKernel, kernel
-from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale
+from mis_ext.correction.weights import SCALE_FORMULAS
 
 _TOKEN_ARGUMENTS = "log_ratio, proximal, behavior, valid, response, given"
 _TOKEN_SYMBOLS = {
@@ -165,12 +165,10 @@ def _load_scale(plan: Plan) -> str:
     config = plan.config
     totals = "over_group" if config.scope == "data_parallel" else "totals"
     program = Program(_total_symbols(plan, totals), SCALE_FORMULAS)
-    results = dict.fromkeys(WeightScale._fields, _ONE)
+    results = dict.fromkeys(SCALE_FORMULAS, _ONE)
     for name in config.scale_factors:
-        is_given = config.scope == "rollout"
-        results[name] = f"tl.load(rollout_{name})" if is_given else f"({program[name].text}).to(tl.float32)"
-    arguments = "totals, over_group, rollout_mean_weight, rollout_denominator_factor"
-    return _function("load_scale", arguments, [*program.lines, f"return {', '.join(results.values())}"])
+        results[name] = f"({program[name].text}).to(tl.float32)"
+    return _function("load_scale", "totals, over_group", [*program.lines, f"return {', '.join(results.values())}"])
 
 
 def _store_metrics(plan: Plan) -> str:

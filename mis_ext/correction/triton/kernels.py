@@ -280,8 +280,6 @@ def output_kernel(
     rows,
     totals,
     over_group,
-    rollout_mean_weight,
-    rollout_denominator_factor,
     weights,
     loss_mask,
     metrics,
@@ -310,7 +308,7 @@ def output_kernel(
     given = tl.load(response_mask + whole_begin + lane, mask=is_token, other=0)
     response = given != 0
     column = rows + piece // pieces_per_sequence
-    mean_weight, denominator_factor = load_scale(totals, over_group, rollout_mean_weight, rollout_denominator_factor)
+    mean_weight, denominator_factor = load_scale(totals, over_group)
     # Every tile reads the scalars and divides: a kernel of its own for that would cost a launch.
     scale_factor = denominator_factor.to(tl.float64) / mean_weight
     token = begin + lane

@@ -27,7 +27,6 @@ import mis_ext
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.triton import wants_triton
-from mis_ext.correction.weights import WeightScale
 from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.master_weights import STEP_FLAG, dither_weights, refuse_dithering
@@ -446,16 +445,10 @@ def _not_called(args: Any, why: str) -> ValueError:
     return ValueError(f"mis_ext would not be called: {why}{misspelt}{idle}; {_LAUNCHES}")
 
 
-def _needs_of_rollout(config: RunConfig) -> list[str]:
-    """What looks at the whole rollout before its first micro-batch."""
-    needs = [config.group.needs_rollout] if config.group is not None and config.group.needs_rollout is not None else []
-    return needs + ["scope: rollout"] * (config.correction.scope == "rollout" and config.correction.is_scaled)
-
-
 def _unscored_rollout(args: Any, config: RunConfig) -> list[str]:
     """What slime 624b824 would not have scored when the function at ``--rollout-data-postprocess-path`` looks at it."""
-    needs = _needs_of_rollout(config)
-    if not needs or config.whole_loss is not None or SLIME not in sys.modules:
+    needs = None if config.group is None else config.group.needs_rollout
+    if needs is None or config.whole_loss is not None or SLIME not in sys.modules:
         return []
     scored_for = ("kl_coef", "get_mismatch_metrics", "use_rollout_logprobs", "use_critic", "keep_old_actor", "use_opd")
     replays, replays_rollout = (read_argument(args, f"use_{each}routing_replay") for each in ("", "rollout_"))
@@ -463,9 +456,8 @@ def _unscored_rollout(args: Any, config: RunConfig) -> list[str]:
     if is_scored or read_argument(args, "advantage_estimator") == "gspo" or steps_per_rollout(all_arguments(args)) != 1:
         return []
     return [
-        f"mis_ext: warning: {', '.join(needs)}: with one optimizer step per rollout slime skips the pass that scores "
-        "the rollout, and the first one will be refused: take several steps, or fixed bounds and tis_normalize_scope: "
-        "data_parallel"
+        f"mis_ext: warning: {needs}: with one optimizer step per rollout slime skips the pass that scores the rollout, "
+        "and the first one will be refused: take several steps"
     ]
 
 
@@ -474,7 +466,7 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
 
     Miles calls that function with its arguments alone, so there nobody ever has.
     """
-    path, needs = read_argument(args, "rollout_data_postprocess_path"), _needs_of_rollout(config)
+    path = read_argument(args, "rollout_data_postprocess_path")
     of_prompts = None if config.group is None else config.group.needs_rollout
     is_ours = path is not None and path.startswith("mis_ext.")
     is_corrected = config.whole_loss is None or config.whole_loss.has_correction
@@ -484,15 +476,10 @@ def _refuse_missing_preparation(args: Any, config: RunConfig) -> None:
             why = f"--rollout-data-postprocess-path {path}: Miles passes no rollout data to it; take the flag out"
         elif of_prompts is not None:
             why = f"{of_prompts}: Miles passes no rollout data; remove it"
-        elif needs and is_corrected:
-            why = (
-                f"{', '.join(needs)}: Miles passes no rollout data; write fixed bounds, and tis_normalize_scope: "
-                "data_parallel or micro_batch"
-            )
     elif of_prompts is not None and is_ours and not path.endswith(".prepare_rollout"):
         why = f"{of_prompts}: {path} does nothing for it: give --rollout-data-postprocess-path mis_ext.prepare_rollout"
-    elif needs and is_corrected and path is None:
-        why = f"{', '.join(needs)}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
+    elif of_prompts is not None and is_corrected and path is None:
+        why = f"{of_prompts}: needs --rollout-data-postprocess-path mis_ext.prepare_rollout, which is not set"
     if why is not None:
         raise ValueError(why)
 
@@ -580,7 +567,7 @@ def call_once(args: Any, config: RunConfig) -> None:
     correction, loss = config.correction, config.whole_loss
     session = Session(correction.replace(warn_only=GUARD_NAMES))
     # As the function at --rollout-data-postprocess-path leaves them.
-    session.rollout_scale, session.rollout_seen = WeightScale(torch.ones(()), torch.ones(())), True
+    session.rollout_seen = True
     cp_size, dp_size = (read_argument(args, f"{each}_parallel_size") or 1 for each in ("context", "data"))
     groups = Groups.of_places(0, cp_size, _Echo(cp_size), 0, dp_size, _Echo(dp_size))
     # Two chunks of four tokens, and of eight, for each rank.

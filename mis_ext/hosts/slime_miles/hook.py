@@ -31,7 +31,7 @@ def compute_mis_weights_with_cp(
     For ``--custom-tis-function-path mis_ext.compute_mis_weights_with_cp``. Called once per micro-batch by both hosts.
 
     Several samples can share a rollout, and so a denominator, but the hosts do not say which. With such samples
-    ``mis_denominator: kept`` is right only with :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`.
+    ``mis_denominator: kept`` is wrong; :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout` refuses them.
 
     Args:
         args: The host's arguments, with the keys of docs/reference/configuration.md among them.

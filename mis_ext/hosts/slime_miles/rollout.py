@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.log_ratio import PackedStreams
-from mis_ext.correction.pipeline import Correction
-from mis_ext.correction.weights import WeightScale, ratio_or_one
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout
@@ -24,7 +22,6 @@ from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncente
 from mis_ext.rollout.custom_generate.host import VERSIONS
 
 _UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_loss"
-_REMEDY = "use tis_normalize_scope: data_parallel and fixed bounds there"
 
 
 def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
@@ -77,12 +74,10 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute what needs the whole rollout on all ranks: scale of weights, lags, baselines of prompts.
+    """Compute what needs the whole rollout on all ranks: lags, baselines of prompts; refuse shared denominators.
 
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
-    :func:`_token_lags`. With ``tis_normalize_scope: rollout`` every micro-batch is then
-    scaled by the same two numbers, for any split of the rollout into micro-batches and ranks. With ``mis_denominator:
-    kept``, samples that share a rollout share its denominator, as in the host's reducer.
+    :func:`_token_lags`. ``mis_denominator: kept`` refuses samples that share a denominator.
 
     With ``mis_group_over: kept`` a trajectory of which the correction keeps no token leaves the baseline of its
     prompt. With ``mis_prompt_mean`` every prompt weighs the same. Both change ``advantages``, in which the policy
@@ -98,70 +93,46 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
 
     Raises:
         ValueError: The host gives no rollout data (Miles), has not scored the rollout before training, or lets samples
-            share denominators that ``mis_denominator: kept`` cannot know in another scope.
+            share denominators with ``mis_denominator: kept``.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     run = current_run(args)
     session, of_prompts = run.session, run.config.group
-    session.rollout_scale, session.rollout_seen = None, True
+    session.rollout_seen = True
     config = session.config
     if config.staleness:
         session.token_lags = _token_lags(rollout_data)
-    is_over_rollout = config.scope == "rollout" and config.is_scaled
+    refuses_shared = config.denominator == "kept" and not config.per_token_loss and not config.metrics_only
     key = None if of_prompts is None else of_prompts.needs_rollout
-    if key is None and (config.metrics_only or not (is_over_rollout or config.denominator == "kept")):
+    if key is None and not refuses_shared:
         return
     if rollout_data is None:
         if key is not None:
             raise ValueError(f"{key}: Miles passes no rollout data; remove it")
-        if is_over_rollout:
-            raise ValueError("tis_normalize_scope: rollout: this host passes no rollout data; use data_parallel")
         return
     megatron = initialized_megatron()
     if megatron is not None and not megatron.is_pipeline_last_stage():
         return
     groups = find_groups()
-    of_sequences = groups.without_data_parallelism
     lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
 
-    def packed(key: str, remedy: str = _REMEDY) -> PackedStreams:
+    def packed(key: str, remedy: str) -> PackedStreams:
         streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=remedy)
         sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
         return streams._replace(lag_T=session.lags_of(*sides, device=device))
 
     if of_prompts is not None and key is not None:
         _compare_prompts(of_prompts, session, rollout_data, packed, groups=groups, device=device)
-    if config.metrics_only or not (is_over_rollout or config.denominator == "kept"):
+    if not refuses_shared:
         return
-    over_rollout = Session(config.replace(scope="micro_batch", metrics=()))
-    denominator_S = streams = None
+    alone = groups.without_data_parallelism
     try:
-        if config.denominator == "kept" and not config.per_token_loss:
-            denominator_S = _shared_denominators(rollout_data, device)
-        if not is_over_rollout and denominator_S is not None:
-            raise ValueError(
-                "mis_denominator: kept: several samples of this rollout share a denominator, which is known to "
-                "tis_normalize_scope: rollout only; use that, or mis_denominator: fixed"
-            )
-        if is_over_rollout:
-            streams = packed("tis_normalize_scope: rollout")
+        _refuse_shared_denominators(rollout_data, device)
     except Exception:
-        gather_rows(
-            _terms(over_rollout.neutral(lengths, groups=of_sequences, device=device, fails=True)), groups.dp_group
-        )
+        gather_rows(session.neutral(lengths, groups=alone, device=device, fails=True).status, groups.dp_group)
         raise
-    if streams is None:
-        correction = over_rollout.neutral(lengths, groups=of_sequences, device=device)
-    else:
-        correction = over_rollout.compute(streams, groups=of_sequences)
-    terms_W5 = gather_rows(_terms(correction, denominator_S), groups.dp_group)
-    raise_if_failed(float(terms_W5[:, -1].amin()))
-    if is_over_rollout:
-        weight_sum, weight_count, original_terms, kept_terms, _ = terms_W5.sum(0).unbind()
-        session.rollout_scale = WeightScale(
-            mean_weight=ratio_or_one(weight_sum, weight_count),
-            denominator_factor=ratio_or_one(original_terms, kept_terms),
-        )
+    status = session.neutral(lengths, groups=alone, device=device).status
+    raise_if_failed(float(gather_rows(status, groups.dp_group).amin()))
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
@@ -311,11 +282,11 @@ def _samples_of(
     }
 
 
-def _shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> Tensor | None:
-    """``[S]``, what the host divides each sample's sum by, if that is not its own number of tokens."""
+def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> None:
+    """Refuse samples of which the host divides the sum by more than their own number of tokens."""
     given = rollout_data.get("rollout_mask_sums")
     if given is None:
-        return None
+        return
     masks = rollout_data["loss_masks"]
     check_samples("loss_masks", masks)
     shared_S = torch.as_tensor(given, dtype=torch.float32, device=device)
@@ -323,15 +294,7 @@ def _shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> 
     if shared_S.shape != own_S.shape:
         raise ValueError(f"rollout_mask_sums has shape {list(shared_S.shape)}, there are {len(masks)} loss_masks")
     # A sample without trainable tokens adds nothing, whatever it is divided by.
-    is_own = bool(((shared_S == own_S) | (own_S == 0.0)).all())
-    return None if is_own else shared_S.clamp_min(1.0)
-
-
-def _terms(correction: Correction, denominator_S: Tensor | None = None) -> Tensor:
-    """``[5]``: sum and number of weights; terms of the host's mean, all and kept; the status."""
-    names = ("weight_sum", "weight_count", "original_terms", "kept_terms")
-    terms = [correction.totals[f"total_{name}"] for name in names]
-    if denominator_S is not None:
-        # Samples of one rollout share a denominator, whichever micro-batch they are in.
-        terms[2:] = [(correction.sequences[count] / denominator_S).sum() for count in ("num_response", "num_kept")]
-    return torch.stack([*terms, correction.status])
+    if not bool(((shared_S == own_S) | (own_S == 0.0)).all()):
+        raise ValueError(
+            "mis_denominator: kept: several samples of this rollout share a denominator; write mis_denominator: fixed"
+        )

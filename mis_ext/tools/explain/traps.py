@@ -121,15 +121,15 @@ def _hopeless_method(method: Method, found: Circumstances) -> Iterator[str]:
 def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iterator[str]:
     """That a weight divided by the mean of one is 1."""
     weight, scope = config.weight, config.scope
-    if config.normalize_over is None or scope == "rollout" or weight is None or weight.level == "token":
+    if config.normalize_over is None or weight is None or weight.level == "token":
         return
     # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
     if num_sequences == 1 or (num_sequences is None and scope == "micro_batch"):
-        wider = "data_parallel or rollout" if scope == "micro_batch" else "rollout"
+        wider = "tis_normalize_scope: data_parallel, or " if scope == "micro_batch" else ""
         when = "are" if num_sequences == 1 else "(a micro-batch may have no more) are"
         yield (
             f"{weight.level}-level weights normalised over a single sequence {when} always 1, so nothing is "
-            f"corrected: use tis_normalize_scope: {wider}, or larger micro-batches"
+            f"corrected: use {wider}larger micro-batches"
         )
 
 

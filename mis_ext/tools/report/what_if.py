@@ -14,8 +14,8 @@ from torch import Tensor
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.formula import NamedValues
 from mis_ext.correction.pipeline import Correction, compute_correction
-from mis_ext.correction.plan import Plan, plan_of
-from mis_ext.correction.weights import SCALE_FORMULAS, WeightScale
+from mis_ext.correction.plan import Plan, plan_of, scale_values
+from mis_ext.correction.weights import SCALE_FORMULAS
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import gate_label
@@ -101,7 +101,7 @@ class WhatIf:
     _samples: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, part: Part) -> Correction:
-        """Count one more part; returns what was computed, with weights before normalisation.
+        """Count one more part; returns its correction, normalised over it alone.
 
         Raises:
             ValueError: The method looks at advantages, and a trained token has none.
@@ -110,10 +110,11 @@ class WhatIf:
         tokens = part.tokens
         response_T, valid_T = tokens.response_mask_T, tokens.valid_mask_T
         kept_T = correction.keep_mask_T
-        weights_T = correction.weights_T
+        scales = scale_values(correction.plan, totals=correction.totals, over_group=correction.totals)
+        unscaled_T = weights_T = correction.weights_T / scales["scale_factor"]
         passed_T = None
         if self.method is not None:
-            weights_T, passed_T, kept_T = self._first_update(self.method, part, correction)
+            weights_T, passed_T, kept_T = self._first_update(self.method, part, unscaled_T, correction.keep_mask_T)
         factor_T = torch.where(kept_T, weights_T, 0.0)
         ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.square())
         valid_weights, distance_T = part.of_valid(weights_T), (factor_T - ratio_T).abs()
@@ -142,7 +143,7 @@ class WhatIf:
         step.update({"factor": total, "squared": squared})
         return correction
 
-    def _first_update(self, method: Method, part: Part, correction: Correction) -> FirstUpdate:
+    def _first_update(self, method: Method, part: Part, weights_T: Tensor, kept_T: Tensor) -> FirstUpdate:
         is_known_T = part.advantages_T.isfinite()
         num_unknown = _sum(part.tokens.response_mask_T & ~is_known_T)
         if num_unknown and looks_at_advantages(method):
@@ -158,8 +159,8 @@ class WhatIf:
             advantages_T=torch.where(is_known_T, part.advantages_T, 1.0),
             response_mask_T=part.tokens.response_mask_T,
             layout=part.streams.layout,
-            weights_T=correction.weights_T if corrects else None,
-            keep_mask_T=correction.keep_mask_T if corrects else None,
+            weights_T=weights_T if corrects else None,
+            keep_mask_T=kept_T if corrects else None,
         )
 
     def _add_advantages(self, part: Part, factor_T: Tensor) -> None:
@@ -280,20 +281,18 @@ class WhatIf:
 
 
 def correct(part: Part, config: CorrectionConfig) -> Correction:
-    """The correction of a part, before any normalisation: keep masks and weights are those of the hook.
+    """The correction of a part, normalised over it alone: its keep masks are those of the hook.
 
     A dump names the versions of a response, not of its tokens: all of them have the lag of the oldest.
     """
     layout = part.streams.layout
     lag_S = torch.tensor([origin.versions_behind for origin in part.origins]) if config.staleness else None
-    one = torch.ones(())
     return compute_correction(
         proximal_logprobs_T=part.streams.proximal_logprobs_T,
         behavior_logprobs_T=part.streams.behavior_logprobs_T,
         response_mask_R=part.streams.response_mask_R,
         layout=layout,
         config=_plan(config),
-        rollout_scale=WeightScale(one, one),
         lag_T=None if lag_S is None else layout.index.to_tokens(lag_S),
     )
 
@@ -307,7 +306,7 @@ def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
 
 @functools.lru_cache(maxsize=128)
 def _plan(config: CorrectionConfig) -> Plan:
-    return plan_of(config.replace(metrics=(), scope="rollout"))
+    return plan_of(config.replace(metrics=(), scope="micro_batch"))
 
 
 @functools.lru_cache(maxsize=128)
