@@ -132,6 +132,43 @@ def test_all_count_where_the_key_says_so_and_others_alone_are_compared() -> None
     assert group_rewards(args, FAN_OUT)[1][:4] == [0.5, 0.5, 0.5, -0.5]
 
 
+@DEVIATION
+@pytest.mark.parametrize("over", ["all", "trained", "kept"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_rewards_and_rollout_together_apply_the_baseline_once(baseline, over, with_deviation) -> None:
+    """From rewards to the advantages that are trained; of five answers one is not trained, and one is rejected."""
+    rewards, trained, kept = (
+        [1.0, 0.0, 0.5, 0.0, 7.0],
+        [True, True, True, True, False],
+        [True, True, False, True, False],
+    )
+    keys = {"mis_group_baseline": baseline, "mis_group_over": over, "grpo_std_normalization": with_deviation}
+    args = host_args(**GATE | BAND | keys, n_samples_per_prompt=5)
+    samples = [
+        Sample(0, reward, rollout_id=place, index=place, remove_sample=not counts)
+        for place, (reward, counts) in enumerate(zip(rewards, trained, strict=True))
+    ]
+    raw, found = group_rewards(args, samples)
+    assert raw == rewards
+    log_probs = [torch.full((3,), -1.0)] * 5
+    rollout = {
+        "log_probs": log_probs,
+        "rollout_log_probs": [each - (0.0 if stays else 0.3) for each, stays in zip(log_probs, kept, strict=True)],
+        "loss_masks": [torch.full((3,), int(counts)) for counts in trained],
+        "total_lengths": [5] * 5,
+        "response_lengths": [3] * 5,
+        "advantages": [torch.full((3,), each) for each in found],
+        "rewards": found,
+        "sample_indices": [*range(5)],
+        "rollout_ids": [*range(5)],
+    }
+    prepare_rollout(args, 0, rollout)
+    counts = {"all": [True] * 5, "trained": trained, "kept": kept}[over]
+    answers = [Answer(0, *each) for each in zip(range(5), rewards, counts, strict=True)]
+    expected = advantages(answers, leave_one_out=baseline == "leave_one_out", with_deviation=with_deviation)
+    assert [float(each[0]) for each in rollout["advantages"]] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 def test_samples_without_a_rollout_are_told_apart_by_their_number() -> None:
     samples = [Sample(0, 1.0, index=7), Sample(0, 1.0, index=7), Sample(0, 0.0, index=8), Sample(0, 0.5)]
     assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5, 0.0]

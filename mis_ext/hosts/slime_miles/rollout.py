@@ -30,7 +30,8 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
     For ``--custom-reward-post-process-path mis_ext.group_rewards``. A prompt is told by ``group_index``, however many
     samples there are of it; the samples of a ``rollout_id`` are one trajectory, and count once. A sample that is not
     trained (``remove_sample``, or an empty ``loss_mask``) does not count, unless ``mis_group_over: all`` says so:
-    its reward is often no reward. What a correction rejects is not known yet, see :func:`prepare_rollout`.
+    its reward is often no reward. What a correction rejects is not known yet: with ``mis_group_over: kept`` the mean of
+    the prompt is subtracted here, and :func:`prepare_rollout` applies the baseline once, also ``leave_one_out``.
 
     Args:
         args: The host's arguments, with the keys of mis_ext among them.
@@ -67,7 +68,8 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         torch.tensor([sample.group_index for sample in samples]),
         trajectories=torch.tensor(trajectories),
         counted=None if config.over == "all" else torch.tensor(trained),
-        leave_one_out=config.baseline == "leave_one_out",
+        # n / (n - 1) of the kept trajectories alone, once they are known.
+        leave_one_out=config.baseline == "leave_one_out" and config.over != "kept",
         with_deviation=config.with_deviation,
     )
     return rewards, advantages.tolist()
