@@ -136,13 +136,14 @@ def prompt_factors(
     """``[N]``: by what the loss of each sample is multiplied so that every prompt of a step weighs the same.
 
     The host computes ``1 / terms * sum_i 1 / divisor_i * sum_t l_it``. With the factors it is a mean over the prompts
-    that have a kept token, each the mean of its kept tokens. A prompt of several steps is one prompt in each.
+    that have a kept token, each the mean of its kept tokens, weighted by their mask. A prompt of several steps is one
+    prompt in each.
 
     Args:
         group_N: Which prompt a sample answers.
         step_N: The optimizer step that it is trained in.
-        kept_N: Its kept tokens.
-        tokens_N: Its tokens.
+        kept_N: The sum of the mask over its kept tokens.
+        tokens_N: The sum of its mask.
         divisor_N: What the host divides its sum by.
         terms_N: What the host divides the sum over all samples of its step by. None: its tokens, and nothing else.
     """
@@ -152,13 +153,13 @@ def prompt_factors(
     kept_P = zeros_P.index_add(0, place_N, kept_N)
     prompts_P = zeros_U.index_add(0, step_P, (kept_P > 0).to(kept_P.dtype))[step_P]
     if terms_N is None:
-        # As the hosts count, a sample has a token.
+        # As the hosts count, the mask of a sample has a sum of at least 1.
         of_step_P = zeros_U.index_add(0, step_P, zeros_P.index_add(0, place_N, tokens_N.clamp_min(1.0)))[step_P]
         scale_N = of_step_P[place_N]
     else:
         scale_N = divisor_N * terms_N
     # Of a prompt without a kept token nothing is left to multiply.
-    share_P = torch.where(kept_P > 0, 1.0 / (prompts_P * kept_P).clamp_min(1.0), 0.0)
+    share_P = torch.where(kept_P > 0, 1.0 / torch.where(kept_P > 0, prompts_P * kept_P, 1.0), 0.0)
     return scale_N * share_P[place_N]
 
 

@@ -249,8 +249,9 @@ def whole_rollout() -> dict[str, list[torch.Tensor]]:
 
 def answers_of(keys: dict[str, Any], masks: list[torch.Tensor]) -> list[Answer]:
     over_kept = keys.get("mis_group_over") == "kept"
-    tokens = [int(mask.sum()) for mask in masks]
-    kept = [0 if place in REJECTED else count for place, count in enumerate(tokens)]
+    tokens = [float(mask.sum()) for mask in masks]
+    rejected = REJECTED if keys.get("use_tis", True) else ()
+    kept = [0 if place in rejected else count for place, count in enumerate(tokens)]
     counts = [not over_kept or count > 0 for count in kept]
     return [Answer(*each) for each in zip(PROMPTS, TRAJECTORIES, REWARDS, counts, STEPS, kept, tokens, strict=True)]
 
@@ -264,7 +265,7 @@ def data_of(rank: Rank, whole: dict[str, list[torch.Tensor]], rewards: list[floa
     mine = {name: [whole[name][place] for place in places] for name in whole}
     for name in ("log_probs", "rollout_log_probs"):
         mine[name] = take(mine[name], **where)
-    sums = [sum(int(whole["loss_masks"][j].sum()) for j in range(9) if TRAJECTORIES[j] == t) for t in TRAJECTORIES]
+    sums = [sum(float(whole["loss_masks"][j].sum()) for j in range(9) if TRAJECTORIES[j] == t) for t in TRAJECTORIES]
     counts = [len(step) for step in by_step]
     return mine | {
         "total_lengths": totals,
@@ -273,7 +274,7 @@ def data_of(rank: Rank, whole: dict[str, list[torch.Tensor]], rewards: list[floa
         "advantages": [torch.full_like(each, rewards[j]) for each, j in zip(mine["log_probs"], places, strict=True)],
         "sample_indices": [INDICES[place] for place in places],
         "rollout_ids": [TRAJECTORIES[place] for place in places],
-        "rollout_mask_sums": torch.tensor([float(sums[place]) for place in places]),
+        "rollout_mask_sums": torch.tensor([sums[place] for place in places]),
         # One micro-batch in the first step, two in the second.
         "num_microbatches": [1, 2],
         "micro_batch_indices": [[*range(counts[0])], [counts[0]], [*range(counts[0] + 1, sum(counts))]],
@@ -300,7 +301,7 @@ def host_loss(rank: Rank, args: argparse.Namespace, data: dict[str, Any], *, ste
         )
         where = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size, "total_lengths": sample["total_lengths"]}
         (mask,) = take(masks, **where)
-        divisor = 1.0 if args.calculate_per_token_loss else float(data["rollout_mask_sums"][place])
+        divisor = 1.0 if args.calculate_per_token_loss else max(float(data["rollout_mask_sums"][place]), 1.0)
         total += float((pg_loss.double() * mask).sum()) / divisor
     return total
 
@@ -312,14 +313,21 @@ KEYS: dict[str, dict[str, Any]] = {
     "both": {"mis_group_over": "kept", "mis_prompt_mean": True},
     "both, no deviation": {"mis_group_over": "kept", "mis_prompt_mean": True, "grpo_std_normalization": False},
     "both, by tokens": {"mis_group_over": "kept", "mis_prompt_mean": True, "calculate_per_token_loss": True},
+    "prompts, nothing corrected": {"mis_prompt_mean": True, "use_tis": False, "use_rs": False},
 }
 
 
 @layouts
+@pytest.mark.parametrize("scale", [None, 1.0, 0.02], ids=["whole masks", "fractional", "sums below 1"])
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
-def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys) -> None:
+def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys, scale) -> None:
     cp_size, dp_size = layout
     whole = whole_rollout()
+    if scale is not None:
+        shares = torch.Generator().manual_seed(2)
+        whole["loss_masks"] = [
+            mask * (scale * (0.1 + torch.rand(len(mask), generator=shares))) for mask in whole["loss_masks"]
+        ]
     with_deviation = keys.get("grpo_std_normalization", True)
     every = [each._replace(counts=True) for each in answers_of({}, whole["loss_masks"])]
     before = advantages(every, leave_one_out=False, with_deviation=with_deviation)
@@ -343,12 +351,14 @@ def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys) -> None:
         if keys.get("mis_prompt_mean"):
             terms = rollouts
             if keys.get("calculate_per_token_loss"):
-                terms = sum(each.tokens for each in answers if each.step == step)
+                terms = sum(max(each.tokens, 1.0) for each in answers if each.step == step)
             expected = terms * loss_of_prompts(answers, losses, step=step)
         else:
             sums = {t: sum(each.tokens for each in answers if each.trajectory == t) for t in TRAJECTORIES}
             expected = sum(
-                loss / sums[each.trajectory] for each, loss in zip(answers, losses, strict=True) if each.step == step
+                loss / max(sums[each.trajectory], 1.0)
+                for each, loss in zip(answers, losses, strict=True)
+                if each.step == step
             )
         assert found == pytest.approx(expected, rel=2e-5)
 

@@ -14,7 +14,7 @@ from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout
+from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout, unpack
 from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.run_config import GroupConfig, read_group
@@ -198,7 +198,7 @@ def _compare_prompts(
         status = measuring.neutral(lengths, groups=alone, device=device).status
     else:
         correction = measuring.compute(streams, groups=alone)
-        status, own["kept"] = correction.status, correction.sequences["num_kept"].double()
+        status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
     number = torch.full_like(status, len(own["reward"]))
     number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
     raise_if_failed(float(status_W.amin()))
@@ -243,7 +243,10 @@ def _compare_prompts(
 def _samples_of(
     of_prompts: GroupConfig, rollout_data: dict[str, Any], *, key: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """``[S]`` each, float64: this rank's samples. Without a correction what is trained is kept."""
+    """``[S]`` each, float64: this rank's samples. Without a correction what is trained is kept.
+
+    Tokens count as much as their mask says, as in the host's denominators.
+    """
     needed = ["advantages", "rewards", "sample_indices", "rollout_ids", "loss_masks"]
     if of_prompts.prompt_mean:
         needed += ["global_batch_sizes", "num_microbatches", "micro_batch_indices"]
@@ -257,7 +260,7 @@ def _samples_of(
         return torch.as_tensor(values, dtype=torch.float64, device=device)
 
     masks = rollout_data["loss_masks"]
-    tokens_S = torch.stack([(mask != 0).sum() for mask in masks]).double() if masks else column([])
+    tokens_S = _sums(masks, device)
     shared = rollout_data.get("rollout_mask_sums")
     steps, terms = [0] * len(masks), [0] * len(masks)
     if of_prompts.prompt_mean:
@@ -282,6 +285,12 @@ def _samples_of(
         "divisor": (tokens_S if shared is None else column(shared)).clamp_min(1.0),
         "terms": column(terms),
     }
+
+
+def _sums(masks: list[Tensor], device: torch.device) -> Tensor:
+    """``[S]``, float64: the sum of each mask."""
+    sums = [mask.double().sum() for mask in masks]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
 
 
 def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> None:
