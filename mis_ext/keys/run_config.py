@@ -282,6 +282,7 @@ def read_group(given: Mapping[str, Any], *, denominator: str = "fixed") -> Group
             "is not what the rewards of a prompt say; write trained"
         )
     method = given.get("mis_loss_method")
+    method = method.get("name") if isinstance(method, Mapping) else method
     if config.prompt_mean and method in _COMPARE_SIZES:
         raise ValueError(
             f"mis_prompt_mean: true scales advantages, and mis_loss_method: {method} compares their size; remove one "

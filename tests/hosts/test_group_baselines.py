@@ -500,6 +500,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mis_prompt_mean": True, "loss_type": "custom_loss", "mis_loss_method": "kl_cov"},
         "mis_loss_method: kl_cov compares their size",
     ),
+    "the same with parameters": (
+        {"mis_prompt_mean": True, "loss_type": "custom_loss", "mis_loss_method": {"name": "maspo", "scale": 2.0}},
+        "mis_loss_method: maspo compares their size",
+    ),
     "two denominators": (
         {"mis_prompt_mean": True, "use_tis": True, "mis_denominator": "kept"},
         "mis_prompt_mean: true and mis_denominator: kept are two denominators",
