@@ -39,13 +39,24 @@ class Slope(NamedTuple):
     is_clipped_T: Tensor
 
 
+def ratio_and_slope(log_ratio_T: Tensor, bounded_T: Tensor) -> tuple[Tensor, Tensor]:
+    """``[T]`` each: the ratio of a bounded log-ratio, and its derivative by ``log_ratio_T``, 0 beyond a bound.
+
+    A ratio above ``e^20`` or below ``e^-20`` is beyond one, as every exponent is clamped.
+    """
+    near_T = bounded_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_T = near_T.exp()
+    return ratio_T, torch.where(near_T == log_ratio_T, ratio_T, 0.0)
+
+
 class Surrogate:
     """The part of a method's loss that carries the gradient.
 
     Attributes:
         pair: Numerator and denominator of its ratio; None if it has none.
         reduce: How it reduces over a sequence; where by a sum or mean, a token without a ratio takes it along.
-        spread: ``sequence``: each token's gradient is the mean over its sequence. ``token``: its own.
+        spread: ``sequence``: each token's gradient is the mean over its sequence, see :class:`Slope`. ``token``: its
+            own.
     """
 
     __slots__ = ()
@@ -116,8 +127,8 @@ class Ratio(Surrogate):
         sides: ``outward``: the smaller of clipped and unclipped objective, so that only a move away from ratio 1 is
             stopped. ``both``: whatever the sign of the advantage.
         dual: Upper bound where the advantage is negative, or None.
-        spread: ``sequence``: each token's gradient is the mean over its sequence, as where every token's ratio is that
-            of the sequence and carries its gradient. ``token``: its own.
+        spread: ``sequence``: every token's ratio is that of the sequence and carries its gradient, so that each token's
+            gradient is the mean over its sequence. ``token``: its own.
     """
 
     pair: Pair = STALENESS
@@ -145,8 +156,9 @@ class Ratio(Surrogate):
             bounded_T = torch.where(batch.advantages_T > 0.0, _clamped(bounded_T, None, high), bounded_T)
         if low is not None or dual is not None:
             bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
-        value_T, is_clipped_T = bounded_exp(bounded_T), bounded_T != log_ratio_T
-        return Slope(value_T, torch.where(is_clipped_T, 0.0, value_T), is_clipped_T)
+        value_T, slope_T = ratio_and_slope(log_ratio_T, bounded_T)
+        # The clamp of exponents is no clip of the method.
+        return Slope(value_T, slope_T, bounded_T != log_ratio_T)
 
     def _log_edge(self, bound: RatioBound | None, batch: Batch) -> Tensor | float | None:
         if isinstance(bound, (GrowingBound, ProbabilityBound)):

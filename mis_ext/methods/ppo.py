@@ -10,7 +10,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
@@ -24,6 +23,7 @@ from mis_ext.methods.parts import (
     Slope,
     Surrogate,
     Term,
+    ratio_and_slope,
 )
 from mis_ext.methods.published import ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 from mis_ext.methods.sequence_weights import token_uniforms
@@ -143,8 +143,9 @@ class ClippedMean(Surrogate):
         is_below_T = (log_ratio_T < math.log(self.low)) & (batch.advantages_T < 0.0)
         bounded_T = log_ratio_T.clamp(math.log(self.low), math.log(self.high))
         clipped_T = torch.where(is_above_T | is_below_T, bounded_T, log_ratio_T)
-        ratio_T = bounded_exp(batch.reductions.reduce(clipped_T, batch.valid_T, "mean"))
-        return Slope(ratio_T, torch.where(is_above_T | is_below_T, 0.0, ratio_T), is_above_T | is_below_T)
+        mean_T = batch.reductions.reduce(clipped_T, batch.valid_T, "mean")
+        ratio_T, slope_T = ratio_and_slope(mean_T, mean_T)
+        return Slope(ratio_T, torch.where(is_above_T | is_below_T, 0.0, slope_T), is_above_T | is_below_T)
 
 
 @published(

@@ -16,7 +16,7 @@ from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
 from mis_ext.correction.weights import Weight
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term
+from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term, ratio_and_slope
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 
 # Of a token: outside it has no policy gradient, inside its importance ratio.
@@ -306,12 +306,13 @@ class Sigmoid(Surrogate):
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
-        ratio_T = bounded_exp(batch.log_ratio(self.pair))
+        log_ratio_T = batch.log_ratio(self.pair)
+        ratio_T, by_log_T = ratio_and_slope(log_ratio_T, log_ratio_T)
         tau_T = batch.by_sign(self.positive, self.negative)
         excess_T = tau_T * (ratio_T - 1.0)
         gate_T = torch.sigmoid(excess_T)
         # Not 1 - gate, which at a ratio of 18 has lost every digit.
-        slope_T = 4.0 * gate_T * torch.sigmoid(-excess_T) * ratio_T
+        slope_T = 4.0 * gate_T * torch.sigmoid(-excess_T) * by_log_T
         return Slope(gate_T * 4.0 / tau_T, slope_T, torch.zeros_like(batch.valid_T))
 
 

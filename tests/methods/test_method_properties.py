@@ -482,3 +482,22 @@ def test_the_soft_gate_of_sapo_keeps_its_digits_where_it_is_nearly_closed(dtype,
     assert wanted.abs().min() < 1e-30
     # A ratio of 80 is off by a few roundings, and the relative error of exp(-x) is 83 times that of x.
     torch.testing.assert_close(found.coefficient_T.double(), wanted, rtol=83 * 4 * torch.finfo(dtype).eps / 2, atol=0.0)
+
+
+@for_each("name", [name for name, row in METHODS.items() if row.method.surrogate.pair is not None])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [26.0, -26.0])
+def test_a_ratio_with_gradient_has_none_beyond_the_clamp_of_exponents(name, advantage, log_ratio) -> None:
+    """As of `(x - old).clamp(-20, 20).exp()` in Miles; the penalties of a method still pull back."""
+    current = torch.tensor([-1.0, -30.0] if log_ratio > 0.0 else [-30.0, -30.0], dtype=torch.float64)
+    old = current - torch.tensor([log_ratio, 0.0])
+    found = call(
+        dataclasses.replace(METHODS[name].method, terms=()),
+        behavior=old,
+        proximal=old,
+        current=current,
+        advantages=[advantage] * 2,
+        lengths=[1, 1],
+    )
+    assert float(found.coefficient_T[0]) == 0.0
+    assert math.isfinite(float(found.loss_T[0]))
