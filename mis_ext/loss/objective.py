@@ -24,7 +24,7 @@ from mis_ext.correction.statistics import STALENESS, STATISTICS, TOTAL, Pair, Po
 from mis_ext.loss.settings import LossSettings, PenaltyTokens
 from mis_ext.methods.batch import Batch, Reductions
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import Estimator, KlTerm, Penalty, Ratio, RatioWeight, Score
+from mis_ext.methods.parts import Estimator, KlTerm, Penalty, Ratio, RatioWeight, Score, Slope
 
 LOW_VAR_CAP = 10.0
 """The hosts' bound of ``low_var_kl``, in nats."""
@@ -130,10 +130,10 @@ class Evaluation(NamedTuple):
     ``log_ratio_T``: log of current / old, of the token or of what the surrogate compares. ``kept_T``: valid, and
     rejected by nobody. ``clipped_T``: PPO's clip, or CISPO's bounds, act; the dual clip does not count. Of a method by
     name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
-    ``policy``: loss of the policy gradient, and its slope in log pi, where a surrogate of sequences still has to be
-    averaged over its sequence (``is_of_sequences``). ``penalty``: value and slope of what a method subtracts besides,
-    or None. ``loss_T``: the loss of the policy gradient with that penalty, 0 where neither counts. ``kl``: value and
-    slope of the host's KL estimate, or None.
+    ``policy``: loss of the policy gradient, and its slope in log pi, before :meth:`slope` spreads it over a sequence
+    whose tokens share one ratio (``surrogate``). ``penalty``: value and slope of what a method subtracts besides, or
+    None. ``loss_T``: the loss of the policy gradient with that penalty, 0 where neither counts. ``kl``: value and slope
+    of the host's KL estimate, or None.
     """
 
     batch: Batch
@@ -141,10 +141,14 @@ class Evaluation(NamedTuple):
     kept_T: Tensor
     clipped_T: Tensor
     policy: Penalty
-    is_of_sequences: bool
+    surrogate: Slope
     penalty: Penalty | None
     loss_T: Tensor
     kl: Penalty | None
+
+    def slope(self, share_T: Tensor) -> Tensor:
+        """``[T]``: by each log-prob the derivative of the sum of the policy's losses, each times its share."""
+        return self.surrogate.spread(share_T * self.policy.slope_T, self.batch)
 
     def tokens_of(self, which: PenaltyTokens) -> Tensor:
         """``[T]`` bool: the tokens that a penalty counts."""
@@ -227,7 +231,7 @@ def evaluate(
         kept_T=kept_T,
         clipped_T=clipped_T,
         policy=policy,
-        is_of_sequences=surrogate.spread == "sequence",
+        surrogate=found,
         penalty=penalty,
         loss_T=policy.value_T if penalty is None else policy.value_T + penalty.value_T,
         kl=None if kl is None else kl.evaluate(batch),

@@ -241,10 +241,7 @@ def _slopes(
     From there to the logits, in the backward pass of ``scoring/scores.py``:
     ``dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``.
     """
-    slope_T = policy_share_T * found.policy.slope_T
-    if found.is_of_sequences:
-        valid_T = found.batch.valid_T
-        slope_T = torch.where(valid_T, found.batch.reductions.reduce(slope_T, valid_T, "mean"), 0.0)
+    slope_T = found.slope(policy_share_T)
     if found.penalty is not None:
         slope_T = slope_T + policy_share_T * found.penalty.slope_T
     if settings.kl is not None and found.kl is not None:

@@ -118,10 +118,9 @@ def first_update(
     weight_T, live_T, passed_T = method.weigh(batch)
     kept_T = passed_T if keep_mask_T is None else passed_T & keep_mask_T
     weight_T = weight_T if weights_T is None else weight_T * weights_T
-    factor_T = torch.where(live_T & kept_T, weight_T * method.surrogate.evaluate(batch).slope_T, 0.0)
-    if method.surrogate.spread == "sequence":
-        factor_T = torch.where(batch.valid_T, batch.reductions.reduce(factor_T, batch.valid_T, "mean"), 0.0)
-    return FirstUpdate(factor_T, passed_T, kept_T)
+    found = method.surrogate.evaluate(batch)
+    factor_T = torch.where(live_T & kept_T, weight_T * found.slope_T, 0.0)
+    return FirstUpdate(found.spread(factor_T, batch), passed_T, kept_T)
 
 
 def without_terms(method: Method) -> Method:

@@ -30,7 +30,9 @@ class MethodResult(NamedTuple):
     """What a method says about each local token, ``[T]``; everything but ``loss_T`` is detached.
 
     ``coefficient_T``: what multiplies ``grad log pi`` where the objective is increased, before any denominator.
-    ``loss_T``: the loss per token, whose gradient is minus that. Both are 0 where a token is not valid.
+    ``loss_T``: the loss per token, whose gradient is minus that. Both are 0 where a token is not valid. Where the
+    tokens of a sequence share one ratio, the coefficient is a mean over the sequence, and holds for a sum of losses in
+    which all tokens of a sequence have the same weight.
     ``kept_T``: bool, valid and not rejected. ``valid_T``: bool, a response token with finite log-probs.
     ``clipped_T``: bool, valid, and a bound of the surrogate stopped its gradient.
     ``num_invalid``: 0-dim, local response tokens that are not valid.
@@ -250,8 +252,7 @@ class Method:
         weight_T = torch.where(live_T, weight_T * batch.advantages_T, 0.0)
         found = self.surrogate.evaluate(batch)
         value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T
-        if self.surrogate.spread == "sequence":
-            coefficient_T = torch.where(valid_T, batch.reductions.reduce(coefficient_T, valid_T, "mean"), 0.0)
+        coefficient_T = found.spread(coefficient_T, batch)
         for term in self.terms:
             penalty = term.evaluate(batch)
             scale_T = term.scale * (valid_T if term.on == "valid" else kept_T).to(value_T.dtype)

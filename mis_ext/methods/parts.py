@@ -32,11 +32,23 @@ Estimator = Literal["k1", "k2", "k3", "squared"]
 
 
 class Slope(NamedTuple):
-    """``[T]`` each: objective and derivative by log pi, per unit of advantage; where a bound stopped it."""
+    """``[T]`` each: objective and derivative by log pi, per unit of advantage; where a bound stopped it.
+
+    ``through_T``: bool, where the tokens of a sequence share one ratio: the tokens on whose log-prob it depends. The
+    gradient of each is the mean over the sequence of the slopes of all tokens, with their own advantages, weights and
+    masks. None: the ratio is the token's own.
+    """
 
     value_T: Tensor
     slope_T: Tensor
     is_clipped_T: Tensor
+    through_T: Tensor | None = None
+
+    def spread(self, slope_T: Tensor, batch: Batch) -> Tensor:
+        """``[T]``: by each log-prob the derivative of a sum whose terms have these slopes in their ratio."""
+        if self.through_T is None:
+            return slope_T
+        return torch.where(self.through_T, batch.reductions.reduce(slope_T, batch.valid_T, "mean"), 0.0)
 
 
 def ratio_and_slope(log_ratio_T: Tensor, bounded_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,8 +169,9 @@ class Ratio(Surrogate):
         if low is not None or dual is not None:
             bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
         value_T, slope_T = ratio_and_slope(log_ratio_T, bounded_T)
+        through_T = batch.valid_T if self.spread == "sequence" else None
         # The clamp of exponents is no clip of the method.
-        return Slope(value_T, slope_T, bounded_T != log_ratio_T)
+        return Slope(value_T, slope_T, bounded_T != log_ratio_T, through_T)
 
     def _log_edge(self, bound: RatioBound | None, batch: Batch) -> Tensor | float | None:
         if isinstance(bound, (GrowingBound, ProbabilityBound)):

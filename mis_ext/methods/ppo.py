@@ -129,12 +129,16 @@ _GMPO_LOW, _GMPO_HIGH = math.exp(-0.4), math.exp(0.4)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClippedMean(Surrogate):
-    """``A`` times the geometric mean of the sequence's ratios, each clipped outward before the mean."""
+    """``A`` times the geometric mean of the sequence's ratios, each clipped outward before the mean.
+
+    A clipped ratio is a constant of that mean: its log-prob has no gradient, the others have that of all tokens.
+    """
 
     low: float
     high: float
     pair: Pair = STALENESS
     reduce = "mean"
+    spread = "sequence"
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
@@ -142,10 +146,11 @@ class ClippedMean(Surrogate):
         is_above_T = (log_ratio_T > math.log(self.high)) & (batch.advantages_T > 0.0)
         is_below_T = (log_ratio_T < math.log(self.low)) & (batch.advantages_T < 0.0)
         bounded_T = log_ratio_T.clamp(math.log(self.low), math.log(self.high))
-        clipped_T = torch.where(is_above_T | is_below_T, bounded_T, log_ratio_T)
+        is_clipped_T = is_above_T | is_below_T
+        clipped_T = torch.where(is_clipped_T, bounded_T, log_ratio_T)
         mean_T = batch.reductions.reduce(clipped_T, batch.valid_T, "mean")
         ratio_T, slope_T = ratio_and_slope(mean_T, mean_T)
-        return Slope(ratio_T, torch.where(is_above_T | is_below_T, 0.0, slope_T), is_above_T | is_below_T)
+        return Slope(ratio_T, slope_T, is_clipped_T, batch.valid_T & ~is_clipped_T)
 
 
 @published(
@@ -206,7 +211,7 @@ def luspo(*, low: UpToOne = 2e-3, high: ExcessBound = 2.5e-3) -> Method:
     Counter-claims: a long response moves the policy more than a short one, as in every sum over tokens. A token has the
     coefficient of ``gspo``: what differs are the bounds and the denominator.
     """
-    return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high))
+    return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
 
 
 # Tokens whose log-prob and advantage vary together: they lower the entropy most, and few of them are held back.

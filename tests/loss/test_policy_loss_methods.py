@@ -6,6 +6,7 @@ import random
 import re
 
 import loss_cases
+import method_losses
 import pytest
 import torch
 from loss_cases import GATES, HOOK
@@ -30,7 +31,7 @@ GATES_ALONE = {key: value for key, value in GATES.items() if not key.startswith(
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
-OWN = {"m2po": {"budget": 0.02}}
+OWN = {"m2po": {"budget": 0.02}, "gmpo": {"low": 0.9, "high": 1.1}}
 """Where the parameters of other tests do nothing on the batch of this one."""
 
 
@@ -66,8 +67,8 @@ def drawn_options(name: str) -> dict:
     """What goes with a method, drawn: a correction, a denominator, penalties, tokens as terms."""
     draw = random.Random(name)
     chosen = choose_method("mis_loss_method", key_of(name)["mis_loss_method"]).method
-    keys = draw.choice([{}, GATES_ALONE] if chosen.weighs_behavior or name == "gspo" else [{}, GATES_ALONE, GATES])
-    keys = keys if name != "gspo" else {}
+    keys = draw.choice([{}, GATES_ALONE] if chosen.weighs_behavior else [{}, GATES_ALONE, GATES])
+    keys = keys if chosen.surrogate.spread == "token" else {}
     keys = keys | draw.choice([{}, {"entropy_coef": 0.1}])
     if "reference" not in chosen.policies:
         keys = keys | draw.choice([{}, {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"}])
@@ -142,6 +143,54 @@ def test_the_key_is_the_method_with_whatever_goes_with_it(name) -> None:
     torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-6, atol=1e-8)
     assert gradient.abs().sum() > 0.0
     assert {"pg_loss", "pg_clipfrac", "ppo_kl"} <= {*metrics}
+
+
+@dataclasses.dataclass
+class Shared(method_losses.Data):
+    """Tokens of which each counts with a share of its own."""
+
+    shares: torch.Tensor | None = None
+
+    def total(self, objective):
+        return -(self.shares * objective)[..., self.valid].sum(-1)
+
+
+@pytest.mark.parametrize("correction", [{}, GATES_ALONE], ids=["alone", "gates"])
+@each_method
+def test_tokens_of_a_response_may_differ_in_advantage_mask_and_rejection(name, correction) -> None:
+    """The gradient is that of the paper's formula, each token of the sum times its mask, 0 where it is rejected."""
+    batch = loss_cases.local_batch(batch_of())
+    generator = torch.Generator().manual_seed(3)
+    batch["loss_masks"] = [
+        mask * torch.randint(1, 17, mask.shape, generator=generator) / 8.0 for mask in batch["loss_masks"]
+    ]
+    lengths = batch["response_lengths"]
+    logits = batch["logits"].clone().requires_grad_()
+    x = torch.cat(log_probs_of(logits, batch, 1.0)[0])
+    masks = torch.cat(batch["loss_masks"])
+    counted = masks
+    if correction:
+        uses_proximal = "proximal" in METHODS[name].method.policies
+        counted = torch.cat(
+            correction_of(correction, batch["log_probs"] if uses_proximal else [*x.split(lengths)], batch)[1]
+        )
+        assert 0 < int((counted != 0).sum()) < int((masks != 0).sum())
+    divisors = batch["rollout_mask_sums"].clamp_min(1.0).repeat_interleave(torch.tensor(lengths))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    places = [s + mask.nonzero().flatten() for s, mask in zip(starts, batch["loss_masks"], strict=True)]
+    streams = {"behavior": "rollout_log_probs", "proximal": "log_probs", "reference": "ref_log_probs"}
+    streams |= {"advantages": "advantages", "values": "state_values"}
+    data = Shared(
+        x=x.detach(),
+        sequences=[tokens for tokens in places if len(tokens)],
+        shares=counted.double() / divisors,
+        **{field: torch.cat(batch[key]).double() for field, key in streams.items()},
+    )
+    numbers = parameters(name) | OWN.get(name, {})
+    wanted = getattr(method_losses, name)(x[None], data, **numbers).sum()
+    (wanted_gradient,) = torch.autograd.grad(wanted, logits)
+    _, _, gradient = computed(key_of(name) | correction, batch)
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-6, atol=1e-8)
 
 
 # What a method does token by token is the same code for all: of those one in four.

@@ -7,7 +7,7 @@ import math
 import method_losses
 import pytest
 import torch
-from method_cases import apply, each_preset, make_data, needs_one_advantage, parameters
+from method_cases import apply, each_preset, make_data, parameters
 from method_losses import Data
 
 from mis_ext import Gate, Weight
@@ -27,7 +27,7 @@ def finite_difference(name: str, data: Data) -> torch.Tensor:
 @each_preset
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_coefficient_is_the_finite_difference_of_the_papers_loss(name, seed) -> None:
-    data, mask, layout = make_data(seed=seed, token_advantages=not needs_one_advantage(name))
+    data, mask, layout = make_data(seed=seed)
     result = apply(METHODS[name](**parameters(name)), data, mask, layout)
     torch.testing.assert_close(result.coefficient_T, finite_difference(name, data), rtol=1e-6, atol=1e-8)
     assert torch.equal(result.valid_T, mask)
@@ -36,7 +36,7 @@ def test_the_coefficient_is_the_finite_difference_of_the_papers_loss(name, seed)
 
 @each_preset
 def test_the_loss_has_the_papers_value_and_minus_the_coefficient_as_gradient(name) -> None:
-    data, mask, layout = make_data(seed=2, token_advantages=not needs_one_advantage(name))
+    data, mask, layout = make_data(seed=2)
     current = data.x.clone().requires_grad_()
     result = apply(METHODS[name](**parameters(name)), data, mask, layout, current_logprobs_T=current)
     result.loss_T.sum().backward()
@@ -127,7 +127,7 @@ def changes(part):
 
 @each_preset
 def test_every_change_of_a_preset_changes_its_coefficients(name) -> None:
-    found = [make_data(seed=seed, token_advantages=not needs_one_advantage(name)) for seed in (0, 1)]
+    found = [make_data(seed=seed) for seed in (0, 1)]
     method = METHODS[name](**parameters(name))
     before = [apply(method, *given).coefficient_T for given in found]
     for what, variant in variants(method):
@@ -138,7 +138,7 @@ def test_every_change_of_a_preset_changes_its_coefficients(name) -> None:
 
 @each_preset
 def test_both_sides_of_every_gate_and_clip_are_taken_for_both_signs(name) -> None:
-    data, mask, layout = make_data(seed=0, token_advantages=not needs_one_advantage(name))
+    data, mask, layout = make_data(seed=0)
     method = METHODS[name](**parameters(name))
     # Without its penalty, which is not zero outside of a gate.
     result = apply(dataclasses.replace(method, terms=()), data, mask, layout)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from method_cases import apply, each_preset, make_data, needs_one_advantage, parameters
+from method_cases import apply, each_preset, make_data, parameters
 from rows import for_each
 
 from mis_ext import PackedLayout, Weight
@@ -17,10 +17,6 @@ from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio, RatioWeight, S
 from mis_ext.methods.batch import WHOLE_SEQUENCE, mean_weights
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
-
-
-def given(name: str, **more):
-    return make_data(token_advantages=not needs_one_advantage(name), **more)
 
 
 def call(method: Method, *, behavior, proximal=None, current=None, advantages=None, lengths=None, mask=None, **more):
@@ -51,7 +47,7 @@ def ratios(*values: float) -> dict:
 
 @each_preset
 def test_where_all_policies_agree_every_preset_is_the_plain_policy_gradient(name) -> None:
-    data, mask, layout = make_data(token_advantages=name != "gspo")
+    data, mask, layout = make_data(token_advantages=METHODS[name].method.surrogate.spread == "token")
     equal = dataclasses.replace(data, x=data.behavior, proximal=data.behavior, reference=data.behavior)
     result = apply(METHODS[name].method, equal, mask, layout)
     # One of ten thousand tokens, at least one, is held back whatever the policies are.
@@ -66,7 +62,7 @@ def test_where_all_policies_agree_every_preset_is_the_plain_policy_gradient(name
 @each_preset
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e4])
 def test_what_lies_under_a_masked_token_changes_nothing(name, junk) -> None:
-    data, mask, layout = given(name)
+    data, mask, layout = make_data()
     method = METHODS[name](**parameters(name))
     wanted = apply(method, data, mask, layout)
     for stream in STREAMS:
@@ -78,7 +74,7 @@ def test_what_lies_under_a_masked_token_changes_nothing(name, junk) -> None:
 @each_preset
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_sequence(name, broken) -> None:
-    data, mask, layout = given(name)
+    data, mask, layout = make_data()
     method = METHODS[name](**parameters(name))
     sequence_T = layout.index.sequence_T
     victim = data.sequences[4]
@@ -113,7 +109,7 @@ def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_s
 @each_preset
 @pytest.mark.parametrize("distance", [1e4, -1e4])
 def test_absurd_log_ratios_give_finite_numbers_in_float32(name, distance) -> None:
-    data, mask, layout = given(name)
+    data, mask, layout = make_data()
     streams = {stream: getattr(data, stream).float() for stream in STREAMS}
     for stream in ("behavior", "proximal", "x", "reference"):
         far = dataclasses.replace(data, **streams | {stream: streams[stream] + distance})
@@ -125,7 +121,7 @@ def test_absurd_log_ratios_give_finite_numbers_in_float32(name, distance) -> Non
 
 @each_preset
 def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
-    data, mask, layout = given(name)
+    data, mask, layout = make_data()
     single = dataclasses.replace(data, **{stream: getattr(data, stream).float() for stream in STREAMS})
     method = METHODS[name](**parameters(name))
     found, wanted = (apply(method, each, mask, layout) for each in (single, data))
@@ -136,7 +132,7 @@ def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
 
 @each_preset
 def test_the_order_of_sequences_and_masked_padding_between_tokens_change_nothing(name) -> None:
-    data, mask, layout = given(name, num_sequences=8)
+    data, mask, layout = make_data(num_sequences=8)
     method = METHODS[name](**parameters(name))
     wanted = apply(method, data, mask, layout).coefficient_T
     lengths = list(layout.response_lengths)
@@ -162,7 +158,7 @@ def test_the_order_of_sequences_and_masked_padding_between_tokens_change_nothing
 
 @each_preset
 def test_the_order_of_factors_does_not_matter(name) -> None:
-    data, mask, layout = given(name)
+    data, mask, layout = make_data()
     method = METHODS[name](**parameters(name))
     reversed_ = dataclasses.replace(method, factors=method.factors[::-1])
     found, wanted = (apply(m, data, mask, layout) for m in (reversed_, method))
@@ -196,7 +192,7 @@ GATED = [name for name, row in METHODS.items() if any(isinstance(f, Keep) for f 
 
 @for_each("name", GATED)
 def test_widening_a_bound_never_drops_a_kept_token_and_an_open_one_drops_none(name) -> None:
-    data, mask, layout = given(name)
+    data, mask, layout = make_data()
     method = METHODS[name](**parameters(name))
     live = apply(dataclasses.replace(method, terms=()), data, mask, layout).coefficient_T != 0
     for i, factor in enumerate(method.factors):

@@ -113,7 +113,3 @@ def apply(method: Method, data: Data, mask, layout, **more):
         "response_mask_T": mask,
     }
     return method(**given | more, layout=layout)
-
-
-def needs_one_advantage(name: str) -> bool:
-    return name in ("gmpo", "luspo")

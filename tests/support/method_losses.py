@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of every preset as its paper states it: float64, sequence after sequence, nothing from the package.
 
-A loss is a function of `x`, log-probs of the current policy `[N, T]` for `N` perturbations at once. What a paper puts
 A loss is a function of `x`, log-probs of the current policy `[N, T]`, for `N` perturbations at once. What a paper puts
-sum of the objective over valid tokens: denominators are another matter.
+under a stop-gradient is computed from `d.x`, which is not perturbed. The loss is minus the sum of the objective over
+valid tokens: denominators are another matter.
 """
 
 import math
@@ -364,13 +364,8 @@ def gspo_token(x, d, low, high):
     return d.total(clip_objective(s, d.advantages, 1 - low, 1 + high))
 
 
-def luspo(x, d, low, high):
-    total = 0.0
-    for tokens in d.sequences:
-        s = (x - d.proximal)[..., tokens].mean(-1).exp()
-        a = d.advantages[tokens[0]]
-        total = total - len(tokens) * clip_objective(s, a, 1 - low, 1 + high)
-    return total
+# The length of a sequence times the mean over its tokens is their sum.
+luspo = gspo
 
 
 def gmpo(x, d, low, high):
