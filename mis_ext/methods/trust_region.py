@@ -197,7 +197,7 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
 @published(
     family="second_moment",
     formula="w A; of the tokens that the update moves away from w = 1, the largest (log w)^2 lose their gradient until "
-    "the mean over the others is at most budget",
+    "the mean over the remaining ones of these tokens is at most budget",
     paper="Zheng et al., Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?, "
     "arXiv:2510.01161",
 )
