@@ -9,6 +9,12 @@ from typing import Any
 REMOVED: dict[str, str] = {
     "mis_loss_compile": "remove the key",
     "--reasoning": "remove the flag: a turn without its reasoning is of the class different",
+    "mis-ext panel": "import docs/guide/grafana.json into Grafana",
+    "--log": "remove the flag: correlate logged metrics with mis_k3_kl on your dashboard",
+    "mis_ext.diagnosis": "use mis_ext.tools.diagnosis",
+    "mis_ext.dumps": "use mis_ext.tools.dumps",
+    "mis_ext.explain": "use mis_ext.tools.explain",
+    "mis_ext.report": "use mis_ext.tools.report",
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs side by side: numbers against their definitions, what is noise, what appeared and what went."""
 
-import dataclasses
 import json
 import math
 import random
@@ -17,7 +16,6 @@ from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.findings import Findings, read_findings
 from mis_ext.tools.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
 from mis_ext.tools.report.page import cause_cells
-from mis_ext.tools.report.plots import comparison_pictures
 from mis_ext.tools.report.recommendation import preset_candidates
 from mis_ext.tools.report.whole_report import Report, SideBySide, make_report, side_by_side
 
@@ -87,7 +85,7 @@ def test_the_ratio_of_k3_and_its_interval_are_those_of_the_tokens(runs, drawn) -
     assert (found.interval.low, found.interval.high) == pytest.approx(
         (first / second / factor, first / second * factor), rel=1e-4
     )
-    assert (found.kind, found.verdict) == ("ratio", "higher")
+    assert found.kind == "ratio"
     # Variances of 0.04 and 0.01: k3 is half of them.
     assert 3.5 < found.change < 4.5
 
@@ -114,7 +112,7 @@ def test_a_run_against_itself_differs_in_nothing(runs) -> None:
     run, _ = runs
     found = side_by_side(run, run)
     for each in found.numbers:
-        assert (each.verdict, each.change) == ("equal", 1.0 if each.name in RATIOS else 0.0)
+        assert each.change == (1.0 if each.name in RATIOS else 0.0)
         if each.name in WITH_ERROR:
             assert each.interval.low < each.change < each.interval.high
     assert all(cause.first == cause.second is not None for cause in found.causes)
@@ -125,10 +123,8 @@ def test_a_run_against_itself_differs_in_nothing(runs) -> None:
 def test_swapped_runs_give_the_reciprocal_ratio_and_the_opposite_difference(runs) -> None:
     first, second = runs
     swapped = numbers(side_by_side(second, first))
-    opposite = {"higher": "lower", "lower": "higher"}
     for name, each in numbers(side_by_side(first, second)).items():
         other = swapped[name]
-        assert other.verdict == opposite.get(each.verdict, each.verdict)
         bounds = (other.interval.high, other.interval.low)
         if each.kind == "ratio":
             assert each.change * other.change == pytest.approx(1.0)
@@ -144,28 +140,26 @@ def test_two_draws_of_one_law_are_not_more_than_noise(tmp_path) -> None:
         *(run_in(tmp_path / f"{seed}.jsonl", rows_of(seed, spread=0.2)) for seed in (2, 3)),
     )
     k3 = numbers(found)["k3"]
-    assert k3.verdict == "noise"
     assert k3.interval.low < 1.0 < k3.interval.high
-    assert "times that of B: not more than noise (95 % interval of the ratio: " in found.headline
+    assert "times that of B (95 % interval of the ratio: " in found.headline
     assert f"{k3.interval.low:.3g} to {k3.interval.high:.3g}" in found.headline
     shifted = run_in(tmp_path / "4.jsonl", rows_of(4, spread=0.4))
-    assert "times that of B: more than noise" in side_by_side(found.other, shifted).headline
-    assert numbers(side_by_side(found.other, shifted))["k3"].verdict == "lower"
+    assert numbers(side_by_side(found.other, shifted))["k3"].interval.high < 1.0
 
 
 def test_of_three_prompts_nothing_is_said(tmp_path, runs) -> None:
     few = run_in(tmp_path / "few.jsonl", rows_of(5, spread=0.2, prompts=3, steps=1))
     found = side_by_side(runs[1], few)
-    assert {each.verdict for each in found.numbers if each.first != each.second} == {"unknown"}
-    assert "Whether that is more than noise is not known: it takes 4 prompts of either run." in found.headline
+    assert not any(each.interval.is_known for each in found.numbers)
+    assert "An interval takes 4 prompts of either run." in found.headline
 
 
 def test_without_a_mismatch_in_a_run_its_k3_is_compared_by_its_difference(tmp_path, runs) -> None:
     exact = run_in(tmp_path / "exact.jsonl", rows_of(6, spread=0.0))
     found = numbers(side_by_side(runs[0], exact))["k3"]
-    assert (found.second, found.kind, found.change, found.verdict) == (0.0, "difference", found.first, "higher")
+    assert (found.second, found.kind, found.change) == (0.0, "difference", found.first)
     assert side_by_side(runs[0], exact).headline.startswith(
-        f"k3 of A is {found.first:.3g} per token, that of B 0: more"
+        f"k3 of A is {found.first:.3g} per token, that of B 0 (95 %"
     )
     assert numbers(side_by_side(exact, runs[0]))["k3"].change == -found.change
     assert side_by_side(exact, exact).headline == "k3 of A is that of B: 0 per token."
@@ -173,7 +167,6 @@ def test_without_a_mismatch_in_a_run_its_k3_is_compared_by_its_difference(tmp_pa
     rows = rows_of(6, spread=0.0)
     rows[0]["log_probs"][0] -= 3.0
     single = numbers(side_by_side(run_in(tmp_path / "single.jsonl", rows), exact))["k3"]
-    assert single.verdict == "noise"
     assert single.interval.low < 0.0 < single.first < single.interval.high
 
 
@@ -233,63 +226,8 @@ def test_the_json_has_the_second_run_in_full(report) -> None:
     assert found["against"]["summary"] == json.loads(json.dumps(to_jsonable(other.summary)))
     assert found["against"]["summary"] != found["summary"]
     assert found["against"]["sources"] == [*other.sources]
-    assert comparison_pictures(dataclasses.replace(report, against=None)) == []
     assert [each["cause"] for each in found["against"]["diagnoses"]] == ["bf16_kernels"]
     k3 = found["against"]["numbers"][0]
     assert k3["change"] == found["summary"]["overall"]["k3"] / found["against"]["summary"]["overall"]["k3"]
-    assert [k3["interval"]["low"] < k3["change"] < k3["interval"]["high"], k3["verdict"]] == [True, "higher"]
+    assert k3["interval"]["low"] < k3["change"] < k3["interval"]["high"]
     assert [each["name"] for each in found["recommendation"]["ranking"]] == ["mis", "none"]
-
-
-class Axes:
-    """What was drawn: of a bar the middle, and how far it reaches below and above."""
-
-    def __init__(self, picture) -> None:
-        from matplotlib.figure import Figure
-
-        self.axes = Figure().add_subplot()
-        picture.draw(self.axes)
-
-    def line(self, name: str) -> tuple[list[float], list[float]]:
-        handles, labels = self.axes.get_legend_handles_labels()
-        handle = handles[labels.index(name)]
-        line = handle.lines[0] if hasattr(handle, "lines") else handle
-        return [*map(float, line.get_xdata())], [*map(float, line.get_ydata())]
-
-    def bars(self, name: str) -> list[tuple[float, float]]:
-        handles, labels = self.axes.get_legend_handles_labels()
-        (bars,) = handles[labels.index(name)].lines[2]
-        return [(float(segment[0][1]), float(segment[1][1])) for segment in bars.get_segments()]
-
-
-def picture_of(first: Findings, second: Findings) -> Axes:
-    against = side_by_side(first, second)
-    report = Report(**vars(first), recommendation=None, indicators=(), against=against)
-    (picture,) = comparison_pictures(report)
-    return Axes(picture)
-
-
-def test_the_picture_shows_k3_of_each_step_with_its_interval(tmp_path, runs) -> None:
-    later = run_in(tmp_path / "later.jsonl", rows_of(10, spread=0.1, steps=12, first_step=2))
-    drawn = picture_of(runs[0], later)
-    for name, run, places, shift in (("A", runs[0], range(3), -0.08), ("B", later, range(2, 14), 0.08)):
-        at, values = drawn.line(name)
-        assert at == pytest.approx([place + shift for place in places])
-        assert values == [step.k3 for step in run.summary.steps.values()]
-        for (low, high), step in zip(drawn.bars(name), run.summary.steps.values(), strict=True):
-            factor = math.exp(t_quantile(step.num_prompts - 1) * step.k3_error / step.k3)
-            assert (low, high) == pytest.approx((step.k3 / factor, step.k3 * factor))
-    # Steps in the order of their numbers, not of their letters.
-    assert [label.get_text() for label in drawn.axes.get_xticklabels()] == [str(step) for step in range(14)]
-    assert drawn.axes.get_yscale() == "log"
-
-
-def test_of_single_steps_the_picture_is_by_position(tmp_path, runs) -> None:
-    single = run_in(tmp_path / "single.jsonl", rows_of(11, spread=0.1, steps=1))
-    for pair in ((single, runs[0]), (runs[0], single)):
-        drawn = picture_of(*pair)
-        for name, run in zip("AB", pair, strict=True):
-            rows = run.summary.by_position
-            middles = [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
-            assert drawn.line(name) == (pytest.approx(middles), [row.k3 for row in rows])
-        assert drawn.axes.get_xscale() == "log"

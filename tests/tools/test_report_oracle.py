@@ -378,7 +378,6 @@ def test_every_number_of_an_outcome_is_its_definition(seed) -> None:
 def test_the_summary_has_what_the_oracle_judges() -> None:
     """Whoever adds a list to the summary says here where it is judged."""
     elsewhere = {
-        "by_length": "test_report.py, against the Gaussian law",
         "worst_tokens": "test_report.py",
         "worst_samples": "test_report.py",
         "sizes": "below",

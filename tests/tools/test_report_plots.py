@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of the report show the numbers of the tokens: what is drawn is read back from the axes."""
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -8,16 +9,13 @@ from collections import Counter
 import pytest
 import torch
 
-from mis_ext.tools.explain.law import GaussianLaw
 from mis_ext.tools.report import Collector, Part
 from mis_ext.tools.report.findings import Unexplained
 from mis_ext.tools.report.recommendation import Recommendation, no_correction, preset_candidates, recommend
 from mis_ext.tools.report.summary import Summary
-from mis_ext.tools.report.tally import BANDS
-from mis_ext.tools.report.whole_report import Report
+from mis_ext.tools.report.whole_report import Report, side_by_side
 
 pytest.importorskip("matplotlib")
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from mis_ext.tools.report.plots import Picture, drawn, pictures
@@ -48,7 +46,7 @@ def made(*, spread: float = 0.3) -> tuple[Report, dict[str, list[tuple[float, fl
 
 def report_with(summary: Summary, recommendation: Recommendation) -> Report:
     run = {"sources": (), "summary": summary, "diagnoses": (), "unexplained": Unexplained(1.0, 0.0), "skipped": ()}
-    return Report(**run, recommendation=recommendation, indicators=(), against=None)
+    return Report(**run, recommendation=recommendation, against=None)
 
 
 @pytest.fixture(scope="module")
@@ -81,28 +79,6 @@ def means(pairs) -> tuple[float, float]:
     differences = [ours - theirs for ours, theirs in pairs]
     both = (sum(map(abs, differences)) / len(pairs), sum(map(k3, differences)) / len(pairs))
     return tuple(each or math.nan for each in both)
-
-
-def test_the_histogram_counts_tokens_by_size_and_sign(report) -> None:
-    (axes,) = axes_of(report[0], "log_ratio")
-    differences = [ours - theirs for ours, theirs in all_tokens(report[1])]
-    lower, higher = (
-        # Ten bins for each power of ten.
-        Counter(math.floor(10 * math.log10(abs(d))) for d in differences if sign * d > 0.0)
-        for sign in (-1, 1)
-    )
-    for patch, expected, label in zip(axes.patches, (lower, higher), ("trainer lower", "trainer higher"), strict=True):
-        values, edges, _ = patch.get_data()
-        assert patch.get_label() == label
-        shown = {
-            round(10 * math.log10(edge)): count
-            for edge, count in zip(edges, values, strict=False)
-            if not math.isnan(count)
-        }
-        assert shown == expected
-    used = {*lower, *higher}
-    assert axes.get_xlim() == pytest.approx((10 ** (min(used) / 10), 10 ** ((max(used) + 1) / 10)))
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
 def test_the_density_has_the_engine_to_the_right_and_the_trainer_upwards(report) -> None:
@@ -171,40 +147,6 @@ def test_position_shows_both_means_in_the_middle_of_each_octave(report) -> None:
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
-def test_acceptance_shows_what_bands_accept_and_what_the_law_says_far_beyond(report) -> None:
-    (axes,) = axes_of(report[0], "acceptance")
-    rows = report[0].summary.by_length
-    lengths = [row.mean_length for row in rows]
-    overall = report[0].summary.overall.k3
-    assert len(axes.lines) == 2 * len(BANDS)
-    for (name, band), shown, law in zip(BANDS.items(), axes.lines[::2], axes.lines[1::2], strict=True):
-        assert shown.get_label() == name
-        assert ([*shown.get_xdata()], [*shown.get_ydata()]) == (lengths, [row.accepted[name] for row in rows])
-        places = [*law.get_xdata()]
-        assert (places[0], places[-1]) == pytest.approx((max(1.0, min(lengths) / 3), 3 * max(lengths)))
-        assert [*law.get_ydata()] == [GaussianLaw(overall, place).acceptance(band) for place in places]
-    assert axes.get_xscale() == "log"
-
-
-def test_what_if_shows_the_best_on_top_with_three_numbers_each(report) -> None:
-    (axes,) = axes_of(report[0], "what_if")
-    ranking = report[0].recommendation.ranking
-    assert len(ranking) == 3
-    *curves, one = axes.lines
-    assert [*one.get_xdata()] == [1.0, 1.0]
-    for curve, label, key, shift in zip(
-        curves,
-        ("tokens kept", "effective sample size", "mean factor on the gradient"),
-        ("kept_tokens", "ess", "learning_rate"),
-        (0.2, 0.0, -0.2),
-        strict=True,
-    ):
-        assert curve.get_label() == label
-        assert [*curve.get_xdata()] == [getattr(row.outcome, key) for row in reversed(ranking)]
-        assert [*curve.get_ydata()] == [place + shift for place in range(3)]
-    assert [text.get_text() for text in axes.get_yticklabels()] == [row.name for row in reversed(ranking)]
-
-
 def test_steps_shows_both_means_of_each_step(report) -> None:
     (axes,) = axes_of(report[0], "steps")
     expected = [means([pair for response in step for pair in response]) for step in report[1].values()]
@@ -217,47 +159,12 @@ def test_steps_shows_both_means_of_each_step(report) -> None:
     assert axes.get_yscale() == "log"
 
 
-QUANTITIES = {
-    "trainer lower": "|log ratio|",
-    "mean |log ratio|": "|log ratio|",
-    "k3": "k3",
-    "share of k3": "k3",
-    "product in [1/2, 2]": "share kept",
-    "tokens kept": "share kept",
-    "effective sample size": "effective sample size",
-    "mean factor on the gradient": "mean factor on the gradient",
-}
-SECONDS = ("trainer higher", "geometric mean within 1 %")
-
-
-def test_a_quantity_has_one_colour_in_all_pictures_and_shares_it_with_no_other(report) -> None:
-    colours: dict[str, set] = {}
-    seconds = set()
-    for name in ("log_ratio", "probability", "position", "acceptance", "what_if", "steps"):
-        for axes in axes_of(report[0], name):
-            handles, labels = axes.get_legend_handles_labels()
-            for handle, label in zip(handles, labels, strict=True):
-                # Of bars the first.
-                shown = handle if hasattr(handle, "get_color") else getattr(handle, "patches", [handle])[0]
-                colour = to_hex(shown.get_color() if hasattr(shown, "get_color") else shown.get_edgecolor())
-                if label in SECONDS:
-                    seconds.add(colour)
-                else:
-                    colours.setdefault(QUANTITIES[label], set()).add(colour)
-    assert {*colours} == {*QUANTITIES.values()}
-    assert all(len(each) == 1 for each in colours.values())
-    assert len(set.union(*colours.values()) | seconds) == len(colours) + len(SECONDS)
-
-
 @pytest.mark.parametrize(
     ("name", "labels"),
     [
-        ("log_ratio", [("|log ratio| (nats)", "tokens")]),
         ("density", [("probability of the engine (behavior)", "of the trainer (proximal)"), ("", "tokens")]),
         ("probability", [("probability of the engine", "share of k3"), ("", "mean |log ratio| (nats)")]),
         ("position", [("position in the response", "nats")]),
-        ("acceptance", [("tokens of the response", "share accepted")]),
-        ("what_if", [("share, or factor", "")]),
         ("steps", [("step", "nats")]),
     ],
 )
@@ -265,25 +172,30 @@ def test_every_axis_says_what_it_shows(report, name, labels) -> None:
     assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in axes_of(report[0], name)] == labels
 
 
-def test_shares_are_shown_from_0_on(report) -> None:
-    for axes in (*axes_of(report[0], "probability"), *axes_of(report[0], "acceptance")):
-        assert axes.get_ylim()[0] == pytest.approx(0.0, abs=0.05)
-    assert axes_of(report[0], "acceptance")[0].get_ylim()[1] > 1.0
-    (what_if,) = axes_of(report[0], "what_if")
-    assert what_if.get_xlim()[0] == pytest.approx(0.0, abs=0.05)
-
-
 def test_equal_engines_have_linear_axes_and_no_tail() -> None:
     report, _ = made(spread=0.0)
-    assert [axes_of(report, name)[0].get_yscale() for name in ("log_ratio", "position", "steps")] == ["linear"] * 3
+    assert [axes_of(report, name)[0].get_yscale() for name in ("position", "steps")] == ["linear"] * 2
 
 
 def test_a_run_of_one_step_has_no_picture_over_steps() -> None:
     collector = Collector()
     collector.add(Part.of_lists(proximal=[torch.tensor([-1.0, -2.0])], behavior=[torch.tensor([-1.1, -2.0])], step="0"))
     report = report_with(collector.summary(), made()[0].recommendation)
-    assert "steps" not in [picture.name for picture in pictures(report)]
-    assert "steps" in [picture.name for picture in pictures(made()[0])]
+    assert [picture.name for picture in pictures(report)] == ["density", "probability", "position"]
+    assert [picture.name for picture in pictures(made()[0])] == ["density", "probability", "position", "steps"]
+
+
+def test_with_another_run_steps_shows_k3_of_both_in_the_order_of_their_numbers(report) -> None:
+    first, recommendation = report[0], report[0].recommendation
+    collector = Collector()
+    for step in range(4, 12):
+        values = [torch.tensor([-1.0, -2.0 - step])]
+        collector.add(Part.of_lists(proximal=values, behavior=[values[0] - 0.1], step=str(step)))
+    other = report_with(collector.summary(), recommendation)
+    (axes,) = axes_of(dataclasses.replace(first, against=side_by_side(first, other)), "steps")
+    k3s = [[step.k3 for step in run.summary.steps.values()] for run in (first, other)]
+    assert lines_of(axes) == {"A": ([0, 1], k3s[0]), "B": ([*range(1, 9)], k3s[1])}
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(step) for step in range(3, 12)]
 
 
 def test_a_picture_of_the_same_numbers_is_the_same_file(report) -> None:

@@ -69,7 +69,7 @@ def report() -> Report:
     summary = dataclasses.replace(collector.summary(), worst_tokens=TOKENS)
     recommendation = recommend(candidates, collector.outcomes(), summary, [])
     run = {"sources": ("a.pt",), "summary": summary, "diagnoses": (), "unexplained": Unexplained(1.0, 0.0)}
-    return Report(**run, skipped=("b.pt: why",), recommendation=recommendation, indicators=(), against=None)
+    return Report(**run, skipped=("b.pt: why",), recommendation=recommendation, against=None)
 
 
 @pytest.fixture(scope="module")

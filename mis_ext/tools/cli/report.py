@@ -69,9 +69,6 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "unless it is given",
     )
     parser.add_argument(
-        "--log", type=Path, metavar="JSONL", help="metrics that the run logged, as JSON lines, each with its step"
-    )
-    parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens with their text"
     )
     parser.add_argument(
@@ -120,7 +117,7 @@ def _report(parsed: argparse.Namespace) -> Report:
     from mis_ext.tools.dumps import Dumps
     from mis_ext.tools.report.findings import Collector, read_findings
     from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates
-    from mis_ext.tools.report.whole_report import make_report, read_series
+    from mis_ext.tools.report.whole_report import make_report
 
     if parsed.worst < 0:
         raise ValueError(f"--worst must be 0 or more, got {parsed.worst}")
@@ -128,13 +125,12 @@ def _report(parsed: argparse.Namespace) -> Report:
     candidates = [file_candidate(path) for path in parsed.config]
     candidates += [method_candidate(name) for name in parsed.method]
     candidates += preset_candidates(parsed.preset) if parsed.preset or not candidates else []
-    logged = None if parsed.log is None else read_series(parsed.log)
     dumps, other = (Dumps(each, trust_pickle=parsed.trust_pickle, watch=watch) for each in (paths, others))
     with _pool() as pool:
         options: dict[str, Any] = {"num_worst": parsed.worst, "pool": pool}
         # Before the run itself, which takes longer: a file that cannot be read is found sooner.
         against = read_findings(other, Collector(**options), sources=map(str, others)) if others else None
-        return make_report(dumps, candidates, sources=map(str, paths), logged=logged, against=against, **options)
+        return make_report(dumps, candidates, sources=map(str, paths), against=against, **options)
 
 
 @contextmanager
@@ -235,10 +231,8 @@ def _show_comparison(report: Report, found: SideBySide) -> None:
         show(f"  {letter}: {run.name}")
     for note in found.notes:
         show(f"  {note}")
-    verdicts = ("-" if each.verdict == "unknown" else each.verdict for each in found.numbers)
-    rows = ((*number_cells(each), verdict) for each, verdict in zip(found.numbers, verdicts, strict=True))
-    show_table((*NUMBERS, "A is"), rows)
-    show("  change: x is A / B, + and - A - B. noise: not more than noise", "dim")
+    show_table(NUMBERS, map(number_cells, found.numbers))
+    show("  change: x is A / B, + and - A - B", "dim")
     show_table(CAUSES, map(cause_cells, found.causes))
     show("  What the intervals are: report.html. What follows is of A alone.", "dim")
 

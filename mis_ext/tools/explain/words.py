@@ -113,9 +113,8 @@ LIMITS = (
     "Expected by the Gaussian law: the d of all tokens are independent, N(-k3, 2 k3). Real mismatch has heavier tails, "
     "and its errors repeat within a response (lab/evidence/length.md). mis-ext report measures your own dumps."
 )
-_OF_METHOD = (
-    *("kept_tokens", "live_tokens", "kept_sequences", "above_high", "below_low", "weight_mean", "learning_rate", "ess"),
-)
+_OF_METHOD = ("kept_tokens", "live_tokens", "kept_sequences", "above_high", "below_low", "weight_mean")
+"""With the last two of an effect, what the law cannot say of a method that the hook cannot do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,9 @@ def explain_config(
 
     def expected(length: float) -> Effect:
         found = effect_of(judged, k3=k3, length=length)
-        nothing: dict[str, Any] = {} if unknown is None else dict.fromkeys(_OF_METHOD, math.nan)
+        nothing: dict[str, Any] = (
+            {} if unknown is None else dict.fromkeys((*_OF_METHOD, "learning_rate", "ess"), math.nan)
+        )
         return replace(found, **nothing)
 
     effect = expected(length)

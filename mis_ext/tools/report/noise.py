@@ -77,11 +77,6 @@ def interval_of_ratio(first: Estimate, second: Estimate) -> Interval:
     return _exp(_around(math.log(first.value / second.value), *relative))
 
 
-def interval_of(estimate: Estimate) -> Interval:
-    """Of one number, on a logarithmic scale: it must be above 0."""
-    return _exp(_around(math.log(estimate.value), (estimate.error / estimate.value, estimate)))
-
-
 def _around(middle: float, *parts: tuple[float, Estimate]) -> Interval:
     """The interval of a sum of independent numbers, each with its standard error."""
     variances = [error**2 for error, _ in parts]

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
-from mis_ext.tools.report.plots import Drawing, comparison_pictures, pictures
+from mis_ext.tools.report.plots import Drawing, pictures
 from mis_ext.tools.report.recommendation import Ranked
 from mis_ext.tools.report.summary import WorstToken
 from mis_ext.tools.report.whole_report import ComparedCause, ComparedNumber, Found, Report
@@ -95,20 +95,13 @@ NUMBERS = ("number", "A", "B", "change", "95 % interval")
 CAUSES = ("cause", "A", "B", "found in")
 """Titles of the two tables."""
 
-_VERDICTS = {
-    "equal": "equal",
-    "noise": "not more than noise",
-    "higher": "yes, A is higher",
-    "lower": "yes, A is lower",
-    "unknown": "-",
-}
 _REMARKS = (
     "Change: x is A / B. Shares, and what may be 0 or less, have A - B with its sign.",
     "95 % interval: over prompts, because responses to one prompt are alike. A response of unknown prompt counts as a "
     "prompt. It is Welch's, of the standard error of a ratio of two sums (Cochran, Sampling Techniques, 1977, chapter "
     "6; over clusters: Miller, Adding Error Bars to Evals, arXiv:2411.00640).",
-    f"A dash: the number has no interval, or a run has fewer than {MIN_PROMPTS} prompts.",
-    "The interval knows nothing of other seeds: two runs of one configuration may differ by more.",
+    f"A dash: the number has no interval, or a run has fewer than {MIN_PROMPTS} prompts. An interval with 1 (or 0 of a "
+    "difference) in it is not more than noise. Other seeds of one configuration may differ by more.",
 )
 
 _STEP = ("k3", "abs_mean", "abs_p99", "abs_max", "ess_token", "ess_sequence", "k_hat", "reward")
@@ -150,7 +143,7 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
     """The report as one HTML page that needs no other file; ``run`` is its name and date."""
     summary, ranking, against = report.summary, report.recommendation.ranking, report.against
     rows = {
-        "compared": against and [(*number_cells(each), _VERDICTS[each.verdict]) for each in against.numbers],
+        "compared": against and [*map(number_cells, against.numbers)],
         "causes": against and [*map(cause_cells, against.causes)],
         "numbers": [(name, number(getattr(summary.overall, name)), text) for name, text in MEANING.items()],
         "references": [(f"{each.low:g} to {each.high:g}", each.what, each.source) for each in REFERENCES],
@@ -166,10 +159,6 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
             }.items()
         },
         "steps": [(name, *_cells(step, ("num_tokens", *_STEP))) for name, step in summary.steps.items()],
-        "indicators": [
-            (each.name, f"{each.lag:+d}", number(each.correlation), number(each.correlation_now), each.num_steps)
-            for each in report.indicators
-        ],
         "tokens": [*map(_token_cells, summary.worst_tokens)],
         "samples": [[*_cells(each, _SAMPLE.values())] for each in summary.worst_samples],
     }
@@ -192,7 +181,7 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
         title=f"Mismatch report: {run}" if run else "Mismatch report",
         rows=rows,
         has_groups=not any(math.isnan(ranked.outcome.groups) for ranked in ranking),
-        pictures={"report": pictures(report), "against": comparison_pictures(report)},
+        pictures=pictures(report),
         sections={name: title for name, title in _SECTIONS.items() if against or name != "against"},
         NUMBERS=NUMBERS,
         CAUSES=CAUSES,
@@ -244,7 +233,7 @@ def _token_cells(token: WorstToken) -> tuple[object, ...]:
 
 
 def number_cells(found: ComparedNumber) -> tuple[str, ...]:
-    """A row of the table of numbers, without the verdict: its name, A, B, how they differ, and the interval of that."""
+    """A row of the table of numbers: its name, A, B, how they differ, and the interval of that."""
     sign = "x " if found.kind == "ratio" else "+" if found.change > 0.0 else ""
     change = f"{sign}{digits(found.change)}"
     return (found.name, number(found.first), number(found.second), change, str(found.interval))

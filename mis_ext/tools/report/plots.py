@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run: where the engines differ, what each configuration would do, and how another run compares.
+"""Pictures of a run: both probabilities, and the mismatch by probability, by position and over steps.
 
 For print and for colour-blind readers: every line has dashes and a marker of its own.
 """
@@ -10,28 +10,20 @@ import io
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from mis_ext.tools.explain.law import GaussianLaw
 from mis_ext.tools.report.findings import Findings
-from mis_ext.tools.report.noise import Estimate, interval_of
 from mis_ext.tools.report.summary import Group, Mismatch
-from mis_ext.tools.report.tally import BANDS, LOG_PROB_WIDTH, LOWEST_LOG_PROB, PER_DECADE, size_edges
+from mis_ext.tools.report.tally import LOG_PROB_WIDTH, LOWEST_LOG_PROB
 from mis_ext.tools.report.whole_report import Report
 
-K3, LOG_RATIO, KEPT, ESS, LEARNING_RATE = "#0072B2", "#D55E00", "#009E73", "#A03C82", "#806000"
+K3, LOG_RATIO = "#0072B2", "#D55E00"
 """A quantity has its colour in all pictures. Where one is shown twice, the second is lighter."""
-LIGHTER_K3, LIGHTER_RATIO, LIGHTER_KEPT, GREY = "#56A8D8", "#F0A070", "#66C2A5", "#595959"
+LIGHTER_K3, GREY = "#56A8D8", "#595959"
 SIZE = 5.2, 3.4
 FEWEST_STEPS = 2
 """Of a picture over steps."""
-_COARSE = PER_DECADE // 10
-_BEYOND, _NUM_POINTS = 3.0, 60
-"""How far the law is drawn beyond the lengths of the data, and with how many points."""
 _STYLES = (("A", K3, "o", "-"), ("B", LIGHTER_K3, "s", "--"))
-_APART = 0.08
-"""Half of the distance of the two markers of a step, in steps: bars that lie on each other cannot be read."""
 
 
 class Picture(NamedTuple):
@@ -47,12 +39,6 @@ def pictures(report: Report) -> list[Picture]:
     """The pictures of a report, without those for which it has too few data."""
     rows = [
         (
-            "log_ratio",
-            "Size of the difference",
-            "Tokens by |log ratio|, both axes logarithmic. A straight tail to the right is a heavy tail.",
-            _histogram,
-        ),
-        (
             "density",
             "Behavior against proximal probability",
             "Tokens by both probabilities. On the diagonal trainer and engine agree.",
@@ -65,34 +51,16 @@ def pictures(report: Report) -> list[Picture]:
             _probability,
         ),
         ("position", "By position in the response", "Mean |log ratio| and k3 by position.", _position),
-        (
-            "acceptance",
-            "The length trap",
-            "Share of sequences that a band accepts, by length. Dashed line: independent Gaussian differences.",
-            _acceptance,
-        ),
-        (
-            "what_if",
-            "What each configuration would do",
-            "Tokens kept, effective sample size and mean factor on the gradient; 1 is no correction.",
-            _what_if,
-        ),
     ]
-    if len(report.summary.steps) >= FEWEST_STEPS:
+    if report.against is not None and any(len(run.summary.steps) >= FEWEST_STEPS for run in _runs(report)):
+        rows.append(("steps", "A and B over steps", "k3 of each step, of A and of B.", _steps_of_two))
+    elif len(report.summary.steps) >= FEWEST_STEPS:
         rows.append(("steps", "Over steps", "k3 and mean |log ratio| of each step.", _steps))
     return [Picture(name, title, text, partial(draw, report=report)) for name, title, text, draw in rows]
 
 
-def comparison_pictures(report: Report) -> list[Picture]:
-    """The picture of a comparison; none without another run."""
-    if report.against is None:
-        return []
-    runs: tuple[Findings, Findings] = (report, report.against.other)
-    if all(len(run.summary.steps) >= FEWEST_STEPS for run in runs):
-        text = "k3 of each step, of A and of B. Bars are 95 % intervals over the prompts of the step."
-        return [Picture("against", "A and B over steps", text, partial(_steps_of_two, runs=runs))]
-    text = "k3 by position in the response, of A and of B, without an interval: the table says what is noise."
-    return [Picture("against", "A and B by position", text, partial(_positions_of_two, runs=runs))]
+def _runs(report: Report) -> tuple[Findings, ...]:
+    return (report,) if report.against is None else (report, report.against.other)
 
 
 class Drawing(NamedTuple):
@@ -103,21 +71,8 @@ class Drawing(NamedTuple):
 
 
 def drawings(report: Report) -> dict[str, Drawing]:
-    """Each picture of a report by its name, that of a comparison too."""
-    return {picture.name: drawn(picture) for picture in (*pictures(report), *comparison_pictures(report))}
-
-
-def _histogram(axes: Any, report: Report) -> None:
-    edges = size_edges()[::_COARSE]
-    for side, name, color, style in ((0, "trainer lower", LOG_RATIO, "-"), (1, "trainer higher", LIGHTER_RATIO, "--")):
-        counts = report.summary.sizes[side].view(-1, _COARSE).sum(1).tolist()
-        axes.stairs([count or math.nan for count in counts], edges, label=name, color=color, linestyle=style, lw=1.6)
-    used = report.summary.sizes.sum(0).view(-1, _COARSE).sum(1).nonzero().flatten().tolist()
-    if used:
-        axes.set_xlim(edges[used[0]], edges[used[-1] + 1])
-    scale = "log" if used else "linear"
-    axes.set(xscale=scale, yscale=scale, xlabel="|log ratio| (nats)", ylabel="tokens")
-    axes.legend(frameon=False)
+    """Each picture of a report by its name."""
+    return {picture.name: drawn(picture) for picture in pictures(report)}
 
 
 def _density(axes: Any, report: Report) -> None:
@@ -171,35 +126,6 @@ def _middles(rows: Iterable[Group]) -> list[float]:
     return [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
 
 
-def _acceptance(axes: Any, report: Report) -> None:
-    rows = report.summary.by_length
-    lengths = [row.mean_length for row in rows]
-    shortest, longest = (min(lengths) / _BEYOND, max(lengths) * _BEYOND) if lengths else (1.0, 1.0)
-    drawn_at = [max(1.0, shortest * (longest / shortest) ** (step / _NUM_POINTS)) for step in range(_NUM_POINTS + 1)]
-    for (name, band), color, marker in zip(BANDS.items(), (KEPT, LIGHTER_KEPT), ("o", "s"), strict=True):
-        law = [GaussianLaw(report.summary.overall.k3, length).acceptance(band) for length in drawn_at]
-        axes.plot(lengths, [row.accepted[name] for row in rows], color=color, marker=marker, label=name)
-        axes.plot(drawn_at, law, color=color, linestyle="--", lw=1)
-    axes.set(xscale="log", xlabel="tokens of the response", ylabel="share accepted", ylim=(-0.03, 1.05))
-    axes.legend(frameon=False, title="dashed: Gaussian law", title_fontsize=8)
-
-
-def _what_if(axes: Any, report: Report) -> None:
-    rows = report.recommendation.ranking[::-1]
-    places = range(len(rows))
-    for name, key, color, marker, shift in (
-        ("tokens kept", "kept_tokens", KEPT, "o", 0.2),
-        ("effective sample size", "ess", ESS, "s", 0.0),
-        ("mean factor on the gradient", "learning_rate", LEARNING_RATE, "^", -0.2),
-    ):
-        values = [getattr(row.outcome, key) for row in rows]
-        axes.plot(values, [place + shift for place in places], marker, color=color, label=name, ms=5)
-    axes.axvline(1.0, color=GREY, lw=0.8, linestyle=":")
-    axes.set_yticks([*places], [Path(row.name).name[:28] for row in rows])
-    axes.set(xlabel="share, or factor", xlim=(-0.03, None))
-    axes.get_figure().legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3, columnspacing=1.0)
-
-
 def _steps(axes: Any, report: Report) -> None:
     steps = report.summary.steps
     places = range(len(steps))
@@ -213,41 +139,22 @@ def _steps(axes: Any, report: Report) -> None:
     axes.legend(frameon=False)
 
 
-def _steps_of_two(axes: Any, runs: tuple[Findings, Findings]) -> None:
+def _steps_of_two(axes: Any, report: Report) -> None:
+    runs = _runs(report)
     # Numbers in their order, then names in theirs.
     names = sorted(
         {step for run in runs for step in run.summary.steps},
         key=lambda step: (0, int(step), step) if step.isdecimal() else (1, 0, step),
     )
-    for (name, color, marker, line), run, shift in zip(_STYLES, runs, (-_APART, _APART), strict=True):
+    for (name, color, marker, line), run in zip(_STYLES, runs, strict=True):
         steps = run.summary.steps
-        places = [place + shift for place, step in enumerate(names) if step in steps]
-        rows = [_bar(steps[step]) for step in names if step in steps]
-        values, below, above = ([row[part] for row in rows] for part in range(3))
-        shape = {"color": color, "marker": marker, "linestyle": line, "ms": 4, "capsize": 3, "lw": 1.2}
-        axes.errorbar(places, values, [below, above], label=name, **shape)
+        places = [place for place, step in enumerate(names) if step in steps]
+        k3s = [steps[step].k3 or math.nan for step in names if step in steps]
+        axes.plot(places, k3s, color=color, marker=marker, linestyle=line, label=name)
     stride = max(1, len(names) // 10)
     axes.set_xticks([*range(len(names))][::stride], names[::stride])
     axes.set(xlabel="step", ylabel="k3 (nats per token)")
     logarithmic(axes, [step for run in runs for step in run.summary.steps.values()])
-    axes.legend(frameon=False)
-
-
-def _bar(step: Mismatch) -> tuple[float, float, float]:
-    """k3, and how far its interval reaches below and above; a logarithmic axis has no place for 0."""
-    if not step.k3 > 0.0:
-        return math.nan, 0.0, 0.0
-    interval = interval_of(Estimate(step.k3, step.k3_error, step.num_prompts))
-    return (step.k3, step.k3 - interval.low, interval.high - step.k3) if interval.is_known else (step.k3, 0.0, 0.0)
-
-
-def _positions_of_two(axes: Any, runs: tuple[Findings, Findings]) -> None:
-    for (name, color, marker, line), run in zip(_STYLES, runs, strict=True):
-        rows = run.summary.by_position
-        k3s = [row.k3 or math.nan for row in rows]
-        axes.plot(_middles(rows), k3s, color=color, marker=marker, linestyle=line, label=name)
-    axes.set(xscale="log", xlabel="position in the response", ylabel="k3 (nats per token)")
-    logarithmic(axes, [row for run in runs for row in run.summary.by_position])
     axes.legend(frameon=False)
 
 

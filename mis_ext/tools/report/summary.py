@@ -18,10 +18,8 @@ from mis_ext.tools.report.part import Part
 from mis_ext.tools.report.tally import (
     NUM_OCTAVES,
     NUM_PROBABILITIES,
-    Acceptance,
     Sequences,
     TokenTally,
-    acceptance_by_length,
     effective_share,
     k_hat,
     octave_range,
@@ -154,7 +152,6 @@ class Summary:
         by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
         by_sign: Of the advantage; empty where none is known.
         by_version: How many weight versions the engine was behind; empty where none is known.
-        by_length: Acceptance of bands on sequences.
         sizes: ``[2, bins]`` of :mod:`mis_ext.tools.report.tally`: tokens by ``|d|``, for ``d`` below and above 0.
         density: Tokens by behavior and proximal log-prob.
     """
@@ -166,7 +163,6 @@ class Summary:
     by_turn: list[Group]
     by_sign: list[Group]
     by_version: list[Group]
-    by_length: list[Acceptance]
     worst_tokens: list[WorstToken]
     worst_samples: list[WorstSample]
     sizes: Tensor
@@ -256,7 +252,6 @@ def build_summary(
         by_turn=by_turn if len(by_turn) > 1 else [],
         by_sign=_groups(counts["signs"], [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
         by_version=_by_version(sequences),
-        by_length=acceptance_by_length(sequences, overall.k3),
         worst_tokens=[*worst_tokens],
         worst_samples=_worst_samples(sequences, max_worst),
         sizes=counts["sizes"],

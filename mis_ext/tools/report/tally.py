@@ -12,11 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, inside
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.statistics import TOKEN_FORMULAS
 from mis_ext.methods.sequence_weights import smooth_weights
-from mis_ext.tools.explain.law import GaussianLaw
 from mis_ext.tools.report.part import Origin, Part
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT, PER_DECADE = -9, 3, 200
@@ -38,11 +36,6 @@ def size_bin(magnitude: Tensor) -> Tensor:
 def size_of_bin(index: int) -> float:
     """The geometric middle of a bin of ``|d|``, in nats."""
     return float(10.0 ** (SMALLEST_EXPONENT + (index + 0.5) / PER_DECADE))
-
-
-def size_edges() -> list[float]:
-    """Edges of the bins, one more than bins, in nats."""
-    return [float(10.0 ** (SMALLEST_EXPONENT + index / PER_DECADE)) for index in range(NUM_SIZES + 1)]
 
 
 def quantile(counts: Tensor, share: float, *, num_zeros: float = 0.0) -> float:
@@ -185,12 +178,6 @@ COLUMNS = (*_OF_TOKENS, "reward", "advantage", "versions_behind")
 SUMS_OF_TOKENS = slice(len(_OF_TOKENS))
 """The columns that are sums over tokens."""
 
-BANDS = {
-    "product in [1/2, 2]": Gate(reduce="sum", low=0.5, high=2.0),
-    "geometric mean within 1 %": Gate(reduce="mean", low=0.99, high=1.01),
-}
-"""Gates whose acceptance is shown by length."""
-
 
 @dataclass(eq=False)
 class Sequences:
@@ -257,54 +244,6 @@ class Sequences:
     def log_ratio_mean(self) -> Tensor:
         """The mean log-ratio ``[S]`` of each sequence in nats: the log of the geometric mean of its ratios."""
         return self["difference"] / self["num_valid"].clamp_min(1.0)
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Sequences of one octave of lengths; ``predicted`` is what independent Gaussian log-ratios of this k3 give."""
-
-    shortest: int
-    longest: int
-    num_sequences: int
-    mean_length: float
-    k3: float
-    accepted: dict[str, float]
-    predicted: dict[str, float]
-
-
-def acceptance_by_length(sequences: Sequences, k3: float) -> list[Acceptance]:
-    """How many sequences each of ``BANDS`` accepts.
-
-    Args:
-        sequences: All.
-        k3: Per token, of all: then a difference from the prediction is the length's.
-    """
-    measured = sequences.with_tokens()
-    length = measured["num_valid"]
-    index = octave(length - 1)
-    counts, lengths, divergences = (summed(index, NUM_OCTAVES, values) for values in (None, length, measured["k3"]))
-    # The log of the product of ratios, or of their geometric mean.
-    log_of = {"sum": measured["difference"], "mean": measured.log_ratio_mean}
-    accepted = {
-        name: summed(index, NUM_OCTAVES, inside(log_of[band.reduce], band.log_low, band.log_high))
-        for name, band in BANDS.items()
-    }
-    rows = []
-    for number in counts.nonzero().flatten().tolist():
-        count, mean_length = float(counts[number]), float(lengths[number] / counts[number])
-        first, last = octave_range(number)
-        rows.append(
-            Acceptance(
-                shortest=first + 1,
-                longest=last + 1,
-                num_sequences=int(count),
-                mean_length=mean_length,
-                k3=float(divergences[number] / lengths[number]),
-                accepted={name: float(values[number]) / count for name, values in accepted.items()},
-                predicted={name: GaussianLaw(k3, mean_length).acceptance(band) for name, band in BANDS.items()},
-            )
-        )
-    return rows
 
 
 def effective_share(log_weights: Tensor) -> float:
