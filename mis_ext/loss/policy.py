@@ -309,7 +309,7 @@ def token_rows(
         rows.append(Row("kl_loss", found.kl.value_T, found.tokens_of(settings.kl.tokens)))
     if "behavior" in tokens.log_probs:
         # Between the behavior policy and the trainer: the current policy where no other is compared.
-        trainer_T = tokens.log_probs["current" if settings.old_is_behavior else "proximal"]
+        trainer_T = tokens.log_probs["proximal" if settings.uses_proximal and not settings.use_behavior else "current"]
         difference_T = trainer_T - tokens.log_probs["behavior"]
         gap_T = difference_T.abs()
         mask_T = kept_T & (gap_T < torch.inf)

@@ -175,7 +175,7 @@ class LossSettings:
             raise ValueError(f"eps_clip_c={self.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it")
 
     def _check_current(self) -> None:
-        if self.old_is_behavior:
+        if self.use_behavior or not self.uses_proximal:
             of = self.chosen_by if not self.uses_proximal else "--use-rollout-logprobs"
             raise ValueError(
                 f"mis_loss_proximal: current: no effect, because {of} does not compare with the proximal policy; "
@@ -204,7 +204,9 @@ class LossSettings:
 
     @property
     def old_is_behavior(self) -> bool:
-        """Whether the behavior policy is the old one."""
+        """Whether the behavior policy is the old one; a method without a ratio is compared with the proximal policy."""
+        if self.method is not None:
+            return not self.uses_proximal and self.needs_behavior is not None
         return self.use_behavior or not self.uses_proximal
 
     @property
@@ -227,9 +229,9 @@ class LossSettings:
     @property
     def needs_behavior(self) -> str | None:
         """The key or flag that compares with the behavior policy, or None."""
-        if not self.uses_proximal or (self.method is not None and "behavior" in self.method.method.policies):
+        if not self.uses_proximal if self.method is None else "behavior" in self.method.method.policies:
             return self.chosen_by
-        if self.use_behavior:
+        if self.use_behavior and self.method is None:
             return "--use-rollout-logprobs"
         return "mis_loss_unbiased_kl" if self.kl is not None and self.kl.ratio == "behavior" else None
 

@@ -5,6 +5,7 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK, KL
+from rows import for_each
 from test_policy_loss_methods import UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
 from thread_ranks import Rank, run_ranks
@@ -16,6 +17,7 @@ from mis_ext import PackedLayout
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.naive import naive_policy_loss
+from mis_ext.methods import METHODS
 
 STREAMS = {
     "behavior_logprobs": "rollout_log_probs",
@@ -123,6 +125,23 @@ def test_context_parallel_ranks_add_up_to_one(name) -> None:
     assert [part for part in parts if isinstance(part, Exception)] == []
     torch.testing.assert_close(sum(part.total for part in parts), alone.total, rtol=1e-6, atol=1e-8)
     assert float(sum(part.num_terms for part in parts)) == float(alone.num_terms)
+
+
+@for_each("name", METHODS)
+def test_a_method_needs_the_tensors_that_it_declares_and_no_other(name) -> None:
+    keys, method = {"mis_loss_method": name} | UNSET, METHODS[name].method
+    samples = samples_of(batch_of())
+    given = {key: torch.cat(rows) for key, rows in samples.items()} | {"entropy": None}
+    layout = PackedLayout.whole([len(row) for row in samples["response_mask"]])
+    declared = [f"{policy}_logprobs" for policy in method.policies]
+    declared += ["state_values"] * method.needs_state_values
+    least = {key: given[key] for key in ("entropy", "advantages", "response_mask", *declared)}
+    wanted, gradients = computed(keys, given, layout=layout)
+    found, same = computed(keys, least, layout=layout)
+    torch.testing.assert_close((found.total, *same), (wanted.total, *gradients), rtol=0.0, atol=0.0)
+    for key in set(declared) - {"current_logprobs", "proximal_logprobs"}:
+        with pytest.raises(ValueError, match=f"{key} are missing"):
+            computed(keys, least | {key: None}, layout=layout)
 
 
 def test_the_mean_is_over_sequences_with_a_response_or_over_tokens() -> None:
