@@ -28,13 +28,13 @@ from mis_ext.correction.weights import (
     Weight,
 )
 from mis_ext.files import read_yaml
+from mis_ext.keys.effects import KeysInUse, refuse_idle_keys
 from mis_ext.keys.native import (
     LEVELS,
     NATIVE_KEY,
     checked_config,
     config_from_native_keys,
     native_gates,
-    refuse_idle,
     reporting,
 )
 from mis_ext.keys.removed import refuse_removed
@@ -170,13 +170,18 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     values = {
         key: check(key, keys[key]) if key in keys else default for key, (check, default) in CORRECTION_CHECKS.items()
     }
+    refuse_idle_keys(KeysInUse(keys, values, corrects=not measure_only))
     if values["tis_lower_bound"] is None:
         values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
     weight = _weight(keys, values)
     return checked_config(
         weight=weight,
         gates=(*_band_gates(keys, values), *_vetoes(keys, values), *_staleness_gate(keys, values)),
-        scaling=_scaling(keys, values, has_weight=weight is not None),
+        scaling={
+            "normalize_over": values["tis_normalize_over"] if values["tis_batch_normalize"] else None,
+            "scope": values["tis_normalize_scope"],
+            "denominator": values["mis_denominator"],
+        },
         reporting={**reporting(keys, prefix="mis_"), "per_token_loss": per_token_loss},
         measure_only=measure_only,
         staleness_key="mis_staleness",
@@ -197,22 +202,17 @@ def _check_names(mapping: Mapping[str, Any]) -> None:
 
 def _weight(keys: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None:
     level, mode, low, high = (values[f"tis_{each}"] for each in ("level", "mode", "lower_bound", "upper_bound"))
-    # A gate without bounds of its own has these.
-    is_inherited = values["use_rs"] and not {"rs_lower_bound", "rs_upper_bound"} <= set(keys)
-    idle_bounds = [] if is_inherited else ["tis_lower_bound", "tis_upper_bound"]
     if level == "none":
-        refuse_idle(keys, ["tis_mode", "tis_when", *idle_bounds], because="tis_level is none")
         return None
     kind: dict[str, Any] = {"level": level, "mode": mode, "when": values["tis_when"]}
     if not BOUNDS[mode].has_high:
-        refuse_idle(keys, idle_bounds, because=f"tis_mode is {mode}")
         return Weight(**kind)
     if high == math.inf:
         raise ValueError("tis_upper_bound must be in (0, inf), got inf; write tis_mode: unbounded for no bound")
     if BOUNDS[mode].has_low:
         _check_order(keys, "tis", low, high)
         return Weight(**kind, low=low, high=high)
-    if "tis_lower_bound" in keys and not is_inherited:
+    if "tis_lower_bound" in keys and not KeysInUse(keys, values).reads_low:
         # Existing files carry this pair: the lower bound never had an effect there.
         warnings.warn(
             f"tis_lower_bound={low:g} has no effect with tis_mode: {mode}; remove it or use tis_mode: clip",
@@ -230,9 +230,6 @@ def _check_order(keys: Mapping[str, Any], prefix: str, low: float, high: float) 
 
 def _band_gates(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, ...]:
     if not values["use_rs"]:
-        if "use_rs" not in keys:
-            idle = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
-            refuse_idle(keys, idle, because="use_rs is not set")
         return ()
     level, weight_level = values["rs_level"], values["tis_level"]
     unset = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys]
@@ -259,28 +256,14 @@ def _vetoes(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, .
         for key, (statistic, reduce, bound) in _VETOES.items()
         if key in keys
     )
-    if values["rs_veto_requires_rs"] and not gates:
-        refuse_idle(keys, ["rs_veto_requires_rs"], because="no veto is set")
     return () if values["rs_veto_requires_rs"] and not values["use_rs"] else gates
 
 
 def _staleness_gate(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, ...]:
     if values["rs_max_staleness"] is None:
-        refuse_idle(keys, ["rs_staleness_level"], because="rs_max_staleness is not set")
         return ()
     reduce = LEVELS[values["rs_staleness_level"]]
     return (Gate(statistic=LAG, reduce=reduce, high=values["rs_max_staleness"], name="rs_staleness"),)
-
-
-def _scaling(keys: Mapping[str, Any], values: Mapping[str, Any], *, has_weight: bool) -> dict[str, Any]:
-    enabled, denominator = values["tis_batch_normalize"], values["mis_denominator"]
-    if enabled and not has_weight:
-        raise ValueError("tis_batch_normalize: true has no effect with tis_level: none; remove one of them")
-    if "tis_batch_normalize" not in keys:
-        idle = ["tis_normalize_over"] if denominator == "kept" else ["tis_normalize_over", "tis_normalize_scope"]
-        refuse_idle(keys, idle, because="tis_batch_normalize is not set")
-    over = values["tis_normalize_over"] if enabled else None
-    return {"normalize_over": over, "scope": values["tis_normalize_scope"], "denominator": denominator}
 
 
 def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:

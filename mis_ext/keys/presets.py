@@ -15,7 +15,7 @@ import yaml
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import preset_path, read_yaml
-from mis_ext.keys.flat import CORRECTION_KEYS, config_from_mapping, says_whole_loss
+from mis_ext.keys.flat import config_from_mapping, says_whole_loss
 from mis_ext.keys.native import NATIVE_KEY, errors_of, native_keys
 from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LossSettings
@@ -72,7 +72,7 @@ class Spelt:
 def read_file(path: str | Path) -> Spelt:
     """What a YAML file spells: a correction, and with a key of ours of the whole loss that loss.
 
-    Beside ``mis_loss_method`` a correction acts where the file says ``use_tis: true``.
+    With ``mis_loss_method`` keys of a correction need ``use_tis: true`` in the file.
     """
     content = read_yaml(path)
     with errors_of(str(path)):
@@ -94,8 +94,6 @@ def _spelt(content: dict[str, Any]) -> Spelt:
     if whole is None or whole.settings.method is None:
         return Spelt(config=config, loss=None if whole is None else whole.settings, said=said)
     if not whole.has_correction:
-        if any(key in content for key in (NATIVE_KEY, *CORRECTION_KEYS)) and content.get("use_tis") is None:
-            said += ("without use_tis: true, here or as --use-tis, the keys of the correction have no effect",)
         config = NO_CORRECTION
     if run.double_correction is not None:
         if config.stops("double_correction"):

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.flat import GROUP_CHECKS, LOSS_KEYS, READ_KEYS, Baseline, BaselineOver, config_from_mapping
+from mis_ext.keys.effects import APPLIED, REPORTED, KeysInUse, refuse_idle_keys
+from mis_ext.keys.flat import (
+    CORRECTION_CHECKS,
+    GROUP_CHECKS,
+    LOSS_KEYS,
+    READ_KEYS,
+    Baseline,
+    BaselineOver,
+    config_from_mapping,
+)
 from mis_ext.keys.strays import HOST_CLIPS
 
 if TYPE_CHECKING:
@@ -193,6 +202,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
 
         loss = read_whole_loss(given)
+        _refuse_idle_of_loss(given, loss)
     group = read_group(given, denominator=correction.denominator) if says_group(given) else None
     config = RunConfig(
         correction=correction,
@@ -213,6 +223,19 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     if config.divides_by_kept:
         _refuse_two_denominators(config)
     return config
+
+
+def _refuse_idle_of_loss(given: Mapping[str, Any], loss: WholeLoss) -> None:
+    method = loss.settings.method
+    refuse_idle_keys(
+        KeysInUse(
+            {key: given[key] for key in (*APPLIED, *REPORTED, *LOSS_KEYS) if given.get(key) is not None},
+            {key: default for key, (_, default) in CORRECTION_CHECKS.items()} | dict(given),
+            corrects=given.get("use_tis") is True,
+            measures=loss.has_correction,
+            method_rejects=method is not None and any(each.action == "reject" for each in method.method.factors),
+        )
+    )
 
 
 def _unplugged(given: Mapping[str, Any], group: GroupConfig | None) -> Iterator[str]:

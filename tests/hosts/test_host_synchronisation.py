@@ -31,7 +31,7 @@ def settings() -> list[dict]:
     gates = [{"level": "token", "low": 0.7, "high": 1.5}, {"level": "sequence", "low": 0.2, "high": 4.0}]
     out.append(correction_keys(("token", "truncate"), gate="geometric gate", rs_gates=gates))
     # The warning about too much rejection is given once, and then its watch ends.
-    return [keys | {"mis_max_reject_fraction": 1.0} for keys in out]
+    return [keys | ({"mis_max_reject_fraction": 1.0} if keys["use_tis"] else {}) for keys in out]
 
 
 @pytest.mark.parametrize(

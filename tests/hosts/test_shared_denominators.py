@@ -27,7 +27,7 @@ def test_shared_denominators_are_refused_where_kept_tokens_make_the_denominator(
             prepare_rollout(argparse.Namespace(**KEPT), 0, batch | {"rollout_mask_sums": sums})
     for sums in ({}, {"rollout_mask_sums": own}, {"rollout_mask_sums": own.tolist()}):
         prepare_rollout(argparse.Namespace(**KEPT), 0, batch | sums)
-    for more in ({"calculate_per_token_loss": True}, {"mis_denominator": "fixed"}, {"use_tis": False}):
+    for more in ({"calculate_per_token_loss": True}, {"mis_denominator": "fixed"}):
         prepare_rollout(argparse.Namespace(**KEPT | more), 0, batch | {"rollout_mask_sums": shared})
 
 

@@ -204,7 +204,7 @@ def test_what_is_measured_without_a_correction_has_no_trace_of_it() -> None:
     assert (
         from_yaml("{use_tis: false, mis: {weight: {mode: clip}, normalize_over: kept, scope: micro_batch}}") == measured
     )
-    assert from_yaml("{get_mismatch_metrics: true, tis_level: sequence, tis_batch_normalize: true}") == measured
+    assert from_yaml("{get_mismatch_metrics: true, tis_batch_normalize: false}") == measured
     assert from_yaml("{get_mismatch_metrics: true, use_tis: true}") == CorrectionConfig()
     assert from_yaml("{calculate_per_token_loss: true}") == CorrectionConfig(per_token_loss=True)
 
@@ -222,7 +222,9 @@ def test_an_explicit_use_rs_false_switches_its_keys_off_without_complaint() -> N
 def test_the_veto_needs_rejection_only_in_the_compatible_form() -> None:
     veto = Gate(reduce="min", low=1e-4)
     assert from_yaml("{use_tis: true, rs_veto_threshold: 1.0e-4}").gates == (veto,)
-    assert from_yaml("{use_tis: true, rs_veto_threshold: 1.0e-4, rs_veto_requires_rs: true}").gates == ()
+    required = "use_tis: true, rs_veto_threshold: 1.0e-4, rs_veto_requires_rs: true"
+    assert from_yaml(f"{{{required}, use_rs: false}}").gates == ()
+    assert from_yaml(f"{{{required}, use_rs: true}}").gates[1:] == (veto,)
 
 
 def test_whoever_takes_a_configuration_takes_a_mapping_that_spells_it() -> None:

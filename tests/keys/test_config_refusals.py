@@ -55,7 +55,6 @@ REFUSED = {
     "{use_tis: true, tis_when: stale}": r"a weight of stale tokens, needs mis_staleness: true",
     "{use_tis: true, use_rs: true, rs_gates: [{statistic: lag, high: 2}]}": r"needs mis_staleness: true",
     "{use_tis: true, mis: {weight: {when: stale}}}": r"needs staleness: true",
-    "{use_tis: false, rs_max_staleness: 2}": r"needs mis_staleness: true",
     "{use_tis: true, mis_staleness: true, rs_max_staleness: -1}": r"rs_max_staleness must be in \[0, 1e\+06\), got -1",
     "{use_tis: true, mis_staleness: true, tis_when: stale, tis_level: sequence}": r"when: stale .* level: sequence",
     "{use_tis: true, mis_staleness: true, tis_when: stale, tis_mode: mask}": r"when: stale .* mode: mask rejects",
@@ -69,9 +68,17 @@ REFUSED = {
     "{use_tis: true, tis_normalize_scope: micro_batch}": r"no effect, because tis_batch_normalize is not set",
     "{use_tis: true, tis_normalize_over: valid}": r"no effect, because tis_batch_normalize is not set",
     "{use_tis: true, tis_level: none, use_rs: true, tis_mode: clip}": r"no effect, because tis_level is none",
-    "{use_tis: true, tis_mode: unbounded, tis_upper_bound: 3.0}": r"no effect, because tis_mode is unbounded",
-    "{use_tis: true, tis_level: none, use_rs: true, tis_batch_normalize: true}": r"tis_batch_normalize: true has no",
+    "{use_tis: true, tis_mode: unbounded, tis_upper_bound: 3.0}": r"tis_upper_bound=3.0: no effect, because no weight",
+    "{use_tis: true, tis_level: none, use_rs: true, tis_batch_normalize: true}": r"because tis_level is none",
     "{use_tis: true, rs_veto_requires_rs: true}": r"no effect, because no veto is set",
+    "{use_tis: true, rs_veto_requires_rs: true, rs_veto_threshold: 0.1}": r"rs_veto_threshold=0.1: no effect",
+    "{use_tis: true, tis_batch_normalize: true, tis_normalize_over: valid}": r"tis_normalize_over='valid': no effect",
+    "{use_tis: true, tis_level: none, use_rs: true, rs_lower_bound: 0.5, tis_lower_bound: 0.1}": r"tis_lower_bound=0.1",
+    "{use_tis: true, tis_level: none, use_rs: true, rs_upper_bound: 2.0, tis_lower_bound: 0.1, tis_upper_bound: 3.0}": (
+        r"tis_upper_bound=3.0: no effect"
+    ),
+    "{use_tis: false, tis_upper_bound: 3.0}": r"tis_upper_bound=3.0: no effect, because use_tis is not true",
+    "{get_mismatch_metrics: true, rs_max_staleness: 0}": r"rs_max_staleness=0: no effect, because use_tis is not true",
     "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",
     # The native form.
     "mis: {wight: {level: token}}": r"unknown keys of mis: 'wight' \(did you mean 'weight'\?\)",

@@ -69,6 +69,12 @@ REFUSED = [
     ({"mis_loss_kl_tokens": "all"}, "mis_loss_kl_tokens: no effect"),
     (KL | {"mis_loss_kl_tokens": "some"}, r"mis_loss_kl_tokens must be one of kept | all, got 'some'"),
     ({"mis_loss_entropy_tokens": "some"}, "mis_loss_entropy_tokens must be one of"),
+    ({"rs_veto_threshold": 0.5}, "rs_veto_threshold=0.5: no effect, because use_tis is not true"),
+    ({"get_mismatch_metrics": True, "tis_level": "geometric"}, "tis_level='geometric': no effect, because use_tis"),
+    ({"mis_staleness": True}, "mis_staleness=True: no effect, because neither use_tis nor get_mismatch_metrics"),
+    ({"mis_loss_entropy_tokens": "all", "entropy_coef": 0.1}, "no effect, because nothing rejects a token"),
+    (KL | {"mis_loss_kl_tokens": "all"}, "no effect, because nothing rejects a token"),
+    ({"mis_loss_denominator": "kept"}, "no effect, because nothing rejects a token"),
     (KL | {"mis_loss_unbiased_kl": True, "use_unbiased_kl": True}, "are two ratios: drop one of them"),
     ({"mis_loss_denominator": "tokens"}, "mis_loss_denominator must be one of original | kept | sequence | constant"),
     ({"mis_loss_denominator": "constant"}, "needs mis_loss_constant, a number of tokens"),
@@ -111,14 +117,18 @@ def test_what_the_correction_refuses_the_loss_refuses_too() -> None:
         ({"mis_loss_mode": "bypass"} | BEHAVIOR, "rollout_log_probs", "with which mis_loss_mode: bypass compares"),
         (BEHAVIOR, "rollout_log_probs", "with which --use-rollout-logprobs compares"),
         (KL | {"mis_loss_unbiased_kl": True}, "rollout_log_probs", "with which mis_loss_unbiased_kl compares"),
-        (HOOK, "rollout_log_probs", "rollout_log_probs are missing: the rollout function must store"),
+        (
+            HOOK | {"mis_guard": "error"},
+            "rollout_log_probs",
+            "rollout_log_probs are missing: the rollout function must store",
+        ),
         (KL, "ref_log_probs", "--ref-load makes the host score them.*with which --use-kl-loss compares"),
     ],
 )
 @pytest.mark.parametrize("missing", [None, []])
 def test_missing_log_probs_are_named(keys, key, message, missing) -> None:
     with pytest.raises(ValueError, match=message):
-        called(keys | {"mis_guard": "error"}, local(**{key: missing}))
+        called(keys, local(**{key: missing}))
 
 
 def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:

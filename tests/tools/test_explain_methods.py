@@ -118,15 +118,6 @@ def test_a_method_beside_a_correction_is_one_more_step_and_is_shown(tmp_path, ca
     assert "ratios above the high bound" not in shown
 
 
-def test_a_correction_that_would_not_act_is_said_and_not_counted(tmp_path, capsys) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("mis_loss_method: gspo\nrs_veto_threshold: 1.0e-4\n")
-    found = explained(capsys, str(path))
-    assert any("without use_tis: true" in note for note in found["notes"])
-    assert [step["name"] for step in found["steps"]] == ["method gspo"]
-    assert found["effect"]["accepted"] == {}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
