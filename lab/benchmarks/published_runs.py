@@ -2,7 +2,9 @@
 """A table and a picture of training runs of slime's fork Miles that others published.
 
     git clone https://github.com/littlemex/distributed-ai
-    python lab/benchmarks/published_runs.py distributed-ai
+    git -C distributed-ai show d6cb9c6:2026-07-19-miles-training-inference-mismatch/experiment/h200_results/\
+fsx_extracted/aug_per_step_10runs.json > steps.json   # of its branch talk/beyond-network-slides
+    python lab/benchmarks/published_runs.py distributed-ai --steps steps.json
 
 The runs are Qwen3-4B against an engine with a cache in e5m2, without and with a correction. What they show and
 what they do not is in lab/evidence/published.md.
@@ -24,11 +26,22 @@ import matplotlib  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
 from evidence.pictures import save  # noqa: E402
+from evidence.pretrained.alert import HIGHEST, TIMES  # noqa: E402
+from evidence.pretrained.collapse import WINDOW  # noqa: E402
+from evidence.pretrained.collapse_runs import SMOOTH  # noqa: E402
 
 RUNS = Path("2026-07-19-miles-training-inference-mismatch/3.test_cases/pytorch/miles/docs/results")
 SEEDS = (42, 123, 1234)
 ARMS = {"disease": ("no correction", "black"), "cure": ("token mask, veto, normalised", "C1")}
+# Of the runs by step: the learning rate is 1e-5 unless the name says otherwise.
+MORE = {
+    "pt_e5m2_collapse_train": "no correction, 1234 again",
+    "ctl_bf16_lr1e5": "cache in bf16, no correction, 1234",
+    "pt_e5m2_train": "no correction, rate 1e-6",
+    "pt_bf16_train": "cache in bf16, no correction, rate 1e-6",
+}
 REWARD, KL, NORM = "rollout/raw_reward", "train/mis_kl", "train/grad_norm"
 NUM_LAST = 5
 # A gradient norm so many times the median of its first steps is a warning.
@@ -85,6 +98,38 @@ def table(curves: Curves) -> str:
     return "\n".join(lines)
 
 
+def read_steps(path: Path) -> dict[str, tuple[list[float], list[float]]]:
+    """KL and reward by step of each run that the checkout's curves do not have."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    values = {run: {name: [row["value"] for row in found[run][name]] for name in (KL, REWARD)} for run in MORE}
+    return {label: (values[run][KL], values[run][REWARD]) for run, label in MORE.items()}
+
+
+def alerts(runs: dict[str, tuple[list[float], list[float]]]) -> str:
+    """Markdown: where the alert of the guide fires, and where the reward is lost, means of so many steps."""
+    lines = [
+        f"| run | steps | `mis_kl`, first {WINDOW} steps | above {TIMES:g} times that at step | above {HIGHEST:g} "
+        "| reward, highest and last | stays below half of its highest from step |",
+        "|---" * 7 + "|",
+    ]
+    for run, (kl, reward) in runs.items():
+        start, (means, rewards) = (
+            mean(kl[:WINDOW]),
+            (np.convolve(x, np.ones(SMOOTH) / SMOOTH, "valid") for x in (kl, reward)),
+        )
+        # Not among the first steps, which say what is usual.
+        crossed = [_first(means[WINDOW:] > line, WINDOW + SMOOTH - 1) for line in (TIMES * start, HIGHEST)]
+        lost = rewards < np.maximum.accumulate(rewards) / 2
+        stays = _first(np.logical_and.accumulate(lost[::-1])[::-1], SMOOTH - 1)
+        cells = run, str(len(kl)), f"{start:.2g}", *crossed, f"{rewards.max():.2f}, {rewards[-1]:.2f}", stays
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _first(is_true: np.ndarray, offset: int) -> str:
+    return str(int(is_true.argmax()) + offset) if is_true.any() else "never"
+
+
 def draw(curves: Curves, path: Path) -> None:
     """Reward and KL by step, each seed a line."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
@@ -102,13 +147,20 @@ def main() -> None:
     """Print the table, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkout", type=Path, help="of github.com/littlemex/distributed-ai")
-    parser.add_argument("--picture", type=Path, default=ROOT / "benchmarks" / "evidence" / "published.png")
+    parser.add_argument("--steps", type=Path, help="aug_per_step_10runs.json: more runs for the table of the alert")
+    parser.add_argument("--picture", type=Path, default=ROOT / "lab" / "evidence" / "published.png")
     arguments = parser.parse_args()
     curves = read(arguments.checkout)
     head = subprocess.run(
         ["git", "-C", str(arguments.checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     print(table(curves))
+    runs = {
+        f"{label}, {seed}": (kl, reward)
+        for arm, (label, _) in ARMS.items()
+        for seed, kl, reward in zip(SEEDS, curves[arm][KL], curves[arm][REWARD], strict=True)
+    }
+    print("\n" + alerts(runs | (read_steps(arguments.steps) if arguments.steps else {})))
     print(f"\n{head.stdout.strip() or 'not a git checkout'}")
     draw(curves, arguments.picture)
 
