@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from evidence.pretrained.collapse import COLLAPSE_STUDIES, LADDER, is_over
+from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, is_over
 from evidence.pretrained.group import PretrainedGroup
 from evidence.results import Results
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,7 +79,7 @@ def main() -> None:
     if options.command == "alert":
         from evidence.pretrained import alert
 
-        alert.report(STUDIES[LADDER], Results(FOLDER / "results"), FOLDER)
+        alert.report(STUDIES[LADDER], STUDIES[CORRECTION], Results(FOLDER / "results"), FOLDER)
         return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:

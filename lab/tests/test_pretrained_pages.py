@@ -226,6 +226,22 @@ def test_arms_that_differ_without_a_collapse_are_told_apart_by_the_secondary_out
     assert "Below half" not in page
 
 
+def test_arms_are_compared_by_seed_also_to_the_step_that_all_saw() -> None:
+    def runs(own: float, steps: int = 151) -> list[list[dict[str, float]]]:
+        return [correction_rows(seed, falls_at=None, own=own + 0.01 * seed, steps=steps) for seed in (1, 2, 3)]
+
+    (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
+    arms = {"int4-seed%d-none": runs(0.5, 171), "int4-seed%d-token_tis_2": runs(0.7), "bf16-seed%d-none": runs(0.8)}
+    named = {group.name.removeprefix(f"{study.name}_"): group for group in study.groups}
+    seen = [(named[name % seed], rows) for name, of in arms.items() for seed, rows in enumerate(of, start=1)]
+    (text, _) = collapse_correction._pairs(study, seen)
+    # Lines from 0.4 at step 0: the mean of steps 120 to 150 is 0.9 of the way, of steps 140 to 170 it is 155 / 150.
+    # 0.9 (0.3 + 0.01 s) - 155 / 150 (0.1 + 0.01 s): 0.1653, 0.1640 and 0.1627.
+    assert "against none: +0.164 [+0.161, +0.167], higher on 3 of 3 seeds; against bf16: -0.090" in text
+    assert "To step 150, which every run saw, against none: +0.180" in text
+    assert "without a correction is 0.51 to 0.54, so" in text
+
+
 @pytest.mark.usefixtures("blank_pictures")
 def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +314,5 @@ def test_an_alert_is_a_mean_of_five_steps_beyond_that_of_the_first_ten() -> None
 
 def test_the_page_of_the_alert_is_that_of_its_results(tmp_path: Path) -> None:
     folder = Path(__file__).parents[1] / "evidence"
-    (ladder,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.LADDER)
-    alert.report(ladder, Results(folder / "results"), tmp_path)
+    alert.report(*collapse.COLLAPSE_STUDIES[-2:], Results(folder / "results"), tmp_path)
     assert (tmp_path / "alert.md").read_text() == (folder / "alert.md").read_text()

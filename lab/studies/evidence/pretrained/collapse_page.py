@@ -49,7 +49,7 @@ def report(results: Results, output: Path) -> None:
         "are not rounded."
     )
     page = [
-        "# A collapse on one GPU, with and without a correction",
+        "# What 4-bit weights cost, and what TIS keeps",
         "",
         "Qwen2.5-Coder-1.5B-Instruct answers questions of `gsm_symbolic` (reasoning-gym 0.1.25, Apache-2.0); SGLang "
         "samples, Megatron-Core trains in bf16 with a copy of the weights in float32. The engine gets fresh weights in "
@@ -70,7 +70,7 @@ def report(results: Results, output: Path) -> None:
         f"before any training on 14 engines: [this model and another]({RUNS}.md#the-mismatch-before-any-training).",
     ]
     runs = [
-        "# The runs behind the collapse",
+        "# The runs of the collapse studies",
         "",
         f"The answer is on [a page of its own]({PAGE}.md). One command for each study:",
         "",
@@ -276,7 +276,10 @@ def _first_look() -> list[str]:
     ]
     for (engine, method), rows in first_look().items():
         rewards = [row["reward"] for row in rows]
-        at = collapsed_at([row["step"] for row in rows], rewards)
+        steps = [row["step"] for row in rows]
+        at, since = (collapsed_at(steps, rewards, stays=stays) for stays in (STAYS, 0))
         ends = f"{np.mean(rewards[:WINDOW]):.2f} to {np.mean(rewards[-WINDOW:]):.2f}"
-        lines.append(f"| {engine} | {method} | {len(rows)} | {ends} | {'no' if at is None else f'step {at}'} |")
+        is_seen = since is not None and steps[-1] - since >= WINDOW
+        fell = f"below half since {since}, seen to {steps[-1]}" if is_seen else "no"
+        lines.append(f"| {engine} | {method} | {len(rows)} | {ends} | {fell if at is None else f'step {at}'} |")
     return lines
