@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.weights import Weight
-from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval, intersected, passing
+from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +100,19 @@ class _Passed:
 
     def __init__(self, law: GaussianLaw, gates: Iterable[Gate] = ()) -> None:
         self.law, self.others = law, 1.0
-        self.token: list[Interval] = [EVERYTHING]
-        self.product: list[Interval] = [EVERYTHING]
+        self.token: Interval = EVERYTHING
+        self.product: Interval = EVERYTHING
         for gate in gates:
             accepted = law.acceptance(gate)
             if gate.statistic == "ratio" and gate.reduce in ("sum", "mean") and gate.after is None:
                 scale = law.length if gate.reduce == "mean" else 1.0
-                self.product = intersected(self.product, [(gate.log_low * scale, gate.log_high * scale)])
+                self.product = _common(self.product, (gate.log_low * scale, gate.log_high * scale))
             elif not math.isnan(accepted) and gate.reduce == "token":
-                self.token = intersected(self.token, passing(gate))
+                self.token = _common(self.token, (gate.log_low, gate.log_high))
             else:
                 self.others *= accepted
-        self.share_token = sum(law.token.between(*each) for each in self.token)
-        self.share_product = sum(law.product.between(*each) for each in self.product)
+        self.share_token = law.token.between(*self.token)
+        self.share_product = law.product.between(*self.product)
         self.share = self.share_token * self.share_product * self.others
 
     @property
@@ -128,13 +128,16 @@ class _Passed:
         if weight.only_outside is not None:
             return math.nan
         if weight.level == "token":
-            intervals, rest = self.token, self.share_product
+            within, rest = self.token, self.share_product
         else:
             scale = self.law.length if weight.level == "geometric" else 1.0
-            intervals, rest = [(first / scale, last / scale) for first, last in self.product], self.share_token
+            within, rest = (self.product[0] / scale, self.product[1] / scale), self.share_token
         log_ratio, kinks = self.law.of_level(weight.level), (weight.log_low, weight.log_high)
-        moment = sum(log_ratio.moment(weight.bounded, power, each, kinks=kinks) for each in intervals)
-        return moment * rest * self.others
+        return log_ratio.moment(weight.bounded, power, within, kinks=kinks) * rest * self.others
+
+
+def _common(first: Interval, second: Interval) -> Interval:
+    return max(first[0], second[0]), min(first[1], second[1])
 
 
 def _ratio_or_one(numerator: float, denominator: float) -> float:

@@ -26,7 +26,6 @@ import torch
 
 from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import STATISTICS
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
@@ -128,111 +127,18 @@ class GaussianLaw:
     def acceptance(self, gate: Gate) -> float:
         """Share of tokens, or of responses, that a gate keeps; NaN where the law does not say.
 
-        It says nothing of probabilities or segments, and nothing of what another gate leaves. Sums of ``|d|``, k2, k3
-        and ``exp |d| - 1`` are taken as gamma variables with their mean and variance.
+        It knows ratios of tokens, and their products and means over responses: no other statistic, no segments, and
+        nothing of what another gate leaves.
         """
-        if gate.statistic not in _AT_MOST or gate.after is not None or gate.is_of_segments:
+        if gate.statistic != "ratio" or gate.after is not None or gate.is_of_segments:
             return math.nan
         low, high = gate.log_low, gate.log_high
-        if self.k3 == 0.0:
-            on_policy = _on_policy(gate.statistic) * (self.length if gate.reduce == "sum" else 1.0)
-            return float(low <= on_policy <= high)
-        if gate.reduce == "token" or (self.length == 1.0 and gate.reduce in ("sum", "mean")):
-            return sum(self.token.between(*part) for part in passing(gate))
+        if gate.reduce == "token":
+            return self.token.between(low, high)
         if gate.reduce in ("min", "max"):
             # All tokens are at most at a bound, or all are above it.
-            low, high = (self.token.between(*_AT_MOST[gate.statistic](each)) for each in (low, high))
+            low, high = (self.token.between(-math.inf, each) for each in (low, high))
             if gate.reduce == "min":
-                low, high = max(1.0 - high, 0.0), max(1.0 - low, 0.0)
+                low, high = 1.0 - high, 1.0 - low
             return float(high**self.length - low**self.length)
-        if gate.statistic == "k1":
-            low, high = -high, -low
-        if gate.statistic in ("ratio", "k1"):
-            return (self.product if gate.reduce == "sum" else self.geometric).between(low, high)
-        scale = self.length if gate.reduce == "mean" else 1.0
-        return self._sum_below(gate.statistic, high * scale) - self._sum_below(gate.statistic, low * scale)
-
-    def _sum_below(self, statistic: str, value: float) -> float:
-        on_policy = _on_policy(statistic)
-        value -= on_policy * self.length
-        if value <= 0.0 or value == math.inf:
-            return float(value > 0.0)
-        nodes = torch.linspace(-_NODE_RANGE, _NODE_RANGE, _NUM_NODES, dtype=torch.float64)
-        share = torch.softmax(-0.5 * nodes.square(), 0)
-        values = _VALUES[statistic](self.token.mean + math.sqrt(self.token.variance) * nodes) - on_policy
-        mean = share @ values
-        variance = share @ (values - mean).square()
-        shape = self.length * mean.square() / variance
-        return float(torch.special.gammainc(shape, value * mean / variance))
-
-
-def _on_policy(statistic: str) -> float:
-    row = STATISTICS[statistic]
-    assert row.on_policy is not None
-    return row.edge(row.on_policy)
-
-
-def passing(gate: Gate) -> list[Interval]:
-    """The log-ratios of a token that a gate on tokens keeps, as intervals."""
-    at_most = _AT_MOST[gate.statistic]
-    low, high = at_most(gate.log_high)
-    if gate.log_low == -math.inf:
-        return [(low, high)]
-    below = at_most(gate.log_low)
-    return intersected([(low, high)], [(-math.inf, below[0]), (below[1], math.inf)])
-
-
-def intersected(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """The intervals of the numbers that lie in an interval of both lists."""
-    second = list(second)
-    pairs = [(max(a, c), min(b, d)) for a, b in first for c, d in second]
-    return [(low, high) for low, high in pairs if low < high]
-
-
-def _symmetric(bound: float) -> Interval:
-    return (-bound, bound) if bound >= 0.0 else (math.inf, -math.inf)
-
-
-def _half_excess_at_most(bound: float) -> Interval:
-    if bound < 0.0:
-        return _symmetric(bound)
-    return math.log1p(-2.0 * bound) if bound < 0.5 else -math.inf, math.log1p(2.0 * bound)
-
-
-def _k3_at_most(bound: float) -> Interval:
-    if bound < 0.0 or bound == math.inf:
-        return _symmetric(bound)
-    # k3 falls to 0 at 0 and rises behind: exp(d) - 1 - d = bound has a root on either side.
-    highest = min(math.sqrt(2.0 * bound), math.log1p(bound) + 1.0)
-    return _root(-1.0 - bound, 0.0, bound), _root(0.0, highest, bound)
-
-
-def _root(low: float, high: float, bound: float) -> float:
-    rises = high > 0.0
-    for _ in range(_NUM_BISECTIONS):
-        middle = 0.5 * (low + high)
-        is_above = math.expm1(middle) - middle > bound
-        low, high = (low, middle) if is_above == rises else (middle, high)
-    return 0.5 * (low + high)
-
-
-_AT_MOST: dict[str, Callable[[float], Interval]] = {
-    "ratio": lambda bound: (-math.inf, bound),
-    "abs_log_ratio": _symmetric,
-    "k1": lambda bound: (-bound, math.inf),
-    "squared_log_ratio": lambda bound: _symmetric(math.copysign(math.sqrt(abs(bound)), bound)),
-    "half_abs_ratio_excess": _half_excess_at_most,
-    "k2": lambda bound: _symmetric(math.copysign(math.sqrt(2.0 * abs(bound)), bound)),
-    "k3": _k3_at_most,
-    "exp_abs_log_ratio": lambda bound: _symmetric(math.log(bound) if bound >= 1.0 else -math.inf),
-}
-"""A function per statistic: the log-ratios at which it is at most a bound, on the scale of its token formula."""
-
-_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "abs_log_ratio": torch.Tensor.abs,
-    "squared_log_ratio": torch.Tensor.square,
-    "half_abs_ratio_excess": lambda d: 0.5 * d.expm1().abs(),
-    "k2": lambda d: 0.5 * d.square(),
-    "k3": lambda d: d.expm1() - d,
-    "exp_abs_log_ratio": lambda d: d.abs().exp(),
-}
+        return (self.product if gate.reduce == "sum" else self.geometric).between(low, high)

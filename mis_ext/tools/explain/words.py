@@ -212,7 +212,7 @@ def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
     for name, accepted in effect.accepted.items():
         if math.isnan(accepted):
             yield (
-                f"{name}: the law cannot predict its kept share, which depends on probabilities or on another gate. So "
+                f"{name}: the law cannot predict its kept share: it knows ratios of tokens and of responses alone. So "
                 "the share that all gates keep is not known either"
             )
         elif 1.0 - accepted < _IDLE:
