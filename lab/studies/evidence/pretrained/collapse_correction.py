@@ -96,10 +96,10 @@ def _pairs(study: Study, seen: Runs) -> list[str]:
     return [
         f"**Paired by seed**, the own policy in the end with token TIS against none: {against(none)}, higher on "
         f"{higher} of {len(seeds)} seeds; against bf16: {against(bf16)}. To step {common}, which every run saw, "
-        f"against none: {against(none, common)}. One evaluation has a standard deviation of {noise:.2f} (neighbours with TIS and "
-        f"bf16 from step {SETTLED} on), a mean of four {noise / 2:.3f}, or more, as neighbours are not independent. "
-        f"The best mean of four evaluations of a run without a correction is {min(best):.2f} to {max(best):.2f}, so "
-        "stopping in time does not replace token TIS.",
+        f"against none: {against(none, common)}. One evaluation has a standard deviation of {noise:.2f} (neighbours "
+        f"with TIS and bf16 from step {SETTLED} on), a mean of four {noise / 2:.3f}, or more, as neighbours "
+        f"are not independent. The best mean of four evaluations of a run without a correction is {min(best):.2f} to "
+        f"{max(best):.2f}, so stopping in time does not replace token TIS.",
         "",
     ]
 
