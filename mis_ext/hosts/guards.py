@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import check_mask, mask_extremes, refuse_extremes
+from mis_ext.hosts.packing import extremes_of
 
 if TYPE_CHECKING:
     from mis_ext.tools.diagnosis.cause import Diagnosis
@@ -148,29 +148,35 @@ class RejectionMonitor:
                 )
 
 
-class MaskMonitor:
-    """Refuses masks that say neither yes nor no of a token.
+class RangeMonitor:
+    """Refuses values by the smallest and the largest of them.
 
     The first look waits for the device. Then it looks at one call in eight, and is a call late.
+
+    Args:
+        refuse: Raises for a smallest and a largest value that are not legal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refuse: Callable[[Sequence[float]], None]) -> None:
+        self._refuse = refuse
         self._readback = AsyncReadback()
         self._num_calls = 0
 
-    def observe(self, mask: Tensor) -> None:
-        """Look at what was sent for if it has arrived, and send for the extremes of this mask if it is its turn."""
-        if is_capturing(mask):
+    def observe(self, values: Tensor) -> None:
+        """Look at what was sent for if it has arrived, and send for the extremes of these if it is their turn."""
+        if is_capturing(values):
             return
         self._num_calls += 1
         if self._num_calls == 1:
-            check_mask(mask)
+            extremes = extremes_of(values)
+            if extremes is not None:
+                self._refuse(extremes.tolist())
             return
         arrived = self._readback.receive()
         if arrived is not None:
-            refuse_extremes(arrived)
+            self._refuse(arrived)
         if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
-            extremes = mask_extremes(mask)
+            extremes = extremes_of(values)
             if extremes is not None:
                 self._readback.send(extremes)
 

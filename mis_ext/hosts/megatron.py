@@ -129,7 +129,11 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             return None if is_absent(batch.get(key)) else packed(key)
 
         mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-        divisor_S = _divisor(batch.get("rollout_mask_sums"), layout)
+        divisor_S = _mask_sums(batch.get("rollout_mask_sums"), layout)
+        if divisor_S is None:
+            divisor_S = num_tokens(mask_R, layout)
+        else:
+            run.session.check_mask_sums(divisor_S)
         given = LossTokens(
             log_probs=present(
                 {
@@ -141,7 +145,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             ),
             advantages_T=packed("advantages"),
             response_mask_R=mask_R,
-            divisor_S=num_tokens(mask_R, layout) if divisor_S is None else divisor_S,
+            # As the hosts' reducers have it.
+            divisor_S=divisor_S.clamp_min(1.0),
             layout=layout,
             entropy_T=scores.entropy_T,
             reverse_kl_T=None if is_absent(batch.get("opd_reverse_kl")) else packed("opd_reverse_kl"),
@@ -170,7 +175,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
 
 
-def _divisor(given: Any, layout: PackedLayout) -> Tensor | None:
+def _mask_sums(given: Any, layout: PackedLayout) -> Tensor | None:
     """``[S]``: the tokens of each sample's rollout, where the host knows them."""
     if given is None:
         return None

@@ -115,20 +115,34 @@ def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
 
 def check_mask(mask: Tensor) -> None:
     """Refuse a mask that says of a token neither that it is trained nor that it is not. Waits for the device."""
-    extremes = mask_extremes(mask)
+    extremes = extremes_of(mask)
     if extremes is not None:
-        refuse_extremes(extremes.tolist())
+        refuse_mask(extremes.tolist())
 
 
-def mask_extremes(mask: Tensor) -> Tensor | None:
-    """``[2]``: its smallest and largest value, NaN where one is NaN; None where nothing can be wrong."""
-    if mask.dtype in (torch.bool, torch.uint8) or mask.numel() == 0:
+def extremes_of(values: Tensor) -> Tensor | None:
+    """``[2]``: the smallest and largest value, NaN where one is NaN; None where nothing can be wrong."""
+    if values.dtype in (torch.bool, torch.uint8) or values.numel() == 0:
         return None
-    return torch.stack(mask.aminmax())
+    return torch.stack(values.aminmax())
 
 
-def refuse_extremes(extremes: Sequence[float]) -> None:
-    """What :func:`check_mask` says of the numbers of :func:`mask_extremes`."""
+def refuse_divisors(extremes: Sequence[float]) -> None:
+    """Refuse divisors with these numbers of :func:`extremes_of`."""
+    low, high = extremes
+    if not 0.0 < low <= high < math.inf:
+        raise ValueError(f"divisors has values from {low:g} to {high:g}: each must be finite and above 0")
+
+
+def refuse_mask_sums(extremes: Sequence[float]) -> None:
+    """Refuse what the host calls sums of masks, with these numbers of :func:`extremes_of`."""
+    low, high = extremes
+    if not 0.0 <= low <= high < math.inf:
+        raise ValueError(f"rollout_mask_sums has values from {low:g} to {high:g}: each must be finite and at least 0")
+
+
+def refuse_mask(extremes: Sequence[float]) -> None:
+    """What :func:`check_mask` says of the numbers of :func:`extremes_of`."""
     low, high = extremes
     if not 0.0 <= low <= high < math.inf:
         raise ValueError(

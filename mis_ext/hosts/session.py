@@ -20,12 +20,12 @@ from mis_ext.correction.plan import plan_of
 from mis_ext.hosts.groups import ALONE, Groups, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,
-    MaskMonitor,
     MismatchWarning,
+    RangeMonitor,
     RejectionMonitor,
     StatusMonitor,
 )
-from mis_ext.hosts.packing import TokenLags, pack
+from mis_ext.hosts.packing import TokenLags, pack, refuse_divisors, refuse_mask, refuse_mask_sums
 from mis_ext.keys.flat import config_given
 
 _NO_LAGS = (
@@ -51,7 +51,9 @@ class Session:
         self._guards = DataGuards(config)
         self._rejection = RejectionMonitor(config.max_reject_fraction)
         self._status = StatusMonitor()
-        self._masks = MaskMonitor()
+        self._masks = RangeMonitor(refuse_mask)
+        self._divisors = RangeMonitor(refuse_divisors)
+        self._mask_sums = RangeMonitor(refuse_mask_sums)
         self._told: set[str] = set()
 
     @property
@@ -163,6 +165,25 @@ class Session:
             ValueError: A value is below 0 or not finite.
         """
         self._masks.observe(mask)
+
+    def check_divisors(self, divisors: Tensor) -> None:
+        """Refuse divisors that are not finite and above 0; on a GPU in the first call and now and then.
+
+        Raises:
+            ValueError: A value is not finite, or not above 0.
+        """
+        if not divisors.is_cuda and divisors.numel() > 0:
+            refuse_divisors(torch.stack(divisors.aminmax()).tolist())
+        else:
+            self._divisors.observe(divisors)
+
+    def check_mask_sums(self, sums: Tensor) -> None:
+        """Refuse sums of masks that are below 0 or not finite, in the first call and now and then.
+
+        Raises:
+            ValueError: A value is below 0 or not finite.
+        """
+        self._mask_sums.observe(sums)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""

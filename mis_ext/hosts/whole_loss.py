@@ -86,7 +86,9 @@ def policy_loss_from_log_probs(
         reference_logprobs: Log-probs of the reference policy, nats. None if the loss does not use them.
         entropy: Nats, with gradient if ``entropy_coef`` is not 0. None if the loss does not use it.
         state_values: The mean advantage in each token's state. None if the method does not use it.
-        divisors: ``[S]``, each sequence's sum is divided by its own; by default by its number of response tokens.
+        divisors: ``[S]``, each above 0: what the sum of each sequence is divided by, without
+            ``calculate_per_token_loss``. By default the sum of its mask, at least 1. That of a sequence without a
+            response token is not looked at.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
         lag: Weight updates since the weights that sampled each token, NaN where nobody knows; for a correction with
@@ -128,6 +130,16 @@ def policy_loss_from_log_probs(
         mask_R = response_mask.reshape(-1)
         if len(mask_R) != whole.num_whole_tokens:
             raise ValueError(f"response_mask has {len(mask_R)} tokens, the layout {whole.num_whole_tokens}")
+        divisor_S = num_tokens(mask_R, whole)
+        if divisors is None:
+            divisor_S = divisor_S.clamp_min(1.0)
+        elif divisors.shape != (whole.num_sequences,):
+            raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
+        else:
+            divisor_S = torch.where(divisor_S > 0.0, divisors.to(mask_R.device, non_blocking=True), 1.0)
+            run.session.check_divisors(divisor_S)
+            # Between two looks at a GPU the loss says it.
+            divisor_S = torch.where((divisor_S > 0.0) & (divisor_S < torch.inf), divisor_S, torch.nan)
         given = LossTokens(
             log_probs=present(
                 {
@@ -139,15 +151,13 @@ def policy_loss_from_log_probs(
             ),
             advantages_T=packed("advantages", advantages),
             response_mask_R=mask_R,
-            divisor_S=num_tokens(mask_R, whole) if divisors is None else divisors,
+            divisor_S=divisor_S,
             layout=whole,
             entropy_T=optional("entropy", entropy),
             state_values_T=optional("state_values", state_values),
             lag_T=optional("lag", lag),
         )
         run.session.check_mask(mask_R)
-        if divisors is not None and divisors.shape != (whole.num_sequences,):
-            raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")
@@ -286,7 +296,7 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
     return given._replace(
         log_probs=log_probs,
         entropy_T=entropy_T,
-        divisor_S=given.divisor_S.to(mask_R.device, dtype, non_blocking=True).clamp_min(1.0),
+        divisor_S=given.divisor_S.to(mask_R.device, dtype, non_blocking=True),
         state_values_T=given.state_values_T if settings.needs_state_values else None,
         cp_group=groups.cp_group,
         cp_rank=groups.cp_rank,

@@ -96,7 +96,7 @@ class LossTokens(NamedTuple):
 
     ``log_probs``: ``[T]`` per policy, nats; the current policy's carries gradient. ``advantages_T``: ``[T]``.
     ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the host
-    divides each sample by, at least 1. ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None
+    divides each sample by, above 0. ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None
     where nobody asks for it. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
     ``state_values_T``: ``[T]``, the mean advantage in the token's state; None where no method asks for it. ``lag_T``:
     ``[T]``, weight updates since the weights that sampled; None where the correction does not ask for it. ``layout``,

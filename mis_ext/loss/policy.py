@@ -6,8 +6,8 @@
 ``share_t`` is 1 by the divisor of the token's sample. Nothing here is differentiated by autograd, but a reducer of
 yours: the parts of the loss say the slope of each token. No loop over samples, and no reading of values on the host.
 
-With ``D_i`` what the host divides sample ``i`` by (the response tokens of its rollout, which several samples and
-micro-batches can share), ``n_i`` its own response tokens and ``k_i`` those that are kept:
+With ``D_i`` what the host divides sample ``i`` by (the sum of the mask of its rollout, which several samples and
+micro-batches can share), ``n_i`` the sum of its own mask and ``k_i`` that over its kept tokens:
 
 | denominator | divides by | a rejected token |
 |---|---|---|
@@ -215,16 +215,16 @@ def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Ten
 
 
 def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Tensor:
-    """``[S]``: of a denominator that is not the host's, at least 1 where it counts tokens."""
+    """``[S]``: of a denominator that is not the host's."""
     host_S, response_R = tokens.divisor_S, tokens.response_mask_R
     if settings.constant is not None:
         return torch.full_like(host_S, settings.constant)
-    own_S = num_tokens(response_R, tokens.layout).clamp_min(1.0)
+    own_S = num_tokens(response_R, tokens.layout)
     if settings.denominator == "sequence":
-        return own_S
+        return own_S.clamp_min(1.0)
     kept_S = num_tokens(response_R if correction is None else correction.loss_mask_R, tokens.layout)
     # Where nothing is kept nothing is divided.
-    return torch.where(kept_S > 0.0, host_S * kept_S / own_S, host_S)
+    return torch.where(kept_S > 0.0, host_S * kept_S / torch.where(kept_S > 0.0, own_S, 1.0), host_S)
 
 
 def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:

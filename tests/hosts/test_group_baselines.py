@@ -444,6 +444,10 @@ def test_a_rollout_that_lacks_something_is_refused() -> None:
         del data[name]
         with pytest.raises(ValueError, match=f"mis_prompt_mean: true: rollout_data has no {name}"):
             prepare_rollout(args, 0, data)
+    data = data_of(rank, whole, REWARDS)
+    data["rollout_mask_sums"][2] = torch.nan
+    with pytest.raises(ValueError, match="rollout_mask_sums has values from nan"):
+        prepare_rollout(args, 0, data)
     data = data_of(rank, whole, REWARDS) | {"sample_indices": [None] * 9}
     with pytest.raises(ValueError, match="samples have no index"):
         prepare_rollout(args, 0, data)

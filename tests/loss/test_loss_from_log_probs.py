@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loss from log-probs, padded and packed, is the one from logits."""
 
+import math
+
 import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK, KL
 from rows import for_each
-from test_policy_loss_methods import UNSET, batch_of, key_of
+from test_policy_loss_methods import GATES_ALONE, UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
 from thread_ranks import Rank, run_ranks
 from torch.optim.swa_utils import AveragedModel
@@ -268,6 +270,75 @@ def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> No
     given = padded(samples_of(batch_of()))
     with pytest.raises(ValueError, match=message):
         computed(keys, given | change)
+
+
+def sums_of(given: dict, **more) -> torch.Tensor:
+    """Of each row the sum that its divisor divides, times its gradient in the log-probs."""
+    return computed({}, given, divisors=torch.ones(6), **more)[1][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
+def test_every_divisor_above_0_divides(dtype) -> None:
+    given = padded(samples_of(batch_of()))
+    rows = sums_of(given)
+    # As of prompt means: two prompts of a step of eight answers, one of them with three kept tokens.
+    divisors = torch.tensor([2 * 3 / 8, 1e-6, 0.5, 1.0, 7.0, 1e6])
+    divisors = divisors.to(dtype) if dtype.is_floating_point else divisors.ceil().to(dtype)
+    (gradient, _) = computed({}, given, divisors=divisors)[1]
+    torch.testing.assert_close(gradient, rows / divisors.double()[:, None], rtol=1e-6, atol=0.0)
+    with_entropy = computed({"entropy_coef": 0.1}, given, divisors=divisors)[1][1]
+    wanted = -0.1 * (given["response_mask"] != 0) / divisors.double()[:, None]
+    torch.testing.assert_close(with_entropy, wanted, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, math.nan, math.inf])
+def test_a_divisor_that_divides_nothing_is_refused_with_its_value(value, monkeypatch) -> None:
+    given = padded(samples_of(batch_of()))
+    divisors = torch.ones(6)
+    keys = loss_cases.host_args()
+    for _ in range(2):
+        mis_ext.policy_loss_from_log_probs(keys, **given, divisors=divisors)
+    divisors[2] = value
+    with pytest.raises(ValueError, match=rf"divisors has values from (1|{value:g}) to (1|{value:g}): each must be"):
+        mis_ext.policy_loss_from_log_probs(keys, **given, divisors=divisors)
+    with monkeypatch.context() as unseen:
+        # As on a GPU between two looks.
+        unseen.setattr(mis_ext.Session, "check_divisors", lambda *_: None)
+        assert mis_ext.policy_loss_from_log_probs(keys, **given, divisors=divisors).total.isnan()
+    # What nothing is summed of is divided by nothing.
+    given["response_mask"][2] = 0
+    found, _ = computed({}, given, divisors=divisors)
+    wanted, _ = computed({}, given, divisors=torch.ones(6))
+    assert torch.equal(found.total, wanted.total)
+
+
+@pytest.mark.parametrize("value", [-3.0, math.nan, math.inf])
+@pytest.mark.parametrize("as_list", [False, True], ids=["tensor", "list"])
+def test_sums_of_masks_that_are_none_are_refused_and_small_ones_are_1_as_in_the_hosts(value, as_list) -> None:
+    batch = loss_cases.local_batch(batch_of())
+    logits = batch.pop("logits")
+    sums = torch.tensor([5.0, 1.0, 1.0, 13.0, 1.0, 1.0])
+
+    def called(args, given: torch.Tensor) -> torch.Tensor:
+        sums_given = {"rollout_mask_sums": given.tolist() if as_list else given}
+        return batch_loss(current_run(args, whole_loss=True), PLAIN, batch | sums_given, logits).loss
+
+    args = loss_cases.host_args()
+    wanted = called(args, sums)
+    assert torch.equal(called(args, torch.tensor([5.0, 0.5, 0.0, 13.0, 1.0, 0.0])), wanted)
+    sums[2] = value
+    args = loss_cases.host_args()
+    with pytest.raises(ValueError, match=r"rollout_mask_sums has values from \S+ to \S+: each must be finite"):
+        called(args, sums)
+
+
+def test_nothing_rejected_divides_by_kept_as_by_all_where_masks_sum_to_less_than_1() -> None:
+    given = padded(samples_of(batch_of()))
+    given["response_mask"] = given["response_mask"] / 64.0
+    # All tokens are within the bounds.
+    keys = GATES_ALONE | {"rs_lower_bound": 1e-6, "rs_upper_bound": 1e6}
+    found, wanted = (computed(keys | {"mis_loss_denominator": name}, given)[0] for name in ("kept", "original"))
+    torch.testing.assert_close(found.total, wanted.total, rtol=1e-6, atol=0.0)
 
 
 GEOMETRIC_GATE = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.95, "rs_upper_bound": 1.08}

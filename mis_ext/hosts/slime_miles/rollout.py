@@ -14,7 +14,7 @@ from mis_ext.correction.collectives import gather_rows
 from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout, unpack
+from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout, refuse_mask_sums, unpack
 from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.run_config import GroupConfig, read_group
@@ -275,6 +275,9 @@ def _samples_of(
     wrong = {name: number for name, number in given.items() if number != len(masks)}
     if wrong:
         raise ValueError(f"{key}: there are {len(masks)} loss_masks, but of others {wrong}")
+    divisor_S = tokens_S if shared is None else column(shared)
+    if shared is not None and masks:
+        refuse_mask_sums(torch.stack(divisor_S.aminmax()).tolist())
     return {
         "prompt": column(rollout_data["sample_indices"]).div(of_prompts.num_answers, rounding_mode="floor"),
         "trajectory": column(rollout_data["rollout_ids"]),
@@ -282,7 +285,7 @@ def _samples_of(
         "step": column(steps),
         "kept": tokens_S,
         "tokens": tokens_S,
-        "divisor": (tokens_S if shared is None else column(shared)).clamp_min(1.0),
+        "divisor": divisor_S.clamp_min(1.0),
         "terms": column(terms),
     }
 
