@@ -313,7 +313,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "both": {"mis_group_over": "kept", "mis_prompt_mean": True},
     "both, no deviation": {"mis_group_over": "kept", "mis_prompt_mean": True, "grpo_std_normalization": False},
     "both, by tokens": {"mis_group_over": "kept", "mis_prompt_mean": True, "calculate_per_token_loss": True},
-    "prompts, nothing corrected": {"mis_prompt_mean": True, "use_tis": False, "use_rs": False},
+    "prompts, nothing corrected": {"mis_prompt_mean": True, "use_tis": False},
 }
 
 
@@ -333,7 +333,8 @@ def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys, scale) -> None:
     before = advantages(every, leave_one_out=False, with_deviation=with_deviation)
 
     def on_rank(rank: Rank) -> list[float]:
-        args = host_args(**{"calculate_per_token_loss": False} | GATE | BAND | keys)
+        corrects = GATE | BAND if keys.get("use_tis", True) else {}
+        args = host_args(**{"calculate_per_token_loss": False} | corrects | keys)
         data = data_of(rank, whole, before)
         prepare_rollout(args, 0, data)
         return [host_loss(rank, args, data, step=step) for step in (0, 1)]
