@@ -246,8 +246,6 @@ def native_keys(random: Random) -> dict[str, Any]:
     found: dict[str, Any] = {"gates": gates, "metrics": "all", "guard": "warn", "max_reject_fraction": 1.0}
     if random.random() < 0.7:
         found["weight"] = {"level": random.choice(("token", "sequence", "geometric")), "mode": "truncate", "high": 2.0}
-        if found["weight"]["level"] != "token" and random.random() < 0.5:
-            found["weight"]["only_outside"] = {"reduce": "max", "high": 1.2}
         if random.random() < 0.5:
             found |= {
                 "normalize_over": random.choice(("kept", "valid")),

@@ -101,8 +101,7 @@ class CorrectionConfig:
             raise ValueError("metrics_only takes no weight and no gates")
         if not self.metrics_only and self.weight is None and not self.gates:
             raise ValueError("neither a weight nor a gate: nothing to correct; set metrics_only to measure")
-        only_outside = None if self.weight is None else self.weight.only_outside
-        looks_at_lag = any(gate.statistic == LAG for gate in (*self.gates, *filter(None, [only_outside])))
+        looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
         if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
             object.__setattr__(self, "staleness", True)
         # A configuration is looked up at every call.

@@ -126,16 +126,12 @@ def _weight(weight: Weight, response: _Response) -> Tensor:
     ratio = _exp(log_ratio).expand_as(d)
     if weight.mode == "truncate":
         # min(rho, high)
-        bounded = ratio.clamp(max=weight.high)
-    elif weight.mode == "clip":
+        return ratio.clamp(max=weight.high)
+    if weight.mode == "clip":
         # max(low, min(rho, high))
-        bounded = ratio.clamp(weight.low, weight.high)
-    else:
-        # "unbounded"; and "mask", where one of all_gates rejects what lies outside of low and high.
-        bounded = ratio
-    if weight.only_outside is None:
-        return bounded
-    return torch.where(_passes(weight.only_outside, response, {}), ratio, bounded)
+        return ratio.clamp(weight.low, weight.high)
+    # "unbounded"; and "mask", where one of all_gates rejects what lies outside of low and high.
+    return ratio
 
 
 def _passes(gate: Gate, response: _Response, named: Mapping[str, Gate]) -> Tensor:

@@ -28,7 +28,7 @@ from mis_ext.correction.formula import (
 )
 from mis_ext.correction.gates import Gate, check_pair, warn_far_from_one
 from mis_ext.correction.statistics import MISMATCH, Pair, Reduce, When, reduced
-from mis_ext.validation import check_choice, check_instance, check_number
+from mis_ext.validation import check_choice, check_number
 
 HookLevel = Literal["token", "sequence", "geometric"]
 Level = HookLevel | Literal["prefix", "segment"]
@@ -109,8 +109,6 @@ class Weight:
         mode: A name of :data:`BOUNDS`.
         low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
         high: Upper bound of the ratio, for modes that have one; :data:`DEFAULT_UPPER_BOUND` by default.
-        only_outside: A gate on sequences; its action is not used. The bound acts only in sequences whose statistic is
-            outside of the gate's band. In all others the weight is the plain ratio.
         pair: Numerator and denominator of the ratio.
         power: The ratio is raised to it before it is bounded; in a method alone.
         when: Tokens that are weighed, the others have weight 1. ``stale``: those whose lag is above 0 or unknown, at
@@ -130,7 +128,6 @@ class Weight:
     mode: str = "truncate"
     low: float | None = None
     high: float | None = None
-    only_outside: Gate | None = None
     pair: Pair = MISMATCH
     power: float = 1.0
     when: When | HookWhen = "always"
@@ -153,8 +150,6 @@ class Weight:
             self._fill_bounds(bound)
         if self.when == "stale":
             self._check_stale(bound)
-        if self.only_outside is not None:
-            self._check_condition(self.only_outside)
         if bound.rejects:
             object.__setattr__(self, "gate", Gate(reduce=self.reduce, low=self.low, high=self.high, pair=self.pair))
         elif self.hook_obstacle is None:
@@ -186,19 +181,6 @@ class Weight:
             raise ValueError(f"when: stale leaves fresh tokens as they are, and mode: {self.mode} rejects some of them")
         if not (self.low or 0.0) <= 1.0 <= (math.inf if self.high is None else self.high):
             raise ValueError(f"when: stale gives fresh tokens weight 1, got low={self.low} and high={self.high}")
-
-    def _check_condition(self, condition: Gate) -> None:
-        check_instance("only_outside", condition, Gate)
-        if condition.hook_obstacle is not None:
-            raise ValueError(f"only_outside: {condition.hook_obstacle}")
-        if self.level == "token" or condition.is_of_tokens:
-            raise ValueError("only_outside needs a weight and a statistic of sequences, not of tokens")
-        if not self.bound.has_high or self.bound.rejects:
-            raise ValueError(f"only_outside has no effect with mode: {self.mode}")
-        if (condition.action, condition.after, condition.name) != ("reject", None, None):
-            raise ValueError(
-                "only_outside takes statistic, reduce, low and high; action, after and name have no effect"
-            )
 
     def _warn_unusual_bounds(self, bound: Bound) -> None:
         low, high = self.low or 0.0, math.inf if self.high is None else self.high
@@ -260,16 +242,7 @@ class Weight:
     def formula(self) -> Formula:
         """The bounded weight, no unit: one per token at level ``token``, else one per sequence."""
         bound, low, high = self.bound.weight, self.log_low, self.log_high
-        ratio = self.log_ratio
-        if self.only_outside is None:
-            return ratio.then(lambda log_ratio: bound(log_ratio, low, high))
-        is_inside, split = self.only_outside.passes, len(ratio.needs)
-
-        def weight(*values: Tensor) -> Tensor:
-            log_ratio = ratio.function(*values[:split])
-            return where(is_inside.function(*values[split:]), bounded_exp(log_ratio), bound(log_ratio, low, high))
-
-        return Formula(weight, ratio.needs + is_inside.needs)
+        return self.log_ratio.then(lambda log_ratio: bound(log_ratio, low, high))
 
     @property
     def token_formulas(self) -> dict[str, Formula]:

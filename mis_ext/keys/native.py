@@ -26,7 +26,7 @@ LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(Hook
 _SCALING_CHOICES = {"normalize_over": NormalizeOver, "scope": Scope, "denominator": Denominator}
 _REPORTING_KEYS = ("staleness", "metrics", "metric_max", "guard", "max_reject_fraction")
 NATIVE_KEYS = ("weight", "gates", *_SCALING_CHOICES, *_REPORTING_KEYS)
-KEYS_OF_WEIGHT = ("level", "mode", "low", "high", "only_outside", "when")
+KEYS_OF_WEIGHT = ("level", "mode", "low", "high", "when")
 KEYS_OF_GATE = (
     "statistic",
     "reduce",
@@ -101,7 +101,7 @@ def _changed_fields(part: Weight | Gate, names: Sequence[str]) -> dict[str, Any]
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.name in names and value != field.default:
-            found[field.name] = _changed_fields(value, names=KEYS_OF_GATE) if isinstance(value, Gate) else value
+            found[field.name] = value
     return found
 
 
@@ -145,8 +145,6 @@ def _warn_narrow_bands(gates: Iterable[Gate]) -> None:
 def native_weight(key: str, value: Any) -> Weight:
     """The weight that a mapping spells."""
     fields = _fields(key, value, KEYS_OF_WEIGHT)
-    if fields.get("only_outside") is not None:
-        fields["only_outside"] = native_gate(f"{key}.only_outside", fields["only_outside"])
     with errors_of(key):
         if "when" in fields:
             check_choice("when", fields["when"], get_args(HookWhen))

@@ -137,9 +137,6 @@ def _native() -> _Node:
         "mode": _words(BOUNDS, _modes(), "truncate", nullable=False),
         "low": _number("Lower bound. Default: 1 / high.", low=0.0, high=math.inf),
         "high": _number("Upper bound.", DEFAULT_UPPER_BOUND, low=0.0, high=math.inf, open_low=True),
-        "only_outside": _nullable(
-            {"$ref": "#/definitions/gate"}, "The bound acts only in responses outside of this band."
-        ),
         "when": _words(get_args(HookWhen), _WHEN_TEXT, "always", nullable=False),
     }
     return _object(

@@ -78,7 +78,7 @@ class Method:
             if isinstance(factor, Gate):
                 idle = {key: getattr(factor, key) for key in ("after", "name")}
             elif isinstance(factor, Weight):
-                idle = {"only_outside": factor.only_outside, "mode": "mask" if factor.mode == "mask" else None}
+                idle = {"mode": "mask" if factor.mode == "mask" else None}
             for key, value in idle.items():
                 if value is not None:
                     raise ValueError(f"factors[{i}]: {key}: {value!r} has no effect in a method")

@@ -71,15 +71,7 @@ def test_the_points_for_triton_have_every_choice_among_them(fused) -> None:
     assert any(gate.after for gate in gates)
     assert {weight.mode for weight in weights} == set(mis_ext.BOUNDS)
     assert {weight.level for weight in weights} == {"token", "sequence", "geometric"}
-    assert any(weight.only_outside for weight in weights)
     assert {config.normalize_over for config in configs} == {None, "kept", "valid"}
-
-
-@pytest.mark.parametrize("mode", [row.name for row in mis_ext.BOUNDS.values() if row.rejects or not row.has_high])
-def test_a_condition_on_a_bound_that_changes_no_weight_is_an_error(mode) -> None:
-    condition = mis_ext.Gate(statistic="k2", reduce="mean", high=0.1)
-    with pytest.raises(ValueError, match=f"only_outside has no effect with mode: {mode}"):
-        mis_ext.Weight(level="sequence", mode=mode, only_outside=condition)
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))

@@ -44,12 +44,7 @@ def every_kind() -> list[mis_ext.CorrectionConfig]:
     weights = []
     for level, (mode, bound) in itertools.product(get_args(HookLevel), BOUNDS.items()):
         edges = {"high": 2.0} if bound.has_high else {}
-        condition = mis_ext.Gate(statistic="k2", reduce="max", high=1.0)
-        has_condition = level != "token" and bound.has_high and not bound.rejects
-        weights += [
-            mis_ext.Weight(level=level, mode=mode, only_outside=each, **edges)
-            for each in (None, *([condition] if has_condition else []))
-        ]
+        weights.append(mis_ext.Weight(level=level, mode=mode, **edges))
     gate = mis_ext.Gate(low=0.5, high=2.0)
     shared = {"metrics": "all", "denominator": "kept"}
     configs = [mis_ext.CorrectionConfig(weight=None, gates=each, **shared) for each in gates]

@@ -99,8 +99,6 @@ def test_what_a_gate_on_segments_cannot_do_is_refused(keys, message) -> None:
 
     with pytest.raises(ValueError, match=message):
         mis_ext.config_from_mapping(yaml.safe_load(f"mis: {{gates: [{{name: first, high: 2.0}}, {{{keys}}}]}}"))
-    with pytest.raises(ValueError, match="only_outside needs a weight and a statistic of sequences"):
-        mis_ext.Weight(level="sequence", only_outside=Gate(reduce="segment_mean", high=1.1))
 
 
 @cache

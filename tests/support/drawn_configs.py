@@ -76,7 +76,7 @@ class Point(NamedTuple):
 
 def draw_point(choose: Choose) -> Point:
     """A point; `choose` picks one of a list."""
-    weight, condition = _draw_weight(choose)
+    weight = _draw_weight(choose)
     gates: list[mis_ext.Gate] = []
     for number in range(choose([1, 2, 3, 4])):
         gates.append(_draw_gate(choose, name=f"g{number}", earlier=gates))
@@ -108,32 +108,25 @@ def draw_point(choose: Choose) -> Point:
         over=normalize_over or "kept",
         denominator=config.denominator,
         metric_max=config.metric_max,
-        only_outside=None if condition is None else _judged(condition),
         when="always" if weight is None else weight.when,
         has_lags=config.staleness,
     )
     return Point(config, rules)
 
 
-def _draw_weight(choose: Choose) -> tuple[mis_ext.Weight | None, mis_ext.Gate | None]:
+def _draw_weight(choose: Choose) -> mis_ext.Weight | None:
     level = choose(["none", "token", "sequence", "geometric"])
     if level == "none":
-        return None, None
+        return None
     mode = choose(list(mis_ext.BOUNDS))
     bound, (low, high) = mis_ext.BOUNDS[mode], WEIGHT_BANDS[level]
     edges = ({"low": low} if bound.has_low else {}) | ({"high": high} if bound.has_high else {})
-    condition = None
-    if level != "token" and bound.has_high and not bound.rejects and choose(["everywhere", "outside"]) == "outside":
-        drawn = _draw_gate(choose, name="condition", earlier=[], reductions=("sum", "mean", "max", "min"))
-        condition = dataclasses.replace(drawn, name=None, action="reject")
     when = choose(["always", "stale"]) if level == "token" and not bound.rejects else "always"
-    return mis_ext.Weight(level=level, mode=mode, only_outside=condition, when=when, **edges), condition
+    return mis_ext.Weight(level=level, mode=mode, when=when, **edges)
 
 
-def _draw_gate(
-    choose: Choose, *, name: str, earlier: Sequence[mis_ext.Gate], reductions: Sequence[str] = tuple(LEVELS)
-) -> mis_ext.Gate:
-    statistic, reduce = choose(list(mis_ext.STATISTICS)), choose(list(reductions))
+def _draw_gate(choose: Choose, *, name: str, earlier: Sequence[mis_ext.Gate]) -> mis_ext.Gate:
+    statistic, reduce = choose(list(mis_ext.STATISTICS)), choose(list(LEVELS))
     low, high = band(statistic, reduce)
     sides = choose([{"low": low}, {"high": high}, {"low": low, "high": high}])
     on_tokens = [gate.name for gate in earlier if gate.reduce in OF_TOKENS]

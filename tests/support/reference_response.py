@@ -143,9 +143,6 @@ class Response:
             self.bounded = list(self.ratio)
             self.weight = [float(u) for u in self.usable]
             return
-        acts = [True] * len(self)
-        if rules.only_outside is not None:
-            acts = self.outside(rules.only_outside)
         x = self.statistic(rules.level)
         if rules.when == "stale":
             x = [xi if lag > 0 else 0.0 for xi, lag in zip(x, self.lags, strict=True)]
@@ -157,6 +154,6 @@ class Response:
         if bound.edges == "high":
             for xi in x:
                 self._note(xi, 1.0 / rules.high)
-        ratios = zip(self.ratio, self.valid, acts, strict=True)
-        self.bounded = [(bound.weight(w, rules.low, rules.high) if act else w) if v else 0.0 for w, v, act in ratios]
+        ratios = zip(self.ratio, self.valid, strict=True)
+        self.bounded = [bound.weight(w, rules.low, rules.high) if v else 0.0 for w, v in ratios]
         self.weight = [w if u else 0.0 for w, u in zip(self.bounded, self.usable, strict=True)]

@@ -103,7 +103,6 @@ class Rules:
     over: str
     denominator: str
     metric_max: float
-    only_outside: Gate | None = None
     when: str = "always"
     has_lags: bool = False
 

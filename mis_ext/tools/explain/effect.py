@@ -125,8 +125,6 @@ class _Passed:
         """``E[weight^power; passed]``: the moment of a token's weight, over tokens that pass."""
         if weight is None:
             return self.share
-        if weight.only_outside is not None:
-            return math.nan
         if weight.level == "token":
             within, rest = self.token, self.share_product
         else:

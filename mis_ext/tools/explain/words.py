@@ -70,10 +70,8 @@ def _weight_step(weight: Weight) -> Step:
     known = {name: f"{bound:g}" for name, bound in bounds.items() if bound is not None}
     text = weight.bound.text.replace("the ratio", "x", 1).replace("`", "")
     text = re.sub(r"\b(low|high)\b", lambda found: known.get(found[0], found[0]), text)
-    condition = weight.only_outside
-    only = "" if condition is None else f"; bounded only in responses outside of {band_of(condition)}"
     stale = "; w = 1 where lag_t = 0" if weight.when == "stale" else ""
-    return Step(f"weight, {weight.level}", f"x = {ratio}; w = {text}{only}{stale}")
+    return Step(f"weight, {weight.level}", f"x = {ratio}; w = {text}{stale}")
 
 
 def _gate_step(name: str, gate: Gate) -> Step:
@@ -203,9 +201,7 @@ def explain_config(
 
 def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
     weight = config.weight
-    if weight is not None and weight.only_outside is not None:
-        yield "the law cannot predict the weights: their bound acts in some responses only (only_outside)"
-    elif weight is not None and weight.bound.has_high and effect.above_high < _IDLE and not weight.bound.rejects:
+    if weight is not None and weight.bound.has_high and effect.above_high < _IDLE and not weight.bound.rejects:
         yield (
             f"by the law no ratio reaches the bound {weight.high:g}: it acts only on heavy tails, which the law lacks"
         )
