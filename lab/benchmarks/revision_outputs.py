@@ -229,8 +229,8 @@ def flat_keys(random: Random) -> dict[str, Any]:
     return keys
 
 
-def native_keys(random: Random) -> dict[str, Any]:
-    """A configuration under ``mis:``."""
+def keys_with_gates(random: Random) -> dict[str, Any]:
+    """A configuration with filters that have no key of their own."""
     gates = []
     for number in range(random.randrange(1, 4)):
         statistic = random.choice((*BANDS,))
@@ -243,15 +243,17 @@ def native_keys(random: Random) -> dict[str, Any]:
             "name": f"g{number}",
         }
         gates.append(gate | ({"low": low} if low is not None else {}) | ({"high": high} if high is not None else {}))
-    found: dict[str, Any] = {"gates": gates, "metrics": "all", "guard": "warn", "max_reject_fraction": 1.0}
+    found: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
+    found |= {"use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 9.0, "rs_gates": gates}
     if random.random() < 0.7:
-        found["weight"] = {"level": random.choice(("token", "sequence", "geometric")), "mode": "truncate", "high": 2.0}
+        found |= {"tis_level": random.choice(("token", "sequence", "geometric")), "tis_upper_bound": 2.0}
         if random.random() < 0.5:
             found |= {
-                "normalize_over": random.choice(("kept", "valid")),
-                "scope": random.choice(("micro_batch", "data_parallel")),
+                "tis_batch_normalize": True,
+                "tis_normalize_over": random.choice(("kept", "valid")),
+                "tis_normalize_scope": random.choice(("micro_batch", "data_parallel")),
             }
-    return {"use_tis": True, "mis": found}
+    return found
 
 
 def hook(found: Found, draw: Callable[[str], Draw]) -> None:
@@ -259,7 +261,7 @@ def hook(found: Found, draw: Callable[[str], Draw]) -> None:
     configs = {f"preset {name}": _preset(name) for name in mis_ext.list_presets()}
     for number in range(NUM_CONFIGS):
         random = draw(f"configuration {number}").random
-        keys = native_keys(random) if number % 2 else flat_keys(random) | QUIET
+        keys = (keys_with_gates if number % 2 else flat_keys)(random) | QUIET
         configs[f"drawn {number}"] = keys | {"calculate_per_token_loss": random.random() < 0.3}
     for name, keys in configs.items():
         args = Namespace(**keys, qkv_format="thd")
@@ -743,7 +745,7 @@ def _rank(rank: int, seed: int, folder: str) -> None:
     here = types.SimpleNamespace(rank=rank, size=2, group=group)
     for number in range(40):
         random = Random(f"{seed} ranks {number}")
-        keys = native_keys(random) if number % 2 else flat_keys(random) | QUIET
+        keys = (keys_with_gates if number % 2 else flat_keys)(random) | QUIET
         args = Namespace(**keys, qkv_format="thd")
         samples = Draw(seed, f"ranks {number}", "cpu").samples()
         totals = [len(mask) + 3 for mask in samples["masks"]]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import STRAY_KEYS
+from mis_ext.keys.removed import REMOVED
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config
 
 NOT_READ = "not read"
@@ -51,7 +52,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
     values = dict(zip(ARGUMENTS, read_values(args), strict=True))
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
-    ours |= {name: read_argument(args, name) for name in names if name in STRAY_KEYS}
+    ours |= {name: read_argument(args, name) for name in names if name in STRAY_KEYS or name in REMOVED}
     return dict.fromkeys(names, NOT_READ) | ours
 
 

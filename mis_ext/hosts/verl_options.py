@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mis_ext.keys.flat import config_from_mapping
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.weights import Weight
+from mis_ext.keys.flat import config_from_mapping, flat_keys
+from mis_ext.keys.parts import read_gates
 from mis_ext.validation import check_bool, check_choice, check_known
 
 KNOWN = (
@@ -114,27 +117,28 @@ def convert_verl(options: Mapping[str, Any]) -> Converted:
     is_bypass, is_normalized = (check_bool(name, given.get(name) or False) for name in _SWITCHES)
     remarks = []
     level, threshold = given.get("rollout_is"), given.get("rollout_is_threshold", 2.0)
-    mis: dict[str, Any] = {"weight": None, "gates": []}
+    parts: dict[str, Any] = {"weight": None, "gates": []}
     if level is not None and threshold is not None:
         check_choice("rollout_is", level, ("token", "sequence"))
         if is_bypass and loss_type == "ppo_clip":
             remarks.append("bypass_mode with loss_type: ppo_clip ignores rollout_is, in verl too: no weight.")
         else:
-            mis |= _weight(level, threshold, is_normalized=is_normalized)
+            parts |= _weight(level, threshold, is_normalized=is_normalized)
     if given.get("rollout_rs") is not None:
-        mis["gates"] = [*mis["gates"], *_gates(str(given["rollout_rs"]), given.get("rollout_rs_threshold"))]
+        parts["gates"] = [*parts["gates"], *_gates(str(given["rollout_rs"]), given.get("rollout_rs_threshold"))]
     if is_bypass:
         remarks.append(f"Stay in verl's configuration: bypass_mode: true, loss_type: {loss_type}.")
         remarks.append(
             "Must be in it too, else verl corrects nothing: actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode "
             "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
         )
-        if "normalize_over" in mis:
+        if "normalize_over" in parts:
             remarks.append("verl's mean of weights is over all ranks in bypass mode, here over the rank's micro-batch.")
-    keys: dict[str, Any] = {"mis": {name: value for name, value in mis.items() if value}}
-    if not keys["mis"]:
-        keys = {"use_tis": False}
+    if not any(parts.values()):
         remarks.append("Nothing is corrected, as in verl: metrics only.")
+        return Converted({"use_tis": False}, tuple(remarks))
+    weight = None if parts["weight"] is None else Weight(**parts.pop("weight"))
+    keys = flat_keys(CorrectionConfig(**parts | {"weight": weight, "gates": read_gates("gates", parts["gates"])}))
     config_from_mapping(keys)
     return Converted(keys, tuple(remarks))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mis_ext.correction.weights import BOUNDS
-from mis_ext.keys.native import NATIVE_KEY
 
 
 class KeysInUse(NamedTuple):
@@ -37,7 +36,8 @@ class KeysInUse(NamedTuple):
 
     def bounds_gate(self, side: str) -> bool:
         """Whether a bound of the weight is also one of the gate, which has none of its own."""
-        return bool(self.values["use_rs"]) and f"rs_{side}_bound" not in self.given
+        has_band = self.values["use_rs"] and self.values["rs_level"] != "none"
+        return bool(has_band) and f"rs_{side}_bound" not in self.given
 
     @property
     def reads_low(self) -> bool:
@@ -66,7 +66,7 @@ _BOUNDS = ("tis_lower_bound", "tis_upper_bound")
 APPLIED = (
     *("use_rs", "tis_level", "tis_mode", *_BOUNDS, "tis_when", "rs_level", "rs_lower_bound", "rs_upper_bound"),
     *("rs_gates", *_VETOES, "rs_veto_requires_rs", "rs_max_staleness", "rs_staleness_level", "tis_batch_normalize"),
-    *("tis_normalize_scope", "tis_normalize_over", "mis_denominator", "mis_max_reject_fraction", NATIVE_KEY),
+    *("tis_normalize_scope", "tis_normalize_over", "mis_denominator", "mis_max_reject_fraction"),
 )
 """Keys of what changes weights and masks."""
 REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard")
@@ -103,6 +103,7 @@ IDLE = (
         "use_rs is not set",
         "set use_rs: true, or remove it",
     ),
+    Idle(("rs_lower_bound", "rs_upper_bound"), lambda keys: keys.values["rs_level"] == "none", "rs_level is none"),
     Idle(
         _VETOES,
         lambda keys: keys.values["rs_veto_requires_rs"] and "use_rs" not in keys.given,

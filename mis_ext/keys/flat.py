@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts' flat keys, the choice between them and the native ``mis:`` mapping, and what a caller may give."""
+"""The flat keys, the configuration that they spell and back, and what a caller may give."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from mis_ext.correction.weights import (
 )
 from mis_ext.files import read_yaml
 from mis_ext.keys.effects import KeysInUse, refuse_idle_keys
-from mis_ext.keys.native import (
+from mis_ext.keys.parts import (
     LEVELS,
-    NATIVE_KEY,
+    changed_fields,
     checked_config,
-    config_from_native_keys,
-    native_gates,
+    read_gates,
     reporting,
 )
 from mis_ext.keys.removed import refuse_removed
@@ -62,10 +61,10 @@ CORRECTION_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "tis_lower_bound": (partial(_bound, open_high=True), None),
     "tis_upper_bound": (partial(_bound, open_low=True), DEFAULT_UPPER_BOUND),
     "tis_when": (partial(check_choice, choices=get_args(HookWhen)), "always"),
-    "rs_level": (partial(check_choice, choices=get_args(HookLevel)), "token"),
+    "rs_level": (partial(check_choice, choices=(*get_args(HookLevel), "none")), "token"),
     "rs_lower_bound": (partial(_bound, open_high=True), None),
     "rs_upper_bound": (partial(_bound, open_low=True), None),
-    "rs_gates": (native_gates, ()),
+    "rs_gates": (read_gates, ()),
     "rs_veto_threshold": (_share, None),
     "rs_veto_upper_threshold": (partial(check_number, low=1.0, high=math.inf, open_high=True), None),
     "rs_veto_probability": (_share, None),
@@ -77,7 +76,7 @@ CORRECTION_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "tis_normalize_over": (partial(check_choice, choices=get_args(NormalizeOver)), "kept"),
     "mis_denominator": (partial(check_choice, choices=get_args(Denominator)), "fixed"),
 }
-"""The check and the default of each key but those of :func:`~mis_ext.keys.native.reporting`; None: it follows.
+"""The check and the default of each key but those of :func:`~mis_ext.keys.parts.reporting`; None: it follows.
 
 The schema reads its words and ranges here too.
 """
@@ -105,7 +104,7 @@ LOSS_KEYS = (
 """Keys of the whole loss; what else it reads are flags of the hosts. The last two say how, not what, it computes."""
 FLAT_KEYS = (*CORRECTION_KEYS, *GROUP_CHECKS, *LOSS_KEYS)
 HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
-READ_KEYS = (*FLAT_KEYS, NATIVE_KEY, *HOST_SWITCHES)
+READ_KEYS = (*FLAT_KEYS, *HOST_SWITCHES)
 """Every key that is read; the names of all others are only compared with ours."""
 STRAY_KEYS = advice_on_strays(FLAT_KEYS)
 """What to do about names that nobody reads at the top level."""
@@ -119,7 +118,7 @@ _VETOES: dict[str, tuple[str, HookReduce, str]] = {
 INSTEAD_OF_NULL = {
     "tis_level": "tis_level: none for no weight",
     "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
-    "rs_level": "use_rs: false for no gate",
+    "rs_level": "rs_level: none for rs_gates alone, use_rs: false for no gate",
 }
 
 _OTHER_WORDS = {
@@ -138,7 +137,7 @@ _USUAL = {"token": "0.5 and 2", "sequence": "0.5 and 2 for short responses", "ge
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
-    """The configuration in ``mapping``: flat keys, or the native form under ``mis:``.
+    """The configuration in ``mapping``.
 
     A key with value None counts as unset. Keys without the prefixes of mis_ext belong to the host and are ignored,
     except for ``HOST_SWITCHES``.
@@ -159,11 +158,6 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
         if key in given:
             check(key, given[key])
     keys = {key: given[key] for key in CORRECTION_KEYS if key in given}
-    if NATIVE_KEY in every:
-        mixed = sorted(set(keys) - {"use_tis"})
-        if mixed:
-            raise ValueError(f"{NATIVE_KEY}: and flat keys ({', '.join(mixed)}) are two spellings; use one of them")
-        return config_from_native_keys(every[NATIVE_KEY], measure_only=measure_only, per_token_loss=per_token_loss)
     if not any(key in given for key in _VETOES) and any(key in every for key in _VETOES):
         keys.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
     # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
@@ -182,9 +176,8 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
             "scope": values["tis_normalize_scope"],
             "denominator": values["mis_denominator"],
         },
-        reporting={**reporting(keys, prefix="mis_"), "per_token_loss": per_token_loss},
+        reporting={**reporting(keys), "per_token_loss": per_token_loss},
         measure_only=measure_only,
-        staleness_key="mis_staleness",
     )
 
 
@@ -232,6 +225,10 @@ def _band_gates(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gat
     if not values["use_rs"]:
         return ()
     level, weight_level = values["rs_level"], values["tis_level"]
+    if level == "none":
+        if not values["rs_gates"]:
+            raise ValueError("rs_level: none needs rs_gates; write use_rs: false for no gate")
+        return tuple(values["rs_gates"])
     unset = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in keys]
     low, high = (
         values[f"{'rs' if f'rs_{bound}' in keys else 'tis'}_{bound}"] for bound in ("lower_bound", "upper_bound")
@@ -266,8 +263,65 @@ def _staleness_gate(keys: Mapping[str, Any], values: Mapping[str, Any]) -> tuple
     return (Gate(statistic=LAG, reduce=reduce, high=values["rs_max_staleness"], name="rs_staleness"),)
 
 
+def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
+    """The keys that spell ``config``; what is at its default is left out.
+
+    Raises:
+        ValueError: It measures only, which is said by the host's switches.
+    """
+    if config.metrics_only:
+        raise ValueError("metrics_only is spelled use_tis: false")
+    keys: dict[str, Any] = {"use_tis": True}
+    weight = config.weight
+    if weight is None:
+        keys["tis_level"] = "none"
+    else:
+        of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
+        keys |= {f"tis_{name}": value for name, value in of_weight.items() if value is not None}
+        keys |= {"tis_when": weight.when} if weight.when != "always" else {}
+    keys |= _keys_of_gates(config.gates)
+    if config.normalize_over is not None:
+        keys["tis_batch_normalize"] = True
+        # Where nothing is rejected both words say the same, and one of them is refused.
+        if config.gates or config.rejects_whole_sequences or (weight is not None and weight.bound.rejects):
+            keys["tis_normalize_over"] = config.normalize_over
+    if config.is_scaled and config.scope != "data_parallel":
+        keys["tis_normalize_scope"] = config.scope
+    default = CorrectionConfig()
+    for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics"):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value
+    if config.warn_only:
+        keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
+    return keys
+
+
+def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
+    """``rs_gates`` for what no other key spells: gates keep their order."""
+    rest = [{"statistic": gate.statistic, "reduce": gate.reduce} | changed_fields(gate) for gate in gates]
+    vetoes: dict[str, Any] = {}
+    for name, (statistic, reduce, bound) in reversed(_VETOES.items()):
+        if (
+            rest
+            and bound in rest[-1]
+            and rest[-1] == {"statistic": statistic, "reduce": reduce, bound: rest[-1][bound]}
+        ):
+            vetoes[name] = rest.pop()[bound]
+    band = rest[0] if rest and rest[0].keys() <= {"statistic", "reduce", "low", "high"} else {}
+    level = next((word for word in get_args(HookLevel) if REDUCTIONS[word] == band.get("reduce")), None)
+    keys: dict[str, Any] = {}
+    if level is not None and band["statistic"] == "ratio":
+        rest.pop(0)
+        low, high = band.get("low", 0.0), band.get("high", math.inf)
+        keys = {"use_rs": True, "rs_level": level, "rs_lower_bound": low, "rs_upper_bound": high}
+    elif rest:
+        keys = {"use_rs": True, "rs_level": "none"}
+    return keys | ({"rs_gates": rest} if rest else {}) | vetoes
+
+
 def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
-    """``config`` itself, or what a mapping spells in flat keys or under ``mis:``."""
+    """``config`` itself, or what a mapping of keys spells."""
     if isinstance(config, CorrectionConfig):
         return config
     if isinstance(config, Mapping):

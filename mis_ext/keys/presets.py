@@ -15,8 +15,8 @@ import yaml
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import preset_path, read_yaml
-from mis_ext.keys.flat import config_from_mapping, says_whole_loss
-from mis_ext.keys.native import NATIVE_KEY, errors_of, native_keys
+from mis_ext.keys.flat import config_from_mapping, flat_keys, says_whole_loss
+from mis_ext.keys.parts import errors_of
 from mis_ext.keys.run_config import read_config
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
@@ -29,7 +29,7 @@ NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 
 
 def load_config(path: str | Path) -> CorrectionConfig:
-    """The configuration in a YAML file, in flat or native form.
+    """The configuration in a YAML file.
 
     Keys without the prefixes of mis_ext belong to the host and are ignored.
 
@@ -110,13 +110,26 @@ def method_yaml(row: PublishedMethod) -> str:
     """A file that runs a method with its defaults: the hook's keys where the hook can do it, else the whole loss's."""
     flags, keys = _flags_and_keys(row)
     remarks = _remarks(row, flags)
-    if NATIVE_KEY in keys and any(gate.get("action") is None for gate in keys[NATIVE_KEY].get("gates", ())):
-        remarks["Denominator"] = "rejected terms stay in the host's; denominator: kept under mis: takes them out."
+    if "use_tis" in keys and any(gate.action == "reject" for gate in config_from_mapping(keys).all_gates):
+        remarks["Denominator"] = "rejected terms stay in the host's; mis_denominator: kept takes them out."
     comment = "\n".join(
         textwrap.fill(f"{title}: {text}", 118, break_on_hyphens=False) for title, text in remarks.items()
     )
-    content = yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120)
-    return f"{textwrap.indent(comment, '# ')}\n{content}"
+    return f"{textwrap.indent(comment, '# ')}\n{keys_as_yaml(keys)}"
+
+
+def keys_as_yaml(keys: Mapping[str, Any]) -> str:
+    """A line for each key; what is below one stands behind it."""
+    lines = [
+        yaml.safe_dump(
+            {key: value},
+            sort_keys=False,
+            default_flow_style=None if isinstance(value, (dict, list)) else False,
+            width=120,
+        )
+        for key, value in keys.items()
+    ]
+    return "".join(lines)
 
 
 def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
@@ -131,7 +144,7 @@ def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
         "--use-tis --custom-tis-function-path mis_ext.compute_mis_weights_with_cp "
         f"--eps-clip {found.low:g} --eps-clip-high {found.high:g}{dual}"
     )
-    return flags, {"use_tis": True, NATIVE_KEY: native_keys(found.config)}
+    return flags, flat_keys(found.config)
 
 
 def _whole_loss_flags(method: Method) -> str:

@@ -17,6 +17,23 @@ REMOVED: dict[str, str] = {
     "mis_ext.report": "use mis_ext.tools.report",
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
+    "mis": "write flat keys",
+    "mis.weight": "tis_level: none for no weight, else the keys below",
+    "mis.weight.level": "tis_level",
+    "mis.weight.mode": "tis_mode",
+    "mis.weight.low": "tis_lower_bound",
+    "mis.weight.high": "tis_upper_bound",
+    "mis.weight.when": "tis_when",
+    "mis.weight.only_outside": "nothing; drop it",
+    "mis.gates": "use_rs: true, rs_level: none, and rs_gates",
+    "mis.normalize_over": "tis_batch_normalize: true and tis_normalize_over",
+    "mis.scope": "tis_normalize_scope",
+    "mis.denominator": "mis_denominator",
+    "mis.staleness": "mis_staleness",
+    "mis.metrics": "mis_metrics",
+    "mis.metric_max": "mis_metric_max",
+    "mis.guard": "mis_guard",
+    "mis.max_reject_fraction": "mis_max_reject_fraction",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
     "tis_normalize_scope: rollout": "write tis_normalize_scope: data_parallel",
@@ -35,7 +52,7 @@ def sentence(name: str) -> str | None:
 
 
 def refuse_removed(given: Mapping[str, Any]) -> None:
-    """Refuse removed keys, and removed values of keys; a key with value None is unset.
+    """Refuse removed keys, and removed values of keys.
 
     Raises:
         ValueError: A key or its value was removed.
@@ -48,9 +65,8 @@ def refuse_removed(given: Mapping[str, Any]) -> None:
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if inner is not None:
-                yield f"{prefix}{key}"
-                yield from _names(inner, f"{prefix}{key}.")
+            yield f"{prefix}{key}"
+            yield from _names(inner, f"{prefix}{key}.")
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _names(inner, prefix)

@@ -16,16 +16,10 @@ from mis_ext.correction.gates import Action
 from mis_ext.correction.statistics import STATISTICS, HookReduce
 from mis_ext.correction.weights import (
     BOUNDS,
-    DEFAULT_UPPER_BOUND,
-    Denominator,
-    HookLevel,
-    HookWhen,
-    NormalizeOver,
-    Scope,
 )
 from mis_ext.keys.flat import CORRECTION_CHECKS, INSTEAD_OF_NULL, Baseline, BaselineOver
 from mis_ext.keys.loss_keys import DEFAULT_SCORING
-from mis_ext.keys.native import LEVELS, NATIVE_KEY, native_gates
+from mis_ext.keys.parts import LEVELS, read_gates
 from mis_ext.keys.run_config import Scoring
 from mis_ext.keys.strays import HOST_CLIPS, PREFIXES
 from mis_ext.loss.settings import LossDenominator, Mode, PenaltyTokens, Proximal
@@ -36,8 +30,8 @@ _WHEN_TEXT = "stale: weighs tokens of older weights alone, others have weight 1.
 
 
 def json_schema() -> _Node:
-    """The schema (draft 7) of a file for ``--custom-config-path``: flat keys, and the native form under ``mis:``."""
-    keys = _flat_keys() | {NATIVE_KEY: _native()}
+    """The schema (draft 7) of a file for ``--custom-config-path``."""
+    keys = _flat_keys()
     ours = "|".join([*keys, *HOST_CLIPS])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -131,28 +125,6 @@ def _reporting() -> dict[str, _Node]:
     }
 
 
-def _native() -> _Node:
-    weight = {
-        "level": _words(get_args(HookLevel), "What the weight is the ratio of.", "token", nullable=False),
-        "mode": _words(BOUNDS, _modes(), "truncate", nullable=False),
-        "low": _number("Lower bound. Default: 1 / high.", low=0.0, high=math.inf),
-        "high": _number("Upper bound.", DEFAULT_UPPER_BOUND, low=0.0, high=math.inf, open_low=True),
-        "when": _words(get_args(HookWhen), _WHEN_TEXT, "always", nullable=False),
-    }
-    return _object(
-        {
-            "weight": _nullable(_object(weight), "The importance weight. Without it: gates alone."),
-            "gates": _gates("A token is kept if all gates keep it."),
-            "normalize_over": _words(get_args(NormalizeOver), "Divides the weights by their mean over these tokens."),
-            "scope": _words(get_args(Scope), "The samples of that mean.", "data_parallel"),
-            "denominator": _words(get_args(Denominator), "Whether rejected tokens still count in it.", "fixed"),
-            **_reporting(),
-        },
-        description="The native form: a weight and gates, one by one.",
-        minProperties=1,
-    )
-
-
 def _gates(description: str) -> _Node:
     return _nullable({"type": "array", "items": {"$ref": "#/definitions/gate"}}, description)
 
@@ -231,7 +203,7 @@ def _checked(check: Any, default: Any, description: str, *, nullable: bool) -> _
     """What a check of ``CORRECTION_CHECKS`` lets pass: its words, or its range."""
     if check is check_bool:
         return _bool(description, default)
-    if check is native_gates:
+    if check is read_gates:
         return _gates(description)
     if check.func is check_choice:
         return _words(check.keywords["choices"], description, default, nullable=nullable)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from mis_ext.correction.weights import BOUNDS, HookLevel
 from mis_ext.files import list_presets
-from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEY, NATIVE_KEYS
+from mis_ext.keys.parts import KEYS_OF_GATE
 
 PREFIXES = ("tis_", "rs_", "mis_")
 _LETTERS_PER_MISTAKE = 6
@@ -34,12 +34,13 @@ _OF_CONFIG = {
 """Fields of a configuration in Python, a preset's name among them, and words of several keys."""
 
 PLAIN_WORDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((*KEYS_OF_WEIGHT, *KEYS_OF_GATE, *_OF_CONFIG), ()),
+    **dict.fromkeys(("when", *KEYS_OF_GATE, *_OF_CONFIG), ()),
     **dict.fromkeys(_ADVICE_ON_PRESETS, (True,)),
     "level": get_args(HookLevel),
     "mode": tuple(BOUNDS),
 }
 """Names that may well be those of a reward function or another tool; with one of these values they are not."""
+_OURS_ALONE = {"weight": "write tis_level", "scope": "write tis_normalize_scope"}
 _OF_PEERS = {
     "use_mis": "use_tis: true, and use_rs: true for a gate",
     # verl
@@ -112,14 +113,9 @@ def advice_on_strays(flat_keys: Collection[str]) -> dict[str, str]:
             if key.startswith(prefix):
                 meant.setdefault(key.removeprefix(prefix), []).append(key)
     advice = dict(_ADVICE_ON_PRESETS)
-    for key in {*KEYS_OF_WEIGHT, *KEYS_OF_GATE} - {"name"}:  # Everybody has a name.
-        places = ["the weight"] * (key in KEYS_OF_WEIGHT) + ["a gate"] * (key in KEYS_OF_GATE)
-        advice[key] = f"indent it under {' or '.join(places)} of {NATIVE_KEY}:"
-    advice |= {name: f"write {key}" for name, key in _OF_PEERS.items()} | _OF_CONFIG
-    advice |= {name: f"write {' or '.join(keys)}" for name, keys in meant.items()}
-    for name in NATIVE_KEYS:
-        advice[name] = f"indent it under {NATIVE_KEY}:" + (f", or {advice[name]}" if name in advice else "")
-    return advice
+    advice |= {key: "write it into a gate of rs_gates" for key in KEYS_OF_GATE if key != "name"}  # Everybody has one.
+    advice |= {name: f"write {key}" for name, key in _OF_PEERS.items()} | _OF_CONFIG | _OURS_ALONE
+    return advice | {name: f"write {' or '.join(keys)}" for name, keys in meant.items()}
 
 
 def refuse_strays(given: Mapping[str, Any], *, advice: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+from flat_keys import keys_of
 from thread_ranks import Rank, run_ranks
 from triton_support import HAS_GPU, OBSTACLE
 from zigzag import take
@@ -35,7 +36,7 @@ def batch(stream: str = "train", value: float = -math.inf, *, at: int = 7) -> di
 
 
 def gates(*gates: dict) -> dict:
-    return {"mis": {"gates": [*gates], "guard": "warn", "metrics": "all"}}
+    return keys_of(gates=gates)
 
 
 def hook(keys: dict, columns: dict[str, list[torch.Tensor]], *, rank: Rank | None = None) -> tuple:
@@ -44,7 +45,7 @@ def hook(keys: dict, columns: dict[str, list[torch.Tensor]], *, rank: Rank | Non
         place = {"cp_rank": rank.cp_rank, "cp_size": rank.groups.cp_size, "total_lengths": totals}
         columns = {name: take(column, **place) for name, column in columns.items()}
     return mis_ext.compute_mis_weights_with_cp(
-        Namespace(use_tis=True, **({} if "mis" in keys else {"mis_guard": "warn", "mis_metrics": "all"}), **keys),
+        Namespace(**{"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"} | keys),
         pg_loss=torch.ones(sum(map(len, columns["train"]))),
         train_log_probs=columns["train"],
         rollout_log_probs=columns["rollout"],

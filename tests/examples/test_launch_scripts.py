@@ -95,7 +95,7 @@ def test_every_preset_is_launched_with_the_switch_that_it_needs(preset: Path) ->
     [
         ("get_mismatch_metrics: true\n", "--get-mismatch-metrics"),
         ("# use_tis: false\nuse_tis: yes\n", "--use-tis"),
-        ("mis: {weight: {level: token}}\nuse_tis: off\n", "--get-mismatch-metrics"),
+        ("tis_level: token\nuse_tis: off\n", "--get-mismatch-metrics"),
         ("rollout: {use_tis: false}\n", "--use-tis"),
     ],
 )

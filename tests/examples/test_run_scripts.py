@@ -179,7 +179,7 @@ def test_what_needs_packages_to_be_seen_is_refused_before_a_rank_starts(
     reason: str,
 ) -> None:
     broken = tmp_path / "broken.yaml"
-    broken.write_text("mis: {weight: [\n")
+    broken.write_text("rs_gates: {low: [\n")
     monkeypatch.setenv("DRY_RUN", "1")
     with pytest.raises(SystemExit, match=str(REFUSED)):
         start_ranks([str(broken) if word == "BROKEN" else word for word in arguments])

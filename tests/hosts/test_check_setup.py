@@ -228,7 +228,6 @@ def test_it_refuses_with_the_error_of_the_first_step(capsys, keys) -> None:
         ),
         ({"use_tis": True}, ["--custom-tis-function-path is not set"]),
         ({"custom_tis_function_path": HOOK["custom_tis_function_path"]}, ["neither use_tis nor get_mismatch_metrics"]),
-        ({"mis": {"weight": {}}}, ["neither use_tis nor get_mismatch_metrics", "do nothing: mis;"]),
         (
             {"use_tis": True, "custom_tis_function_pth": "x"},
             ["'custom_tis_function_pth': did you mean 'custom_tis_function_path'?"],
@@ -505,7 +504,7 @@ def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, inline, t
 # As a reward or generate function of the user's reads them. Both hosts put every key of the file on ``args``.
 OF_OTHERS = {"weights": {"acc": 0.7, "fmt": 0.3}, "metric": "accuracy", "scopes": ["math"], "guards": ["length"]}
 OF_OTHERS |= {"low": 1, "high": 0.9, "after": 100, "gate": "linear", "statistic": "x", "reduce": "mean", "name": "x"}
-OF_OTHERS |= {"action": "zero", "normalize": True, "warn_only": True, "per_token_loss": True, "only_outside": [0.5]}
+OF_OTHERS |= {"action": "zero", "normalize": True, "warn_only": True, "per_token_loss": True}
 OF_OTHERS |= {"bypass": True, "ppo": True, "veto": 1, "reinforce": True, "decoupled": True, "icepop": True}
 OF_OTHERS |= {"metrics_only": ["reward"], "gated_mis": "on"}
 ADVISED = {
@@ -513,7 +512,7 @@ ADVISED = {
     "gate": "write rs_gates",
     "ppo": "write mis_loss_method: ppo",
 }
-ADVISED |= {"high": "indent it under the weight or a gate of mis:", "statistic": "indent it under a gate of mis:"}
+ADVISED |= {"high": "write it into a gate of rs_gates", "statistic": "write it into a gate of rs_gates"}
 ADVISED |= {"after": ADVISED["statistic"], "metrics_only": "write use_tis: false, and give --get-mismatch-metrics"}
 
 
@@ -571,7 +570,7 @@ def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys, monkey
     assert named in line
 
 
-@pytest.mark.parametrize("text", ["mis: {weight: {low: 0.5, low: 0.6}}", "rs_gates: [{high: 2.0, high: 3.0}]"])
+@pytest.mark.parametrize("text", ["rs_gates: [{low: 0.5, low: 0.6}]", "rs_gates: [{high: 2.0, high: 3.0}]"])
 def test_a_key_below_one_of_ours_is_there_once(text, tmp_path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(f"lr: 1\nlr: 2\n{text}\n")

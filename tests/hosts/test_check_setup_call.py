@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import mis_ext
 from mis_ext.hosts import runs
 from mis_ext.hosts.slime_miles.policy_loss import MILES, SLIME
-from mis_ext.keys.native import NATIVE_KEY, native_keys
+from mis_ext.keys.flat import flat_keys
 from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
@@ -107,7 +107,7 @@ def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
         if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
             config = config.replace(scope="data_parallel")
         ranks = {"context_parallel_size": choose([1, 2, 4]), "data_parallel_size": choose([1, 2])}
-        keys = ranks | {NATIVE_KEY: native_keys(config), "rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
+        keys = ranks | flat_keys(config) | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
         for switches in (HOOK, LOSS | {"use_tis": True}):
             start(switches | keys)
 
@@ -183,7 +183,7 @@ def test_dithering_alone_is_a_run(capsys) -> None:
         ({"custom_tis_function_pth": "x"}, "did you mean 'custom_tis_function_path'"),
         ({"bf16": False}, "is for weights in bf16"),
         ({STEP: "os.path.join"}, "would not be called"),
-        ({"weight": {"level": "token"}}, "indent it under mis:"),
+        ({"weight": {"level": "token"}}, "write tis_level"),
     ):
         with pytest.raises(ValueError, match=message):
             start({STEP: "mis_ext.dither_weights", "bf16": True} | more)

@@ -513,10 +513,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mis_prompt_mean": True, "use_tis": True, "mis_denominator": "kept"},
         "mis_prompt_mean: true and mis_denominator: kept are two denominators",
     ),
-    "two denominators, native": (
-        {"mis_prompt_mean": True, "use_tis": True, "mis": {"weight": {}, "denominator": "kept"}},
-        "and mis_denominator: kept are two",
-    ),
     "a denominator of the loss": (
         {"mis_prompt_mean": True, "mis_loss_denominator": "constant"},
         "and mis_loss_denominator: constant are two",

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from flat_keys import keys_of
 from hook_batches import call, make_batch
 
 import mis_ext
@@ -209,7 +210,7 @@ def test_a_small_micro_batch_does_not_say_that_there_are_always_several_sequence
 @pytest.mark.filterwarnings("error")
 def test_what_only_loses_its_weight_is_not_rejected() -> None:
     gate = {"statistic": "abs_log_ratio", "high": 0.005, "action": "zero"}
-    args = argparse.Namespace(mis={"weight": {}, "gates": [gate], "max_reject_fraction": 0.0})
+    args = argparse.Namespace(**keys_of(weight={}, gates=[gate], max_reject_fraction=0.0))
     batch = make_batch()
     for _ in range(3):
         loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(args, **batch)

@@ -15,6 +15,7 @@ from pathlib import Path
 import peer_correction_cases as cases
 import pytest
 import torch
+from flat_keys import keys_of
 
 from mis_ext.hosts import areal, ms_swift, roll, skyrl
 from mis_ext.hosts.openrlhf import MisLoss
@@ -276,9 +277,7 @@ def test_weights_are_those_of_ms_swift(mode, swift_weights) -> None:
 
 
 def test_a_token_that_a_gate_rejects_has_no_weight_in_ms_swift(swift_weights) -> None:
-    rejecting = {
-        "mis": {"weight": {"level": "token", "mode": "unbounded"}, "gates": [{"reduce": "token", "high": 1.2}]}
-    }
+    rejecting = keys_of(weight={"level": "token", "mode": "unbounded"}, gates=[{"reduce": "token", "high": 1.2}])
     batch, trainer = BATCHES["apart"], cases.swift_trainer(SwiftTrainer(), "token_mask")
     _, weights = swift_weights(rejecting, trainer, batch)
     wanted = torch.tensor(RECORD["numbers"]["ms_swift"]["token_mask"]["apart"]["weights"])

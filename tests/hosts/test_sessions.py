@@ -149,11 +149,11 @@ def test_null_in_a_file_is_told_from_what_is_absent() -> None:
 
 
 def test_a_value_that_is_changed_in_place_makes_a_new_session() -> None:
-    args = argparse.Namespace(use_tis=True, mis={"weight": {"level": "token", "mode": "truncate"}})
+    args = argparse.Namespace(use_tis=True, use_rs=True, rs_level="none", rs_gates=[{"low": 0.5}])
     before = session_for(args)
     assert session_for(args) is before
-    args.mis["weight"]["level"] = "sequence"
-    assert session_for(args).config.weight.level == "sequence"
+    args.rs_gates[0]["low"] = 0.6
+    assert session_for(args).config.gates[0].low == 0.6
 
 
 def test_many_args_in_rotation_keep_their_sessions() -> None:

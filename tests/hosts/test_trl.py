@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl_cases as cases
+from flat_keys import keys_of
 
 from mis_ext.correction.metrics import GroupNumber, Mean
 from mis_ext.hosts.trl import MisTrainer, log_metrics
@@ -29,7 +30,7 @@ BATCHES = {
 }
 # float32: sums of 60 tokens in another order.
 TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
-RATIO = {"mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.2}}}
+RATIO = keys_of(weight={"level": "token", "mode": "truncate", "high": 1.2})
 WHOLE = {"mis_loss_method": "decoupled_token_tis"}
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / os.environ.get("TRL_VENV", ".venv-trl")
@@ -147,7 +148,7 @@ def test_a_token_without_a_log_prob_is_rejected_where_trl_gives_it_the_ratio_one
 
 def test_with_kept_denominators_the_mean_that_trl_takes_of_the_ratio_is_one() -> None:
     gate = {"reduce": "token", "low": 0.9, "high": 1.2}
-    keys = {"mis": {"weight": None, "denominator": "kept", "gates": [gate]}}
+    keys = keys_of(gates=[gate], denominator="kept")
     batch = BATCHES["apart"]
     mask = batch["response_mask"]
     of_tokens, of_rows = (ratio_of(Trainer(batch, mis_keys=keys, loss_type=name)) for name in ("dapo", "sapo"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import verl_cases
 import yaml
+from flat_keys import keys_of
 
 import mis_ext
 from mis_ext.hosts.verl import register, whole_loss
@@ -268,7 +269,7 @@ def test_what_an_error_says_for_old_options_gives_the_masks_of_the_old_release(n
     said = re.search(r'write (rollout_rs: \w+) and (rollout_rs_threshold: "\S+")', str(caught.value))
     if said is None:
         gate = re.search(r"a gate (\{.*\})", str(caught.value)).group(1).replace("THRESHOLD", str(*options.values()))
-        keys = {"mis": {"weight": None, "gates": [yaml.safe_load(gate)]}}
+        keys = keys_of(gates=[yaml.safe_load(gate)])
     else:
         keys = convert_verl(yaml.safe_load("\n".join(said.groups()))).keys
     kept = {}
@@ -358,7 +359,7 @@ def corrected(verl) -> tuple:
 def test_keys_of_a_correction_leave_the_losses_of_verl_alone(verl) -> None:
     before = dict(verl.core_algos.POLICY_LOSS_REGISTRY)
     gate = {"low": 0.8, "high": 1.2}
-    register({"mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.1}, "gates": [gate]}})
+    register(keys_of(weight={"level": "token", "mode": "truncate", "high": 1.1}, gates=[gate]))
     assert before == verl.core_algos.POLICY_LOSS_REGISTRY
     weights, mask, metrics = corrected(verl)
     assert float(weights["rollout_is_weights"].max()) == pytest.approx(1.1)

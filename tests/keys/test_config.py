@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: what the keys mean, and that both spellings mean the same."""
+"""Configuration: what the keys mean."""
 
 import argparse
 import math
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,29 +44,20 @@ def test_a_cap_of_one_is_legal_for_truncation() -> None:
     assert from_yaml("{use_tis: true, tis_upper_bound: 1.0}").weight == Weight(high=1.0)
 
 
-OFF_POLICY_BANDS = {
-    "{use_tis: true, tis_upper_bound: 0.8}": {"weight": {"high": 0.8}},
-    "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5, tis_upper_bound: 3.0}": {
-        "weight": {"mode": "clip", "low": 1.5, "high": 3.0}
-    },
-    "{use_tis: true, tis_mode: mask, tis_lower_bound: 0.2, tis_upper_bound: 0.9}": {
-        "weight": {"mode": "mask", "low": 0.2, "high": 0.9}
-    },
-    "{use_tis: true, use_rs: true, rs_lower_bound: 0.2, rs_upper_bound: 0.9}": {
-        "weight": {},
-        "gates": [{"reduce": "token", "low": 0.2, "high": 0.9}],
-    },
-}
+OFF_POLICY_BANDS = (
+    "{use_tis: true, tis_upper_bound: 0.8}",
+    "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5, tis_upper_bound: 3.0}",
+    "{use_tis: true, tis_mode: mask, tis_lower_bound: 0.2, tis_upper_bound: 0.9}",
+    "{use_tis: true, use_rs: true, rs_lower_bound: 0.2, rs_upper_bound: 0.9}",
+)
 
 
-@pytest.mark.parametrize(("flat", "native"), OFF_POLICY_BANDS.items(), ids=OFF_POLICY_BANDS)
-def test_a_band_without_the_on_policy_value_is_legal_and_warns_once(flat: str, native: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="on-policy") as from_flat:
-        config = from_yaml(flat)
+@pytest.mark.parametrize("text", OFF_POLICY_BANDS)
+def test_a_band_without_the_on_policy_value_is_legal_and_warns_once(text: str) -> None:
+    with pytest.warns(UserWarning, match="on-policy") as warned:
+        config = from_yaml(text)
     _ = config.all_gates  # A warning here is an error.
-    with pytest.warns(UserWarning, match="on-policy"):
-        assert config == config_from_mapping({"mis": native})
-    assert len(from_flat) == 1
+    assert len(warned) == 1
 
 
 def test_the_default_of_an_unused_lower_bound_is_no_contradiction() -> None:
@@ -87,66 +77,17 @@ def test_a_used_lower_bound_whose_default_is_above_the_cap_says_where_it_comes_f
 def test_null_means_unset() -> None:
     text = "{use_tis: true, tis_upper_bound: null, rs_lower_bound: null, use_rs: null, get_mismatch_metrics: null}"
     assert from_yaml(text) == CorrectionConfig()
-    native = (
-        "mis: {weight: {low: null, high: null, only_outside: null}, gates: null, normalize_over: null, metrics: null}"
-    )
-    assert from_yaml(native) == CorrectionConfig()
 
 
-NATIVE_AND_FLAT = {
-    "token truncation": (
-        "mis: {weight: {level: token, mode: truncate, high: 2.0}}",
-        "{use_tis: true, tis_level: token, tis_mode: truncate, tis_upper_bound: 2.0}",
-    ),
-    "gated MIS": (
-        """mis:
-             weight: {level: token, high: 2.0}
-             gates: [{level: geometric, low: 0.99, high: 1.01}, {level: sequence_min, low: 1.0e-4}]
-             normalize_over: kept""",
-        (REPOSITORY / "yaml" / "gated_mis.yaml").read_text(),
-    ),
-    "every veto, no weight": (
-        """mis:
-             gates:
-               - {level: sequence, low: 0.5, high: 2.0}
-               - {level: sequence_min, low: 1.0e-4}
-               - {level: sequence_max, high: 100.0}
-               - {level: sequence_min, low: 1.0e-6, statistic: proximal_probability}
-             denominator: kept
-             scope: micro_batch
-             guard: {shifted_log_probs: warn}
-             max_reject_fraction: 0.2""",
-        """{use_tis: true, tis_level: none, use_rs: true, rs_level: sequence, rs_lower_bound: 0.5, rs_upper_bound: 2.0,
-            rs_veto_threshold: 1.0e-4, rs_veto_upper_threshold: 100.0, rs_veto_probability: 1.0e-6,
-            mis_denominator: kept, tis_normalize_scope: micro_batch, mis_guard: {shifted_log_probs: warn},
-            mis_max_reject_fraction: 0.2}""",
-    ),
-    "mask": (
-        "mis: {weight: {level: sequence, mode: mask, low: 0.5, high: 2.0}}",
-        "{use_tis: true, tis_level: sequence, tis_mode: mask, tis_lower_bound: 0.5, tis_upper_bound: 2.0}",
-    ),
-    "open ends": (
-        """mis:
-             weight: {mode: unbounded, low: 0.0, high: .inf}
-             gates: [{level: token, low: 0.5, high: .inf}, {level: sequence_min, low: 1.0e-4, high: .inf}]""",
-        """{use_tis: true, tis_mode: unbounded, use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: .inf,
-            rs_veto_threshold: 1.0e-4}""",
-    ),
-    "further gates": (
-        """mis:
-             weight: {}
-             gates: [{reduce: token, low: 0.5, high: 2.0}, {statistic: k3, reduce: sum, high: 0.1, action: zero}]""",
-        """{use_tis: true, use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 2.0,
-            rs_gates: [{statistic: k3, level: sequence, high: 0.1, action: zero}]}""",
-    ),
-    "measure": ("{use_tis: false, mis: {metrics: core}}", "{use_tis: false, mis_metrics: core}"),
-}
-
-
-@pytest.mark.parametrize(("native", "flat"), NATIVE_AND_FLAT.values(), ids=NATIVE_AND_FLAT)
-def test_native_and_flat_spellings_give_the_same_object(native: str, flat: str) -> None:
-    assert from_yaml(native) == from_yaml(flat)
-    assert hash(from_yaml(native)) == hash(from_yaml(flat))
+def test_filters_without_a_band_need_no_bounds() -> None:
+    gate = "{statistic: k3, level: sequence, high: 0.1, action: zero}"
+    config = from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{gate}], rs_veto_threshold: 1.0e-4}}")
+    assert config.gates == (Gate(statistic="k3", reduce="sum", high=0.1, action="zero"), Gate(reduce="min", low=1e-4))
+    for idle in ("rs_lower_bound: 0.5", "rs_upper_bound: 2.0"):
+        with pytest.raises(ValueError, match="no effect, because rs_level is none"):
+            from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{gate}], {idle}}}")
+    with pytest.raises(ValueError, match="rs_level: none needs rs_gates"):
+        from_yaml("{use_rs: true, rs_level: none, rs_veto_threshold: 1.0e-4}")
 
 
 GATES = {
@@ -171,24 +112,18 @@ GATES = {
 
 @pytest.mark.parametrize(("text", "gate"), GATES.items(), ids=GATES)
 def test_a_gate_is_spelled_by_reduce_or_by_level(text: str, gate: Gate) -> None:
-    assert from_yaml(f"mis: {{gates: [{text}]}}").gates == (gate,)
+    assert from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{text}]}}").gates == (gate,)
     flat = f"{{use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 3.0, rs_gates: [{text}]}}"
     assert from_yaml(flat).gates[1:] == (gate,)
 
 
 def test_a_gate_may_look_at_what_another_one_leaves() -> None:
     first, second = "{reduce: token, high: 5.0, name: outliers}", "{reduce: mean, high: 1.01, after: outliers}"
-    gates = from_yaml(f"mis: {{gates: [{first}, {second}]}}").gates
+    gates = from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{first}, {second}]}}").gates
     assert gates == (
         Gate(reduce="token", high=5.0, name="outliers"),
         Gate(reduce="mean", high=1.01, after="outliers"),
     )
-
-
-def test_a_weight_may_be_bounded_only_outside_a_gate() -> None:
-    text = "mis: {weight: {level: geometric, high: 1.01, only_outside: {level: sequence, low: 0.5, high: 2.0}}}"
-    expected = Weight(level="geometric", high=1.01, only_outside=Gate(reduce="sum", low=0.5, high=2.0))
-    assert from_yaml(text).weight == expected
 
 
 def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:
@@ -201,9 +136,6 @@ def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:
 
 def test_what_is_measured_without_a_correction_has_no_trace_of_it() -> None:
     measured = CorrectionConfig(weight=None, metrics_only=True)
-    assert (
-        from_yaml("{use_tis: false, mis: {weight: {mode: clip}, normalize_over: kept, scope: micro_batch}}") == measured
-    )
     assert from_yaml("{get_mismatch_metrics: true, tis_batch_normalize: false}") == measured
     assert from_yaml("{get_mismatch_metrics: true, use_tis: true}") == CorrectionConfig()
     assert from_yaml("{calculate_per_token_loss: true}") == CorrectionConfig(per_token_loss=True)
@@ -234,9 +166,8 @@ def test_whoever_takes_a_configuration_takes_a_mapping_that_spells_it() -> None:
     batch = {"proximal_logprobs": streams[0][0][None], "behavior_logprobs": streams[1][0][None]}
     batch["response_mask"] = torch.ones(1, 2)
     keys = {"use_tis": True, "tis_upper_bound": 1.5, "lr": 1e-6}
-    native = {"mis": {"weight": {"high": 1.5}}}
     config = CorrectionConfig(weight=Weight(high=1.5))
-    for given in (config, keys, native, types.MappingProxyType(keys)):
+    for given in (config, keys, types.MappingProxyType(keys)):
         (weights_T, _), _, _ = mis_ext.compute_mis_weights(given, **lists)
         assert weights_T.tolist() == pytest.approx([1.5, math.exp(-1.0)])
         assert mis_ext.correct_padded(given, **batch).weights[0].tolist() == weights_T.tolist()

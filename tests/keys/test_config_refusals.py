@@ -15,7 +15,7 @@ from rows import for_each
 from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, STRAY_KEYS
-from mis_ext.keys.native import NATIVE_KEYS
+from mis_ext.keys.parts import KEYS_OF_GATE
 from mis_ext.keys.strays import HOST_CLIPS, PLAIN_WORDS, PREFIXES
 from mis_ext.methods import METHODS
 
@@ -54,7 +54,6 @@ REFUSED = {
     "{use_tis: true, rs_max_staleness: 2}": r"a gate on the lag.* needs mis_staleness: true",
     "{use_tis: true, tis_when: stale}": r"a weight of stale tokens, needs mis_staleness: true",
     "{use_tis: true, use_rs: true, rs_gates: [{statistic: lag, high: 2}]}": r"needs mis_staleness: true",
-    "{use_tis: true, mis: {weight: {when: stale}}}": r"needs staleness: true",
     "{use_tis: true, mis_staleness: true, rs_max_staleness: -1}": r"rs_max_staleness must be in \[0, 1e\+06\), got -1",
     "{use_tis: true, mis_staleness: true, tis_when: stale, tis_level: sequence}": r"when: stale .* level: sequence",
     "{use_tis: true, mis_staleness: true, tis_when: stale, tis_mode: mask}": r"when: stale .* mode: mask rejects",
@@ -80,51 +79,12 @@ REFUSED = {
     "{use_tis: false, tis_upper_bound: 3.0}": r"tis_upper_bound=3.0: no effect, because use_tis is not true",
     "{get_mismatch_metrics: true, rs_max_staleness: 0}": r"rs_max_staleness=0: no effect, because use_tis is not true",
     "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",
-    # The native form.
-    "mis: {wight: {level: token}}": r"unknown keys of mis: 'wight' \(did you mean 'weight'\?\)",
-    "mis: {weight: {level: token}, scope: micro_batch}": r"scope='micro_batch': no effect",
-    "mis: {weight: {levle: token}}": r"did you mean 'level'",
-    "mis: {gates: [{higj: 2.0}]}": r"unknown keys of gates\[0\]: 'higj' \(did you mean 'high'\?\)",
-    "mis: {gates: [{level: token}]}": r"gates\[0\]: a gate needs low or high",
-    "mis: {gates: [{level: token, low: 0.0, high: .inf}]}": r"gates\[0\]: a gate needs low or high",
-    "mis: {gates: [{reduce: max, statistic: k3, low: 0.0}]}": r"gates\[0\]: a gate needs low or high",
-    "mis: {gates: [{reduce: max, statistic: probability_difference, high: 1.0}]}": r"a gate needs low or high",
-    "mis: {gates: [{statistic: probability_gain, high: 1.5}]}": r"gates\[0\]: high must be in \[-1, 1\], got 1.5",
-    "mis: {gates: [{statistic: exp_abs_log_ratio, reduce: mean, high: 0.9}]}": r"high must be in \[1, inf\], got 0.9",
-    "mis: {gates: [{level: token, reduce: token, low: 0.5}]}": r"gates\[0\]: level and reduce are two spellings",
-    "mis: {gates: [{level: mean, low: 0.5}]}": r"gates\[0\]: level must be one of token \| sequence \| geometric",
-    "mis: {gates: [{reduce: geometric, low: 0.5}]}": r"gates\[0\]: reduce must be one of token \| sum",
-    "mis: {gates: [{reduce: token, low: 2.0, high: 0.5}]}": r"gates\[0\]: low must be below high",
-    "mis: {gates: [{reduce: token, low: 0.5, action: drop}]}": r"gates\[0\]: action must be one of reject \| zero",
-    "mis: {gates: [{reduce: token, low: 0.5, name: 5}]}": r"gates\[0\]: name must be made of letters.*got 5",
-    "mis: {gates: [{reduce: sum, low: 0.5, after: nobody}]}": r"'nobody', which is no gate on tokens",
-    "mis: {weight: {mode: mask}, gates: [{reduce: token, low: 0.5, name: tis_mask}]}": r"two metrics one name \(tis_m",
     "{use_rs: true, rs_lower_bound: 0.5, rs_gates: [{reduce: tokn, low: 0.5}]}": r"rs_gates\[0\]: reduce must be one",
-    "mis: {weight: {mode: clip, low: 3.0}}": r"weight: low must be below high, got low=3.0 and high=2.0",
-    "mis: {weight: {mode: clip, high: 0.5}}": r"weight: low must be below high, got low=2.0 \(1 / high by default\)",
-    "mis: {weight: {high: 0.0}}": r"weight: high must be in \(0, inf\], got 0.0",
-    "mis: {weight: {level: sequence, only_outside: {low: 0.5}}}": r"only_outside needs .* not of tokens",
-    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, name: x}}}": r"name have no effect",
-    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, after: x}}}": r"name have no effect",
-    "mis: {weight: {level: sequence, only_outside: {reduce: max, high: 2.0, action: zero}}}": r"name have no effect",
-    "mis: {weight: {level: sequence, mode: mask, only_outside: {reduce: max, high: 2.0}}}": r"no effect with mode: m",
-    "mis: {weight: {level: null}}": r"weight: level must be one of token .* got None",
     # Also where nothing is corrected.
-    "{use_tis: false, mis: {weight: {levle: token}}}": r"did you mean 'level'",
-    "{use_tis: false, mis: {weight: {high: -1.0}}}": r"weight: high must be in",
-    "{use_tis: false, mis: {gates: [{reduce: token, low: 3.0, high: 2.0}]}}": r"low must be below high",
-    "{use_tis: false, mis: {weight: {}, scope: everywhere, denominator: kept}}": r"scope must be one of micro_batch",
-    "{use_tis: false, mis: {denominator: survivors}}": r"denominator must be one of fixed \| kept",
-    "{use_tis: false, mis: {gates: [{reduce: sum, low: 0.5, after: nobody}]}}": r"'nobody', which is no gate on tokens",
-    "mis: {weight: {mode: unbounded, high: 3.0}}": r"unbounded takes no bounds",
-    "mis: {weight: {mode: truncate, low: 0.5}}": r"truncate has no low bound",
-    "{mis: {weight: {level: token}}, tis_level: token}": r"two spellings",
-    "mis: {gates: [{level: sequence_min, low: 0.1}, {level: sequence_min, low: 0.2}]}": r"two vetoes of the same kind",
     # Nothing where something is meant.
-    "weight: {level: sequence}": r"keys without effect: 'weight' \(indent it under mis:\)$",
-    "{use_tis: true, gates: [{high: 2.0}]}": r"'gates' \(indent it under mis:, or write rs_gates\)",
-    "{use_tis: true, denominator: kept}": r"'denominator' \(indent it under mis:, or write mis_denominator\)",
-    "{mis: {weight: {}}, scope: micro_batch, metrics: all}": r"'scope' \(indent it under mis:\); 'metrics' \(indent",
+    "weight: {level: sequence}": r"keys without effect: 'weight' \(write tis_level\)$",
+    "{use_tis: true, gates: [{high: 2.0}]}": r"'gates' \(write rs_gates\)",
+    "{use_tis: true, denominator: kept}": r"'denominator' \(write mis_denominator\)",
     "{use_tis: true, metrics_only: true}": r"'metrics_only' \(write use_tis: false, and give --get-mismatch-metrics\)",
     "{use_tis: true, gated_mis: true}": r"'gated_mis' \(the name of a preset: write what mis-ext presets gated_mis",
     "{use_tis: true, use_rss: true}": r"'use_rss' \(did you mean 'use_rs'\?\)",
@@ -137,16 +97,13 @@ REFUSED = {
     "{use_tis: true, mode: clip}": r"'mode' \(write tis_mode\)",
     "{use_tis: true, rollout_is: sequence}": r"'rollout_is' \(write tis_level\)",
     "use_mis: true": r"'use_mis' \(write use_tis: true, and use_rs: true for a gate\)",
-    "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(indent it under mis:, or write tis_normalize_over\)",
+    "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(write tis_normalize_over\)",
     # The host's built-in correction, in whose place ours runs.
     "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* write tis_upper_bound",
     "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.* write tis_mode: clip with tis_",
-    "mis:": r"mis: is empty; remove it, or write what to compute",
-    "mis: {}": r"mis: is empty; remove it",
-    "{use_tis: false, mis: {}}": r"mis: is empty; remove it",
     "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none .*, or remove the key",
     "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded .*, or remove the key",
-    "{use_tis: true, rs_level: null}": r"rs_level: null .* write use_rs: false .*, or remove the key",
+    "{use_tis: true, rs_level: null}": r"rs_level: null .* use_rs: false .*, or remove the key",
     # Homoglyphs are shown as what they are.
     "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level'\?\)",
     "{use_tis: true, tis_level: t\u043eken}": r"'t\\u043eken' \(did you mean 'token'\?\)",
@@ -160,6 +117,47 @@ def test_what_is_not_legal_is_refused_with_key_and_range(text: str, message: str
         from_yaml(text)
 
 
+REFUSED_GATES = {
+    "{higj: 2.0}": r"unknown keys of rs_gates\[0\]: 'higj' \(did you mean 'high'\?\)",
+    "{level: token}": r"rs_gates\[0\]: a gate needs low or high",
+    "{level: token, low: 0.0, high: .inf}": r"rs_gates\[0\]: a gate needs low or high",
+    "{reduce: max, statistic: k3, low: 0.0}": r"rs_gates\[0\]: a gate needs low or high",
+    "{reduce: max, statistic: probability_difference, high: 1.0}": r"a gate needs low or high",
+    "{statistic: probability_gain, high: 1.5}": r"rs_gates\[0\]: high must be in \[-1, 1\], got 1.5",
+    "{statistic: exp_abs_log_ratio, reduce: mean, high: 0.9}": r"high must be in \[1, inf\], got 0.9",
+    "{level: token, reduce: token, low: 0.5}": r"rs_gates\[0\]: level and reduce are two spellings",
+    "{level: mean, low: 0.5}": r"rs_gates\[0\]: level must be one of token \| sequence \| geometric",
+    "{reduce: geometric, low: 0.5}": r"rs_gates\[0\]: reduce must be one of token \| sum",
+    "{reduce: token, low: 2.0, high: 0.5}": r"rs_gates\[0\]: low must be below high",
+    "{reduce: token, low: 0.5, action: drop}": r"rs_gates\[0\]: action must be one of reject \| zero",
+    "{reduce: token, low: 0.5, name: 5}": r"rs_gates\[0\]: name must be made of letters.*got 5",
+    "{reduce: sum, low: 0.5, after: nobody}": r"'nobody', which is no gate on tokens",
+    "{level: sequence_min, low: 0.1}, {level: sequence_min, low: 0.2}": r"two vetoes of the same kind",
+}
+
+
+@for_each("text, message", REFUSED_GATES.items())
+def test_a_gate_that_is_not_legal_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{text}]}}")
+
+
+WRONG_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
+    "low above the default of high": ({"mode": "clip", "low": 3.0}, "low must be below high, got low=3.0 and high=2.0"),
+    "high below the default of low": ({"mode": "clip", "high": 0.5}, r"got low=2.0 \(1 / high by default\)"),
+    "a cap of 0": ({"high": 0.0}, r"high must be in \(0, inf\], got 0.0"),
+    "a bound of none": ({"mode": "unbounded", "high": 3.0}, "unbounded takes no bounds"),
+    "a low bound of a cap": ({"mode": "truncate", "low": 0.5}, "truncate has no low bound"),
+    "no level": ({"level": None}, "level must be one of token .* got None"),
+}
+
+
+@pytest.mark.parametrize(("parts", "message"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
+def test_a_weight_that_is_not_legal_is_refused_in_python(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Weight(**parts)
+
+
 WRONG_TYPES = {
     "{use_tis: true, rs_veto_threshold: 1e-4}": r"rs_veto_threshold .* write 1\.0e-4, not 1e-4",
     "{use_tis: true, rs_veto_upper_threshold: 1e4}": r"write 1\.0e\+4, not 1e4",
@@ -170,25 +168,20 @@ WRONG_TYPES = {
     "{use_tis: true, use_rs: 'yes'}": r"use_rs must be true or false",
     "{use_tis: true, tis_batch_normalize: 1}": r"tis_batch_normalize must be true or false",
     "{use_tis: true, use_rs: true, rs_gates: {level: token}}": r"rs_gates must be a list",
-    "mis: [weight]": r"mis must be a mapping",
-    "mis: {gates: [{level: token, high: '2'}]}": r"gates\[0\]: high must be a number",
-    "mis: {gates: [[token]]}": r"gates\[0\] must be a mapping, got \['token'\]",
     "{use_tis: true, use_rs: true, rs_gates: [[token]]}": r"rs_gates\[0\] must be a mapping, got \['token'\]",
-    "mis: {weight: token}": r"weight must be a mapping, got 'token'",
+    "{use_tis: true, use_rs: true, rs_gates: [{level: token, high: '2'}]}": r"rs_gates\[0\]: high must be a number",
+    "{use_tis: true, use_rs: true, rs_gates: [{1: 2}]}": r"keys of rs_gates\[0\] must be strings, got 1",
     # The hosts' flags that we read.
     "{get_mismatch_metrics: 'false'}": r"get_mismatch_metrics must be true or false, got 'false' \(remove the quotes\)",
     "{calculate_per_token_loss: 'False'}": r"calculate_per_token_loss must be true .* \(remove the quotes\)",
     "{use_rollout_logprobs: 'true'}": r"use_rollout_logprobs must be true or false, got 'true' \(remove the quotes\)",
     # A selection is a list of names.
     "{use_tis: true, mis_metrics: {mis_kl: false}}": r"mis_metrics must be all, core or a list .*: list the names",
-    "mis: {weight: {}, metrics: {mis_kl: true}}": r"metrics must be all, core or a list .* list the names",
     "{use_tis: true, mis_metrics: [[mis_kl]]}": r"mis_metrics must be all, .* got \[\['mis_kl'\]\]",
     "{use_tis: true, mis_metrics: true}": r"mis_metrics must be all, core or a list of names, got True",
     # Keys that YAML does not read as text.
     "{1: 2, use_tis: true}": r"keys of the configuration must be strings, got 1$",
     "{on: 2, use_tis: true}": r"must be strings, got True \(YAML reads yes, no, on and off",
-    "mis: {1: 2}": r"keys of mis must be strings, got 1",
-    "mis: {gates: [{1: 2}]}": r"keys of gates\[0\] must be strings, got 1",
     "{mis_guard: {1: warn}}": r"keys of mis_guard must be strings, got 1",
 }
 
@@ -217,16 +210,11 @@ NEAR_MISSES = {
     "user_rs": "use_rs",
     "RS_VETO_TRESHOLD": "rs_veto_threshold",
     "ts_uper_bound": "tis_upper_bound",
-    "Mis": "mis",
-    "MIS": "mis",
-    " mis": "mis",
     # Cyrillic letters, a full-width one, and a space without width.
     "use_t\u0456s": "use_tis",
     "us\u0435_rs": "use_rs",
-    "m\u0456s": "mis",
     "\u0442is_mode": "tis_mode",
     "\uff54is_level": "tis_level",
-    "\uff4d\uff49\uff53": "mis",
     "use_rs\u200b": "use_rs",
     # The hosts' flags that are read.
     "get_mismatch_metric": "get_mismatch_metrics",
@@ -294,7 +282,7 @@ def test_what_would_do_nothing_may_stand_there_as_null_or_false() -> None:
 
 def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
     bare = {key.removeprefix(prefix) for key in FLAT_KEYS for prefix in PREFIXES if key.startswith(prefix)}
-    assert {*bare, *NATIVE_KEYS} <= set(STRAY_KEYS)
+    assert {*bare, *KEYS_OF_GATE} - {"name"} <= set(STRAY_KEYS)
     # Words that may be anybody's: with values that are ours only.
     for name, values in PLAIN_WORDS.items():
         for value in () if name in METHODS else values:
@@ -319,10 +307,8 @@ def test_the_hosts_own_bounds_may_be_changed_where_nothing_of_ours_runs() -> Non
 
 @pytest.mark.parametrize("value", [10**400, -(10**400)])
 def test_numbers_beyond_floats_are_refused_as_out_of_range(value: int) -> None:
-    for mapping in ({"tis_upper_bound": value}, {"mis": {"weight": {"high": value}}}, {"mis_metric_max": value}):
-        with pytest.raises(
-            ValueError, match=r"(upper_bound|high|metric_max) must be in .* got an integer beyond 1.8e\+308"
-        ):
+    for mapping in ({"tis_upper_bound": value}, {"mis_metric_max": value}):
+        with pytest.raises(ValueError, match=r"(upper_bound|metric_max) must be in .* got an integer beyond 1.8e\+308"):
             config_from_mapping({"use_tis": True, **mapping})
 
 
@@ -347,11 +333,6 @@ def test_parts_of_another_type_are_refused_in_python(parts: dict[str, Any], mess
         CorrectionConfig(**parts)
 
 
-def test_a_condition_that_is_no_gate_is_refused_in_python() -> None:
-    with pytest.raises(TypeError, match="only_outside must be a Gate, got 'max'"):
-        Weight(level="sequence", only_outside="max")  # type: ignore[arg-type]
-
-
 def test_guards_and_limits_are_checked_in_python_too() -> None:
     with pytest.raises(ValueError, match="did you mean 'shifted_log_probs'"):
         CorrectionConfig(warn_only=frozenset({"shifted_logprobs"}))
@@ -374,8 +355,6 @@ WARNED = {
     "{use_rs: true, rs_level: sequence, rs_lower_bound: 0.5}": "rs_upper_bound of the sequence-level gate come from",
     "{use_tis: true, tis_level: sequence, use_rs: true}": "of the token-level gate come from the sequence-level tis",
     "{use_rs: true, rs_lower_bound: 0.99, rs_upper_bound: 1.001}": "reduce: token, with bounds 0.99 to 1.001",
-    "mis: {gates: [{reduce: sum, low: 0.985, high: 1.01}]}": "reduce: sum, with bounds 0.985 to 1.01 rejects much",
-    "mis: {weight: {mode: mask, low: 0.99, high: 1.01}}": "reduce: token, with bounds 0.99 to 1.01 rejects much",
     "{use_tis: true, use_rs: true, rs_level: geometric, rs_lower_bound: 0.5, rs_upper_bound: 1.01}": "almost never",
     "{use_tis: true, tis_level: geometric, tis_mode: mask, tis_upper_bound: 2.0}": "almost never fires",
 }
@@ -405,9 +384,9 @@ def test_bands_of_the_usual_width_and_inherited_ones_of_the_same_level_warn_noth
         "{use_tis: true, tis_level: sequence, use_rs: true, rs_level: sequence}",
         "{use_tis: true, tis_level: none, tis_upper_bound: 3.0, use_rs: true, rs_level: sequence}",
         "{use_tis: true, tis_level: sequence, use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 2.0}",
-        "mis: {gates: [{reduce: token, low: 0.98, high: 1.001}, {reduce: sum, low: 0.99, high: 1.02}]}",
-        "mis: {gates: [{reduce: min, low: 0.999}]}",
-        "mis: {gates: [{reduce: mean, low: 0.999, high: 1.001}]}",
+        "{use_rs: true, rs_lower_bound: 0.98, rs_upper_bound: 1.001, rs_gates: [{reduce: sum, low: 0.99, high: 1.02}]}",
+        "rs_veto_threshold: 0.999",
+        "{use_rs: true, rs_level: geometric, rs_lower_bound: 0.999, rs_upper_bound: 1.001}",
     ):
         from_yaml(text)
 

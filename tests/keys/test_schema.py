@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rows import for_each
 
 import mis_ext
-from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS
-from mis_ext.keys.native import KEYS_OF_GATE, KEYS_OF_WEIGHT, NATIVE_KEYS, native_keys
+from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, flat_keys
+from mis_ext.keys.parts import KEYS_OF_GATE
 from mis_ext.keys.presets import method_yaml
 from mis_ext.keys.schema import json_schema, schema_text
 from mis_ext.keys.strays import PREFIXES
@@ -66,8 +66,6 @@ def test_the_file_beside_the_presets_is_what_the_command_prints() -> None:
 def test_every_key_is_there_with_what_it_is() -> None:
     keys = json_schema()["properties"]
     assert keys.keys() == {*READ_KEYS}
-    assert keys["mis"]["properties"].keys() == {*NATIVE_KEYS}
-    assert keys["mis"]["properties"]["weight"]["anyOf"][0]["properties"].keys() == {*KEYS_OF_WEIGHT}
     assert json_schema()["definitions"]["gate"]["properties"].keys() == {*KEYS_OF_GATE}
     assert all(node["description"] for node in keys.values())
     for name, row in METHODS.items():
@@ -86,11 +84,11 @@ def test_the_defaults_are_those_of_the_loader() -> None:
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_validates_in_both_forms(path: Path) -> None:
+def test_a_preset_validates_as_it_is_and_as_its_keys_are_written(path: Path) -> None:
     assert validates(yaml.safe_load(path.read_text()))
     config = mis_ext.preset(path.stem)
     if not config.metrics_only:
-        assert validates({"mis": native_keys(config)})
+        assert validates(flat_keys(config))
 
 
 @for_each("name", METHODS)
@@ -117,16 +115,10 @@ def test_a_wrong_word_a_wrong_type_and_a_misspelling_are_refused(key: str) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "mis: {wight: {level: token}}",
-        "mis: {weight: {levle: token}}",
-        "mis: {weight: {level: prefix}}",
-        "mis: {gates: [{higj: 2.0}]}",
-        "mis: {gates: [{high: '2'}]}",
-        "mis: {gates: {high: 2.0}}",
-        "mis: {weight: {level: sequence, only_outside: {reduce: most}}}",
-        "mis: {guard: {no_such_guard: warn}}",
-        "mis: {}",
-        "mis: null",
+        "{use_rs: true, rs_gates: [{higj: 2.0}]}",
+        "{use_rs: true, rs_gates: [{high: '2'}]}",
+        "{use_rs: true, rs_gates: {high: 2.0}}",
+        "mis_guard: {no_such_guard: warn}",
         "tis_cap: 2.0",
         "tis_upper_bound: 0",
         "tis_upper_bound: 1e-4",
@@ -148,23 +140,16 @@ def test_a_wrong_file_is_refused_by_both(text: str) -> None:
     assert not loads(keys)
 
 
-@pytest.mark.parametrize("text", ["tis_clip: 2.0", "reward_key: score", "mis: {weight: null, gates: [{high: 2.0}]}"])
+@pytest.mark.parametrize("text", ["tis_clip: 2.0", "reward_key: score"])
 def test_what_is_the_hosts_or_unset_is_taken(text: str) -> None:
     assert validates(yaml.safe_load(text))
 
 
 VALUES = st.sampled_from([*WORDS, *NUMBERS, True, False, None])
 GATES = st.lists(st.dictionaries(st.sampled_from(KEYS_OF_GATE), VALUES, min_size=1, max_size=3), max_size=2)
-WEIGHTS = st.none() | st.dictionaries(st.sampled_from(KEYS_OF_WEIGHT), VALUES, max_size=3)
 
 
 @given(st.dictionaries(st.sampled_from(FLAT_KEYS), VALUES, max_size=3), GATES)
 def test_what_a_run_takes_validates(keys: dict[str, Any], gates: list[Any]) -> None:
     drawn = {"use_tis": True, **keys} | ({"use_rs": True, "rs_gates": gates} if gates else {})
-    assert validates(drawn) or not loads(drawn)
-
-
-@given(WEIGHTS, GATES, st.dictionaries(st.sampled_from(NATIVE_KEYS[2:]), VALUES, max_size=2))
-def test_what_a_run_takes_in_the_native_form_validates(weight: Any, gates: list[Any], keys: dict[str, Any]) -> None:
-    drawn = {"mis": {"weight": weight, "gates": gates, **keys}}
     assert validates(drawn) or not loads(drawn)

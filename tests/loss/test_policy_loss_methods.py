@@ -19,6 +19,7 @@ from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH, TOTAL
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
+from mis_ext.keys.flat import flat_keys
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.catalogue import choose_method
@@ -334,10 +335,8 @@ def test_modes_are_methods() -> None:
 @pytest.mark.parametrize("name", HOOK_CAN)
 def test_what_the_hook_can_do_gives_the_same_by_either_key(name) -> None:
     """The hook's keys around the host's PPO, and the method by its name."""
-    from mis_ext.keys.native import native_keys
-
     found = as_correction(METHODS[name](**parameters(name)))
-    hook = {"use_tis": True, "mis": native_keys(found.config) | {"guard": "warn"}}
+    hook = flat_keys(found.config) | {"mis_guard": "warn"}
     flags = {"eps_clip": found.low, "eps_clip_high": found.high, "eps_clip_c": found.dual}
     assert_same(computed(hook | flags), computed(key_of(name)))
 

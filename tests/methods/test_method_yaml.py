@@ -18,8 +18,8 @@ from rows import for_each
 
 import mis_ext
 from mis_ext.correction.statistics import MISMATCH
+from mis_ext.keys.flat import flat_keys
 from mis_ext.keys.loss_keys import loss_settings
-from mis_ext.keys.native import NATIVE_KEY, native_keys
 from mis_ext.keys.presets import method_yaml
 from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
@@ -156,21 +156,21 @@ def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds")
-def test_any_configuration_goes_through_its_native_keys() -> None:
+def test_any_configuration_goes_through_its_keys() -> None:
     choose = random.Random(0).choice
     for _ in range(200):
         config = draw_point(choose).config.replace(per_token_loss=False)
         if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
             config = config.replace(scope="data_parallel")
-        keys = json.loads(json.dumps({"use_tis": True, NATIVE_KEY: native_keys(config)}))
+        keys = json.loads(json.dumps(flat_keys(config)))
         assert mis_ext.config_from_mapping(keys) == config
     gate = mis_ext.Gate(low=0.5, high=2.0)
     others = {"metrics": ("mis_k3_kl",), "metric_max": math.inf, "warn_only": {"shifted_log_probs"}}
     config = mis_ext.CorrectionConfig(gates=(gate,), max_reject_fraction=0.3, **others)
-    keys = yaml.safe_load(yaml.safe_dump({"use_tis": True, NATIVE_KEY: native_keys(config)}))
+    keys = yaml.safe_load(yaml.safe_dump(flat_keys(config)))
     assert mis_ext.config_from_mapping(keys) == config
     with pytest.raises(ValueError, match="metrics_only"):
-        native_keys(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
+        flat_keys(mis_ext.CorrectionConfig(weight=None, metrics_only=True))
 
 
 each_parameter = for_each("name, key", [(name, key) for name, row in METHODS.items() for key in row.defaults])

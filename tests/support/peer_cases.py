@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import verl_cases
+from flat_keys import keys_of
 
 import mis_ext
 
@@ -30,8 +31,8 @@ def _method(name: str, **parameters: object) -> dict:
     return {"mis_loss_method": {"name": name, **parameters}}
 
 
-def _correction(mode: str, **native: object) -> dict:
-    return {"mis_loss_mode": mode, "use_tis": True, "mis": native}
+def _correction(mode: str, **parts: Any) -> dict:
+    return {"mis_loss_mode": mode} | keys_of(**parts)
 
 
 NEMO_RL = {
@@ -56,8 +57,7 @@ NEMO_RL = {
     "cispo": ({"use_cispo": True}, _method("cispo", low=0.8, high=1.2)),
     "cispo, tis": (
         _IS | {"use_cispo": True, f"{_TRUNCATED}_type": "tis", f"{_TRUNCATED}_ratio": 1.2},
-        _method("cispo", low=0.8, high=1.2)
-        | {"use_tis": True, "mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.2}}},
+        _method("cispo", low=0.8, high=1.2) | keys_of(weight={"level": "token", "mode": "truncate", "high": 1.2}),
     ),
     "reinforce": ({"disable_ppo_ratio": True}, _method("reinforce")),
     "gspo": (
@@ -66,8 +66,7 @@ NEMO_RL = {
     ),
     "gspo, sequence weights": (
         _IS | {"sequence_level_importance_ratios": True, "token_level_loss": False},
-        _method("gspo", low=0.2, high=0.2)
-        | {"use_tis": True, "mis": {"weight": {"level": "sequence", "mode": "unbounded"}}},
+        _method("gspo", low=0.2, high=0.2) | keys_of(weight={"level": "sequence", "mode": "unbounded"}),
     ),
     "on-policy, tis": (
         _IS | {"force_on_policy_ratio": True, f"{_TRUNCATED}_type": "tis", f"{_TRUNCATED}_ratio": 1.2},

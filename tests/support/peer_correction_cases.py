@@ -3,8 +3,10 @@
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from flat_keys import keys_of
 
 
 def _weight(level: str, mode: str, **bounds: float) -> dict:
@@ -15,8 +17,8 @@ def _gates(*gates: dict) -> dict:
     return {"weight": None, "gates": list(gates)}
 
 
-def _dual_clip(**native: object) -> dict:
-    return {"mis_loss_method": "ppo", "use_tis": True, "mis": native}
+def _dual_clip(**parts: Any) -> dict:
+    return {"mis_loss_method": "ppo"} | keys_of(**parts)
 
 
 _TOKEN = _weight("token", "truncate", high=1.2)
@@ -97,26 +99,26 @@ OPENRLHF_0_11_2 = {
 """The same of version 0.11.2, which renamed them."""
 
 ROLL = {
-    "token": ({"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.2}}, {"mis": _TOKEN}),
+    "token": ({"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.2}}, keys_of(**_TOKEN)),
     "sequence": (
         {"is_weight": {"enabled": True, "weight_type": "sequence", "upper_bound": 1.5}},
-        {"mis": _weight("sequence", "truncate", high=1.5)},
+        keys_of(**_weight("sequence", "truncate", high=1.5)),
     ),
     "geometric": (
         {"is_weight": {"enabled": True, "weight_type": "geometric", "upper_bound": 1.05}},
-        {"mis": _weight("geometric", "truncate", high=1.05)},
+        keys_of(**_weight("geometric", "truncate", high=1.05)),
     ),
     "token filter": (
         {"filters": [{"agg_type": "token", "ratio_enabled": True, "ratio_low": 0.8, "ratio_high": 1.3}]},
-        {"mis": _gates({"reduce": "token", "low": 0.8, "high": 1.3})},
+        keys_of(**_gates({"reduce": "token", "low": 0.8, "high": 1.3})),
     ),
     "geometric filter": (
         {"filters": [{"agg_type": "geometric", "ratio_enabled": True, "ratio_low": 0.95, "ratio_high": 1.01}]},
-        {"mis": _gates({"reduce": "mean", "low": 0.95, "high": 1.01})},
+        keys_of(**_gates({"reduce": "mean", "low": 0.95, "high": 1.01})),
     ),
     "sequence filter": (
         {"filters": [{"agg_type": "sequence", "ratio_enabled": True, "ratio_low": 0.8, "ratio_high": 1.5}]},
-        {"mis": _gates({"reduce": "sum", "low": 0.8, "high": 1.5})},
+        keys_of(**_gates({"reduce": "sum", "low": 0.8, "high": 1.5})),
     ),
 }
 """ROLL's ``train_infer_correction``, and our keys."""
@@ -184,13 +186,13 @@ AREAL = {
 
 def _up_to(reduce: str, high: float) -> dict:
     gate = {"reduce": reduce, "high": high, "action": "zero"}
-    return {"mis": {**_weight("token", "unbounded"), "gates": [gate]}}
+    return keys_of(**_weight("token", "unbounded"), gates=[gate])
 
 
 MS_SWIFT = {
-    "token_truncate": (1.2, {"mis": _TOKEN}),
+    "token_truncate": (1.2, keys_of(**_TOKEN)),
     "token_mask": (1.2, _up_to("token", 1.2)),
-    "sequence_truncate": (1.01, {"mis": _weight("geometric", "truncate", high=1.01)}),
+    "sequence_truncate": (1.01, keys_of(**_weight("geometric", "truncate", high=1.01))),
     "sequence_mask": (1.01, _up_to("mean", 1.01)),
 }
 """ms-swift's ``rollout_importance_sampling_mode``, its threshold, and our keys."""

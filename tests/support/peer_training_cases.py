@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flat_keys import keys_of
+
 TOKEN = {"rollout_is": "token", "rollout_is_threshold": 1.2}
 GATED = TOKEN | {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
 CLIP = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0", "bypass_mode": True}
@@ -41,7 +43,7 @@ VERL: dict[str, dict[str, Any]] = {
     "own bypass clip": {"options": {PLACE: CLIP, LOSS: BYPASS}, "unlike": "own bypass"},
     "our bypass whole": {
         "options": {PLACE: CLIP, LOSS: {"loss_mode": "bypass_mode"}},
-        "keys": {"mis_loss_mode": "bypass", "use_tis": True, "eps_clip_c": 3.0, "mis": {"gates": [_BAND]}},
+        "keys": {"mis_loss_mode": "bypass", "eps_clip_c": 3.0} | keys_of(gates=[_BAND]),
         "like": "own bypass clip",
         "logs": ["actor/mis_k3_kl"],
     },
@@ -91,15 +93,15 @@ VERL_RLLM: dict[str, dict[str, Any]] = {
     "rllm own bypass": {"options": _RLLM_REINFORCE, "unlike": "rllm own bypass clip"},
     "rllm our bypass": {
         "options": _RLLM_REINFORCE,
-        "keys": {"mis": {"weight": {"level": "token", "mode": "truncate", "high": 1.2}, "gates": [_BAND]}},
+        "keys": keys_of(weight={"level": "token", "mode": "truncate", "high": 1.2}, gates=[_BAND]),
         "like": "rllm own bypass",
         "weights": _SENT,
         "logs": LOGS,
     },
-    "rllm keys without bypass": {"keys": {"mis": {"gates": [_BAND]}}, "like": "rllm none", "weights": _SENT},
+    "rllm keys without bypass": {"keys": keys_of(gates=[_BAND]), "like": "rllm none", "weights": _SENT},
     "rllm weights alone": {
         "options": {"rllm.algorithm": {"rollout_correction.tis_mode": "token"}},
-        "keys": {"mis": {"gates": [_BAND]}},
+        "keys": keys_of(gates=[_BAND]),
         "refused": "asks for weights alone",
     },
     "rllm three policies": {
@@ -124,7 +126,7 @@ SKYRL: dict[str, dict[str, Any]] = {
         "unlike": "none",
     },
     "ours": {
-        "keys": {"mis_loss_method": "ppo", "use_tis": True, "mis": {"weight": _WEIGHT, "gates": [_BAND]}},
+        "keys": {"mis_loss_method": "ppo"} | keys_of(weight=_WEIGHT, gates=[_BAND]),
         "like": "own",
         "logs": ["loss_metrics/mis_k3_kl"],
     },
@@ -152,7 +154,7 @@ NEMO_RL: dict[str, dict[str, Any]] = {
     "none": {},
     "own": {"options": _TIS | {"truncated_importance_sampling_ratio": 1.2}, "unlike": "none"},
     "ours": {
-        "keys": {"mis_loss_method": "ppo", "use_tis": True, "mis": {"weight": _WEIGHT}},
+        "keys": {"mis_loss_method": "ppo"} | keys_of(weight=_WEIGHT),
         "like": "own",
         "logs": ["mis_k3_kl", "mis_ratio_highest"],
     },
@@ -169,7 +171,7 @@ ROLL: dict[str, dict[str, Any]] = {
     },
     "ours": {
         "options": {"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.2}},
-        "keys": {"mis": {"weight": _WEIGHT, "gates": [_BAND]}},
+        "keys": keys_of(weight=_WEIGHT, gates=[_BAND]),
         "like": "own",
         "logs": ["actor/mis_k3_kl"],
     },

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of TRL's ``GRPOTrainer``, and the keys with which ours is the same."""
 
+from flat_keys import keys_of
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 NO_CORRECTION = {"vllm_importance_sampling_correction": False}
 OF_SEQUENCES = {"importance_sampling_level": "sequence"}
@@ -12,7 +14,7 @@ def _mode(mode: str, low: float | None = None, high: float | None = None) -> dic
 
 
 def _weight(level: str, mode: str, *gates: dict, **bounds: float) -> dict:
-    return {"mis": {"weight": {"level": level, "mode": mode, **bounds}, "gates": list(gates)}}
+    return keys_of(weight={"level": level, "mode": mode, **bounds}, gates=gates)
 
 
 def _method(name: str, **parameters: object) -> dict:

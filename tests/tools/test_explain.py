@@ -264,7 +264,9 @@ def test_what_the_render_page_presets_advises_against_has_a_trap_and_what_it_tak
 
 def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
-    path.write_text("mis: {gates: [{statistic: proximal_probability, low: 0.9}]}\n")
+    path.write_text(
+        "{tis_level: none, use_rs: true, rs_level: none, rs_gates: [{statistic: proximal_probability, low: 0.9}]}\n"
+    )
     assert main(["explain", str(path)]) == 0
     shown = capsys.readouterr().out
     for label in ("tokens kept", "responses kept", "mean factor on the gradient", "ESS of what multiplies the"):
@@ -335,8 +337,9 @@ def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:
 def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(
-        "mis:\n  weight: {level: geometric, mode: clip, low: 0.95, high: 1.04}\n  denominator: kept\n"
-        "  gates:\n    - {statistic: k3, reduce: mean, high: 0.01, action: zero}\n    - {reduce: sum, low: 0.25}\n"
+        "{tis_level: geometric, tis_mode: clip, tis_lower_bound: 0.95, tis_upper_bound: 1.04, mis_denominator: kept,\n"
+        "use_rs: true, rs_level: none,\n"
+        "rs_gates: [{statistic: k3, reduce: mean, high: 0.01, action: zero}, {reduce: sum, low: 0.25}]}\n"
     )
     assert main(["explain", str(path), "--json", "--k3", "2e-3", "--length", "100", "--stale"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -103,7 +103,7 @@ YAMLS = {
     "a folder": lambda path: path.mkdir(),
     "nothing": lambda path: None,
     "no YAML": content(b"a: [1, 2\nb: }"),
-    "a key twice": content(b"mis:\n  weight: {level: token, high: 2.0, high: 3.0}\n"),
+    "a key twice": content(b"rs_gates:\n- {level: token, high: 2.0, high: 3.0}\n"),
     "a list as a key": content(b"? [a, b]\n: 1\n? [a]\n: 2\n"),
     "a tab": content(b"a:\n\t- 1\n"),
     "deep": content(b"a: " + b"[" * 600 + b"]" * 600),

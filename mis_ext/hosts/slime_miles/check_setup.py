@@ -48,7 +48,6 @@ from mis_ext.hosts.slime_miles.policy_loss import (
     refuse_missing_logits,
 )
 from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
-from mis_ext.keys.native import NATIVE_KEY
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
 from mis_ext.tools.explain.words import steps_of
@@ -316,7 +315,7 @@ def _unread_keys(args: Any) -> list[str]:
     try:
         if path:
             text = base64.b64decode(path.removeprefix(_INLINE)) if is_inline else Path(path).read_bytes()
-            keys = [*dict.fromkeys([*names_in_yaml(text, once=(*FLAT_KEYS, NATIVE_KEY)), *keys])]
+            keys = [*dict.fromkeys([*names_in_yaml(text, once=FLAT_KEYS), *keys])]
     except (OSError, yaml.YAMLError, RecursionError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         said = [f"mis_ext: {name} cannot be read here ({why}): not every key in it that nobody reads is named"]
@@ -430,7 +429,7 @@ def _only_dithers(args: Any) -> bool:
 
 
 def _idle_keys(args: Any) -> list[str]:
-    return [key for key in (*FLAT_KEYS, NATIVE_KEY) if key not in _SWITCHES and read_argument(args, key) is not None]
+    return [key for key in FLAT_KEYS if key not in _SWITCHES and read_argument(args, key) is not None]
 
 
 def _misspelt(args: Any) -> str:

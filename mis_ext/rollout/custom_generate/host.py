@@ -113,10 +113,8 @@ class Settings:
 
 
 def stores_versions(args: Any) -> bool:
-    """Whether the trainer asks for the version of each token: ``mis_staleness``, or ``staleness`` under ``mis:``."""
-    native = getattr(args, "mis", None)
-    said = [getattr(args, f"mis_{STALENESS}", None), isinstance(native, Mapping) and native.get(STALENESS)]
-    return any(said)
+    """Whether the trainer asks for the version of each token."""
+    return bool(getattr(args, "mis_staleness", None))
 
 
 def check_supported(args: Any, sample: Any) -> None:

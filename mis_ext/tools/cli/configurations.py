@@ -276,8 +276,8 @@ def run_convert(arguments: argparse.Namespace) -> Result:
 
 
 def _show_convert(keys: dict[str, Any], remarks: list[str]) -> None:
-    import yaml
+    from mis_ext.keys.presets import keys_as_yaml
 
     for remark in remarks:
         print(f"# {remark}")
-    print(yaml.safe_dump(keys, sort_keys=False, default_flow_style=None, width=120), end="")
+    print(keys_as_yaml(keys), end="")

@@ -108,9 +108,9 @@ def test_a_version_that_nobody_knows_is_no_number(tokenizer_folder):
     sample = Sample(prompt="The weather")
     run([lambda r: aborted(r, "It", version="default")], tokenizer_folder, sample, partial_rollout=True)
     assert not hasattr(sample, "teacher_log_probs"), "nobody asked for versions"
-    native = {"partial_rollout": True, "mis": {"staleness": True}}
-    run([lambda r: aborted(r, " is", version="default")], tokenizer_folder, sample, **native)
-    run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, **native)
+    resumed = {"partial_rollout": True, "mis_staleness": True}
+    run([lambda r: aborted(r, " is", version="default")], tokenizer_folder, sample, **resumed)
+    run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, **resumed)
     assert [math.isnan(version) for version in sample.teacher_log_probs] == [True] * 5 + [False] * 5
     assert sample.teacher_log_probs[5:] == [8.0] * 5
 

@@ -287,7 +287,7 @@ def _arguments(group: PretrainedGroup) -> Namespace:
             "use_tis": False,
             "get_mismatch_metrics": False,
             "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp",
-            **({"mis_max_reject_fraction": 1.0} if method.keys and "mis" not in method.keys else {}),
+            **({"mis_max_reject_fraction": 1.0} if method.keys else {}),
             **method.keys,
         }
     )
