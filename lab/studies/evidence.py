@@ -8,6 +8,7 @@
     python lab/studies/evidence.py compact                                # a file per study of what ran
     python lab/studies/evidence.py report                                 # pages and pictures of the collapse studies
     python lab/studies/evidence.py alert                                  # when would an alert on k3 have fired?
+    python lab/studies/evidence.py pilot                                  # what the pilot of forks at the alert decides
 
 Results lie in ``lab/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
 a group lies in ``unfinished`` there; ``list`` says how far it got, and the page shows it. Several
@@ -30,16 +31,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, is_over
+from evidence.archives import Row
+from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, alert_at, is_over
+from evidence.pretrained.fork import FORK_STUDIES
+from evidence.pretrained.fork import report as pilot_report
 from evidence.pretrained.group import PretrainedGroup
-from evidence.results import Results
+from evidence.results import Keeping, Results
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
 
-STUDIES = {study.name: study for study in COLLAPSE_STUDIES}
+STUDIES = {study.name: study for study in (*COLLAPSE_STUDIES, *FORK_STUDIES)}
 FOLDER = Path(__file__).parents[1] / "evidence"
 USABLE_MEMORY = 0.95
 """Of a GPU: contexts and NCCL take some that torch does not count."""
@@ -50,7 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {"list": "what has run", "run": "run what is missing", "compact": "a file per study of what ran"}
-    for name, text in (texts | {"report": "pages and pictures"}).items():
+    for name, text in (
+        texts | {"report": "pages and pictures", "pilot": "what the pilot of forks decides so far"}
+    ).items():
         command = commands.add_parser(name, help=text)
         command.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all by default")
         command.add_argument("--results", type=Path, default=FOLDER / "results")
@@ -80,6 +86,9 @@ def main() -> None:
         from evidence.pretrained import alert
 
         alert.report(STUDIES[LADDER], STUDIES[CORRECTION], Results(FOLDER / "results"), FOLDER)
+        return
+    if options.command == "pilot":
+        print(pilot_report(Results(options.results)))
         return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
@@ -228,9 +237,19 @@ def run(group: PretrainedGroup, results: Results, places: Places, stop: Stop) ->
                 keep.write_now_and_then()
                 progress.update(bar, completed=training.num_steps_done, reward=rows[-1]["reward"])
                 keep.is_over = is_over(group, rows)
+                if group.keeps_alert:
+                    fork(group, rows, keep)
                 # Not before a step: every slice gets further.
                 if stop:
                     break
+
+
+def fork(group: PretrainedGroup, rows: list[Row], keep: Keeping) -> None:
+    """Keep the state of this step if the alert fires at it."""
+    if alert_at([row["k3"] for row in rows]) == rows[-1]["step"]:
+        start = time.monotonic()
+        keep.write_alert()
+        print(f"{group.name}: alert at step {rows[-1]['step']}, its state kept in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

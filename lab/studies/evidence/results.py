@@ -27,7 +27,7 @@ from .group import Group
 if TYPE_CHECKING:
     from .pretrained.training import PretrainedTraining as Training
 
-UNFINISHED = "unfinished"
+UNFINISHED, ALERT = "unfinished", ".alert"
 # A process that is killed loses no more than this.
 SECONDS_BETWEEN_WRITES = 5.0
 
@@ -37,7 +37,8 @@ class Results:
 
     A finished group is in an archive of its own, ``GROUP.zip``, until :meth:`compact` puts it into that of its study:
     its settings and machine, a row per run and step, and the log-probs of the steps that the group names.
-    ``GROUP.state.pt`` is there while the group is not finished. What a group has so far, ``unfinished/GROUP.zip``, is
+    ``GROUP.state.pt`` is there while the group is not finished, and stays where the group keeps its alert:
+    ``GROUP.alert.state.pt``. What a group has so far, ``unfinished/GROUP.zip``, is
     written all along: a process that is killed leaves it.
     """
 
@@ -110,10 +111,11 @@ class Results:
         self._archives.compact(study, [group.name for group in groups])
 
     def resume(self, group: Group, training: Training) -> list[Row]:
-        """Bring an interrupted group's training to where it was; its rows so far."""
-        if not self._state(group).exists():
+        """Bring an interrupted group's training to where it was, at its stop or its alert; its rows so far."""
+        states = [path for path in (self._state(group), self._state(group, ALERT)) if path.exists()]
+        if not states:
             return []
-        saved = torch.load(self._state(group), map_location="cpu", weights_only=False)
+        saved = torch.load(states[0], map_location="cpu", weights_only=False)
         training.restore(saved["training"])
         self._kept = saved["kept"]
         rows: list[Row] = saved["rows"]
@@ -124,7 +126,11 @@ class Results:
         """Keep what there is at the end: the results, or the state if it comes before the last step."""
         kept: dict[str, Any] = self.__dict__.pop("_kept", {})
         so_far = Results(self._folder / UNFINISHED)
-        keeping = Keeping(kept, write=lambda: so_far._write_longer(group, training, rows, kept))
+        keeping = Keeping(
+            kept,
+            write=lambda: so_far._write_longer(group, training, rows, kept),
+            write_alert=lambda: self._write_state(self._state(group, ALERT), training, rows, kept),
+        )
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             yield keeping
@@ -134,8 +140,7 @@ class Results:
                 self._state(group).unlink(missing_ok=True)
                 so_far._archives.remove(group.name)
             elif training.has_begun:
-                state = {"training": training.state(), "rows": _complete(rows, training), "kept": kept}
-                torch.save(state, self._state(group))
+                self._write_state(self._state(group), training, rows, kept)
                 keeping.write()
 
     def _write(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
@@ -153,20 +158,27 @@ class Results:
     def _is_of(self, group: Group) -> bool:
         return self._archives.has(group.name) and self._archives.head(group.name)["settings"] == settings(group)
 
-    def _state(self, group: Group) -> Path:
-        return self._folder / f"{group.name}.state.pt"
+    def _write_state(self, path: Path, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
+        state = {"training": training.state(), "rows": _complete(rows, training), "kept": dict(kept)}
+        part = path.with_suffix(".part")
+        torch.save(state, part)
+        part.replace(path)
+
+    def _state(self, group: Group, at: str = "") -> Path:
+        return self._folder / f"{group.name}{at}.state.pt"
 
 
 class Keeping:
     """Takes the log-probs that a training keeps, by name; ``write`` keeps what there is of the group so far.
 
-    ``is_over``: the group is finished, though not at its last step.
+    ``write_alert`` keeps the state of this step, from which runs may fork. ``is_over``: the group is finished, though
+    not at its last step.
     """
 
     is_over = False
 
-    def __init__(self, kept: dict[str, Any], *, write: Callable[[], None]) -> None:
-        self._kept, self._written, self.write = kept, time.monotonic(), write
+    def __init__(self, kept: dict[str, Any], *, write: Callable[[], None], write_alert: Callable[[], None]) -> None:
+        self._kept, self._written, self.write, self.write_alert = kept, time.monotonic(), write, write_alert
 
     def __call__(self, name: str, arrays: dict[str, Any]) -> None:
         """Take arrays by stream."""

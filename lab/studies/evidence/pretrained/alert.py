@@ -13,11 +13,9 @@ import numpy as np
 from evidence.results import Results
 from evidence.study import NONE, Study
 
-from .collapse import WINDOW
-from .collapse_runs import LAST, SMOOTH, own_rewards, runs_seen
+from .collapse import HIGHEST, SMOOTH, TIMES, WINDOW
+from .collapse_runs import LAST, own_rewards, runs_seen
 
-TIMES, HIGHEST = 5.0, 0.1
-"""An alert: a mean of ``SMOOTH`` steps above so many times that of the first ``WINDOW``; or above so much."""
 SMOLLM2, METHODS = "pretrained_", (NONE.name, "token_tis")
 _HEAD = """# When would an alert on k3 have fired?
 

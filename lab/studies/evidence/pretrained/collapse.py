@@ -23,6 +23,9 @@ from .studies import BF16, token_tis
 
 # Steps of a mean, and for how many more steps it stays below half.
 WINDOW, STAYS = 10, 20
+# The alert of the guide: the mean of k3 over so many steps is above so many times that of the first ten, or above so
+# much.
+SMOOTH, TIMES, HIGHEST = 5, 5.0, 0.1
 LADDER, CORRECTION = "collapse_ladder", "collapse_correction"
 
 _QWEN = PretrainedGroup(
@@ -221,6 +224,15 @@ def collapsed_at(
             return int(step)
         highest = max(highest, float(mean))
     return None
+
+
+def alert_at(k3: Sequence[float]) -> int | None:
+    """The step at which the guide's alert fires, None if it has not: known at that step, from the steps before it."""
+    if len(k3) < WINDOW + SMOOTH:
+        return None
+    means = np.convolve(k3[WINDOW:], np.ones(SMOOTH) / SMOOTH, "valid")
+    is_above = means > min(TIMES * float(np.mean(k3[:WINDOW])), HIGHEST)
+    return WINDOW + SMOOTH - 1 + int(is_above.argmax()) if is_above.any() else None
 
 
 def is_over(group: PretrainedGroup, rows: Sequence[dict[str, Any]]) -> bool:

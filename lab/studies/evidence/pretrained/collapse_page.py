@@ -15,11 +15,10 @@ from evidence.results import Results
 from evidence.study import Study
 
 from . import collapse_correction
-from .collapse import COLLAPSE_STUDIES, CORRECTION, ENGINES, LADDER, STAYS, WINDOW, collapsed_at, verdicts
+from .collapse import COLLAPSE_STUDIES, CORRECTION, ENGINES, LADDER, SMOOTH, STAYS, WINDOW, collapsed_at, verdicts
 from .collapse_runs import (
     EVIDENCE,
     LAST,
-    SMOOTH,
     WARNINGS,
     Runs,
     draw,

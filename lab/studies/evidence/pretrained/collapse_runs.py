@@ -17,7 +17,7 @@ from evidence.pictures import plt, save
 from evidence.results import Results
 from evidence.study import NONE, Study
 
-from .collapse import WINDOW, has_collapsed, is_over
+from .collapse import SMOOTH, WINDOW, has_collapsed, is_over
 from .group import PretrainedGroup
 
 EVIDENCE = Path(__file__).parents[3] / "evidence"
@@ -25,9 +25,7 @@ STOPPED = EVIDENCE / "collapse_stopped.jsonl"
 """Every step of runs whose machine had to be given back; their state did not come back, so they begin anew."""
 # Evaluations of a mean: the last ones.
 LAST = 4
-# Steps of a mean that warns, and what is a warning: a number, its limit in words, and the limit of means, given the
-# first steps.
-SMOOTH = 5
+# What is a warning: a number, its limit in words, and the limit of means of ``SMOOTH`` steps, given the first steps.
 Limit = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.bool_]]
 WARNINGS: tuple[tuple[str, str, Limit], ...] = (
     ("k3", "k3 above 3 times its start", lambda means, first: means > 3 * first.mean()),

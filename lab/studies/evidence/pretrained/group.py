@@ -32,6 +32,8 @@ class PretrainedGroup(Group):
         per_token_loss: The mean over all tokens of a step, in which long answers weigh more; else over answers.
         evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them, or
             keys and values.
+        evaluates_greedily: Evaluations sample a second time, at a temperature of 0.001.
+        keeps_alert: The state at which the alert fires is kept beside the results.
         stops_collapsed: A run in which rollouts and own policy have collapsed goes no further.
         last_fall: Falls that begin later do not count: a run that stands at this step goes no further. 0: all count.
         num_dumped: Answers of a rollout whose log-probs are kept.
@@ -69,6 +71,8 @@ class PretrainedGroup(Group):
     divides_advantages: bool = True
     per_token_loss: bool = False
     evaluates_in_engine: bool = False
+    evaluates_greedily: bool = False
+    keeps_alert: bool = False
     stops_collapsed: bool = False
     last_fall: int = 0
     num_dumped: int = 64

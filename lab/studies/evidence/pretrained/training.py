@@ -34,6 +34,8 @@ from .workplace import EVALUATION_SEED, Workplace
 # Of the rollouts that are scored again later.
 NUM_SCORED_AGAIN = 64
 STEPS_BETWEEN_AGES = 5
+# Of a greedy answer: equal logits draw lots.
+GREEDY = 1e-3
 
 Keep = Callable[[str, dict[str, Any]], None]
 
@@ -109,7 +111,7 @@ class PretrainedTraining:
         found |= learned
         trained = time.perf_counter()
         if group.updates and (step % group.eval_interval == 0 or step + 1 == group.num_steps):
-            found["own_reward"] = self._evaluate()
+            found |= self._evaluate()
         found["seconds"] = time.perf_counter() - start
         found |= {"sampling_seconds": sampled - start, "training_seconds": trained - sampled}
         self.sampling_seconds += sampled - start
@@ -243,20 +245,24 @@ class PretrainedTraining:
                 found[f"k3_age_{age}"] = numbers.k3(torch.cat(log_probs) - torch.cat(old["rollout_log_probs"]))
         return found
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> dict[str, float]:
         """Mean reward of the trainer's own policy on the held-out questions."""
         group = self.group
         evaluator = self._workplace.evaluator(group)
         evaluator.load(self._trainer.weights())
-        answers = evaluator.sample(
-            [question.prompt_ids for question in self._held_out],
-            num_tokens=group.response_length,
-            temperature=group.temperature,
-            end_token=self._end_token,
-            seed=EVALUATION_SEED,
-        )
-        rewards = [question.grade(ids) for question, ids in zip(self._held_out, answers.ids, strict=True)]
-        return sum(rewards) / len(rewards)
+        temperatures = {"own_reward": group.temperature} | ({"own_greedy": GREEDY} if group.evaluates_greedily else {})
+        found = {}
+        for name, temperature in temperatures.items():
+            answers = evaluator.sample(
+                [question.prompt_ids for question in self._held_out],
+                num_tokens=group.response_length,
+                temperature=temperature,
+                end_token=self._end_token,
+                seed=EVALUATION_SEED,
+            )
+            rewards = [question.grade(ids) for question, ids in zip(self._held_out, answers.ids, strict=True)]
+            found[name] = sum(rewards) / len(rewards)
+        return found
 
     @property
     def _end_token(self) -> int:
