@@ -59,9 +59,13 @@ def test_a_run_goes_on_from_its_alert_or_from_where_it_was_killed_as_if_it_had_n
     """In bfloat16, whose optimizer has weights of its own; equal to the last bit."""
     own, trainings = training.numbers.mismatch, list[PretrainedTraining]()
     curve = [*START, *[0.2] * 7]
-    monkeypatch.setattr(
-        training.numbers, "mismatch", lambda *given: own(*given) | {"k3": curve[trainings[-1].num_steps_done]}
-    )
+    taken: list[int] = []
+
+    def mismatch(*given: Any) -> dict[str, float]:
+        taken.append(trainings[-1].num_steps_done)
+        return own(*given) | {"k3": curve[taken[-1]]}
+
+    monkeypatch.setattr(training.numbers, "mismatch", mismatch)
     size = {"num_steps": 17, "response_length": 2, "num_prompts": 1, "samples_per_prompt": 2, "eval_interval": 16}
     whole = dataclasses.replace(GROUP, keeps_alert=True, evaluates_greedily=True, **size)
     whole = dataclasses.replace(whole, engine=EngineSpec(dtype="float32"))
@@ -83,6 +87,7 @@ def test_a_run_goes_on_from_its_alert_or_from_where_it_was_killed_as_if_it_had_n
         state = tmp_path / "again" / f"{whole.name}.state.pt"
         if stop and stop.step == 16:
             state.unlink()
+    assert taken == [*range(17), *range(6), *range(6, 16), 15, 16]
     assert _rows(again, whole) == _rows(expected, whole)
     first, last = (_tensors(run.state()) for run in (trainings[0], trainings[-1]))
     assert first.keys() == last.keys()

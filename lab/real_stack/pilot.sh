@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The pilot of forks at the alert on a machine with GPUs and no network, step by step. pack_pilot.sh makes what is carried there.
+#
+#   pilot.sh base FOLDER       # unpack what is not the model, and try everything with random weights, in the background
+#   pilot.sh take FOLDER       # keep a piece of the model
+#   pilot.sh start             # put the pieces together, and begin: one process a run, in the background
+#   pilot.sh poll SECONDS OUT  # wait so long or until all have ended; then a table, and the results as files in OUT
+#
+# A process that dies begins again, from its alert if it had one. STUDY, SMOKE, GPUS, PLACE and DEVICE are for tests.
+set -euo pipefail
+place="${PLACE:-/tmp/fork}" study="${STUDY:-alert_pilot}" smoke="${SMOKE:-alert_smoke}"
+code="$place/code" python="${PYTHON:-python3}"
+export PYTHONPATH="$code:$place/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+[[ ! -e "$place/REVISION" ]] || REVISION="$(cat "$place/REVISION")" && export REVISION
+
+# run_one GPU RESULTS MODEL STUDY GROUP SHARE: until it has finished, three times at most.
+run_one() {
+    local attempt log="$place/logs/$5.log"
+    for attempt in 1 2 3; do
+        echo "== $5 on GPU $1, attempt $attempt, $(date +%T)" >> "$log"
+        ! CUDA_VISIBLE_DEVICES="$1" "$python" "$code/lab/studies/evidence.py" run "$4" --only "$5" --results "$2" \
+            --model "$3" --memory-share "$6" ${DEVICE:+--device "$DEVICE"} >> "$log" 2>&1 || break
+        sleep 5
+    done
+    echo "== $5 ended, $(date +%T)" >> "$log"
+}
+
+# run_all RESULTS MODEL STUDY SHARE: a process for each run; the GPUs in turn, and back, so that each has one of an arm.
+run_all() {
+    local index=0 group gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
+    mkdir -p "$1" "$place/logs"
+    cp "$place/gsm_symbolic.json" "$1"
+    for group in $(groups_of "$3"); do
+        run_one $(((index + index / gpus) % gpus)) "$1" "$2" "$3" "$group" "$4" &
+        index=$((index + 1))
+        # SGLang counts what others allocate while it starts.
+        sleep "${STAGGER:-3}"
+    done
+    wait
+}
+
+groups_of() {
+    (cd "$code/lab/studies" && "$python" -c "import sys, evidence
+from evidence.pretrained.fork import FORK_STUDIES
+print(*[group.name for study in FORK_STUDIES if study.name == sys.argv[1] for group in study.groups])" "$1")
+}
+
+case "$1" in
+    base)
+        mkdir -p "$place/pieces" "$place/logs"
+        cp "$0" "$place/pilot.sh"
+        for archive in base code; do tar -xJf "$2/$archive.tar.xz" -C "$place"; done
+        command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv
+        "$python" -c "import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.device_count())"
+        nproc --all && df -h "$place" | tail -n 1 && free -g | sed -n 2p
+        setsid bash "$place/pilot.sh" try > "$place/logs/try.log" 2>&1 < /dev/null &
+        ;;
+    try)
+        echo $$ > "$place/trying"
+        cp -r "$place/qwen" "$place/random"
+        "$python" "$code/lab/real_stack/qwen_model.py" random "$place/random"
+        run_all "$place/smoke" "$place/random" "$smoke" 0.45
+        touch "$place/tried"
+        ;;
+    take)
+        mv "$2"/piece.* "$place/pieces/"
+        ls "$place/pieces" | wc -l
+        tail -qn 2 "$place"/logs/*.log | cut -c 1-200
+        ;;
+    start)
+        cd "$place"
+        cat pieces/piece.* > qwen.gguf
+        sha256sum -c qwen.sha256
+        time "$python" "$code/lab/real_stack/qwen_model.py" weights "$place/qwen.gguf" "$place/qwen" "$(nproc --all)"
+        for ((second = 0; second < ${PATIENCE:-60}; second++)); do [[ ! -e "$place/tried" ]] || break; sleep 1; done
+        [[ -e "$place/tried" ]] || echo "the trial with random weights has not ended: $(tail -qn 2 "$place/logs/$smoke"*.log)"
+        ls "$place/smoke"
+        setsid bash "$place/pilot.sh" go > "$place/logs/go.log" 2>&1 < /dev/null &
+        ;;
+    go)
+        # What the trial still holds of the GPUs.
+        [[ -e "$place/tried" ]] || kill -- "-$(cat "$place/trying")" || true
+        run_all "$place/results" "$place/qwen" "$study" 0.47
+        touch "$place/ended"
+        ;;
+    poll)
+        for ((second = 0; second < $2; second++)); do [[ ! -e "$place/ended" ]] || break; sleep 1; done
+        command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=memory.used,utilization.gpu --format=csv,noheader
+        grep -h "^== \|kept in\|Error" "$place/logs/$study"*.log | tail -n 24 || true
+        ls -l "$place/results" | awk '/state/ {print $5, $9}'
+        df -h "$place" | tail -n 1
+        "$python" "$code/lab/studies/evidence.py" pilot --results "$place/results" | tee "$3/table.md"
+        tar -C "$place" -czf "$3/logs.tar.gz" logs
+        (cd "$place" && find results smoke -name '*.zip') | tar -C "$place" -czf "$3/results.tar.gz" --files-from -
+        ;;
+    *) echo "pilot.sh base|take|start|poll, got $1" >&2; exit 1 ;;
+esac
