@@ -15,9 +15,8 @@ from mis_ext.correction.formula import bounded_exp, where
 from mis_ext.correction.weights import Bound
 from mis_ext.tools.cli import main
 from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
-from mis_ext.tools.explain.traps import FEW_SEQUENCES_ESS, TRAPS
-from mis_ext.tools.report import Part, Summary, WhatIf, summarize
-from mis_ext.tools.report.recommendation import circumstances_of
+from mis_ext.tools.explain.traps import TRAPS
+from mis_ext.tools.report import Part, WhatIf
 from mis_ext.tools.report.what_if import Outcome
 
 pytest.importorskip("rich")
@@ -46,11 +45,6 @@ def outcomes(parts) -> dict[tuple[str, tuple[float, int]], Outcome]:
         what_if.add(part)
         found[name, case] = what_if.outcome()
     return found
-
-
-@pytest.fixture(scope="module")
-def summaries() -> dict[tuple[float, int], Summary]:
-    return {case: summarize([gaussian(*case, count=1000)]) for case in CASES}
 
 
 def sampling_error(share: float, count: int = NUM_SEQUENCES) -> float:
@@ -248,20 +242,6 @@ def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
     assert name not in [trap.name for trap in explain_config(CorrectionConfig(), **there).traps]
 
 
-def test_what_the_render_page_presets_advises_against_has_a_trap_and_what_it_takes_has_none() -> None:
-    circumstances = {"k3": 2e-3, "length": 4096}
-    assert not explain_config(mis_ext.preset("mis"), **circumstances).traps
-    for name in ("gated_mis", "sequence_tis", "sequence_mis"):
-        assert explain_config(mis_ext.preset(name), **circumstances).traps, name
-    (trap,) = explain_config(mis_ext.preset("gated_mis"), **circumstances).traps
-    assert "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old" in trap.text
-    # One warning of gates on sequences is enough: with stale weights another one.
-    stale = explain_config(mis_ext.preset("gated_mis"), **circumstances, is_stale=True).traps
-    assert [trap.name for trap in stale] == ["stale_gates"]
-    vetoed = CorrectionConfig(gates=(Gate(reduce="min", low=1e-4), Gate(low=0.5, high=2.0)))
-    assert not explain_config(vetoed, **circumstances).traps
-
-
 def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(
@@ -292,29 +272,6 @@ def test_few_sequences_decide_where_the_law_did_not_expect_it() -> None:
     # An expected loss has one warning.
     assert fired(weighs, k3=1e-3, length=1000, ess_sequence=0.1) == {"hopeless_sequences"}
     assert fired(weighs, k3=1e-3, length=700, ess_sequence=0.25) == set()
-
-
-def test_where_few_sequences_decide_a_tenth_has_half_of_the_weight() -> None:
-    scale = math.sqrt(-math.log(FEW_SEQUENCES_ESS))
-    logs = torch.special.ndtri((torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000) * scale
-    weights = logs.exp()
-    assert float(weights.sum() ** 2 / (weights.square().sum() * len(weights))) == pytest.approx(0.2, abs=0.005)
-    assert float(weights[-100_000:].sum() / weights.sum()) == pytest.approx(0.5, abs=0.02)
-
-
-def test_the_band_that_rejected_half_of_a_real_run_is_warned_of() -> None:
-    found = explain_config(mis_ext.preset("gated_mis"), k3=5e-3, length=40)
-    assert found.effect.kept_sequences == pytest.approx(0.45, abs=0.01)
-    assert {"rejects_much", "narrow_geometric_band", "low_learning_rate"} <= {trap.name for trap in found.traps}
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", mis_ext.list_presets())
-def test_the_report_of_gaussian_data_warns_of_what_is_explained(outcomes, summaries, name, case) -> None:
-    config = mis_ext.preset(name)
-    measured = circumstances_of(outcomes[name, case], summaries[case])
-    expected = Circumstances.expected(effect_of(config, k3=case[0], length=case[1]))
-    assert [trap.name for trap in traps_of(config, measured)] == [trap.name for trap in traps_of(config, expected)]
 
 
 def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:
@@ -352,24 +309,6 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
     assert [each["length"] for each in found["at_lengths"]] == [6.25, 25, 100, 400]
 
 
-def test_a_whole_loss_that_contradicts_itself_is_named(tmp_path, capsys) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("use_tis: true\nmis_loss_mode: bypas\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(["explain", str(path)])
-    assert (
-        "mis_loss_mode must be one of baseline | decoupled | bypass | reinforce, got 'bypas'" in capsys.readouterr().err
-    )
-
-
-def test_what_a_file_says_about_itself_is_a_note_and_no_warning(tmp_path, capsys) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("use_tis: true\ntis_lower_bound: 0.5\ntis_upper_bound: 2.0\n")
-    assert main(["explain", str(path), "--json"]) == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
-    assert any("tis_lower_bound=0.5 has no effect" in note for note in notes)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -386,13 +325,3 @@ def test_wrong_usage_names_key_value_and_range(capsys, arguments, message) -> No
     with pytest.raises(SystemExit, match="2"):
         main(["explain", *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_a_wrong_value_in_the_file_is_named_with_file_and_range(tmp_path, capsys) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("tis_upper_bound: -2.0\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(["explain", str(path)])
-    error = capsys.readouterr().err
-    assert str(path) in error
-    assert "tis_upper_bound must be in (0, inf], got -2.0" in error

@@ -136,12 +136,6 @@ def test_what_a_run_refuses_is_refused_with_the_file(text, message, tmp_path, ca
     assert str(path) in error
 
 
-def test_a_double_weight_that_a_file_only_warns_of_is_a_note(tmp_path, capsys) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("mis_loss_method: aipo\nuse_tis: true\nmis_guard: {double_correction: warn}\n")
-    assert any("counts the mismatch twice" in note for note in explained(capsys, str(path))["notes"])
-
-
 def test_a_misspelt_name_gets_the_nearest_of_both_lists(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "dppo_tw"])

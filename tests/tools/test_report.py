@@ -2,7 +2,6 @@
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,11 +15,8 @@ from searching import searching
 
 import mis_ext
 from mis_ext.tools.diagnosis import Measuring
-from mis_ext.tools.explain.traps import traps_of
-from mis_ext.tools.report import Collector, Origin, Part, Summary, WhatIf, summarize
-from mis_ext.tools.report.findings import MAX_WAITING
-from mis_ext.tools.report.recommendation import circumstances_of
-from mis_ext.tools.report.tally import NUM_SIZES, effective_share, k_hat, quantile, size_bin, size_of_bin, summed
+from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
+from mis_ext.tools.report.tally import NUM_SIZES, effective_share, k_hat, quantile, size_of_bin
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
 
@@ -30,18 +26,6 @@ def gaussian(*, seed: int = 0, k3: float = K3, length: int = LENGTH, count: int 
     behavior = -3.0 * torch.rand(count, length, generator=generator)
     difference = torch.randn(count, length, generator=generator) * math.sqrt(2.0 * k3) - k3
     return Part.of_lists(proximal=[*(behavior + difference)], behavior=[*behavior], **more)
-
-
-@pytest.fixture(scope="module")
-def summary() -> Summary:
-    return summarize([gaussian()])
-
-
-def test_a_gaussian_mismatch_has_the_effective_sample_size_of_theory(summary) -> None:
-    found = summary.overall
-    assert found.ess_token == pytest.approx(math.exp(-2 * K3), abs=1e-4)
-    assert found.ess_sequence == pytest.approx(math.exp(-2 * K3 * LENGTH), abs=0.06)
-    assert found.ess_geometric == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(("k3", "expected"), [(1e-5, 0.1), (2e-3, 0.25), (1e-2, 0.85)])
@@ -64,16 +48,6 @@ def test_k_hat_of_equal_or_few_weights() -> None:
     assert math.isnan(k_hat(weights[:24]))
 
 
-def test_a_ratio_of_exactly_2_or_a_half_is_not_beyond() -> None:
-    edge = torch.tensor(math.log(2.0))
-    found = summarize([Part.of_lists(proximal=[-edge.view(1), edge.view(1)], behavior=[torch.zeros(1)] * 2)]).overall
-    assert (found.below_half_share, found.above_2_share) == (0.0, 0.0)
-    inside, beyond = 1.0 - 1e-6, 1.0 + 1e-6
-    values = [edge.view(1) * scale for scale in (-beyond, -inside, inside, beyond)]
-    found = summarize([Part.of_lists(proximal=values, behavior=[torch.zeros(1)] * 4)]).overall
-    assert (found.below_half_share, found.above_2_share) == (0.25, 0.25)
-
-
 def test_a_quantile_of_more_tokens_than_float32_can_count_is_exact() -> None:
     counts, many = torch.zeros(NUM_SIZES, dtype=torch.float64), 2.0**25
     counts[100], counts[200] = many, many + 1.0
@@ -93,32 +67,6 @@ def test_a_part_of_no_response_has_no_token() -> None:
     assert len(part.sequence_T) == len(part.position_T) == 0
     summary = summarize([part, gaussian(count=20)])
     assert summary.overall.num_tokens == 20 * LENGTH
-
-
-def test_a_quantile_of_bins_is_exact_to_their_width() -> None:
-    sizes = torch.rand(200_000, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 1e-3
-    counts = summed(size_bin(sizes), 2400)
-    for share in (0.01, 0.5, 0.99):
-        assert quantile(counts, share) == pytest.approx(float(sizes.quantile(share)), rel=0.012)
-    assert quantile(counts, 0.5, num_zeros=400_000) == 0.0
-
-
-def test_steps_files_and_parts_add_up() -> None:
-    whole, halves = Collector(), Collector()
-    whole.add(gaussian(count=60))
-    both = gaussian(count=60).streams
-    for begin, end in ((0, 25), (25, 60)):
-        rows = slice(begin * LENGTH, end * LENGTH)
-        columns = (each[rows].view(-1, LENGTH) for each in (both.proximal_logprobs_T, both.behavior_logprobs_T))
-        proximal, behavior = columns
-        halves.add(Part.of_lists(proximal=[*proximal], behavior=[*behavior], step=str(begin)))
-    one, two = whole.summary(), halves.summary()
-    for name, value in vars(one.overall).items():
-        assert vars(two.overall)[name] == pytest.approx(value, rel=1e-6, abs=1e-9, nan_ok=True), name
-    assert [*two.steps] == ["0", "25"]
-    assert sum(step.num_tokens for step in two.steps.values()) == one.overall.num_tokens
-    assert torch.equal(one.sizes, two.sizes)
-    assert torch.equal(one.density, two.density)
 
 
 def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
@@ -158,37 +106,6 @@ def test_counts_side_by_side_are_those_one_after_the_other() -> None:
         assert str(together.summary().overall) == str(alone.summary().overall)
         assert str(together.outcomes()) == str(alone.outcomes())
         assert str(together.diagnoses()) == str(alone.diagnoses())
-
-
-def test_a_count_takes_one_part_at_a_time_and_in_their_order(monkeypatch) -> None:
-    running: list[str] = []
-    done: list[str] = []
-
-    def count(part: Part) -> None:
-        running.append(part.step)
-        assert running == [part.step]
-        time.sleep(0.2 if part.step == "0" else 0.0)
-        done.append(running.pop())
-
-    steps = [str(step) for step in range(2 * MAX_WAITING)]
-    with ThreadPoolExecutor(4) as pool:
-        collector = Collector(pool=pool)
-        monkeypatch.setattr(collector, "_count", count)
-        for step in steps:
-            collector.add(gaussian(count=1, length=1, step=step))
-            # What is not counted yet is in memory.
-            assert int(step) + 1 - len(done) <= MAX_WAITING
-        with pytest.raises(ValueError, match="nothing to report"):
-            collector.summary()
-    assert done == steps
-
-
-def test_gates_on_sequences_are_warned_of_where_weights_are_stale(summary) -> None:
-    what_if = WhatIf(mis_ext.preset("gated_mis"))
-    what_if.add(gaussian(k3=1e-6, count=10))
-    stale, fresh = (circumstances_of(what_if.outcome(), summary, is_stale=is_stale) for is_stale in (True, False))
-    assert [trap.name for trap in traps_of(what_if.config, stale)] == ["stale_gates"]
-    assert not traps_of(what_if.config, replace(fresh, k3=1e-4))
 
 
 def test_nothing_to_report_is_an_error() -> None:

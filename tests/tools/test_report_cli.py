@@ -3,8 +3,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
@@ -212,19 +210,6 @@ def host_dumps(tmp_path_factory) -> Path:
     return unpacked(HOST_DUMPS, tmp_path_factory.mktemp("hosts"))
 
 
-@pytest.mark.parametrize("host", ["slime", "slime_before", "miles", "miles_bshd"])
-def test_files_of_the_hosts_give_one_summary_however_many_ranks_wrote_them(host_dumps, host) -> None:
-    paths = sorted((host_dumps / host / "train_data").iterdir())
-    report = make_report(Dumps(paths), preset_candidates(["mis"]))
-    expected = make_report(Dumps(sorted((host_dumps / "slime" / "train_data").iterdir())), preset_candidates(["mis"]))
-    assert report.summary.overall.num_sequences == 4
-    for name, value in vars(expected.summary.overall).items():
-        assert vars(report.summary.overall)[name] == pytest.approx(value, rel=1e-6, nan_ok=True), name
-    assert [*report.summary.steps] == ["7"]
-    if len(paths) > 4:
-        assert any("the same numbers as in" in skipped for skipped in report.skipped)
-
-
 def test_advantages_of_context_parallel_ranks_are_joined_as_their_log_probs_are(host_dumps, tmp_path) -> None:
     for path in (host_dumps / "miles" / "train_data").iterdir():
         content = torch.load(path)
@@ -301,23 +286,6 @@ def test_wrong_usage_is_said(tmp_path, capsys, arguments, message) -> None:
 def test_a_report_says_which_one_it_replaces(low_precision) -> None:
     shown = (low_precision.parent / "terminal.txt").read_text()
     assert "in the place of the report of 1970-01-01" in " ".join(shown.split())
-
-
-def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(tmp_path)])
-    assert str(tmp_path) in capsys.readouterr().err
-
-
-def test_the_module_is_the_command() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "mis_ext", "report", "--help"],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-    ).stdout
-    assert "--config" in shown
 
 
 def test_a_configuration_of_ones_own_is_ranked_with_the_warnings_of_the_guards(tmp_path) -> None:

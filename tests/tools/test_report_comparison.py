@@ -108,33 +108,6 @@ def test_every_number_is_that_of_each_run_and_their_ratio_or_difference(runs, dr
     assert found["reward"].change == pytest.approx(means[0] - means[1])
 
 
-def test_a_run_against_itself_differs_in_nothing(runs) -> None:
-    run, _ = runs
-    found = side_by_side(run, run)
-    for each in found.numbers:
-        assert each.change == (1.0 if each.name in RATIOS else 0.0)
-        if each.name in WITH_ERROR:
-            assert each.interval.low < each.change < each.interval.high
-    assert all(cause.first == cause.second is not None for cause in found.causes)
-    assert found.headline == f"k3 of A is that of B: {run.summary.overall.k3:.3g} per token."
-    assert found.notes == ()
-
-
-def test_swapped_runs_give_the_reciprocal_ratio_and_the_opposite_difference(runs) -> None:
-    first, second = runs
-    swapped = numbers(side_by_side(second, first))
-    for name, each in numbers(side_by_side(first, second)).items():
-        other = swapped[name]
-        bounds = (other.interval.high, other.interval.low)
-        if each.kind == "ratio":
-            assert each.change * other.change == pytest.approx(1.0)
-            expected = tuple(1.0 / bound for bound in bounds)
-        else:
-            assert each.change == -other.change
-            expected = tuple(-bound for bound in bounds)
-        assert (each.interval.low, each.interval.high) == pytest.approx(expected, nan_ok=True)
-
-
 def test_two_draws_of_one_law_are_not_more_than_noise(tmp_path) -> None:
     found = side_by_side(
         *(run_in(tmp_path / f"{seed}.jsonl", rows_of(seed, spread=0.2)) for seed in (2, 3)),

@@ -72,10 +72,9 @@ def test_a_key_that_the_hook_could_do_has_exactly_the_numbers_of_its_configurati
 
 
 @pytest.mark.filterwarnings("ignore:a geometric gate")
-@pytest.mark.parametrize("advantages", [True, False])
 @pytest.mark.parametrize("name", HOOK)
-def test_the_method_itself_gives_the_hooks_numbers_to_rounding(name, advantages) -> None:
-    method, part = METHODS[name](**FIRING.get(name, {})), drawn(advantages=advantages)
+def test_the_method_itself_gives_the_hooks_numbers_to_rounding(name) -> None:
+    method, part = METHODS[name](**FIRING.get(name, {})), drawn()
     found, wanted = outcome_of(NO_CORRECTION, part, method), outcome_of(as_correction(method).config, part)
     # Of rejected tokens the hook has a weight, which the mask takes out; which gate took them is not said.
     ours = ("weight_mean", "weight_min", "weight_p50", "weight_p99", "weight_max", "removed_by")
@@ -232,19 +231,3 @@ def test_among_equally_good_ones_the_ranking_goes_from_tokens_to_sequences() -> 
         "token_tis",
         *(f"method {name}" for name in ("aipo", "ppo", "vespo", "opsm")),
     ]
-
-
-def test_the_best_of_a_report_is_a_file_to_paste_also_if_it_is_a_method() -> None:
-    candidate = method_candidate("dppo_tv")
-    assert candidate.yaml == method_yaml(METHODS["dppo_tv"])
-    assert (candidate.name, candidate.method) == ("method dppo_tv", METHODS["dppo_tv"].method)
-
-
-def test_a_dump_without_advantages_is_said_with_the_method(tmp_path, capsys) -> None:
-    dump = tmp_path / "run.jsonl"
-    dump.write_text(rows(advantages=False))
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(dump), "--out", str(tmp_path / "out"), "--method", "topr"])
-    error = capsys.readouterr().err
-    assert "method topr: " in error
-    assert "looks at the advantages" in error

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard errors over prompts and the intervals of two runs: against theory, and against what repeated draws do.
-
-`python tests/tools/test_report_noise.py` prints how often the interval holds the truth.
-"""
+"""Standard errors over prompts and the intervals of two runs."""
 
 import math
 
@@ -19,7 +16,6 @@ from mis_ext.tools.report.noise import (
     t_quantile,
 )
 
-RESPONSES, TIMES = 8, 400
 T_QUANTILES = {3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 30: 2.042272, 1000: 1.962339}
 """From a table of Student's t: 0.975."""
 
@@ -67,47 +63,7 @@ def test_an_interval_without_an_error_is_not_known() -> None:
     assert interval_of_difference(Estimate(2.0, 0.0, 9), Estimate(1.0, 0.0, 9)) == Interval(1.0, 1.0)
 
 
-def drawn(num_prompts: int, generator: torch.Generator, *, are_known: bool) -> Estimate:
-    """k3 of responses of 100 to 1,000 tokens: a prompt makes all of its responses easy or hard."""
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    counts = torch.randint(100, 1000, (num_prompts, RESPONSES), generator=generator).double()
-    rates = 1e-3 * (0.6 * normal(num_prompts, 1) + 0.4 * normal(num_prompts, RESPONSES)).exp()
-    totals, counts = (counts * rates).flatten(), counts.flatten()
-    number = torch.arange(num_prompts * RESPONSES)
-    error = standard_error(totals, counts, number // RESPONSES if are_known else number)
-    return Estimate(float(totals.sum() / counts.sum()), error, num_prompts if are_known else len(number))
-
-
-def coverage(num_prompts: int, *, are_known: bool = True) -> float:
-    """How often the interval of the ratio of two runs of one law holds 1."""
-    generator = torch.Generator().manual_seed(num_prompts)
-    held = 0
-    for _ in range(TIMES):
-        pair = (drawn(num_prompts, generator, are_known=are_known) for _ in range(2))
-        found = interval_of_ratio(*pair)
-        held += found.low <= 1.0 <= found.high
-    return held / TIMES
-
-
-@pytest.mark.parametrize("num_prompts", [4, 16, 64])
-def test_in_95_of_100_repetitions_the_interval_holds_the_truth(num_prompts) -> None:
-    # Two standard errors of the share, and 2 % for the law's own error with few prompts and skewed rates.
-    assert 0.95 - 0.02 - 2 * math.sqrt(0.05 / TIMES) <= coverage(num_prompts) <= 0.97
-
-
-def test_over_responses_in_place_of_prompts_it_would_not() -> None:
-    assert coverage(16, are_known=False) < 0.75
-
-
 def test_numbers_have_three_digits_or_all_before_the_point() -> None:
     assert [digits(value) for value in (0.012345, 3.1415, 3265.6, -1234.5, 2e7, math.nan)] == [
         *("0.0123", "3.14", "3,266", "-1,234", "2e+07", "-")
     ]
-
-
-if __name__ == "__main__":
-    for known in (True, False):
-        print("prompts" if known else "responses", [coverage(number, are_known=known) for number in (4, 16, 64)])

@@ -96,8 +96,9 @@ def draw(seed: int) -> list[Sample]:
 
 def collected(samples: list[Sample], **configs: mis_ext.CorrectionConfig) -> Collector:
     collector = Collector(configs)
-    for step in ("0", "1"):
-        chosen = [sample for sample in samples if sample.step == step]
+    # A step in two parts, as of two files: with every second sample, so that both have some of each group.
+    for step, part in (("0", 0), ("1", 0), ("1", 1), ("0", 1)):
+        chosen = [sample for sample in samples if sample.step == step][part::2]
         collector.add(
             Part.of_lists(
                 proximal=[sample.proximal for sample in chosen],

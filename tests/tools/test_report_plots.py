@@ -159,19 +159,6 @@ def test_steps_shows_both_means_of_each_step(report) -> None:
     assert axes.get_yscale() == "log"
 
 
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [
-        ("density", [("probability of the engine (behavior)", "of the trainer (proximal)"), ("", "tokens")]),
-        ("probability", [("probability of the engine", "share of k3"), ("", "mean |log ratio| (nats)")]),
-        ("position", [("position in the response", "nats")]),
-        ("steps", [("step", "nats")]),
-    ],
-)
-def test_every_axis_says_what_it_shows(report, name, labels) -> None:
-    assert [(axes.get_xlabel(), axes.get_ylabel()) for axes in axes_of(report[0], name)] == labels
-
-
 def test_equal_engines_have_linear_axes_and_no_tail() -> None:
     report, _ = made(spread=0.0)
     assert [axes_of(report, name)[0].get_yscale() for name in ("position", "steps")] == ["linear"] * 2

@@ -14,17 +14,6 @@ from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
 from mis_ext.tools.report.recommendation import preset_candidates
 from mis_ext.tools.report.whole_report import make_report
 
-MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 1])
-
-
-def test_a_turn_is_a_run_of_trained_tokens() -> None:
-    values = [torch.zeros(10), torch.zeros(0), torch.zeros(3), torch.zeros(4)]
-    masks = [MASK, torch.zeros(0), torch.tensor([1, 0, 1]), torch.tensor([0, 0, 0, 0])]
-    part = Part.of_lists(proximal=values, behavior=values, masks=masks)
-    trained_T = part.tokens.response_mask_T
-    assert part.turns.turn_T[trained_T].tolist() == [0, 0, 1, 1, 1, 2, 0, 1]
-    assert part.turns.place_T[trained_T].tolist() == [0, 1, 0, 1, 2, 0, 0, 0]
-
 
 def test_responses_of_one_turn_have_no_table_of_turns() -> None:
     part = Part.of_lists(proximal=[torch.zeros(4)], behavior=[torch.zeros(4)])
@@ -93,27 +82,6 @@ def groups_of(*parts: Part, preset: str = "sequence_mis") -> tuple[float, float]
         what_if.add(part)
     outcome = what_if.outcome()
     return outcome.groups, outcome.groups_left
-
-
-def test_a_group_with_one_sample_left_teaches_nothing() -> None:
-    assert groups_of(grouped_part()) == (2.0, 1.0)
-    assert groups_of(grouped_part(), preset="mis") == (2.0, 2.0)
-
-
-def test_a_group_is_found_across_parts_and_ends_with_its_step() -> None:
-    whole = grouped_part()
-    streams = whole.streams
-    halves = [
-        Part.of_lists(
-            proximal=[streams.proximal_logprobs_T.view(6, 4)[number]],
-            behavior=[streams.behavior_logprobs_T.view(6, 4)[number]],
-            advantages=[whole.advantages_T.view(6, 4)[number]],
-            origins=[whole.origins[number]],
-        )
-        for number in (0, 2, 4, 1, 3, 5)
-    ]
-    assert groups_of(*halves) == (2.0, 1.0)
-    assert groups_of(grouped_part("0"), grouped_part("1")) == (4.0, 2.0)
 
 
 def test_rewards_stand_in_for_advantages_and_without_both_nothing_is_said() -> None:
