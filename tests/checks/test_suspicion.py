@@ -33,10 +33,9 @@ def test_each_cause_that_guards_can_name_is_suspicious(plant) -> None:
     assert are_suspicious(sums)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("change", [None, plants.quantised, plants.experts])
-def test_healthy_engines_are_not(change, seed) -> None:
-    tokens = planted(seed, [] if change is None else [change])
+def test_healthy_engines_are_not(change) -> None:
+    tokens = planted(0, [] if change is None else [change])
     assert not are_suspicious(sums_of(tokens.proximal, tokens.behavior))
 
 
@@ -62,7 +61,7 @@ SPOILED = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.lists(st.integers(1, 60), min_size=1, max_size=8),

@@ -24,24 +24,22 @@ _here = threading.local()
 
 
 class Meeting:
-    """Where the threads of one group exchange tensors of one shape and dtype."""
+    """Where the threads of one group exchange tensors of one shape and dtype, or other objects."""
 
     def __init__(self, size: int, baton: threading.Lock) -> None:
         self.size, self._baton = size, baton
         self._barrier = threading.Barrier(size, timeout=PATIENCE)
-        self._given: dict[tuple[int, int], torch.Tensor] = {}
+        self._given: dict[tuple[int, int], Any] = {}
 
-    def exchange(self, rank: int, turn: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, in rank order."""
-        self._given[turn, rank] = tensor.clone()
+    def exchange(self, rank: int, turn: int, given: Any) -> list[Any]:
+        """What all ranks gave, in rank order."""
+        self._given[turn, rank] = given
         self._baton.release()
         try:
             self._barrier.wait()
         finally:
             self._baton.acquire()
-        tensors = [self._given[turn, other] for other in range(self.size)]
-        assert len({(each.shape, each.dtype) for each in tensors}) == 1, "a gather of different sizes would hang"
-        return tensors
+        return [self._given[turn, other] for other in range(self.size)]
 
 
 class ThreadGroup:
@@ -60,13 +58,16 @@ class ThreadGroup:
         return self._meeting.size
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        for output, tensor in zip(outputs[0], self._exchange(inputs[0]), strict=True):
+        tensors = self.exchange(inputs[0].clone())
+        assert len({(each.shape, each.dtype) for each in tensors}) == 1, "a gather of different sizes would hang"
+        for output, tensor in zip(outputs[0], tensors, strict=True):
             output.copy_(tensor)
         return SimpleNamespace(wait=lambda: True)
 
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, given: Any) -> list[Any]:
+        """What the ranks of this group gave."""
         self.turn += 1
-        return self._meeting.exchange(self._rank, self.turn, tensor)
+        return self._meeting.exchange(self._rank, self.turn, given)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ class Rank:
     @property
     def num_collectives(self) -> int:
         return sum(group.turn for group in (self.groups.cp_group, self.groups.dp_group) if group is not None)
+
+
+def current_rank() -> int:
+    """Of this thread."""
+    number: int = _here.rank.number
+    return number
 
 
 def run_ranks(function: Callable[[Rank], Any], *, cp_size: int = 1, dp_size: int = 1) -> list[Any]:

@@ -136,13 +136,6 @@ def test_a_finding_says_its_share_and_that_its_tokens_are_taken_out() -> None:
     assert (equal.share_in_words, equal.doubt_in_words) == ("", "")
 
 
-def test_report_and_audit_agree_on_evidence_and_shares() -> None:
-    tokens = planted(0, [plants.colder], [plants.few_sentinels])
-    assert [(each.cause, each.evidence) for each in by_audit(tokens)] == [
-        (each.cause, each.evidence) for each in by_report(tokens)
-    ]
-
-
 def k3_of(tokens: Tokens) -> float:
     d = torch.cat(tokens.proximal).double() - torch.cat(tokens.behavior).double()
     # No ratio counts as more than exp(20).
@@ -375,7 +368,7 @@ def named_temperature(found: Diagnosis) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     ("sides", "true"),
     [
-        *(({"engine": each}, each) for each in (0.5, 0.9, 2.0)),
+        ({"engine": 0.9}, 0.9),
         ({"trainer": 0.7}, 1.0 / 0.7),
         # The engine returns log-probs of its logits as they are, and the trainer divides.
         ({"trainer": 1.5, "sampler": 1.5}, 1.5),
@@ -412,9 +405,10 @@ def test_the_slope_of_a_power_is_that_of_the_tokens_by_hand() -> None:
     assert power.excess == pytest.approx(float(w.mean()), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
-@pytest.mark.parametrize("side", ["behavior", "proximal"])
-@pytest.mark.parametrize("base", [2.0, 10.0])
+@pytest.mark.parametrize(
+    ("kind", "side", "base"),
+    [("flat", "behavior", 2.0), ("peaked", "behavior", 10.0), ("flat", "proximal", 10.0), ("peaked", "proximal", 2.0)],
+)
 def test_a_base_of_logarithms_is_certain_on_either_side_with_noise_beside_it(kind, side, base) -> None:
     tokens = pair_of(kind, noise=0.05)
     for values in getattr(tokens, side):
@@ -467,8 +461,7 @@ def test_a_base_beside_a_cut_is_possible() -> None:
     assert any("top-p" in words for words in found.alternatives)
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
-@pytest.mark.parametrize("side", ["behavior", "proximal"])
+@pytest.mark.parametrize(("kind", "side"), [("flat", "behavior"), ("peaked", "proximal")])
 def test_a_soft_cap_on_logits_is_no_likely_temperature(kind, side) -> None:
     found, *rest = by_report(pair_of(kind, cap=side))
     assert {each.confidence for each in (found, *rest)} == {"possible"}
@@ -498,8 +491,7 @@ def test_probabilities_of_an_open_model_are_all_wrong(side) -> None:
     assert (found.cause, found.k3_share) == ("positive_log_probs", 1.0)
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
-@pytest.mark.parametrize("noise", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize(("kind", "noise"), [("flat", 0.01), ("peaked", 0.1), ("many", 1.0)])
 def test_precision_of_any_size_is_named_or_among_the_alternatives(kind, noise) -> None:
     """One model's limits of k3 are not another's."""
     said = [words for each in by_report(pair_of(kind, noise=noise)) for words in (each.title, *each.alternatives)]
@@ -556,8 +548,7 @@ def test_a_cut_has_at_least_the_share_that_its_lost_mass_needs() -> None:
     assert share == pytest.approx(truth, rel=0.3)
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "many"])
-@pytest.mark.parametrize(("share", "side"), [(0.03, "proximal"), (0.3, "behavior")])
+@pytest.mark.parametrize(("kind", "share", "side"), [("peaked", 0.03, "proximal"), ("many", 0.3, "behavior")])
 def test_dummy_zeros_of_either_side_are_placeholders_and_leave_the_rest_as_it_was(kind, share, side) -> None:
     tokens = pair_of(kind, noise=0.06)
     (alone,) = by_report(tokens)

@@ -197,8 +197,7 @@ def cut_to_zeros(kind: str, cut: str, generator: torch.Generator) -> tuple[Tenso
     return (proximal + noise).clamp_max(0.0), behavior.gather(-1, ids)[..., 0]
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked"])
-@pytest.mark.parametrize("cut", ["top-p", "min-p"])
+@pytest.mark.parametrize(("kind", "cut"), [("flat", "top-p"), ("peaked", "min-p")])
 def test_zeros_of_a_cut_are_no_placeholders_whatever_the_logits_and_the_vocabulary(kind, cut) -> None:
     generator = torch.Generator().manual_seed(0)
     num_zeros = 0

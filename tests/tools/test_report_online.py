@@ -3,24 +3,20 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from process_ranks import run_checks
+from thread_ranks import Rank, current_rank, run_ranks
 from zigzag import take
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.tools.report import Part, summarize
-from mis_ext.tools.report.online import PREFIX, rollout_mismatch
+from mis_ext.tools.report import Part, online, summarize
+from mis_ext.tools.report.online import PREFIX
 
 LENGTHS = (40, 1, 7, 0, 33, 2, 1, 16)
 PROMPTS = (3, 1, 9, 2, 1, 30, 1, 5)
-PATIENCE = timedelta(seconds=10)
 STREAMS = ("log_probs", "rollout_log_probs")
 
 
@@ -174,68 +170,52 @@ def test_a_rollout_without_samples_has_no_numbers_but_counts(board) -> None:
     assert torch.tensor(numbers["mismatch/k3"]).isnan()
 
 
-# --- over ranks; four processes
+# --- over ranks
 
 
-def place(rank: int, *, cp_size: int) -> Groups:
-    """This rank's, with context-parallel ranks as neighbours."""
-    dp_size = 4 // cp_size
-    dp, cp = divmod(rank, cp_size)
-    # Every rank takes part in the making of every group; by default a group waits for half an hour.
-    of_cp = [dist.new_group([*range(each * cp_size, (each + 1) * cp_size)], PATIENCE) for each in range(dp_size)]
-    of_dp = [dist.new_group([*range(each, 4, cp_size)], PATIENCE) for each in range(cp_size)]
-    return Groups.of_places(cp, cp_size, of_cp[dp], dp, dp_size, of_dp[cp])
+@pytest.fixture
+def threads(monkeypatch) -> None:
+    """Ranks are threads, which exchange objects as they are."""
+    monkeypatch.setattr(online, "gather_objects", lambda value, group: group.exchange(value) if group else [value])
+    monkeypatch.setattr(online, "global_rank", current_rank)
 
 
-def share_of(groups: Groups) -> dict:
+def share_of(rank: Rank) -> dict:
     """Rank 0 has five of eight samples, the others fewer."""
-    begins = {1: (0, 8), 2: (0, 5, 8), 4: (0, 5, 6, 6, 8)}[groups.dp_size]
-    mine = rollout_of(range(begins[groups.dp_rank], begins[groups.dp_rank + 1]))
-    return local(mine, cp_rank=groups.cp_rank, cp_size=groups.cp_size)
+    begins = {1: (0, 8), 2: (0, 5, 8), 4: (0, 5, 6, 6, 8)}[rank.groups.dp_size]
+    mine = rollout_of(range(begins[rank.dp_rank], begins[rank.dp_rank + 1]))
+    return local(mine, cp_rank=rank.cp_rank, cp_size=rank.groups.cp_size)
 
 
-def check_all_samples(rank: int) -> None:
-    for cp_size in (1, 2, 4):
-        groups = place(rank, cp_size=cp_size)
-        assert_is_of_all_samples(rollout_mismatch(share_of(groups), groups))
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_rank_has_the_numbers_of_all_samples(cp_size, threads) -> None:
+    def numbers(rank: Rank) -> dict:
+        return online.rollout_mismatch(share_of(rank), rank.groups)
+
+    for found in run_ranks(numbers, cp_size=cp_size, dp_size=4 // cp_size):
+        assert_is_of_all_samples(found)
 
 
-def check_first_rank_writes(rank: int) -> None:
-    logged: list[dict] = []
-    sys.modules["wandb"] = SimpleNamespace(run=object(), log=logged.append, define_metric=lambda *_, **__: None)
-    groups = place(rank, cp_size=2)
-    sys.modules["megatron.core.parallel_state"] = megatron(groups)
-    try:
-        mis_ext.log_mismatch(None, 4, share_of(groups))
-    finally:
-        del sys.modules["megatron.core.parallel_state"], sys.modules["wandb"]
-    assert [numbers["mismatch/num_sequences"] for numbers in logged] == [8.0] * (rank == 0)
+def test_the_first_rank_writes(threads, board, monkeypatch) -> None:
+    def log(rank: Rank) -> int:
+        before = len(board)
+        monkeypatch.setattr(online, "find_groups", lambda: rank.groups)
+        mis_ext.log_mismatch(None, 4, share_of(rank))
+        return len(board) - before
+
+    assert [found if isinstance(found, Exception) else None for found in run_ranks(log, dp_size=2)] == [None, None]
+    assert [numbers["mismatch/num_sequences"] for numbers in board] == [8.0]
 
 
-def check_errors(rank: int) -> None:
-    """Rank 3 has no log-probs: nobody waits for it, and all know."""
-    for cp_size in (1, 2, 4):
-        groups = place(rank, cp_size=cp_size)
-        data = share_of(groups)
-        if rank == 3:
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_where_one_rank_has_no_log_probs_nobody_waits_for_it_and_all_know(cp_size, threads) -> None:
+    def fail(rank: Rank) -> dict:
+        data = share_of(rank)
+        if rank.number == 3:
             del data["log_probs"]
-        kind, message = (ValueError, "has no log_probs") if rank == 3 else (RuntimeError, "failed on rank 3;")
-        with pytest.raises(kind, match=message):
-            rollout_mismatch(data, groups)
+        return online.rollout_mismatch(data, rank.groups)
 
-
-CHECKS: dict[str, Callable[[int], None]] = {
-    name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
-}
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=4, seconds=PATIENCE.seconds)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_four_processes(reports, check) -> None:
-    for report in reports:
-        assert report[check] == ""
+    *others, last = run_ranks(fail, cp_size=cp_size, dp_size=4 // cp_size)
+    assert isinstance(last, ValueError)
+    assert "has no log_probs" in str(last)
+    assert all(isinstance(each, RuntimeError) and "failed on rank 3;" in str(each) for each in others)
