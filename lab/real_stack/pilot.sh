@@ -81,7 +81,7 @@ case "$1" in
         ;;
     go)
         # What the trial still holds of the GPUs.
-        [[ -e "$place/tried" ]] || kill -- "-$(cat "$place/trying")" || true
+        [[ -e "$place/tried" ]] || kill -KILL -- "-$(cat "$place/trying")" || true
         run_all "$place/results" "$place/qwen" "$study" 0.47
         touch "$place/ended"
         ;;
@@ -89,11 +89,12 @@ case "$1" in
         for ((second = 0; second < $2; second++)); do [[ ! -e "$place/ended" ]] || break; sleep 1; done
         command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=memory.used,utilization.gpu --format=csv,noheader
         grep -h "^== \|kept in\|Error" "$place/logs/$study"*.log | tail -n 24 || true
-        ls -l "$place/results" | awk '/state/ {print $5, $9}'
+        ls -l "$place/results" 2> /dev/null | awk '/state/ {print $5, $9}' || true
         df -h "$place" | tail -n 1
         "$python" "$code/lab/studies/evidence.py" pilot --results "$place/results" | tee "$3/table.md"
-        tar -C "$place" -czf "$3/logs.tar.gz" logs
-        (cd "$place" && find results smoke -name '*.zip') | tar -C "$place" -czf "$3/results.tar.gz" --files-from -
+        # They are written all the while, of which tar complains.
+        (cd "$place" && find results smoke -name '*.zip') | tar -C "$place" -czf "$3/results.tar.gz" --files-from - || true
+        tar -C "$place" -czf "$3/logs.tar.gz" logs || true
         ;;
     *) echo "pilot.sh base|take|start|poll, got $1" >&2; exit 1 ;;
 esac
