@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mis_ext.files import list_presets as list_presets
     from mis_ext.hosts.groups import Groups as Groups
     from mis_ext.hosts.guards import MismatchWarning as MismatchWarning
-    from mis_ext.hosts.master_weights import dither_master_weights as dither_master_weights
-    from mis_ext.hosts.master_weights import dither_weights as dither_weights
     from mis_ext.hosts.megatron import hand_over_hidden_states as hand_over_hidden_states
     from mis_ext.hosts.megatron import make_loss_func as make_loss_func
     from mis_ext.hosts.own_trainer import compute_mis_weights as compute_mis_weights

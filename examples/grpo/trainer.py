@@ -21,7 +21,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mis_ext import dither_master_weights
 from mis_ext.onpolicy import RoutingLayout, SimulatedKVCache, record_routing, replay_routing, simulate_kv_cache
 from mis_ext.onpolicy.routing.replay import RoutingRecord
 from mis_ext.onpolicy.routing.routing_layout import LocalRouting
@@ -120,10 +119,6 @@ class Trainer:
         """
         for parameter in self._model.parameters():
             parameter.copy_(parameter.to(dtype))
-
-    def dither_weights(self, seed: int) -> None:
-        """Dither the optimizer's copy in float32 of weights in bf16; the weights of passes stay as they are."""
-        dither_master_weights(self._optimizer, seed=seed)
 
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""

@@ -210,8 +210,6 @@ _WAYS = {
     "cache8": Run((*_BESIDE, "--sglang-kv-cache-dtype", "fp8_e4m3"), environment=_OWN),
     # SGLang 0.5.17 refuses new weights then.
     "fp8": Run((*_BESIDE, "--sglang-quantization", "fp8"), environment=_OWN),
-    # In place of what measures memory.
-    "dithered": Run(("--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights")),
     "colocate": Run((*_SPLIT, "--colocate"), environment=_OWN),
 }
 _CORRECTIONS = {
@@ -246,7 +244,7 @@ _WITH_ENGINE = ("--num-gpus-per-node", "3", "--rollout-num-gpus", "1") if os.env
 _OF_MILES = {
     **{
         name: replace(_WAYS[name], flags=(*_BESIDE, *_WAYS[name].flags))
-        for name in ("sync", "async1", "async2", "partial", "turns", "dithered")
+        for name in ("sync", "async1", "async2", "partial", "turns")
     },
     **{name: _WAYS[name] for name in ("cache8", "colocate")},
     **{name: replace(_WAYS[name], flags=(*_WAYS[name].flags, *_WITH_ENGINE)) for name in ("tp2", "cp2")},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pretrained model's trainer computes as its study says: in fp16, with rounded or dithered weights, as its engine."""
+"""A pretrained model's trainer computes as its study says: in fp16, with rounded weights, as its engine."""
 
 from __future__ import annotations
 
@@ -106,27 +106,3 @@ def test_weights_are_rounded_for_every_pass_and_the_optimizer_keeps_its_own(work
 def test_weights_of_other_dtypes_than_float16_are_not_rounded_again() -> None:
     with pytest.raises(ValueError, match="tiny: rounded_to='bfloat16' is for dtype 'float16', got 'bfloat16'"):
         dataclasses.replace(GROUP, rounded_to="bfloat16")
-
-
-@pytest.mark.usefixtures("graded")
-def test_dithered_weights_begin_as_they_were_and_see_all_of_an_update_on_average(workplace: Workplace) -> None:
-    group = dataclasses.replace(GROUP, learning_rate=1e-5, engine=FLOAT32)
-    seen = {}
-    for is_dithered in (False, True):
-        run = PretrainedTraining(dataclasses.replace(group, is_dithered=is_dithered), workplace)
-        copies = [copy for group in run._trainer._optimizer.param_groups for copy in group["params"]]
-        before = [copy.clone() for copy in copies]
-        weights = sorted(float(weight.detach().double().sum()) for weight in run._trainer._model.parameters())
-        assert sorted(float(copy.bfloat16().double().sum()) for copy in copies) == weights
-        assert steps(run, 1)[0]["grad_norm"] > 0
-        updates = [(copy - old).double() for copy, old in zip(copies, before, strict=True)]
-        rounded = [(copy.bfloat16().double() - old.bfloat16()) for copy, old in zip(copies, before, strict=True)]
-        along = sum(float((ours * update.sign()).sum()) for ours, update in zip(rounded, updates, strict=True))
-        seen[is_dithered] = along / sum(float(update.abs().sum()) for update in updates)
-    assert seen[False] < 0.3
-    assert seen[True] == pytest.approx(1.0, abs=0.1)
-
-
-def test_weights_of_other_dtypes_than_bfloat16_are_not_dithered() -> None:
-    with pytest.raises(ValueError, match="tiny: is_dithered is for dtype 'bfloat16', got 'float16'"):
-        dataclasses.replace(GROUP, dtype="float16", is_dithered=True)

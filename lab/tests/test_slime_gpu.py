@@ -383,12 +383,6 @@ def test_nodes_that_run_already_keep_their_gpus(monkeypatch: pytest.MonkeyPatch)
     assert {"num_gpus", "num_cpus"} < asked[1].keys()
 
 
-def test_of_two_hooks_at_one_flag_the_way_has_the_last() -> None:
-    flags = slime_gpu.WAYS["dithered_hook"].flags
-    places = [index for index, flag in enumerate(flags) if flag == "--custom-megatron-before-train-step-hook-path"]
-    assert [flags[index + 1] for index in places] == ["slime_gpu.memory.before_step", "mis_ext.dither_weights"]
-
-
 def test_a_dry_run_of_ways_starts_nothing(ways) -> None:
     assert ways("async1_hook", "--dry-run") == []
 

@@ -37,6 +37,8 @@ REMOVED: dict[str, str] = {
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
     "tis_normalize_scope: rollout": "write tis_normalize_scope: data_parallel",
+    "mis_ext.dither_weights": "raise the learning rate two or three times, or round stochastically in your optimizer",
+    "mis_ext.dither_master_weights": "raise the learning rate two or three times, or round stochastically",
     "mis_ext.WeightScale": "nothing takes it any more",
 }
 """What to write instead, by the name as users write it.

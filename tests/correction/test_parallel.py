@@ -36,10 +36,9 @@ SECTIONS = [
     "missing log-probs",
     "one ULP",
     "megatron",
-    "dithering",
 ]
 TRITON_OBSTACLE = triton_obstacle("cpu")
-NEEDS_MEGATRON = ["megatron", "dithering"]
+NEEDS_MEGATRON = ["megatron"]
 HAS_MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
@@ -158,11 +157,6 @@ def test_one_token_that_differs_by_one_ulp_is_seen_by_every_rank(outcomes, topol
 @topologies
 def test_groups_come_from_megatron_when_the_host_passes_none(outcomes, topology):
     assert_section(outcomes, topology, "megatron")
-
-
-@topologies
-def test_what_one_rank_cannot_dither_no_rank_dithers(outcomes, topology):
-    assert_section(outcomes, topology, "dithering")
 
 
 def test_chunks_match_positions_worked_out_by_hand():

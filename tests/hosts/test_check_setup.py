@@ -186,8 +186,7 @@ def test_it_warns_of_an_engine_that_rounds_where_nothing_corrects_the_loss(tmp_p
         stored = {"quantization_config": keys["hf_checkpoint"]} if keys["hf_checkpoint"] else keys["hf_checkpoint"]
         (tmp_path / "config.json").write_text(json.dumps(stored))
         keys = keys | {"hf_checkpoint": str(tmp_path)}
-    dithers = {"custom_megatron_before_train_step_hook_path": "mis_ext.dither_weights", "bf16": True}
-    for launch, is_warned in ((MEASURE | {"mis_metrics": ["mis_kl"]}, named), (dithers, named), (HOOK, "")):
+    for launch, is_warned in ((MEASURE | {"mis_metrics": ["mis_kl"]}, named), (HOOK, "")):
         start(launch | keys)
         _, *others = capsys.readouterr().out.splitlines()
         assert len(others) == bool(is_warned)
@@ -288,17 +287,15 @@ STEP, SCORING = "custom_megatron_before_train_step_hook_path", "custom_megatron_
 @pytest.mark.parametrize(
     ("argument", "path", "message"),
     [
-        (STEP, "mis_ext.dither_weight", "module 'mis_ext' has no attribute 'dither_weight'"),
+        (STEP, "mis_ext.dither_weights", "was removed in mis_ext 0.6"),
         (STEP, "mis_ext.hosts.dithering.dither_weights", "No module named 'mis_ext.hosts.dithering'"),
-        (STEP, "dither_weights", "Empty module name"),
+        (STEP, "prepare_rollout", "Empty module name"),
         (STEP, "no_such_package.hook", "No module named 'no_such_package'"),
-        (STEP, "mis_ext.dither_master_weights", "the flag takes mis_ext.dither_weights"),
-        (STEP, "mis_ext.hosts.master_weights", "the flag takes mis_ext.dither_weights"),
-        (SCORING, "mis_ext.dither_weights", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
-        (SCORING, "mine.renamed", f"takes no function of mis_ext; this one is for {flag_of(STEP)}"),
+        (STEP, "mis_ext.hosts.packing", "the flag takes no function of mis_ext"),
+        (SCORING, "mine.renamed", "takes no function of mis_ext; this one is for --rollout-data-postprocess-path"),
         (STEP, "mis_ext.prepare_rollout", "this one is for --rollout-data-postprocess-path"),
         ("rollout_data_postprocess_path", "mis_ext.prepare_rollouts", "has no attribute 'prepare_rollouts'"),
-        ("rollout_data_postprocess_path", "mis_ext.dither_weights", "mis_ext.prepare_rollout or mis_ext.log_mismatch"),
+        ("rollout_data_postprocess_path", "mis_ext.group_rewards", "mis_ext.prepare_rollout or mis_ext.log_mismatch"),
         ("custom_reward_post_process_path", "mis_ext.group_reward", "has no attribute 'group_reward'"),
         ("custom_reward_post_process_path", "mis_ext.prepare_rollout", "the flag takes mis_ext.group_rewards"),
         ("custom_generate_function_path", "mis_ext.generate", "has no attribute 'generate'"),
@@ -312,7 +309,7 @@ def test_a_function_of_ours_that_is_misspelt_or_at_another_flag_is_refused(
     argument, path, message, monkeypatch
 ) -> None:
     mine = types.ModuleType("mine")
-    mine.renamed = mis_ext.dither_weights
+    mine.renamed = mis_ext.prepare_rollout
     monkeypatch.setitem(sys.modules, "mine", mine)
     expected = f"^{re.escape(f'{flag_of(argument)} {path}: ')}.*{re.escape(message)}"
     with pytest.raises((ValueError, ImportError, AttributeError), match=expected):
@@ -322,7 +319,7 @@ def test_a_function_of_ours_that_is_misspelt_or_at_another_flag_is_refused(
 def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_none() -> None:
     start(
         HOOK
-        | {"bf16": True, STEP: "mis_ext.dither_weights", "custom_generate_function_path": "mis_ext.rollout.generate"}
+        | {"custom_generate_function_path": "mis_ext.rollout.generate"}
         | {"custom_reward_post_process_path": "mis_ext.group_rewards", "mis_group_baseline": "leave_one_out"}
     )
     for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"):

@@ -173,26 +173,11 @@ def test_it_leaves_nothing_behind(keys) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_dithering_alone_is_a_run(capsys) -> None:
-    start({STEP: "mis_ext.dither_weights", "bf16": True})
-    line = "mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step\n"
-    assert capsys.readouterr().out == line
-    for more, message in (
-        ({"use_tis": True}, "would not be called"),
-        ({"rs_veto_threshold": 1e-4}, "these keys would do nothing: rs_veto_threshold"),
-        ({"custom_tis_function_pth": "x"}, "did you mean 'custom_tis_function_path'"),
-        ({"bf16": False}, "is for weights in bf16"),
-        ({STEP: "os.path.join"}, "would not be called"),
-        ({"weight": {"level": "token"}}, "write tis_level"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            start({STEP: "mis_ext.dither_weights", "bf16": True} | more)
-
-
 def test_a_part_of_our_function_is_our_function(monkeypatch) -> None:
     mine = types.ModuleType("mine")
-    mine.part = functools.partial(functools.wraps(mis_ext.dither_weights)(functools.partial(mis_ext.dither_weights)))
+    ours = mis_ext.prepare_rollout
+    mine.part = functools.partial(functools.wraps(ours)(functools.partial(ours)))
     monkeypatch.setitem(sys.modules, "mine", mine)
-    start(HOOK | {"bf16": True, STEP: "mine.part"})
-    with pytest.raises(ValueError, match=r"mine\.part is for weights in bf16"):
+    start(HOOK | {"rollout_data_postprocess_path": "mine.part"})
+    with pytest.raises(ValueError, match="this one is for --rollout-data-postprocess-path"):
         start(HOOK | {STEP: "mine.part"})

@@ -432,34 +432,3 @@ class Worker:
         return self.compare_hook(self.some(grid()[::19]), "plain", miles=False) + self.compare_hook(
             self.some(grid()[::23]), "broken", miles=False
         )
-
-    def run_dithering(self) -> list[str]:
-        """Rank 0 alone has what cannot be dithered, or fails otherwise: no rank goes on, to wait in its next step."""
-        from megatron_optimizer import Quantized, optimizer_of
-
-        failures: list[str] = []
-        rank, args = dist.get_rank(), SimpleNamespace(seed=1, rank=1)
-        with optimizer_of(is_distributed=False, shapes={"matrix": (5, 3)}) as (optimizer, _):
-            (own,) = optimizer.chained_optimizers
-            (weight,), before = own.float16_groups[0], own.fp32_from_float16_groups[0][0].clone()
-            config = own.config
-
-            def refuse(of_rank_0: str) -> None:
-                message = "rank 0 cannot dither its master weights" if rank else of_rank_0
-                with pytest.raises((NotImplementedError, AttributeError, RuntimeError), match=message):
-                    mis_ext.dither_weights(args, 0, 0, [], optimizer, None)
-                assert torch.equal(own.fp32_from_float16_groups[0][0], before)
-
-            def dither() -> None:
-                assert mis_ext.dither_master_weights(optimizer, seed=1) == 15
-
-            if rank == 0:
-                own.float16_groups[0][0] = weight.detach().as_subclass(Quantized)
-            self.check(failures, "one rank refuses", lambda: refuse("must be tensors in bf16, got Quantized"))
-            own.float16_groups[0][0] = weight
-            if rank == 0:
-                own.config = SimpleNamespace()
-            self.check(failures, "one rank fails", lambda: refuse("bf16"))
-            own.config = config
-            self.check(failures, "none refuses", dither)
-        return failures

@@ -198,19 +198,7 @@ _FP16_ADAPTS = replace(
     close=SAME,
 )
 
-# The first gradients are those of the others: the weights that passes use are the same.
-_DITHERED = Case(
-    name="dithered",
-    title="three flags, `dither_weights`",
-    flags=("--use-tis", *HOOK, *CHECK, "--custom-megatron-before-train-step-hook-path", "mis_ext.dither_weights"),
-    config="mis.yaml",
-    metrics=CORE,
-    says=(CALLED, "mis_ext: master weights of rank 0: ", " are dithered"),
-    is_alike=True,
-    is_optional=True,
-)
-
-OF_THE_OPTIMIZER = (_FP16, _FP16_ADAPTS, _DITHERED)
+OF_THE_OPTIMIZER = (_FP16, _FP16_ADAPTS)
 
 REFUSED = (
     Case(

@@ -29,7 +29,6 @@ from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.triton import wants_triton
 from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.master_weights import STEP_FLAG, dither_weights, refuse_dithering
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.packing import TokenLags, batch_layout
 from mis_ext.hosts.runs import Run, all_arguments, current_run, read_argument
@@ -91,7 +90,7 @@ _TAKEN: dict[str, tuple[str, ...]] = {
     _HOOK.flag: (_HOOK.name,),
     _LOSS.flag: (_LOSS.name,),
     "--custom-megatron-init-path": ("mis_ext.check_setup",),
-    STEP_FLAG: ("mis_ext.dither_weights",),
+    "--custom-megatron-before-train-step-hook-path": (),
     "--custom-megatron-before-log-prob-hook-path": (),
     "--rollout-data-postprocess-path": ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"),
     "--custom-generate-function-path": ("mis_ext.rollout.generate",),
@@ -148,14 +147,12 @@ def check_setup(args: Any) -> None:
 
 def _checked(args: Any) -> list[str]:
     """What rank 0 says, of this rank's own findings."""
-    entrance = None if _only_dithers(args) else _entrance_of(args)
+    entrance = _entrance_of(args)
     run = current_run(args, whole_loss=entrance is _LOSS)
     config = run.config
-    said = ["mis_ext: the host's own loss without a correction | dither_weights before the first optimizer step"]
-    if entrance is not None:
-        _refuse_missing_preparation(args, config)
-        _refuse_missing_versions(args, config)
-        said = [summary(config)]
+    _refuse_missing_preparation(args, config)
+    _refuse_missing_versions(args, config)
+    said = [summary(config)]
     _refuse_wrong_paths(args)
     if _takes_hidden_states(args):
         refuse_missing_logits(args, config)
@@ -179,9 +176,7 @@ def _checked(args: Any) -> list[str]:
         )
     if config.whole_loss is None and config.correction.metrics_only:
         said += _rounding_engine(args)
-    if entrance is not None:
-        said += _rehearse(args, entrance, config)
-    return said
+    return said + _rehearse(args, entrance, config)
 
 
 def _installed() -> str:
@@ -398,8 +393,6 @@ def _refuse_wrong_paths(args: Any) -> None:
                 raise type(error)(f"{flag} {path}: {error}") from error
             # A file may well be named mis_ext.yaml.
             continue
-        if found is dither_weights and flag == STEP_FLAG:
-            refuse_dithering(args, path)
         owner = str(getattr(found, "__module__", None) or getattr(found, "__name__", ""))
         if not owner.startswith("mis_ext."):
             continue
@@ -415,17 +408,6 @@ def _refuse_wrong_paths(args: Any) -> None:
 def _takes_hidden_states(args: Any) -> bool:
     path = read_argument(args, _argument(MODEL_FLAG))
     return bool(path) and _found_at(path) is model_provider
-
-
-def _only_dithers(args: Any) -> bool:
-    """Whether dithering is all that is asked of us: it needs neither a correction nor a loss."""
-    path = read_argument(args, _argument(STEP_FLAG))
-    if not path or _idle_keys(args) or _misspelt(args) or any(read_argument(args, name) for name in _OF_HOSTS):
-        return False
-    try:
-        return _found_at(path) is dither_weights
-    except (ImportError, AttributeError, ValueError):
-        return False
 
 
 def _idle_keys(args: Any) -> list[str]:

@@ -40,7 +40,6 @@ class PretrainedGroup(Group):
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
         rounded_to: Trainer and engine compute in float16 with weights that are numbers of this dtype too. Empty: they
             are not rounded again.
-        is_dithered: The copy in float32 begins with random numbers that are rounded to the checkpoint's weights.
         experts: Every feed-forward layer is replaced by so many copies of it, of which a token uses two. 0: it stays.
         expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
         is_aligned: Engine and trainer compute alike, so that all log-probs agree bit for bit; with SGLang.
@@ -49,9 +48,8 @@ class PretrainedGroup(Group):
 
     Raises:
         ValueError: Experts are to be replayed that the model has not, or rounded; a cache is to be simulated that is
-            not of 8 bits; what cannot be aligned is to be; weights are to be rounded that are not of float16, or
-            dithered that are not of bfloat16; passes of so many tokens, or evaluations in the engine, do not fit the
-            other settings.
+            not of 8 bits; what cannot be aligned is to be; weights are to be rounded that are not of float16;
+            passes of so many tokens, or evaluations in the engine, do not fit the other settings.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -78,7 +76,6 @@ class PretrainedGroup(Group):
     num_dumped: int = 64
     dtype: str = "bfloat16"
     rounded_to: Literal["", "bfloat16"] = ""
-    is_dithered: bool = False
     experts: int = 0
     expert_noise: float = 0.1
     is_aligned: bool = False
@@ -96,8 +93,6 @@ class PretrainedGroup(Group):
             )
         if self.rounded_to and self.dtype != "float16":
             raise ValueError(f"{self.name}: rounded_to={self.rounded_to!r} is for dtype 'float16', got {self.dtype!r}")
-        if self.is_dithered and self.dtype != "bfloat16":
-            raise ValueError(f"{self.name}: is_dithered is for dtype 'bfloat16', got {self.dtype!r}")
         if self.max_tokens and (self.experts or self.is_aligned or self.updates > 1):
             raise ValueError(f"{self.name}: max_tokens is for dense models, not aligned, with one update of a rollout")
         if self.evaluates_in_engine and (

@@ -65,8 +65,6 @@ class PretrainedTraining:
         trainer = AlignedTrainer if group.is_aligned else CompactTrainer if group.max_tokens else Trainer
         self._trainer = trainer(self._args, start.shape, workplace.ranks(), weights)
         self._round_weights()
-        if group.is_dithered:
-            self._trainer.dither_weights(group.run[1])
         if group.simulated_cache:
             self._trainer.simulate_kv_cache(group.engine.cache, queries=group.simulated_cache == "qkv")
         self._problems = Random(10_000 + group.run[1])
