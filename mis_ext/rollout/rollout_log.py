@@ -223,8 +223,6 @@ def _open(path: Path, stack: ExitStack) -> tuple[str, IO[bytes], str]:
     return str(path), copy, damage
 
 
-# What they go on from is there in the ids that were sampled.
-_BRANCHES = (BoundaryKind.RETRY, BoundaryKind.DUPLICATE, BoundaryKind.FORK)
 _TABLES = ("refused", "boundaries", "texts", "policy_errors")
 _COUNTS = ("conversations", "calls", "sampled_tokens", "unchecked_texts")
 _SHOWN = ("earlier", "later", "position", "expected_id", "found_id", "expected_text", "found_text")
@@ -274,9 +272,8 @@ class LogReport:
         classified = build(policy="split")
         self._counts["sampled_tokens"] += classified.sampled_tokens
         for (call, _), boundary in zip(read[1:], classified.boundaries, strict=True):
-            harmless = boundary.position is None or boundary.kind in _BRANCHES
             example = call.place | {name: getattr(boundary, name) for name in _SHOWN}
-            self._tables["boundaries"].add(boundary.kind.value, harmless, example)
+            self._tables["boundaries"].add(boundary.kind.value, boundary.kind is not BoundaryKind.DIFFERENT, example)
         for call, generation in read:
             self._add_text(call, generation)
         if self._policy is None:
@@ -343,7 +340,7 @@ class LogReport:
 
 
 class _Table:
-    """Counts by class, with the first failing one as an example, or the first if none fails."""
+    """Counts by class, with the first as an example."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
@@ -351,8 +348,7 @@ class _Table:
         self._examples: dict[str, Mapping[str, Any]] = {}
 
     def add(self, kind: str, harmless: bool, example: Mapping[str, Any]) -> None:
-        if not self._counts[kind] or (not self._failing[kind] and not harmless):
-            self._examples[kind] = example
+        self._examples.setdefault(kind, example)
         self._counts[kind] += 1
         self._failing[kind] += not harmless
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary against engines of which it is known which weights they have: ten of each kind."""
+"""The canary against engines of which it is known which weights they have: three of each kind."""
 
 import math
 
@@ -54,7 +54,7 @@ def verdicts(truth, has, *, with_trainer=True, noise=0.0, scorings=2):
     return found
 
 
-seeds = pytest.mark.parametrize("seed", range(10))
+seeds = pytest.mark.parametrize("seed", range(3))
 adapters = pytest.mark.parametrize("adapter", [False, True])
 sides = pytest.mark.parametrize("with_trainer", [False, True])
 
@@ -77,14 +77,6 @@ def test_an_engine_that_stays_behind_has_the_weights_of_a_named_version(seed, ad
     found = verdicts(truth, old, with_trainer=with_trainer)
     assert found[2] == ("old", "1")
     assert found[1][0] == found[3][0] == "arrived"
-
-
-@seeds
-@sides
-def test_an_engine_that_goes_back_to_the_weights_it_began_with_has_the_first_versions(seed, with_trainer):
-    truth = Truth(seed)
-    back = [*truth.weights[:3], truth.weights[0]]
-    assert verdicts(truth, back, with_trainer=with_trainer)[3] == ("old", "0")
 
 
 @seeds
@@ -155,37 +147,11 @@ def test_an_update_below_what_kernels_do_cannot_be_told(seed, has_new):
     assert [verdict for verdict, _ in found] == ["first", "unknown", "unknown", "unknown"]
 
 
-@pytest.mark.parametrize(
-    ("noise", "rate", "with_trainer", "why"),
-    [
-        (0.0, 1e-4, True, "the trainer's of then are not known, the same, or as near to it within 3 standard errors"),
-        (0.0, 1e-4, False, "moved by at most 0.01 nats per token, which kernels alone may do"),
-        (0.3, 1e-4, False, "moved by less than 2 times what two scorings of one version do"),
-    ],
-    ids=["trainer", "movement", "noise"],
-)
-def test_what_cannot_be_told_says_why(noise, rate, with_trainer, why):
-    truth, canary = Truth(0, rate=rate), Canary()
-    for version in (0, 0, 1):
-        trainer = truth.trainer(version) if with_trainer else None
-        result = canary.check(version, truth.engine(truth.weights[version], noise=noise), trainer=trainer)
-    assert result.verdict == "unknown"
-    assert why in result.explain()
-
-
 @seeds
 def test_weights_of_something_else_are_neither_new_nor_old(seed):
     truth = Truth(seed)
     else_ = Truth(seed + 100).weights[0]
     assert verdicts(truth, [*truth.weights[:3], else_])[3][0] == "other"
-
-
-@seeds
-def test_half_of_the_weights_is_never_said_to_have_arrived_where_the_kernels_are_finer(seed):
-    truth = Truth(seed, rate=0.5)
-    half = torch.where(torch.arange(VOCABULARY) < VOCABULARY // 2, truth.weights[2], truth.weights[1])
-    found = verdicts(truth, [*truth.weights[:2], half])[2][0]
-    assert found in ("other", "old")
 
 
 def test_k3_stands_beside_its_own_history():
@@ -226,6 +192,13 @@ def test_what_was_not_the_trainers_is_no_part_of_the_history_of_k3():
 def test_what_are_no_log_probs_is_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         Canary().check("1", engine)
+
+
+def test_the_noise_is_the_largest_difference_of_two_scorings():
+    canary, moved = Canary(), [-1.5, -2.5, -3.5]
+    for scores in ([-1.0, -2.0, -3.0], moved, moved):
+        canary.check("1", scores)
+    assert canary.check("2", moved).noise == 0.5
 
 
 def test_another_text_is_refused():

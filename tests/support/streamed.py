@@ -91,27 +91,6 @@ def _tool_parts(choice: dict[str, Any], rng: random.Random) -> list[Event]:
     return [{"index": choice["index"], "delta": {"tool_calls": [part]}} for part in parts]
 
 
-def of_sglang(response: dict[str, Any]) -> dict[str, Any]:
-    """What of a response of chat is in SGLang's stream: no ids but those beside the choices, if they are there."""
-    names = ("index", "message", "logprobs", "finish_reason")
-    choices = [{name: choice[name] for name in names} for choice in response["choices"]]
-    kept = {key: response[key] for key in ("id", "object", "usage", "sglext") if key in response}
-    return {**kept, "choices": choices}
-
-
-def with_ends(events: list[Event]) -> list[Event]:
-    """Chunks of chat as SGLang sends them: one more at the end of each choice."""
-    sent: list[Event] = []
-    for event in events:
-        ends = []
-        for choice in event["choices"]:
-            if choice.get("finish_reason") is not None:
-                ends.append({"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]})
-                choice["finish_reason"] = None
-        sent += [event, *({**event, "choices": [end]} for end in ends)]
-    return sent
-
-
 def counted(events: list[Event]) -> list[Event]:
     """As a server sends them with ``continuous_usage_stats``: each chunk has the count of its own choice."""
     counts, sent = collections.Counter[int](), copy.deepcopy(events)

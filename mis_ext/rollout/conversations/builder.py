@@ -173,7 +173,7 @@ def _compare(call: Generation, prompt: list[int], place: Place) -> Comparison:
     ancestor, same = place.ancestor, place.calls_with_prompt(prompt)
     for each in same:
         before = each.generation
-        if call.sampled_ids and (before.sampled_ids, before.log_probs) == (call.sampled_ids, call.log_probs):
+        if (before.sampled_ids, before.log_probs) == (call.sampled_ids, call.log_probs):
             return Comparison(BoundaryKind.DUPLICATE, each, len(prompt))
     compared = place.latest
     if compared is None:

@@ -73,15 +73,6 @@ def test_only_a_cut_is_fixable_every_class_but_exact_has_a_cure_and_three_keep_a
             found.fix(generate([1, 2]))
 
 
-def test_the_cures_name_the_servers_switches() -> None:
-    cures = {kind.value: PostProcessing(kind=kind, detail="").cure for kind in PostProcessingKind}
-    assert "skip_special_tokens: false" in cures["special_tokens_stripped"]
-    for kind in ("stop_trimmed", "prefix_truncated", "suffix_added"):
-        assert "no_stop_trim: true" in cures[kind]
-        assert "include_stop_str_in_output: true" in cures[kind]
-    assert "loss_mask 0" in cures["suffix_added"]
-
-
 def test_a_cut_at_every_character_keeps_the_tokens_that_lie_before_it(tokenizer) -> None:
     generation = ended(tokenizer, ANSWER)
     ends = [len(tokenizer.decode(generation.sampled_ids[:n])) for n in range(len(generation.sampled_ids) + 1)]
@@ -116,14 +107,6 @@ def test_a_token_that_was_cut_in_two_is_named_and_not_kept() -> None:
     assert "inside" not in on_boundary.detail
 
 
-def test_a_cut_inside_the_first_token_keeps_nothing() -> None:
-    tokenizer = english_tokenizer()
-    generation = generate(encode(tokenizer, "The weather"))
-    found = detect_post_processing(generation, "Th", tokenizer)
-    assert (found.num_kept, found.lost_text) == (0, "Th")
-    assert found.fix(generation).sampled_ids == []
-
-
 def test_the_fix_of_another_generation_is_refused() -> None:
     tokenizer = english_tokenizer()
     found = detect_post_processing(generate(encode(tokenizer, "The weather in Paris")), "The weather", tokenizer)
@@ -144,16 +127,6 @@ def test_characters_of_several_tokens_are_kept_whole_or_not_at_all(tokenizer, te
         assert found.lost_text == ""
 
 
-def test_a_special_token_without_text_at_the_cut_is_not_kept() -> None:
-    tokenizer = english_tokenizer()
-    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    ids = [*encode(tokenizer, "The weather"), start, *encode(tokenizer, " in Paris")]
-    found = detect_post_processing(generate(ids), "The weather", tokenizer)
-    assert (found.kind.value, found.num_kept) == ("prefix_truncated", 2)
-    behind_it = detect_post_processing(generate(ids), "The weather i", tokenizer)
-    assert (behind_it.kind.value, behind_it.num_kept, behind_it.lost_text) == ("prefix_truncated", 3, " i")
-
-
 class Counting:
     """A tokenizer that counts what it decodes."""
 
@@ -163,13 +136,6 @@ class Counting:
     def decode(self, ids, *, skip_special_tokens=False):
         self.decodes += 1
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
-
-def test_a_long_text_of_single_bytes_is_cut_without_decoding_it_at_every_byte() -> None:
-    tokenizer, text = Counting(multibyte_tokenizer()), "🙂🙃🤖" * 200
-    found = detect_post_processing(generate(encode_bytewise(tokenizer.tokenizer, text)), text[:301], tokenizer)
-    assert found.num_kept == 301 * 4
-    assert tokenizer.decodes < 100
 
 
 @pytest.mark.parametrize("stop_is_known_to", ["server", "caller"])
@@ -239,13 +205,6 @@ def test_a_cut_character_at_the_end_that_is_not_in_the_text_is_undecidable(token
     assert (found.kind.value, found.num_kept) == ("prefix_truncated", len("Погода".encode()))
 
 
-def test_unknown_bytes_that_a_decoder_dropped_are_undecidable() -> None:
-    tokenizer = english_tokenizer()
-    ids = [*encode(tokenizer, "The "), *encode_bytewise(tokenizer, "é")[:1], *encode(tokenizer, " weather")]
-    assert tokenizer.decode(ids) == "The \ufffd weather"
-    assert kind_of(generate(ids), "The  weather", tokenizer) == "undecidable"
-
-
 def test_a_text_that_is_both_the_beginning_and_the_end_is_undecidable(tokenizer) -> None:
     generation = generate(encode(tokenizer, "rain, rain"))
     assert kind_of(generation, "rain", tokenizer) == "undecidable"
@@ -280,29 +239,10 @@ def test_a_decoder_that_drops_the_first_space_gives_the_same_class_with_and_with
     assert kind_of(generate(ids, prompt_ids=[]), " The weather is nice", tokenizer) == "edited"
 
 
-def test_a_prompt_that_ends_inside_a_character_does_not_hide_an_exact_text(tokenizer) -> None:
-    whole = encode_bytewise(tokenizer, "今 rain")
-    generation = generate(whole[2:], prompt_ids=whole[:2])
-    assert kind_of(generation, tokenizer.decode(whole[2:]), tokenizer) == "exact"
-    # Byte fallback decodes all bytes in a row together, those of the space too.
-    assert kind_of(generation, " rain", tokenizer) in ("undecidable", "edited")
-
-
 def test_nothing_sampled_and_nothing_said_is_exact_and_anything_else_was_added(tokenizer) -> None:
     assert kind_of(generate([]), "", tokenizer) == "exact"
     assert kind_of(generate([]), "The", tokenizer) == "suffix_added"
     assert kind_of(generate([tokenizer.eos_token_id], "stop", tokenizer.eos_token_id), "", tokenizer) == "stop_trimmed"
-
-
-def test_what_was_added_removed_or_edited_is_shown() -> None:
-    tokenizer = english_tokenizer()
-    generation = ended(tokenizer, "The answer")
-    added = detect_post_processing(generation, f"The answer{TURN_END}\n", tokenizer)
-    assert added.detail == "'\\n' was not sampled"
-    removed = detect_post_processing(generation, "answer", tokenizer)
-    assert removed.detail == "the text lacks its beginning 'The '"
-    found = detect_post_processing(generate(encode(tokenizer, "The answer is 42")), "The answer is 17", tokenizer)
-    assert found.detail == "the first difference is at character 14: '42' was sampled, the text has '17'"
 
 
 def test_a_text_that_is_none_is_refused() -> None:
@@ -327,13 +267,3 @@ def test_a_cut_among_bytes_that_are_no_character_is_undecidable_in_linear_time()
     text = tokenizer.decode(broken)[:800]
     assert kind_of(generate(broken, prompt_ids=encode(tokenizer, "hi")), text, counted) == "undecidable"
     assert counted.decodes < 100
-
-
-def test_a_space_that_the_decoder_drops_is_no_end_token() -> None:
-    tokenizer = multibyte_tokenizer()
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
-    space = tokenizer.convert_tokens_to_ids("▁")
-    assert tokenizer.decode([space]) == ""
-    generation = generate([*encode(tokenizer, "The weather"), space], "stop", prompt_ids=encode(tokenizer, "hi"))
-    assert kind_of(generation, "The weather", tokenizer) == "prefix_truncated"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn conversations through the custom generate function, ten of each kind, with an engine that knows the truth.
+"""Drawn conversations through the custom generate function, four of each kind, with an engine that knows the truth.
 
 The engine remembers by place what it sampled, with which weights, from which kept tokens, and which experts each token
 had when it was first fed. What a sample holds is that, place by place, and nothing else is trained.
@@ -37,7 +37,7 @@ KINDS = (
     "experts",
     "tools, continued, experts",
 )
-NUM_CONVERSATIONS = 10
+NUM_CONVERSATIONS = 4
 
 
 def encoded(numbers):

@@ -3,7 +3,6 @@
 
 import base64
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -38,10 +37,6 @@ def with_experts(reply, request, *, knows_start=True, dtype="int32", version=Non
     return reply
 
 
-def words(draw):
-    return " ".join(draw.choices(["rain", "mild", "look", "it is", "no"], k=draw.randint(1, 6)))
-
-
 class Engine:
     """Answers with experts, and remembers the truth: a token keeps the experts with which it was fed first."""
 
@@ -72,24 +67,6 @@ def held(sample, engine):
 
 
 KINDS = pytest.mark.parametrize("sample_class", [Sample, SlimeSample], ids=["miles", "slime"])
-
-
-@KINDS
-@pytest.mark.parametrize("seed", range(4))
-def test_an_aborted_sample_has_no_experts_of_tokens_that_it_does_not_have(
-    tokenizer_folder, environment, sample_class, seed
-):
-    draw = random.Random(seed)
-    environment("[rain]")
-    sample, engine = sample_class(prompt="The weather"), Engine()
-    script = [engine.answers(stopped, "look", "7")] * draw.randint(0, 1) + [lambda r: aborted(r, words(draw))]
-    run(script, tokenizer_folder, sample, settings=WITH_ENVIRONMENT, **REPLAYED)
-    assert sample.status is Status.ABORTED
-    assert (sample.tokens, sample.rollout_routed_experts) == ([], None)
-    # It starts anew.
-    engine = Engine()
-    run([engine.answers(stopped, words(draw), "8")], tokenizer_folder, sample, **REPLAYED)
-    assert held(sample, engine) == len(sample.tokens) - 1
 
 
 @KINDS

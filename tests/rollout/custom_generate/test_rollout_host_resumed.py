@@ -67,41 +67,11 @@ def test_a_partial_rollout_goes_on_where_it_was_aborted(tokenizer_folder, enviro
     assert (counts["aborted_requests"], counts["generations"], counts["sampled_tokens"]) == (1, 3, 16)
 
 
-def test_a_request_aborted_before_its_first_token_leaves_a_partial_rollout_as_it_was(tokenizer_folder):
-    sample = Sample(prompt="The weather")
-    run([lambda r: aborted(r, "")], tokenizer_folder, sample, partial_rollout=True)
-    assert sample.status is Status.ABORTED
-    assert sample.response_length == 0
-    run([lambda r: stopped(r, "mild")], tokenizer_folder, sample, partial_rollout=True)
-    assert sample.loss_mask == [1] * 5
-
-
-@pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
-def test_an_observation_survives_an_abort_before_the_turn_behind_it(tokenizer_folder, environment, sample_class):
-    environment("[rain]", None)
-    sample = sample_class(prompt="The weather")
-    partial = {"settings": WITH_ENVIRONMENT, "partial_rollout": True}
-    waiting = run([lambda r: stopped(r, "look"), lambda r: aborted(r, "")], tokenizer_folder, sample, **partial)
-    observed = [0] * len(encode(TOKENIZER, "[rain]"))
-    assert sample.loss_mask == [1] * 5 + observed
-    again = run([lambda r: stopped(r, "rain")], tokenizer_folder, sample, **partial)
-    assert again.requests[0]["input_ids"] == waiting.requests[1]["input_ids"]
-    assert sample.loss_mask == [1] * 5 + observed + [1] * 5
-    assert sample.response == f"look{TURN_END}[rain]rain{TURN_END}"
-
-
 def updated_midway(request):
     response = stopped(request, "mild", version="8")
     segments = [{"version": "7", "start": 0, "end": 3}, {"version": "8", "start": 3, "end": 5}]
     response["meta_info"]["weight_versions"] = segments
     return response
-
-
-@pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
-def test_a_response_of_two_weight_versions_names_both(tokenizer_folder, sample_class):
-    sample = sample_class(prompt="The weather")
-    run([updated_midway], tokenizer_folder, sample)
-    assert sample.weight_versions == ["7", "8"]
 
 
 def test_a_version_that_nobody_knows_is_no_number(tokenizer_folder):

@@ -112,20 +112,6 @@ def test_a_sampled_character_is_not_taken_for_the_beginning_of_the_templates_end
     assert server.requests[1]["input_ids"][: len(known) + 1] == [*known, END]
 
 
-def test_an_observation_that_is_a_text_is_appended_as_it_stands(tokenizer_folder, environment):
-    environment("\n[rain]\n", None)
-    sample = Sample(prompt="The weather")
-    server = run(
-        [lambda r: stopped(r, "look"), lambda r: stopped(r, "rain")],
-        tokenizer_folder,
-        sample,
-        settings=WITH_ENVIRONMENT,
-    )
-    first = [*server.requests[0]["input_ids"], *encode_bytewise(TOKENIZER, "look"), END]
-    assert server.requests[1]["input_ids"] == first + encode(TOKENIZER, "\n[rain]\n")
-    assert sample.response == f"look{TURN_END}\n[rain]\nrain{TURN_END}"
-
-
 def test_a_chat_template_that_rewrites_assistants_is_refused_for_messages(tokenizer_folder, environment, tmp_path):
     environment(TOOL_RESULT)
     template = tmp_path / "template.jinja"

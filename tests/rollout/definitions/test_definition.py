@@ -81,18 +81,6 @@ def test_which_numbers_are_those_of_the_behavior_policy() -> None:
         assert any("not those of the behavior policy" in line for line in definition.explain()) != is_behavior
 
 
-def test_the_correction_is_named() -> None:
-    assert "the trainer's log_softmax(logits) is comparable as it is" in define("vllm", **NUCLEUS).explain()
-    assert "to compare: divide the trainer's logits by 0.7 before log_softmax" in define(**NUCLEUS).explain()
-    everything = define("vllm", mode="processed_logprobs", **NUCLEUS, logit_bias={"1": 2}).explain()
-    assert everything[2] == (
-        "to compare: add logit_bias to the trainer's logits, then divide the trainer's logits by 0.7 before "
-        "log_softmax, then renormalise over the tokens that top_p=0.9 keeps"
-    )
-    assert any("return_sampling_mask: true" in line for line in define(**NUCLEUS).explain())
-    assert any("processed_logprobs" in line for line in define("vllm", temperature=0.7).explain())
-
-
 def test_what_cannot_be_repeated_is_named_with_the_reason_and_refused() -> None:
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.25}
     definition = define(**penalties, regex="a+", min_new_tokens=4, custom_logit_processor="code")
