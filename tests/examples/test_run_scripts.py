@@ -16,8 +16,6 @@ from grpo.report import read_metrics
 from process_ranks import run_processes
 from train_grpo import REFUSED, start_ranks
 
-SCRIPTS = pytest.mark.parametrize("script", ["run.sh", "run_sglang.sh", "run_vllm.sh"])
-
 
 def start(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
@@ -36,15 +34,10 @@ def before_the_installation(tmp_path: Path) -> dict[str, str]:
     ("arguments", "reasons"),
     [
         (["--num-rolouts", "3"], ["--num-rolouts"]),
-        (["--num-rollout", "three"], ["--num-rollout", "three"]),
         (["--output-dir", "HOLDS_A_RUN"], ["HOLDS_A_RUN", "--resume", "--overwrite"]),
-        (["--output-dir", "HOLDS_A_RUN", "--resume", "--overwrite"], ["--resume", "--overwrite"]),
         (["--output-dir", "EMPTY", "--resume"], ["EMPTY", "checkpoint"]),
         (["--custom-config-path", "yaml/miss.yaml"], ["yaml/miss.yaml"]),
-        (["--model", "no/folder"], ["no/folder"]),
         (["--context-parallel-size", "3"], ["--context-parallel-size 3", "2 ranks"]),
-        (["--num-rollout", "0"], ["--num-rollout 0"]),
-        (["--output-dir", "README.md"], ["README.md"]),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
@@ -67,13 +60,8 @@ def test_what_cannot_run_is_refused_in_one_line_before_anything_is_installed(
     ("script", "arguments", "reasons"),
     [
         ("run_vllm.sh", ["--rollout-temperature", "0.001"], ["--rollout-temperature 0.001", "at least 0.01"]),
-        ("run_vllm.sh", ["--rollout-temperature", "0"], ["--rollout-temperature 0.0", "at least 0.01"]),
         ("run_vllm.sh", ["--engine-settings", "seed=1"], ["seed is set by the example"]),
-        ("run_vllm.sh", ["--engine-settings", "block_size=8", "speculative_config=x"], ["speculative_config is set"]),
         ("run_sglang.sh", ["--rollout-temperature", "0"], ["--rollout-temperature 0.0", "above 0"]),
-        ("run_sglang.sh", ["--engine-settings", "random_seed=1"], ["random_seed is set by the example"]),
-        ("run_sglang.sh", ["--engine-settings", "seed"], ["expected key=value"]),
-        ("run.sh", ["--rollout-temperature", "nan"], ["--rollout-temperature nan", "above 0"]),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_before_it_is_installed(
@@ -86,40 +74,16 @@ def test_what_an_engine_cannot_do_is_refused_before_it_is_installed(
     assert not Path(before_the_installation["VENV"]).exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--rollout-engine", "vllm", "--rollout-temperature", "0.01", "--engine-settings", "random_seed=1"],
-        ["--rollout-engine", "sglang", "--rollout-temperature", "0.001", "--engine-settings", "seed=1"],
-    ],
-)
-def test_what_is_only_refused_of_another_engine_passes(
-    before_the_installation: dict[str, str], arguments: list[str]
-) -> None:
-    command = [before_the_installation["PYTHON"], "examples/train_grpo.py", "--check", *arguments]
-    assert start(command, **before_the_installation).returncode == 0
-
-
-def test_a_temperature_of_the_configuration_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mis.yaml"
-    path.write_text("rollout_temperature: 0.001\n")
-    with pytest.raises(SystemExit):
-        parse_args(["--rollout-engine", "vllm", "--custom-config-path", str(path)], world_size=2)
-    assert "--rollout-temperature 0.001: expected at least 0.01" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", ["x", "0", "-1"])
-def test_a_wrong_number_of_ranks_is_refused(number: str) -> None:
-    refused = start([sys.executable, "examples/train_grpo.py", "--check"], NPROC=number)
+def test_a_wrong_number_of_ranks_is_refused() -> None:
+    refused = start([sys.executable, "examples/train_grpo.py", "--check"], NPROC="0")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
-    assert f"NPROC={number}" in refused.stderr
+    assert "NPROC=0" in refused.stderr
 
 
-@SCRIPTS
-def test_help_installs_nothing(before_the_installation: dict[str, str], script: str) -> None:
+def test_help_installs_nothing(before_the_installation: dict[str, str]) -> None:
     # What a flag of YAML values is, only PyYAML can tell: nothing is refused without it.
     flags = ["--engine-settings", "mem_fraction_static=0.1", "--help"]
-    helped = start(["bash", f"examples/{script}", *flags], **before_the_installation)
+    helped = start(["bash", "examples/run.sh", *flags], **before_the_installation)
     assert helped.returncode == 0, helped.stderr
     assert "--output-dir" in helped.stdout
     assert not Path(before_the_installation["VENV"]).exists()

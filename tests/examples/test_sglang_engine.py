@@ -159,17 +159,6 @@ def test_log_probs_are_of_the_sampling_distribution_and_differ_by_bf16_rounding(
         assert largest_difference(policy, PROMPTS, completions, 1.0) > 2 * BF16_TOLERANCE
 
 
-def test_samples_follow_the_tempered_distribution(engine, policy):
-    temperature, prompt, draws = 0.7, PROMPTS[0], 4096
-    completions = engine.generate([prompt] * draws, max_new_tokens=1, temperature=temperature)
-    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=QWEN3.vocab_size)
-    with torch.no_grad():
-        probabilities = (policy(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
-    # Six standard errors of a frequency, and the rounding of the probabilities.
-    tolerance = 6 * (probabilities * (1 - probabilities) / draws).sqrt() + BF16_TOLERANCE * probabilities + 1e-3
-    assert ((counts / draws - probabilities).abs() < tolerance).all()
-
-
 @torch.no_grad()
 def test_top_p_samples_from_the_nucleus_and_warns_that_the_log_probs_are_of_the_whole_distribution(engine, policy):
     prompt, top_p = PROMPTS[0], 0.5
@@ -183,19 +172,7 @@ def test_top_p_samples_from_the_nucleus_and_warns_that_the_log_probs_are_of_the_
     assert largest_difference(policy, [prompt] * 256, completions, 1.0) < BF16_TOLERANCE < -math.log(top_p + 0.05)
 
 
-def test_completions_end_at_the_end_token_or_the_limit_and_carry_the_version(engine):
-    completions = engine.generate(PROMPTS, max_new_tokens=32, temperature=1.0)
-    assert len(completions) == len(PROMPTS)
-    for completion in completions:
-        assert EOS not in completion.token_ids[:-1]
-        assert len(completion.token_ids) == 32 or completion.token_ids[-1] == EOS
-        assert len(completion.log_probs) == len(completion.token_ids)
-        assert completion.weight_version == 7
-    assert any(len(completion.token_ids) == 32 for completion in completions)
-    assert any(len(completion.token_ids) < 32 for completion in completions)
-
-
-@pytest.mark.parametrize("prompt_length", [1, 216, 250, 255])
+@pytest.mark.parametrize("prompt_length", [1, 255])
 def test_a_response_may_fill_the_model_to_its_last_position(engine, policy, prompt_length):
     room = QWEN3.max_position_embeddings - prompt_length
     prompts = [[5 + draw] * prompt_length for draw in range(8)]
@@ -234,8 +211,8 @@ def test_a_state_dict_of_another_architecture_is_refused_and_changes_nothing(eng
     assert largest_difference(policy, PROMPTS, completions, 1.0) < BF16_TOLERANCE
 
 
-@pytest.mark.parametrize("stale", ["model.layers.1.self_attn.v_proj.weight", "lm_head.weight", "model.norm.weight"])
-def test_a_tensor_that_sglang_skips_without_a_word_is_detected(engine, policy, other_policy, monkeypatch, stale):
+def test_a_tensor_that_sglang_skips_without_a_word_is_detected(engine, policy, other_policy, monkeypatch):
+    stale = "model.layers.1.self_attn.v_proj.weight"
     pack = sglang_engine.save
     monkeypatch.setattr(sglang_engine, "save", lambda tensors: pack({n: t for n, t in tensors.items() if n != stale}))
     with pytest.raises(RuntimeError, match=r"values of .* differ, first at"):
@@ -248,33 +225,10 @@ def test_a_tensor_that_sglang_skips_without_a_word_is_detected(engine, policy, o
     assert largest_difference(policy, PROMPTS, completions, 1.0) < BF16_TOLERANCE
 
 
-def test_the_weights_of_another_model_are_detected(engine, policy, other_policy, monkeypatch):
-    other = {name: tensor.to(torch.bfloat16) for name, tensor in other_policy.state_dict().items()}
-    pack = sglang_engine.save
-    monkeypatch.setattr(sglang_engine, "save", lambda tensors: pack(other))
-    with pytest.raises(RuntimeError, match=r"values of .* differ, first at"):
-        engine.update_weights(policy.state_dict(), version=8)
-
-
-def test_the_settings_are_those_that_sglang_uses_the_users_over_the_examples(running_engine):
-    expected = {"max_running_requests": 128, "attention_backend": "torch_native", "sampling_backend": "pytorch"}
-    assert expected.items() <= running_engine.settings.items()
-    # Nobody set it.
-    assert running_engine.settings["kv_cache_dtype"] is not None
-
-
-def test_a_setting_that_is_not_sglangs_is_an_error_with_the_legal_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"no 'mem_fraction_sttic'; close to it: .*mem_fraction_static"):
-        SGLangEngine(hf_config=QWEN3, seed=0, workdir=tmp_path, settings={"mem_fraction_sttic": 1})
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"prompts": [[5], []], "max_new_tokens": 4, "temperature": 1.0}, "request 1: a prompt of 0 tokens"),
-        ({"prompts": [[5]], "max_new_tokens": 0, "temperature": 1.0}, "max_new_tokens=0"),
-        ({"prompts": [[5]], "max_new_tokens": 4, "temperature": 0.0}, "temperature=0.0"),
-        ({"prompts": [[5]], "max_new_tokens": 4, "temperature": 1.0, "top_p": 0.0}, "top_p=0.0"),
         ({"prompts": [[5] * 253], "max_new_tokens": 4, "temperature": 1.0}, "between 1 and 252 .max_position.*=256"),
         ({"prompts": [[5, 50]], "max_new_tokens": 4, "temperature": 1.0}, "from 5 to 50, vocab_size=50"),
     ],
@@ -297,11 +251,8 @@ RESPONSE = {
     [
         ({"output_token_logprobs": [(-1.0, 4)]}, "1 log-probs for 2 tokens"),
         ({"output_token_logprobs": [(-1.0, 4), (-2.0, 6)]}, "position 1: the log-prob is of token 6"),
-        ({"output_token_logprobs": [(-1.0, 4), (-torch.inf, 5)]}, "position 1: log-prob -inf of token 5"),
-        ({"output_ids": [4]}, "stopped at the limit after 1 tokens, the limit is 2"),
         ({"output_ids": [4, 5, 6]}, "3 tokens, between 1 and 2"),
         ({"meta": {**RESPONSE["meta"], "finish_reason": {"type": "abort", "message": "oom"}}}, "'abort' .*: oom"),
-        ({"meta": {**RESPONSE["meta"], "prompt_tokens": 2}}, "2 prompt tokens, 3 were sent"),
         ({"meta": {**RESPONSE["meta"], "weight_version": "6"}}, "made by weights '6', current is 7"),
     ],
 )
@@ -378,15 +329,3 @@ def test_fp8_weights_are_quantised_anew_at_every_update(tmp_path):
             assert plain > BF16_TOLERANCE
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantization": "blockwise_int8"}, "SGLang cannot update such weights"),
-        ({"quantization": "w8a8_fp8"}, "choose fp8 or blockwise_int8"),
-    ],
-)
-def test_a_quantisation_that_takes_no_updates_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        sglang_engine._quantizer(settings, {})

@@ -7,13 +7,10 @@
 # The imports after the skip need packages that not every environment has.
 # ruff: noqa: E402
 
-import dataclasses
 import importlib.util
 import math
 import os
-import signal
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -93,15 +90,10 @@ RESPONSE = {"token_ids": [4, 5], "log_probs": [-1.0, -2.0], "finish_reason": "le
     ("change", "message"),
     [
         ({"finish_reason": "abort"}, "finish reason 'abort'"),
-        ({"finish_reason": None}, "finish reason None"),
-        ({"token_ids": [], "log_probs": []}, "0 tokens, between 1 and 2"),
         ({"token_ids": [4, 5, 6]}, "3 tokens, between 1 and 2"),
-        ({"token_ids": [4], "log_probs": [-1.0]}, "stopped at the limit after 1 tokens"),
         ({"log_probs": [-1.0]}, "1 log-probs for 2 tokens"),
         ({"token_ids": [4, 50]}, "position 1: token 50, vocab_size=50"),
-        ({"log_probs": [-1.0, -math.inf]}, "position 1: log-prob -inf"),
         ({"log_probs": [-1.0, math.nan]}, "position 1: log-prob nan"),
-        ({"log_probs": [0.5, -1.0]}, "position 0: log-prob 0.5"),
     ],
 )
 def test_a_response_that_contradicts_its_request_is_an_error(change, message) -> None:
@@ -183,52 +175,3 @@ def test_what_cannot_be_meant_is_refused_and_the_engine_goes_on(engine) -> None:
     with pytest.raises(ValueError, match="vocab_size=50"):
         engine.generate([[50]], max_new_tokens=4, temperature=1.0)
     assert engine.generate(PROMPTS[:1], max_new_tokens=4, temperature=1.0)[0].weight_version == 6
-
-
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_an_engine_that_dies_is_an_error_with_the_log(engine) -> None:
-    os.killpg(engine._worker.process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"(?s)the vLLM engine ended during 'generate'.*vllm.log, ends with"):
-        engine.generate(PROMPTS, max_new_tokens=4, temperature=1.0)
-
-
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("settings", [{"speculative_config": "ngram"}, {"max_num_seq": 8}])
-def test_a_setting_that_vllm_lacks_or_the_example_sets_is_refused(settings, tmp_path) -> None:
-    (key,) = settings
-    with pytest.raises(ValueError, match=f"engine settings: .*{key}"):
-        VLLMEngine(hf_config=CONFIG, seed=1, workdir=tmp_path, settings=settings)
-
-
-@pytest.mark.parametrize(
-    ("on_gpu", "settings", "share"),
-    [(False, {}, None), (True, {}, 0.3), (True, {"gpu_memory_utilization": 0.1}, 0.1)],
-)
-def test_shares_a_gpu_with_the_trainer(monkeypatch, tmp_path, on_gpu, settings, share):
-    """Of a GPU it takes a part, as the user says; vLLM's own default leaves the trainer none."""
-    passed = {}
-    config = types.SimpleNamespace()
-    engine = types.SimpleNamespace(
-        vllm_config=types.SimpleNamespace(
-            cache_config=config, scheduler_config=config, attention_config=config, model_config=config
-        )
-    )
-
-    def llm(**arguments):
-        passed.update(arguments)
-        return types.SimpleNamespace(llm_engine=engine)
-
-    arguments = dataclasses.make_dataclass("EngineArgs", ["gpu_memory_utilization"])
-    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=llm))
-    monkeypatch.setitem(sys.modules, "vllm.engine", types.SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", types.SimpleNamespace(EngineArgs=arguments))
-    monkeypatch.setattr(vllm_engine, "_is_installed", lambda name: True)
-    monkeypatch.setattr(vllm_engine.importlib.metadata, "version", lambda name: "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    CONFIG.save_pretrained(tmp_path)
-    vllm_engine._Worker().start(config=str(tmp_path), seed=1, dtype=torch.float32, settings=settings)
-    assert passed.get("gpu_memory_utilization") == share
