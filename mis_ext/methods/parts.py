@@ -307,6 +307,9 @@ class KlTerm(Term):
     ``w`` times the sum of value and coefficient. Of ``k3`` that is ``w d``, and its expectation is the gradient of
     ``KL(current, other)``, whatever sampled.
 
+    Exponents are clamped to 20 nats. The coefficient is not 0 beyond, unlike that of a ratio of the policy gradient: it
+    is what pulls back.
+
     Args:
         estimator: As above.
         scale: What it is multiplied by.
