@@ -183,7 +183,9 @@ def preset_path(name: str) -> Path:
     if name not in names:
         from mis_ext.keys.removed import sentence
 
-        raise ValueError(sentence(name) or f"no preset {name!r}: {nearest(name, names)}mis-ext presets lists all")
+        raise ValueError(
+            sentence(f"preset {name}") or f"no preset {name!r}: {nearest(name, names)}mis-ext presets lists all"
+        )
     return _PRESETS / f"{name}.yaml"
 
 

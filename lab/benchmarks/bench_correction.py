@@ -47,6 +47,7 @@ import torch
 import torch.distributed as dist
 import verifying
 import yaml
+from bench_policy_loss import GATED_MIS
 from policy_step import policy_step_seconds
 from workload import Item, Shape, Workload, World, settings
 
@@ -287,8 +288,10 @@ def _keys(config: str, metrics: str) -> dict[str, Any]:
     """The flat keys of a configuration."""
     if config == "metrics only":
         keys: dict[str, Any] = {"use_tis": False}
+    elif config == "gated MIS":
+        keys = dict(GATED_MIS)
     else:
-        file = {"gated MIS": "gated_mis", "sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
+        file = {"sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
         keys = yaml.safe_load((YAML_FOLDER / f"{file}.yaml").read_text())
     if config == "sequence MIS + norm":
         keys["tis_batch_normalize"] = True

@@ -65,7 +65,7 @@ GATED_MIS = {
     "mis_guard": "warn",
     "mis_max_reject_fraction": 1.0,
 }
-"""``yaml/gated_mis.yaml``, as keys: reading the file needs PyYAML."""
+"""The default of version 0.1: a geometric gate and a veto before a truncated weight, self-normalised."""
 NUM_SETS = 4
 LEAVES = ("current", "entropy")
 COLUMNS = [

@@ -59,7 +59,7 @@ OUTPUTS = Path(__file__).with_name("revision_outputs.py")
 CAPABILITIES = ("default", "avx2", "avx512")
 LISTED = 60
 SLOWER = 1.05
-CONFIGS = ["metrics_only", "token_tis", "icepop", "sequence_mis", "gated_mis"]
+CONFIGS = ["metrics_only", "mis", "icepop", "sequence_mis", "miles_compat"]
 SHAPES = {"hook": ["8x2048", "64x2048", "256x1024", "64x8192"], "policy_loss": ["64x2048"], "methods": ["64x2048"]}
 # The watch over rejected shares ends with its first warning; here it never warns, and goes on.
 QUIET = {"mis_metrics": "core", "mis_guard": "warn", "mis_max_reject_fraction": 1.0}

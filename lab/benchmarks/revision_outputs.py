@@ -661,7 +661,7 @@ def documents(found: Found, draw: Callable[[str], Draw]) -> None:
             rows += [_row(samples, place, step) for place in range(12)]
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         _document(found, "audit", f"{name}.jsonl")
-        _document(found, "report", f"{name}.jsonl", "--preset", "gated_mis", "--against", "noise.jsonl")
+        _document(found, "report", f"{name}.jsonl", "--preset", "geometric_mis", "--against", "noise.jsonl")
     tried = [name for name in METHODS if name not in NOT_OF_A_DUMP]
     _document(found, "report", "noise.jsonl", *(word for name in tried for word in ("--method", name)))
     for name in dict.fromkeys((*mis_ext.list_presets(), *METHODS)):

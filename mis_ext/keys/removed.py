@@ -37,14 +37,19 @@ REMOVED: dict[str, str] = {
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
     "tis_normalize_scope: rollout": "write tis_normalize_scope: data_parallel",
+    "preset gated_mis": (
+        "write its keys: use_rs: true, rs_level: geometric, rs_lower_bound: 0.99, rs_upper_bound: 1.01, "
+        "rs_veto_threshold: 1.0e-4, tis_batch_normalize: true"
+    ),
+    "preset token_tis": "take mis, which has its numbers",
     "mis_ext.dither_weights": "raise the learning rate two or three times, or round stochastically in your optimizer",
     "mis_ext.dither_master_weights": "raise the learning rate two or three times, or round stochastically",
     "mis_ext.WeightScale": "nothing takes it any more",
 }
 """What to write instead, by the name as users write it.
 
-A key (``outer.inner`` in a mapping), ``key: value`` or a preset as it is; a flag with its dashes; ``mis_ext.NAME``;
-``mis-ext COMMAND``.
+A key (``outer.inner`` in a mapping) or ``key: value`` as it is; ``preset NAME``; a flag with its dashes;
+``mis_ext.NAME``; ``mis-ext COMMAND``.
 """
 
 

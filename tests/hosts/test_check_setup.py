@@ -503,7 +503,7 @@ OF_OTHERS = {"weights": {"acc": 0.7, "fmt": 0.3}, "metric": "accuracy", "scopes"
 OF_OTHERS |= {"low": 1, "high": 0.9, "after": 100, "gate": "linear", "statistic": "x", "reduce": "mean", "name": "x"}
 OF_OTHERS |= {"action": "zero", "normalize": True, "warn_only": True, "per_token_loss": True}
 OF_OTHERS |= {"bypass": True, "ppo": True, "veto": 1, "reinforce": True, "decoupled": True, "icepop": True}
-OF_OTHERS |= {"metrics_only": ["reward"], "gated_mis": "on"}
+OF_OTHERS |= {"metrics_only": ["reward"], "geometric_mis": "on"}
 ADVISED = {
     "normalize": "write tis_batch_normalize: true",
     "gate": "write rs_gates",

@@ -86,7 +86,7 @@ REFUSED = {
     "{use_tis: true, gates: [{high: 2.0}]}": r"'gates' \(write rs_gates\)",
     "{use_tis: true, denominator: kept}": r"'denominator' \(write mis_denominator\)",
     "{use_tis: true, metrics_only: true}": r"'metrics_only' \(write use_tis: false, and give --get-mismatch-metrics\)",
-    "{use_tis: true, gated_mis: true}": r"'gated_mis' \(the name of a preset: write what mis-ext presets gated_mis",
+    "{use_tis: true, geometric_mis: true}": r"'geometric_mis' \(the name of a preset: write what mis-ext presets geo",
     "{use_tis: true, use_rss: true}": r"'use_rss' \(did you mean 'use_rs'\?\)",
     "{use_tis: true, use_rs_: true}": r"'use_rs_' \(did you mean 'use_rs'\?\)",
     "{use_tis: true, veto_threshold: 1.0e-4}": r"'veto_threshold' \(write rs_veto_threshold\)",
@@ -288,7 +288,7 @@ def test_every_name_of_ours_is_refused_without_its_prefix_or_its_root() -> None:
         for value in () if name in METHODS else values:
             with pytest.raises(ValueError, match=f"'{name}' "):
                 config_from_mapping({"use_tis": True, name: value})
-    assert {"metrics_only", "gated_mis", "level"} <= {name for name, values in PLAIN_WORDS.items() if values}
+    assert {"metrics_only", "geometric_mis", "level"} <= {name for name, values in PLAIN_WORDS.items() if values}
     assert {"veto_threshold", "weight"} <= STRAY_KEYS.keys() - PLAIN_WORDS
     for name in STRAY_KEYS.keys() - PLAIN_WORDS:
         with pytest.raises(ValueError, match=f"'{name}' "):

@@ -30,7 +30,6 @@ from mis_ext.tools.cli import main
 # The presets of the hook that are a row of the methods, under their flat keys.
 SAME = {
     "mis": "decoupled_token_tis",
-    "token_tis": "decoupled_token_tis",
     "icepop": "icepop",
     "sequence_mis": "sequence_mis",
     "geometric_gate_token_weight": "sequence_mask_tis",

@@ -94,7 +94,7 @@ def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
 
 
 def test_counts_side_by_side_are_those_one_after_the_other() -> None:
-    configs = {name: mis_ext.preset(name) for name in ("mis", "gated_mis")}
+    configs = {name: mis_ext.preset(name) for name in ("mis", "geometric_mis")}
     parts = [gaussian(seed=seed, count=40, step=str(seed)) for seed in range(4)]
     alone = Collector(configs)
     with ThreadPoolExecutor(4) as pool:

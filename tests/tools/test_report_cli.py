@@ -118,7 +118,7 @@ def low_precision(tmp_path_factory) -> Path:
     (folder / "out").mkdir()
     (folder / "out" / "report.html").write_text("old")
     os.utime(folder / "out" / "report.html", (0, 12 * 60 * 60))
-    arguments = ["--out", str(folder / "out"), "--preset", "mis", "--preset", "gated_mis"]
+    arguments = ["--out", str(folder / "out"), "--preset", "mis", "--preset", "geometric_mis"]
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as shown:
         patched.setenv("COLUMNS", "72")
         assert main(["report", str(dumps), *arguments]) == 0
@@ -130,13 +130,13 @@ def test_every_number_is_in_the_json(low_precision) -> None:
     found = json.loads((low_precision / "summary.json").read_text())
     assert found["recommendation"]["name"] == "mis"
     assert "tis_upper_bound: 2.0" in found["recommendation"]["yaml"]
-    assert [each["name"] for each in found["recommendation"]["ranking"]] == ["mis", "none", "gated_mis"]
+    assert [each["name"] for each in found["recommendation"]["ranking"]] == ["mis", "none", "geometric_mis"]
     assert [each["cause"] for each in found["diagnoses"]] == ["low_precision"]
     assert [*found["summary"]["steps"]] == ["0", "1"]
     assert found["summary"]["overall"]["num_sequences"] == 2 * COUNT
     assert found["summary"]["overall"]["reward"] == 0.5
     assert sum(map(sum, found["summary"]["density"])) == found["summary"]["overall"]["num_tokens"]
-    (gated,) = (each for each in found["recommendation"]["ranking"] if each["name"] == "gated_mis")
+    (gated,) = (each for each in found["recommendation"]["ranking"] if each["name"] == "geometric_mis")
     assert any("mis_max_reject_fraction" in text for text in gated["warnings"])
 
 

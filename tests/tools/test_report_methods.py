@@ -221,13 +221,13 @@ def test_methods_are_ranked_beside_configurations_with_their_traps_and_notes(tmp
 def test_among_equally_good_ones_the_ranking_goes_from_tokens_to_sequences() -> None:
     """What training runs said: weights of tokens, gates of tokens, no correction, weights of sequences, their gates."""
     names = ["opsm", "vespo", "ppo", "aipo"]
-    candidates = [*map(method_candidate, names), *preset_candidates(["token_tis"])]
+    candidates = [*map(method_candidate, names), *preset_candidates(["mis"])]
     collector = Collector(
         {each.name: each.config for each in candidates}, methods={each.name: each.method for each in candidates}
     )
     collector.add(drawn(spread=0.1))
     ranking = recommend(candidates, collector.outcomes(), collector.summary(), []).ranking
     assert [each.name for each in ranking if not each.warnings] == [
-        "token_tis",
+        "mis",
         *(f"method {name}" for name in ("aipo", "ppo", "vespo", "opsm")),
     ]

@@ -31,7 +31,7 @@ def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     dumps, other = (write_dumps(folder / name, kernels=kernels) for name, kernels in (("dumps", 0.12), ("other", 0.01)))
     # A folder that is asked for is written beside the document.
-    tried = ["--preset=mis", "--preset=gated_mis", "--method=reinforce_sequence_snis"]
+    tried = ["--preset=mis", "--preset=geometric_mis", "--method=reinforce_sequence_snis"]
     code, found = json_of("report", dumps, "--against", other, *tried, "--out", folder / "out")
     assert code == 0
     assert json.loads((folder / "out" / "summary.json").read_text()) == found

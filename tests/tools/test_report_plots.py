@@ -27,7 +27,7 @@ POSITIONS = [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
 def made(*, spread: float = 0.3) -> tuple[Report, dict[str, list[tuple[float, float]]]]:
     """A report of 40 responses in two steps, with the log-probs of trainer and engine; first tokens are equal."""
     rng, tokens = random.Random(5), {}
-    candidates = [no_correction(), *preset_candidates(["mis", "token_tis"])]
+    candidates = [no_correction(), *preset_candidates(["mis", "icepop"])]
     collector = Collector({each.name: each.config for each in candidates})
     for step, size in (("3", spread), ("4", 2 * spread)):
         behavior = [

@@ -109,7 +109,7 @@ def _spelt(name: str) -> Spelt:
         return read_file(name)
     near = nearest(name, (*list_presets(), *METHODS))
     raise ValueError(
-        sentence(name)
+        sentence(f"preset {name}")
         or f"no file, no preset and no method {name!r}: {near}mis-ext presets and mis-ext methods list all"
     )
 
