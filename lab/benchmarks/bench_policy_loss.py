@@ -40,7 +40,7 @@ import measuring
 import reporting
 import torch
 from torch import Tensor
-from workload import Responses, Shape, World, draw
+from workload import GATED_MIS, Responses, Shape, World, draw
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
@@ -51,21 +51,6 @@ from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores
 
-GATED_MIS = {
-    "use_tis": True,
-    "tis_level": "token",
-    "tis_mode": "truncate",
-    "tis_upper_bound": 2.0,
-    "use_rs": True,
-    "rs_level": "geometric",
-    "rs_lower_bound": 0.99,
-    "rs_upper_bound": 1.01,
-    "rs_veto_threshold": 1e-4,
-    "tis_batch_normalize": True,
-    "mis_guard": "warn",
-    "mis_max_reject_fraction": 1.0,
-}
-"""The default of version 0.1: a geometric gate and a veto before a truncated weight, self-normalised."""
 NUM_SETS = 4
 LEAVES = ("current", "entropy")
 COLUMNS = [
@@ -195,7 +180,7 @@ def contenders(keys: dict[str, Any]) -> dict[str, Call]:
         "reinforce": partial(ours, args_of(mis_loss_mode="reinforce")),
         "gspo": partial(ours, args_of(advantage_estimator="gspo")),
         "cispo": partial(ours, args_of(advantage_estimator="cispo", eps_clip=1.0)),
-        "no correction": partial(ours, args_of(use_tis=False, use_rs=False)),
+        "no correction": partial(ours, host_args({})),
     }
 
 

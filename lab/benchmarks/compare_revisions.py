@@ -62,7 +62,7 @@ SLOWER = 1.05
 CONFIGS = ["metrics_only", "mis", "icepop", "sequence_mis", "miles_compat"]
 SHAPES = {"hook": ["8x2048", "64x2048", "256x1024", "64x8192"], "policy_loss": ["64x2048"], "methods": ["64x2048"]}
 # The watch over rejected shares ends with its first warning; here it never warns, and goes on.
-QUIET = {"mis_metrics": "core", "mis_guard": "warn", "mis_max_reject_fraction": 1.0}
+QUIET = {"mis_metrics": "core", "mis_guard": "warn"}
 WHAT = ("outputs", *SHAPES)
 WARM_UP_TURNS, RESAMPLES = 10, 1000
 
@@ -295,6 +295,7 @@ def _compare_hook(revisions: list[Revision], shape: str, *, world: World, option
     workload = Workload(Shape.parse(shape), world=world, seed=options.seed)
     for config in options.configs:
         keys = yaml.safe_load((revisions[0].folder / "yaml" / f"{config}.yaml").read_text(encoding="utf-8")) | QUIET
+        keys |= {"mis_max_reject_fraction": 1.0} if keys["use_tis"] else {}
         for layout, next_item in (("same", workload.same_layout), ("new", workload.new_layout)):
             args = [settings(keys) for _ in revisions]
 

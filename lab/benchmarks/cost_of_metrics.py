@@ -25,7 +25,7 @@ from typing import Any
 
 import host_baseline
 import torch
-from bench_policy_loss import GATED_MIS
+from workload import GATED_MIS
 
 import mis_ext
 

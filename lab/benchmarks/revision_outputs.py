@@ -42,7 +42,7 @@ from mis_ext.methods import METHODS
 
 NUM_CONFIGS = 200
 POLICIES = ("current", "proximal", "behavior", "reference")
-QUIET = {"mis_guard": "warn", "mis_metrics": "all", "mis_max_reject_fraction": 1.0}
+QUIET = {"mis_guard": "warn", "mis_metrics": "all"}
 SPECIAL = (math.nan, math.inf, -math.inf, -1e4)
 VOCABULARY = 11
 
@@ -101,6 +101,13 @@ def flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors)
 
 
+def quiet(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Where something is measured: all of it, with warnings for errors, and none about how much is rejected."""
+    corrects = bool(keys.get("use_tis"))
+    found = QUIET if corrects or keys.get("get_mismatch_metrics") else {}
+    return {**found, **({"mis_max_reject_fraction": 1.0} if corrects else {}), **keys}
+
+
 def attempt(found: Found, name: str, call: Callable[[], Any]) -> None:
     """Note what a call gives, warns of or refuses."""
     with warnings.catch_warnings(record=True) as caught:
@@ -149,7 +156,7 @@ def methods(found: Found, draw: Callable[[str], Draw]) -> None:
             parameters = _parameters(row.defaults, drawn.random) if turn else {}
             samples = drawn.samples(specials=turn != 1)
             attempt(found, f"{name} {turn}", partial(_method, row, parameters, samples, drawn.device))
-            keys = {"mis_loss_method": {"name": name, **parameters}, **QUIET}
+            keys = quiet({"mis_loss_method": {"name": name, **parameters}})
             attempt(found, f"{name} {turn} whole loss", partial(_whole_loss, keys, samples, drawn.device))
 
 
@@ -261,7 +268,7 @@ def hook(found: Found, draw: Callable[[str], Draw]) -> None:
     configs = {f"preset {name}": _preset(name) for name in mis_ext.list_presets()}
     for number in range(NUM_CONFIGS):
         random = draw(f"configuration {number}").random
-        keys = (keys_with_gates if number % 2 else flat_keys)(random) | QUIET
+        keys = quiet((keys_with_gates if number % 2 else flat_keys)(random))
         configs[f"drawn {number}"] = keys | {"calculate_per_token_loss": random.random() < 0.3}
     for name, keys in configs.items():
         args = Namespace(**keys, qkv_format="thd")
@@ -277,7 +284,7 @@ def _preset(name: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         import_module("mis_ext.tools.cli").main(["presets", name])
     keys: dict[str, Any] = yaml.safe_load(printed.getvalue())
-    return {"use_tis": True} | keys | QUIET
+    return quiet({"use_tis": True} | keys)
 
 
 def _rollout(drawn: Draw) -> dict[str, Any]:
@@ -347,13 +354,13 @@ def losses(found: Found, draw: Callable[[str], Draw]) -> None:
         drawn = draw(f"{name} from log-probs")
         samples = drawn.samples()
         entropy = drawn.uniform(len(flat(samples["masks"])))
-        attempt(found, f"log-probs {name}", partial(_whole_loss, keys | QUIET, samples, drawn.device, entropy=entropy))
+        attempt(found, f"log-probs {name}", partial(_whole_loss, quiet(keys), samples, drawn.device, entropy=entropy))
 
 
 def _from_logits(host: str, keys: dict[str, Any], batch: dict[str, Any], logits: Tensor) -> Any:
     logits.requires_grad_()
     given = logits.clone()
-    args = Namespace(**{"eps_clip": 0.1, "rollout_top_p": 1.0, **QUIET} | keys)
+    args = Namespace(**{"eps_clip": 0.1, "rollout_top_p": 1.0} | quiet(keys))
     if host != "megatron":
         loss, metrics = mis_ext.policy_loss(args, batch, given)
         return with_gradient(loss, logits, metrics)
@@ -457,17 +464,17 @@ def adapters(found: Found, draw: Callable[[str], Draw]) -> None:
             ]
             batch = dict(zip(PADDED, rows, strict=True))
             batch["masks"] = (batch["masks"] > 0).to(batch["masks"].dtype)
-            attempt(found, f"{name} {number}", partial(entry, {"use_tis": True, **QUIET} | keys, batch))
+            attempt(found, f"{name} {number}", partial(entry, quiet({"use_tis": True} | keys), batch))
     for number, keys in enumerate(CORRECTIONS):
         drawn = draw(f"padded {number}")
         samples = drawn.samples(lengths=[12] * 5)
         streams = {f"{name}_logprobs": torch.stack(samples[name]) for name in ("proximal", "behavior")}
         given = streams | {"response_mask": torch.stack(samples["masks"])}
-        attempt(found, f"padded {number}", partial(mis_ext.correct_padded, {"use_tis": True, **QUIET} | keys, **given))
+        attempt(found, f"padded {number}", partial(mis_ext.correct_padded, quiet({"use_tis": True} | keys), **given))
         lists = {"train_log_probs": samples["proximal"], "rollout_log_probs": samples["behavior"]}
         lists |= {"loss_masks": samples["masks"]}
         attempt(
-            found, f"lists {number}", partial(mis_ext.compute_mis_weights, {"use_tis": True, **QUIET} | keys, **lists)
+            found, f"lists {number}", partial(mis_ext.compute_mis_weights, quiet({"use_tis": True} | keys), **lists)
         )
 
 
@@ -745,7 +752,7 @@ def _rank(rank: int, seed: int, folder: str) -> None:
     here = types.SimpleNamespace(rank=rank, size=2, group=group)
     for number in range(40):
         random = Random(f"{seed} ranks {number}")
-        keys = (keys_with_gates if number % 2 else flat_keys)(random) | QUIET
+        keys = quiet((keys_with_gates if number % 2 else flat_keys)(random))
         args = Namespace(**keys, qkv_format="thd")
         samples = Draw(seed, f"ranks {number}", "cpu").samples()
         totals = [len(mask) + 3 for mask in samples["masks"]]
@@ -806,7 +813,7 @@ def _loss_of_rank(keys: dict[str, Any], batch: dict[str, Any], logits: Tensor, r
         padded = torch.nn.functional.pad(each, (0, 0, 0, 4 * math.ceil(total / 4) - total))
         rows.append(padded[positions(total, rank)])
     mine = torch.cat(rows).unsqueeze(0).requires_grad_()
-    args = Namespace(**{"eps_clip": 0.1, **QUIET} | keys)
+    args = Namespace(**{"eps_clip": 0.1} | quiet(keys))
     loss, number, metrics = mis_ext.make_loss_func(args, own, groups=groups)(mine.clone())
     return with_gradient(loss, mine, number, metrics)
 

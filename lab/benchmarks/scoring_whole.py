@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import scoring_hosts
 import torch
-from bench_policy_loss import GATED_MIS
 from scoring_hosts import Host, host_args, in_process_of, without_rounding_to_bfloat16
 from scoring_measure import COLUMNS, GIB, Row, cells, cost, guarded, largest, largest_difference, say, table
 from scoring_work import Batches, Item
 from torch import Tensor
-from workload import Shape, World
+from workload import GATED_MIS, Shape, World
 
 import mis_ext
 

@@ -29,6 +29,21 @@ MIN_SETS, MAX_SETS = 4, 16
 
 Item = dict[str, Any]
 """Keyword arguments of a call."""
+GATED_MIS = {
+    "use_tis": True,
+    "tis_level": "token",
+    "tis_mode": "truncate",
+    "tis_upper_bound": 2.0,
+    "use_rs": True,
+    "rs_level": "geometric",
+    "rs_lower_bound": 0.99,
+    "rs_upper_bound": 1.01,
+    "rs_veto_threshold": 1e-4,
+    "tis_batch_normalize": True,
+    "mis_guard": "warn",
+    "mis_max_reject_fraction": 1.0,
+}
+"""The default of version 0.1: all parts of a correction at once."""
 
 
 @dataclass(frozen=True)
