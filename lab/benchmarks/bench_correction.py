@@ -47,9 +47,7 @@ import torch
 import torch.distributed as dist
 import verifying
 import yaml
-from bench_policy_loss import GATED_MIS
-from policy_step import policy_step_seconds
-from workload import Item, Shape, Workload, World, settings
+from workload import GATED_MIS, Item, Shape, Workload, World, settings
 
 import mis_ext
 from mis_ext.correction.plan import plan_of
@@ -59,7 +57,6 @@ from mis_ext.correction.triton import triton_obstacle
 YAML_FOLDER = Path(__file__).parents[2] / "yaml"
 SHAPES = ["8x2048", "64x2048", "256x1024", "64x8192", "16x32768", "4096x64", "1x1000000"]
 COMPILED_SHAPES = ["64x8192"]
-STEP_SHAPES = ["8x2048", "64x2048"]
 CONFIGS = ["metrics only", "gated MIS", "sequence MIS + norm", "token gates"]
 CONTENDERS = ["eager", "fused", "compile", "baseline"]
 BACKENDS = {"eager": "eager", "fused": "triton"}
@@ -102,7 +99,7 @@ class Benchmark:
         self.rows: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """All shapes, one table each, and the share of a policy-loss step."""
+        """All shapes, one table each."""
         for line in self.header.values():
             self.say(line)
         for text in self.options.shapes:
@@ -114,8 +111,6 @@ class Benchmark:
             num_sets, tokens = len(workload.sets), workload.num_local_tokens
             self.say(f"\n### {shape}: {tokens:,} tokens on this rank, {num_sets} input sets in turn\n")
             self.say(reporting.table(reporting.COLUMNS, [reporting.cells(row) for row in rows]))
-            if text in self.options.step:
-                self.measure_step(shape, tokens, rows)
 
     def measure_config(self, config: str, workload: Workload) -> list[dict[str, Any]]:
         """Verify all contenders first, then measure them one after the other."""
@@ -174,17 +169,6 @@ class Benchmark:
         busy = row.get("device_s") or times.median
         row |= {"bandwidth": footprint.moved / busy, "copy_bandwidth": footprint.moved / copy_seconds}
         return row | {"time_over_copy": busy / copy_seconds}
-
-    def measure_step(self, shape: Shape, tokens: int, rows: list[dict[str, Any]]) -> None:
-        """What each contender adds to the rest of a policy-loss step over the same tokens."""
-        self.progress(f"{shape}: policy-loss step")
-        seconds, measured_tokens = policy_step_seconds(tokens, self.world.device)
-        scaled = "" if measured_tokens == tokens else f" (measured on {measured_tokens} tokens, scaled up)"
-        self.say(f"\nPolicy-loss step over {tokens:,} tokens without a correction: {seconds * 1e3:.1f} ms{scaled}\n")
-        timed = [row for row in rows if "missing" not in row]
-        for row in timed:
-            row |= {"step_s": seconds, "step_share": row["median_s"] / seconds}
-        self.say(reporting.table(reporting.STEP_COLUMNS, [reporting.step_cells(row) for row in timed]))
 
     def _missing(self, contender: str, shape: Shape) -> str | None:
         """Why a contender cannot run."""
@@ -274,29 +258,25 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks; the others are data-parallel")
     parser.add_argument("--compile-shapes", nargs="*", default=COMPILED_SHAPES, metavar="SxL", help="compiling is slow")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--step", nargs="*", metavar="SxL", help="shapes whose policy-loss step is measured too")
-    parser.add_argument("--no-step", dest="step", action="store_const", const=[])
     parser.add_argument("--seed", type=int, help="of the inputs; random by default")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there")
     options = parser.parse_args(arguments)
-    if options.step is None:
-        options.step = STEP_SHAPES if options.device == "cuda" else []
     return options
 
 
 def _keys(config: str, metrics: str) -> dict[str, Any]:
     """The flat keys of a configuration."""
+    quiet = {"mis_metrics": metrics, "mis_guard": "warn"}
     if config == "metrics only":
-        keys: dict[str, Any] = {"use_tis": False}
-    elif config == "gated MIS":
-        keys = dict(GATED_MIS)
-    else:
-        file = {"sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
-        keys = yaml.safe_load((YAML_FOLDER / f"{file}.yaml").read_text())
+        return {"use_tis": False} | quiet
+    if config == "gated MIS":
+        return GATED_MIS | quiet
+    file = {"sequence MIS + norm": "sequence_mis", "token gates": "icepop"}[config]
+    keys: dict[str, Any] = yaml.safe_load((YAML_FOLDER / f"{file}.yaml").read_text())
     if config == "sequence MIS + norm":
         keys["tis_batch_normalize"] = True
     # The watch over rejected shares ends with its first warning; here it never warns, and goes on.
-    return keys | {"mis_metrics": metrics, "mis_guard": "warn", "mis_max_reject_fraction": 1.0}
+    return keys | quiet | {"mis_max_reject_fraction": 1.0}
 
 
 def _hook_call(module: Any, args: argparse.Namespace) -> measuring.Call:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the whole loss costs from the logits on: in slime's and Miles' own code, and the scoring beside others' kernels.
 
-    python lab/benchmarks/bench_scoring.py --miles ~/miles --slime ~/slime [--parts A,B,C,D] [--json FILE]
+    python lab/benchmarks/bench_scoring.py --miles ~/miles --slime ~/slime [--parts A,B] [--json FILE]
 
 The hosts' code is not part of this repository: the two folders are checkouts of it, and megatron-core must be
 installed. ray alone is a stand-in. First checks, then times; prints Markdown. ``--json`` is written after every row, so
@@ -12,8 +12,9 @@ the tables of such a file.
   penalty with gradient; beside it ``mis_ext.policy_loss`` in the same place. Loss, gradient of the logits and metrics
   are first compared with the host's own; a wrong one ends the run (``--keep-going``: is named, timed, and exit code 1).
 - **B**: log-prob and entropy of tokens alone, forward and backward, beside what others have.
-- **C**: errors against float64, on ordinary and on extreme logits.
-- **D**: one function's log-probs against the other's, as a first optimizer step sees them.
+
+Errors against float64 (parts C and D of the tables in ``results/``) are the tests' matter: ``tests/scoring``; revision
+16a265ec has the program.
 
 Part A over several ranks, here tensor- and context-parallel ones; what their product leaves is data-parallel:
 ``torchrun --standalone --nproc-per-node 4 lab/benchmarks/bench_scoring.py --parts A --tp 2 --cp 2``. One process with
@@ -38,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import reporting
 import scoring_alone
-import scoring_exact
 import scoring_hosts
 import scoring_whole
 import torch
@@ -48,8 +48,6 @@ from workload import World
 PARTS = {
     "A": ("The whole loss in the hosts' own code", scoring_whole.part, scoring_whole.markdown),
     "B": ("The scoring alone", scoring_alone.part, scoring_alone.markdown),
-    "C": ("Errors against float64", scoring_exact.part, scoring_exact.markdown),
-    "D": ("One function's log-probs against the other's", scoring_exact.agreement, scoring_exact.agreement_markdown),
 }
 ON_GPU = ["8x2048:151936:float32", "8x2048:151936:bfloat16", "64x2048:64:float32", "256x1024:64:float32"]
 ON_CPU = ["3x24:29:float32", "3x24:29:bfloat16"]
@@ -62,7 +60,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--miles", type=Path, metavar="DIR", help="a checkout of Miles")
     parser.add_argument("--slime", type=Path, metavar="DIR", help="a checkout of slime")
     parser.add_argument("--flash-attn", type=Path, metavar="FILE", help="flash_attn/ops/triton/cross_entropy.py")
-    parser.add_argument("--parts", default="A,B,C,D", help="which parts, with commas")
+    parser.add_argument("--parts", default="A,B", help="which parts, with commas")
     parser.add_argument("--problems", nargs="+", metavar="SxL:V:DTYPE", help=f"of part A; on a GPU {' '.join(ON_GPU)}")
     parser.add_argument("--losses", nargs="+", metavar="WORD", help="of part A, those with such a word in their name")
     parser.add_argument("--alone", metavar="T:V", help="tokens and vocabulary of part B; on a GPU 16384:151936")

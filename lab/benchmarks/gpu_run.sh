@@ -20,7 +20,7 @@ python lab/benchmarks/bench_methods.py --json "${output}/methods.json" | tee "${
 for cp in 2 4 8; do
     [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -ge "${cp}" ] || continue
     # The baseline's collectives per sample take seconds per call with 4,096 samples.
-    torchrun --standalone --nproc-per-node "${cp}" lab/benchmarks/bench_correction.py --cp "${cp}" --no-step \
+    torchrun --standalone --nproc-per-node "${cp}" lab/benchmarks/bench_correction.py --cp "${cp}" \
         --shapes 8x2048 64x2048 256x1024 64x8192 16x32768 --json "${output}/correction_cp${cp}.json" |
         tee "${output}/correction_cp${cp}.md"
 done

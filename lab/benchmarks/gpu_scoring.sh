@@ -5,8 +5,8 @@
 #   lab/benchmarks/gpu_scoring.sh HOSTS OUTPUT_DIR [STEP...]
 #
 # HOSTS holds checkouts miles/ and slime/, flash_attn/cross_entropy.py (flash_attn/ops/triton/cross_entropy.py of
-# flash-attention), and, where the network cannot be reached, wheels/ with what is not installed. Steps are exact,
-# alone, problems of part A, such as 8x2048:151936:float32, and such a problem with the ranks behind it: :tp2, :cp4,
+# flash-attention), and, where the network cannot be reached, wheels/ with what is not installed. Steps are alone,
+# problems of part A, such as 8x2048:151936:float32, and such a problem with the ranks behind it: :tp2, :cp4,
 # :tp2cp2, :cp2dp2, whose product is the number of GPUs. Without any: all on one GPU. SECONDS_IN_ALL bounds the whole (default 570), STEP_SECONDS one step (default 200), BUDGET
 # the timed calls of a row (default 1), DEVICE is cuda unless it is set. On two GPUs, beside what each of them has to do:
 #
@@ -28,7 +28,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 deadline=$((SECONDS + ${SECONDS_IN_ALL:-570}))
 steps=("$@")
 if [ "$#" -eq 0 ]; then
-    steps=(exact 8x2048:151936:float32 64x2048:64:float32 256x1024:64:float32 alone 8x2048:151936:bfloat16)
+    steps=(8x2048:151936:float32 64x2048:64:float32 256x1024:64:float32 alone 8x2048:151936:bfloat16)
 fi
 export PYTHONUNBUFFERED=1 PYTHONPATH="${PWD}${PYTHONPATH:+:${PYTHONPATH}}"
 if compgen -G "${hosts}/wheels/*.whl" > /dev/null; then
@@ -54,7 +54,6 @@ for step in "${steps[@]}"; do
     fi
     launch=(python3)
     case "${step}" in
-        exact) chosen=(--parts C,D) ;;
         alone) chosen=(--parts B) ;;
         *:[tcd]p[0-9]*)
             by="${step##*:}" ranks=1

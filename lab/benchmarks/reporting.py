@@ -36,8 +36,6 @@ COLUMNS = [
     "time / copy",
     "faster than baseline",
 ]
-NAMES = COLUMNS[:3]
-STEP_COLUMNS = [*NAMES, "adds to the step"]
 
 
 def header(world: World, seed: int) -> dict[str, str]:
@@ -87,11 +85,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     ratios = [number("bandwidth", 1e-9, 1), number("copy_bandwidth", 1e-9, 1), number("time_over_copy", digits=1)]
     names = [row["configuration"], row["contender"], row["layout"]]
     return [*names, *times, *counts, *collectives, *ratios, number("speedup", digits=1)]
-
-
-def step_cells(row: dict[str, Any]) -> list[str]:
-    """One line of the table of what a correction adds to a step."""
-    return [row["configuration"], row["contender"], row["layout"], f"{row['step_share']:.2%}"]
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
