@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from commands import json_of
 from rollout_logs import genuine, good, write
 from tiny_decoder import TinyDecoder, packed, planted, recording_of
 
-from mis_ext.files import list_presets
-from mis_ext.methods import METHODS
 from mis_ext.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -79,33 +76,6 @@ def says_check(found: dict[str, Any], text: str) -> bool:
     return all(number in one_line(text) for number in numbers) and found["reasons"][0] in text
 
 
-def says_convert(found: dict[str, Any], text: str) -> bool:
-    return yaml.safe_load(text) == found["keys"] and all(f"# {remark}\n" in text for remark in found["remarks"])
-
-
-def says_methods(found: dict[str, Any], text: str) -> bool:
-    words = one_line(text)
-    return [each["name"] for each in found["methods"]] == [*METHODS] and all(
-        f"{each['name']} {one_line(each['objective'])}" in words for each in found["methods"]
-    )
-
-
-def says_method(found: dict[str, Any], text: str) -> bool:
-    words = one_line(text)
-    facts = (found["objective"], found["text"], found["source"], found["why_not"], ", ".join(found["log_probs"]))
-    numbers = all(f"{name}={value:g}" in words for name, value in found["parameters"].items())
-    return numbers and not found["hook_alone"] and all(one_line(fact) in words for fact in facts)
-
-
-def says_presets(found: dict[str, Any], text: str) -> bool:
-    words = one_line(text)
-    names = [each["name"] for each in found["presets"]]
-    # The default, and then by name.
-    return names == ["mis", *(name for name in list_presets() if name != "mis")] and all(
-        f"{each['name']} What: {each['what']} When: {each['when']}" in words for each in found["presets"]
-    )
-
-
 COMMANDS = {
     "audit": Command(
         lambda folder: ["audit", dump(folder)],
@@ -115,7 +85,7 @@ COMMANDS = {
     "report": Command(
         lambda folder: ["report", dump(folder), "--against", dump(folder), "--preset", "mis"],
         0,
-        # It draws pictures: test_report_against.py asks it for a text.
+        # It draws pictures: test_report_against.py asks it for a text. What is None below has a test of its own.
         None,
     ),
     "explain": Command(lambda folder: ["explain", "mis"], 0, says_explain),
@@ -125,15 +95,15 @@ COMMANDS = {
         1,
         says_check,
     ),
-    "presets": Command(lambda folder: ["presets"], 0, says_presets),
+    "presets": Command(lambda folder: ["presets"], 0, None),
     "presets NAME": Command(lambda folder: ["presets", "mis"], 0, lambda found, text: found["yaml"] == text),
     "schema": Command(lambda folder: ["schema"], 0, lambda found, text: found == json.loads(text)),
-    "methods": Command(lambda folder: ["methods"], 0, says_methods),
-    "methods NAME": Command(lambda folder: ["methods", "vaco"], 0, says_method),
+    "methods": Command(lambda folder: ["methods"], 0, None),
+    "methods NAME": Command(lambda folder: ["methods", "vaco"], 0, None),
     "methods NAME --yaml": Command(
         lambda folder: ["methods", "vaco", "--yaml"], 0, lambda found, text: found["yaml"] == text
     ),
-    "convert": Command(lambda folder: ["convert", "verl", verl(folder)], 0, says_convert),
+    "convert": Command(lambda folder: ["convert", "verl", verl(folder)], 0, None),
 }
 
 

@@ -288,6 +288,12 @@ def test_a_report_says_which_one_it_replaces(low_precision) -> None:
     assert "in the place of the report of 1970-01-01" in " ".join(shown.split())
 
 
+def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
+
+
 def test_a_configuration_of_ones_own_is_ranked_with_the_warnings_of_the_guards(tmp_path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("use_tis: true\ntis_level: sequence\ntis_upper_bound: 5.0\n")

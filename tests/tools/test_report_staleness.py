@@ -60,12 +60,6 @@ def step_of(seed: int, kernels: float, *, behind: float = math.nan) -> Part:
     return Part.of_lists(proximal=proximal, behavior=behavior, origins=origins, step=str(seed))
 
 
-def test_what_the_example_dumps_carries_the_versions(dumps) -> None:
-    for sample in Dumps(files(dumps, 4)):
-        assert sample.proximal_weight_version == sample.rollout_id
-        assert sample.behavior_weight_versions == [str(sample.rollout_id // 4 * 4)]
-
-
 def test_the_table_by_version_grows_from_the_floor_of_kernels(dumps) -> None:
     fresh, *behind = collected(*Parts(Dumps(files(dumps, 4)))).summary().by_version
     assert [group.low for group in (fresh, *behind)] == [0.0, 1.0, 2.0, 3.0]
