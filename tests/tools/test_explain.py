@@ -16,7 +16,8 @@ from mis_ext.correction.weights import Bound
 from mis_ext.tools.cli import main
 from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
 from mis_ext.tools.explain.traps import TRAPS
-from mis_ext.tools.report import Part, WhatIf
+from mis_ext.tools.report import Part, WhatIf, summarize
+from mis_ext.tools.report.recommendation import circumstances_of
 from mis_ext.tools.report.what_if import Outcome
 
 pytest.importorskip("rich")
@@ -272,6 +273,15 @@ def test_few_sequences_decide_where_the_law_did_not_expect_it() -> None:
     # An expected loss has one warning.
     assert fired(weighs, k3=1e-3, length=1000, ess_sequence=0.1) == {"hopeless_sequences"}
     assert fired(weighs, k3=1e-3, length=700, ess_sequence=0.25) == set()
+
+
+def test_the_report_asks_the_traps_with_what_it_measured(parts, outcomes) -> None:
+    measured, summary = outcomes["sequence_mis", CASES[1]], summarize([parts[CASES[1]]])
+    found = circumstances_of(measured, summary)
+    names = ("kept_tokens", "kept_sequences", "learning_rate")
+    assert all(getattr(found, name) == getattr(measured, name) < 0.9 for name in names)
+    assert (found.k3, found.length) == (summary.overall.k3, summary.overall.mean_length)
+    assert (found.ess_sequence, found.k_hat) == (summary.overall.ess_sequence, summary.overall.k_hat)
 
 
 def test_every_preset_is_explained_in_words_and_as_json(capsys) -> None:

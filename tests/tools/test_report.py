@@ -2,6 +2,7 @@
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from searching import searching
 import mis_ext
 from mis_ext.tools.diagnosis import Measuring
 from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
+from mis_ext.tools.report.findings import MAX_WAITING
 from mis_ext.tools.report.tally import NUM_SIZES, effective_share, k_hat, quantile, size_of_bin
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
@@ -106,6 +108,29 @@ def test_counts_side_by_side_are_those_one_after_the_other() -> None:
         assert str(together.summary().overall) == str(alone.summary().overall)
         assert str(together.outcomes()) == str(alone.outcomes())
         assert str(together.diagnoses()) == str(alone.diagnoses())
+
+
+def test_a_count_takes_one_part_at_a_time_and_in_their_order(monkeypatch) -> None:
+    running: list[str] = []
+    done: list[str] = []
+
+    def count(part: Part) -> None:
+        running.append(part.step)
+        assert running == [part.step]
+        time.sleep(0.2 if part.step == "0" else 0.0)
+        done.append(running.pop())
+
+    steps = [str(step) for step in range(2 * MAX_WAITING)]
+    with ThreadPoolExecutor(4) as pool:
+        collector = Collector(pool=pool)
+        monkeypatch.setattr(collector, "_count", count)
+        for step in steps:
+            collector.add(gaussian(count=1, length=1, step=step))
+            # What is not counted yet is in memory.
+            assert int(step) + 1 - len(done) <= MAX_WAITING
+        with pytest.raises(ValueError, match="nothing to report"):
+            collector.summary()
+    assert done == steps
 
 
 def test_nothing_to_report_is_an_error() -> None:

@@ -175,14 +175,14 @@ def test_a_run_of_one_step_has_no_picture_over_steps() -> None:
 def test_with_another_run_steps_shows_k3_of_both_in_the_order_of_their_numbers(report) -> None:
     first, recommendation = report[0], report[0].recommendation
     collector = Collector()
-    for step in range(4, 12):
+    for step in range(4, 24):
         values = [torch.tensor([-1.0, -2.0 - step])]
         collector.add(Part.of_lists(proximal=values, behavior=[values[0] - 0.1], step=str(step)))
     other = report_with(collector.summary(), recommendation)
     (axes,) = axes_of(dataclasses.replace(first, against=side_by_side(first, other)), "steps")
     k3s = [[step.k3 for step in run.summary.steps.values()] for run in (first, other)]
-    assert lines_of(axes) == {"A": ([0, 1], k3s[0]), "B": ([*range(1, 9)], k3s[1])}
-    assert [label.get_text() for label in axes.get_xticklabels()] == [str(step) for step in range(3, 12)]
+    assert lines_of(axes) == {"A": ([0, 1], k3s[0]), "B": ([*range(1, 21)], k3s[1])}
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(step) for step in range(3, 24, 2)]
 
 
 def test_a_picture_of_the_same_numbers_is_the_same_file(report) -> None:
