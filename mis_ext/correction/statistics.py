@@ -23,7 +23,6 @@ from mis_ext.correction.formula import (
     Formula,
     bounded_exp,
     bounded_expm1,
-    needed_names,
     where,
     where_positive,
 )
@@ -75,12 +74,6 @@ class Statistic:
     high: float = math.inf
     on_policy: float | None = 0.0
     is_log: bool = False
-
-    @property
-    def follows_from_ratio(self) -> bool:
-        """Whether it is a number of the token's ratio alone, whatever its probabilities are."""
-        leaves = {name for name in needed_names([self.token], TOKEN_FORMULAS) if name not in TOKEN_FORMULAS}
-        return leaves == {"log_ratio"}
 
     def edge(self, bound: float) -> float:
         """A bound on the scale of the token formula."""
