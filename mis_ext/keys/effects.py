@@ -14,6 +14,7 @@ class KeysInUse(NamedTuple):
 
     ``given``: the keys that are set. ``values``: of every key of a correction its value or default. ``corrects``: the
     correction is applied. ``measures``: its metrics are computed. ``method_rejects``: the loss's method has a mask.
+    ``loses_tokens``: a sequence of which the correction keeps a token can lose others.
     """
 
     given: Mapping[str, Any]
@@ -21,6 +22,7 @@ class KeysInUse(NamedTuple):
     corrects: bool = True
     measures: bool = True
     method_rejects: bool = False
+    loses_tokens: bool = True
 
     @property
     def bound(self) -> Any:
@@ -29,10 +31,14 @@ class KeysInUse(NamedTuple):
 
     @property
     def rejects(self) -> bool:
-        """Whether valid tokens can leave the mask; a weight of a sequence also needs all of its tokens."""
+        """Whether tokens with a ratio can leave the mask."""
         gates = [key for key in (*_VETOES, "rs_max_staleness") if key in self.given]
-        is_of_tokens = self.values["tis_level"] in ("token", "none")
-        return bool(gates) or self.values["use_rs"] or not is_of_tokens or bool(self.bound and self.bound.rejects)
+        return bool(gates) or self.values["use_rs"] or bool(self.bound and self.bound.rejects)
+
+    def reports(self, *words: str) -> bool:
+        """Whether a metric with one of these words in its name is reported."""
+        names = self.given.get("mis_metrics", "core")
+        return isinstance(names, str) or any(word in name for name in names for word in words)
 
     def bounds_gate(self, side: str) -> bool:
         """Whether a bound of the weight is also one of the gate, which has none of its own."""
@@ -76,6 +82,19 @@ _ALL_KEPT = "nothing rejects a token, so that all are kept"
 IDLE = (
     Idle(APPLIED, lambda keys: not keys.corrects, "use_tis is not true", _ON),
     Idle(REPORTED, lambda keys: not keys.measures, "neither use_tis nor get_mismatch_metrics is true", _ON),
+    Idle(
+        ("mis_staleness",),
+        lambda keys: (
+            not (
+                keys.reports("lag_", "fresh", "stale")
+                or "rs_max_staleness" in keys.given
+                or keys.values["tis_when"] == "stale"
+                or any(gate["statistic"] == "lag" for gate in keys.given.get("rs_gates", ()))
+            )
+        ),
+        "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag",
+    ),
+    Idle(("mis_metric_max",), lambda keys: not keys.reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
     Idle(("tis_mode", "tis_when"), lambda keys: keys.bound is None, "tis_level is none"),
     # Existing files carry a lower bound with truncate, which warns.
     Idle(
@@ -98,6 +117,18 @@ IDLE = (
         "tis_batch_normalize is not set",
     ),
     Idle(
+        ("use_rs",),
+        lambda keys: bool(
+            keys.bound
+            and keys.bound.rejects
+            and keys.values["rs_level"] == keys.values["tis_level"]
+            and keys.bounds_gate("lower")
+            and keys.bounds_gate("upper")
+            and "rs_gates" not in keys.given
+        ),
+        "tis_mode rejects the same tokens",
+    ),
+    Idle(
         ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates"),
         lambda keys: "use_rs" not in keys.given,
         "use_rs is not set",
@@ -118,11 +149,16 @@ IDLE = (
     Idle(("rs_staleness_level",), lambda keys: "rs_max_staleness" not in keys.given, "rs_max_staleness is not set"),
     Idle(
         ("mis_loss_entropy_tokens", "mis_loss_kl_tokens"),
-        lambda keys: not (keys.corrects or keys.method_rejects),
+        lambda keys: not (keys.method_rejects or (keys.corrects and keys.rejects)),
         _ALL_KEPT,
         at="all",
     ),
-    Idle(("mis_loss_denominator",), lambda keys: not keys.corrects, _ALL_KEPT, at="kept"),
+    Idle(
+        ("mis_loss_denominator",),
+        lambda keys: not (keys.corrects and keys.loses_tokens),
+        "no response keeps some of its tokens and loses others",
+        at="kept",
+    ),
     Idle(("tis_normalize_over",), lambda keys: not keys.rejects, _ALL_KEPT, at="valid"),
 )
 """A key that is false is none that does nothing: it says so."""

@@ -327,6 +327,9 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
         refuse_group_keys([key for key in GROUP_CHECKS if config.get(key) is not None])
+        idle = [key for key in LOSS_KEYS if config.get(key) is not None]
+        if idle:
+            raise ValueError(f"{', '.join(idle)}: no effect on a correction alone; give them to a full policy loss")
         return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")

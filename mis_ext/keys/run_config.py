@@ -202,7 +202,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
 
         loss = read_whole_loss(given)
-        _refuse_idle_of_loss(given, loss)
+        _refuse_idle_of_loss(given, correction, loss)
     group = read_group(given, denominator=correction.denominator) if says_group(given) else None
     config = RunConfig(
         correction=correction,
@@ -214,18 +214,24 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         group=group,
         unplugged=tuple(_unplugged(given, group)),
     )
-    idle = [key for key in LOSS_KEYS if given.get(key) is not None]
-    if idle and given.get("loss_type") not in (None, "custom_loss"):
-        raise ValueError(
-            f"{', '.join(idle)}: no effect, because --loss-type is {given['loss_type']}; write --loss-type custom_loss "
-            "--custom-loss-function-path mis_ext.policy_loss"
-        )
+    if given.get("loss_type") not in (None, "custom_loss"):
+        refuse_keys_of_loss(given)
     if config.divides_by_kept:
         _refuse_two_denominators(config)
     return config
 
 
-def _refuse_idle_of_loss(given: Mapping[str, Any], loss: WholeLoss) -> None:
+def refuse_keys_of_loss(given: Mapping[str, Any]) -> None:
+    """Refuse keys of the full policy loss where the host's own loss runs."""
+    idle = [key for key in LOSS_KEYS if given.get(key) is not None]
+    if idle:
+        raise ValueError(
+            f"{', '.join(idle)}: no effect, because --loss-type is {given.get('loss_type') or 'policy_loss'}; write "
+            "--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
+        )
+
+
+def _refuse_idle_of_loss(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss) -> None:
     method = loss.settings.method
     refuse_idle_keys(
         KeysInUse(
@@ -234,6 +240,7 @@ def _refuse_idle_of_loss(given: Mapping[str, Any], loss: WholeLoss) -> None:
             corrects=given.get("use_tis") is True,
             measures=loss.has_correction,
             method_rejects=method is not None and any(each.action == "reject" for each in method.method.factors),
+            loses_tokens=correction.rejects_single_tokens,
         )
     )
 

@@ -183,6 +183,8 @@ def test_whoever_takes_a_configuration_takes_a_mapping_that_spells_it() -> None:
             call("mis")
         with pytest.raises(ValueError, match="did you mean 'tis_upper_bound'"):
             call({"tis_uper_bound": 1.5})
+        with pytest.raises(ValueError, match="mis_loss_mode: no effect on a correction alone"):
+            call(keys | {"mis_loss_mode": "bypass"})
 
 
 def test_metric_lists_keep_the_order_of_emission() -> None:

@@ -76,6 +76,9 @@ REFUSED = {
     "{use_tis: true, tis_level: none, use_rs: true, rs_upper_bound: 2.0, tis_lower_bound: 0.1, tis_upper_bound: 3.0}": (
         r"tis_upper_bound=3.0: no effect"
     ),
+    "{use_tis: true, tis_mode: mask, use_rs: true}": r"use_rs=True: no effect, because tis_mode rejects the same",
+    "{use_tis: true, mis_staleness: true, mis_metrics: [mis_kl]}": r"mis_staleness=True: no effect",
+    "{use_tis: true, mis_metric_max: 1.0, mis_metrics: []}": r"mis_metric_max=1.0: no effect",
     "{use_tis: false, tis_upper_bound: 3.0}": r"tis_upper_bound=3.0: no effect, because use_tis is not true",
     "{get_mismatch_metrics: true, rs_max_staleness: 0}": r"rs_max_staleness=0: no effect, because use_tis is not true",
     "{use_tis: true, tis_level: none}": r"neither a weight nor a gate",

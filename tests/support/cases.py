@@ -66,7 +66,7 @@ def correction_keys(
         rs_level = gate.split()[0]
         low, high = {"token": (0.5, 2.0), "sequence": (0.3, 3.0), "geometric": (0.92, 1.09)}[rs_level]
         keys |= {"use_rs": True, "rs_level": rs_level, "rs_lower_bound": low, "rs_upper_bound": high}
-    rejects = gate != "no gate" or veto != "no veto" or mode == "mask" or level != "token"
+    rejects = gate != "no gate" or veto != "no veto" or mode == "mask"
     if not rejects and keys.get("tis_normalize_over") == "valid":
         del keys["tis_normalize_over"]
     return keys | VETOES[veto] | more

@@ -47,7 +47,7 @@ from mis_ext.hosts.slime_miles.policy_loss import (
     refuse_missing_logits,
 )
 from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
-from mis_ext.keys.run_config import ARGUMENTS, RunConfig, steps_per_rollout
+from mis_ext.keys.run_config import ARGUMENTS, RunConfig, refuse_keys_of_loss, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
 from mis_ext.tools.explain.words import steps_of
 
@@ -150,6 +150,8 @@ def _checked(args: Any) -> list[str]:
     entrance = _entrance_of(args)
     run = current_run(args, whole_loss=entrance is _LOSS)
     config = run.config
+    if entrance is _HOOK:
+        refuse_keys_of_loss(all_arguments(args))
     _refuse_missing_preparation(args, config)
     _refuse_missing_versions(args, config)
     said = [summary(config)]
