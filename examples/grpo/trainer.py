@@ -21,8 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mis_ext.onpolicy import RoutingLayout, SimulatedKVCache, record_routing, replay_routing, simulate_kv_cache
-from mis_ext.onpolicy.routing.replay import RoutingRecord
+from mis_ext.onpolicy import RoutingLayout, replay_routing
 from mis_ext.onpolicy.routing.routing_layout import LocalRouting
 
 from .conversion import export_weights, load_weights, named_weights
@@ -106,20 +105,6 @@ class Trainer:
         if dtype == torch.float16:
             self._config.grad_scale_func = self._optimizer.scale_loss
 
-    def set_learning_rate(self, lr: float) -> None:
-        """Of the next optimizer steps."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-
-    @torch.no_grad()
-    def round_weights(self, dtype: torch.dtype) -> None:
-        """Make the weights that passes use numbers of ``dtype`` too, until the next optimizer step.
-
-        That step updates the copy in float32, which is not rounded.
-        """
-        for parameter in self._model.parameters():
-            parameter.copy_(parameter.to(dtype))
-
     def micro_batches(self, data: dict[str, Any]) -> list[MicroBatch]:
         """Cut a rank's rollout data into micro-batches, each laid out for this context-parallel rank."""
         size, batches = self._args.micro_batch_size, []
@@ -147,14 +132,6 @@ class Trainer:
             log_probs = self._run(step, batches, forward_only=True, collect_non_loss_data=True)
         pieces = zip(batches, log_probs, strict=True)
         return [piece for batch, log_probs_T in pieces for piece in split_samples(log_probs_T, batch)]
-
-    def simulate_kv_cache(self, dtype: str, *, queries: bool) -> SimulatedKVCache:
-        """Round keys and values, and queries, as an engine's cache does, in every later pass."""
-        return simulate_kv_cache(self._model, dtype, queries=queries)
-
-    def recorded_routing(self) -> AbstractContextManager[RoutingRecord]:
-        """Inside, the experts that the model's routers use are recorded, pass by pass."""
-        return record_routing(self._model)
 
     @torch.no_grad()
     def next_logits(self, sequences: Sequence[list[int]]) -> tuple[Tensor, list[int]]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import warnings
 from typing import Any
@@ -44,7 +43,6 @@ TINY: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 GROUP = PretrainedGroup(name="tiny", engine=EngineSpec(), methods=(NONE,), seeds=(1,), **TINY)
-MIXTURE = dataclasses.replace(GROUP, experts=4, expert_noise=0.3)
 
 
 def steps(training: PretrainedTraining, count: int) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def test_a_group_that_is_killed_leaves_what_it_had_and_a_shorter_attempt_leaves_
         return [found.num_steps(group) for group in groups]
 
     # No state is written by what is killed.
-    monkeypatch.setattr(torch, "save", lambda *_: None)
+    monkeypatch.setattr(Results, "_write_state", lambda *_: None)
     for seconds, num_steps, written in ((60.0, 1, []), (0.0, 2, [2]), (0.0, 1, [2])):
         monkeypatch.setattr(results_module, "SECONDS_BETWEEN_WRITES", seconds)
         training, rows = Counting(TINY), []

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,14 @@ with warnings.catch_warnings():
     # Megatron-Core reports at import what is not installed.
     warnings.simplefilter("ignore")
     from evidence.engines import EngineSpec
-    from evidence.group import Method
     from evidence.pretrained.group import PretrainedGroup
     from evidence.pretrained.samplers import Answers, SGLangSampler, Unrounded
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
     from evidence.study import NONE
     from grpo import questions
-    from grpo.experts import upcycled
-    from grpo.pretrained import Pretrained, load_pretrained
-    from hf_routing import record_hf_routing
     from tiny_checkpoint import write_tiny_checkpoint
-    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 pytestmark = [
     pytest.mark.sglang,
@@ -113,129 +108,6 @@ def test_answers_that_have_ended_leave_the_batch_and_the_others_go_on_as_they_we
     assert once == [32] * 8 + [count for count in still for _ in range(8)][: len(once) - 8]
     assert len({*once}) > 2
     assert largest_difference(policy, answers) < 1e-4
-
-
-@pytest.fixture
-def mixture(tmp_path: Path) -> Pretrained:
-    """Of a width that SGLang's CPU leaves as it is."""
-    write_tiny_checkpoint(tmp_path, ffn_size=64)
-    return upcycled(load_pretrained(tmp_path), num_experts=16, noise=0.5)
-
-
-def test_a_mixture_tells_for_each_prompt_and_answer_the_experts_of_its_own_tokens(mixture: Pretrained) -> None:
-    policy = MixtralForCausalLM._from_config(mixture.config, dtype=torch.float32).eval()
-    policy.load_state_dict(mixture.weights)
-    engine = SGLangSampler(
-        EngineSpec(kind="sglang", dtype="float32"), mixture.config, batch=32, length=16, device=torch.device("cpu")
-    )
-    try:
-        engine.load(mixture.weights)
-        answers = engine.sample(PROMPTS, num_tokens=9, temperature=0.8, end_token=END, seed=1)
-        one = engine.sample(PROMPTS, num_tokens=1, temperature=0.8, end_token=END, seed=1)
-    finally:
-        engine.close()
-    # Both in float32.
-    assert largest_difference(policy, answers) < 1e-4
-    assert len({len(ids) for ids in answers.ids}) > 2
-    assert [len(experts) for experts in one.experts] == [len(prompt) for prompt in PROMPTS]
-    for prompt, ids, experts_TLK in zip(PROMPTS, answers.ids, answers.experts, strict=True):
-        with record_hf_routing(policy) as record, torch.no_grad():
-            policy(torch.tensor([prompt + ids]))
-        (expected,) = record.samples([len(prompt) + len(ids)])
-        assert torch.equal(experts_TLK.sort(-1).values, expected.experts_TLK[:-1].sort(-1).values)
-        assert experts_TLK.dtype == torch.int64
-    # Tokens have other experts than their neighbours: a shift would be seen.
-    tokens = torch.cat(answers.experts).sort(-1).values.flatten(1)
-    assert len(tokens.unique(dim=0)) > 4
-
-
-def test_the_experts_of_a_cuda_graph_are_those_of_each_of_its_replays(
-    mixture: Pretrained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU: a decode that calls no hooks, and writes what it chose to the same tensors every time."""
-    engine = SGLangSampler(
-        EngineSpec(kind="sglang", dtype="float32"), mixture.config, batch=32, length=16, device=torch.device("cpu")
-    )
-    runner = engine._runner
-    chosen, own_forward = runner._chosen, runner._runner.forward
-    try:
-        engine.load(mixture.weights)
-        settings = {"num_tokens": 5, "temperature": 0.8, "end_token": END, "seed": 1}
-        expected = engine.sample(PROMPTS, **settings)
-        runner._chosen_in_graph = [torch.zeros_like(experts) for experts in chosen[-2:]]
-
-        def forward(batch: Any) -> Any:
-            num_before = len(chosen)
-            result = own_forward(batch)
-            if not batch.forward_mode.is_decode():
-                return result
-            for held, experts in zip(runner._chosen_in_graph, chosen[num_before:], strict=True):
-                held.copy_(experts)
-            del chosen[num_before:]
-            return dataclasses.replace(result, can_run_graph=True)
-
-        monkeypatch.setattr(runner._runner, "forward", forward)
-        found = engine.sample(PROMPTS, **settings)
-    finally:
-        engine.close()
-    assert runner.used_cuda_graphs
-    assert found.ids == expected.ids
-    assert all(torch.equal(*pair) for pair in zip(found.experts, expected.experts, strict=True))
-
-
-def test_a_mixture_is_sampled_scored_and_trained_with_its_own_experts_or_with_the_engines(tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path, ffn_size=64)
-    size = {"num_steps": 1, "num_prompts": 4, "response_length": 8, "num_evaluated": 4, "micro_batch_size": 8}
-    settings = {"disable_cuda_graph": True}
-    mixture = {"experts": 32, "expert_noise": 0.5, "engine": EngineSpec(kind="sglang", settings=settings)}
-    group = PretrainedGroup(name="moe", methods=(NONE,), seeds=(1,), dtype="float32", **size, **mixture)
-    place = Workplace(torch.device("cpu"), tmp_path, tmp_path)
-    rows = {}
-    try:
-        for method in (NONE, Method(name="replay", replays_routing=True)):
-            training = PretrainedTraining(dataclasses.replace(group, methods=(method,)), place)
-            (rows[method.name],) = training.step(lambda name, arrays: None)
-    finally:
-        place.close()
-    own, replayed = rows["none"], rows["replay"]
-    # The engine in bfloat16, the trainer in float32.
-    assert 0 < own["routing_flips"] < 0.5
-    assert 0 < own["routing_choices"] < own["routing_flips"]
-    assert "routing_flips" not in replayed
-    assert own["reward"] == replayed["reward"]
-    assert 0 < replayed["k3"] < own["k3"] < 0.1
-
-
-@pytest.mark.parametrize("is_aligned", [True, False])
-def test_an_aligned_run_has_no_mismatch_at_any_step(
-    tmp_path: Path, is_aligned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(
-        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
-    )
-    write_tiny_checkpoint(tmp_path)
-    size = {"num_steps": 3, "num_prompts": 4, "response_length": 8, "num_evaluated": 4, "micro_batch_size": 8}
-    group = PretrainedGroup(
-        name="aligned",
-        engine=EngineSpec(kind="sglang"),
-        methods=(NONE,),
-        seeds=(1,),
-        learning_rate=1e-3,
-        temperature=0.9,
-        is_aligned=is_aligned,
-        **size,
-    )
-    place = Workplace(torch.device("cpu"), tmp_path, tmp_path)
-    try:
-        training = PretrainedTraining(group, place)
-        trainer = training._trainer
-        before = {name: weight.clone() for name, weight in trainer.weights().items()}
-        rows = [row for _ in range(3) for row in training.step(lambda name, arrays: None)]
-        assert any(not torch.equal(weight, before[name]) for name, weight in trainer.weights().items())
-    finally:
-        place.close()
-    found = [(row["k3"], row["abs_diff"], row["ratio_max"]) for row in rows]
-    assert all(each == (0.0, 0.0, 1.0) for each in found) if is_aligned else all(each > (0.0, 0.0) for each in found)
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp8_blocks"])

@@ -33,7 +33,6 @@ with warnings.catch_warnings():
     from grpo.cpu import megatron_device
     from grpo.distributed import Ranks, StopRequest
     from grpo.evaluation import Evaluation
-    from grpo.experts import file_weights, upcycled
     from grpo.model import ModelShape, build_model, transformer_config
     from grpo.pretrained import Pretrained, load_pretrained
     from grpo.questions import QuestionTask
@@ -148,46 +147,6 @@ def test_megatron_computes_the_logits_of_transformers_and_gives_the_weights_back
 def test_a_model_that_would_be_computed_otherwise_is_refused(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelShape.of(config)
-
-
-def test_copies_of_a_dense_model_compute_what_it_computes_until_they_have_noise(checkpoint: Pretrained) -> None:
-    token_BT = torch.randint(0, 96, (3, 21), generator=torch.Generator().manual_seed(1))
-    dense = AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32).eval()
-    dense.load_state_dict(checkpoint.weights)
-    expected = dense(token_BT).logits.detach()
-    for noise in (0.0, 0.3):
-        found = upcycled(checkpoint, num_experts=4, noise=noise)
-        assert found.weights.keys() == upcycled(checkpoint, num_experts=4, noise=noise, seed=1).weights.keys()
-        mixture = AutoModelForCausalLM.from_config(found.config, dtype=torch.float32).eval()
-        mixture.load_state_dict(found.weights)
-        largest = float((mixture(token_BT).logits.detach() - expected).abs().max())
-        assert largest < 1e-5 if noise == 0 else largest > 1e-2
-    for part, matrix in (("gate", 0), ("up", 1)):
-        copied = checkpoint.weights[f"model.layers.1.mlp.{part}_proj.weight"].float()
-        experts = found.weights["model.layers.1.mlp.experts.gate_up_proj"].float().chunk(2, 1)[matrix]
-        assert float((experts - copied).std() / copied.std()) == pytest.approx(0.3, rel=0.02)
-        # A noise of its own for each.
-        assert float((experts[0] - experts[1]).std() / copied.std()) == pytest.approx(0.3 * 2**0.5, rel=0.03)
-
-
-def test_weights_get_the_names_that_transformers_writes_into_a_file(tmp_path: Path) -> None:
-    model = random_model(MixtralConfig(**SMALL, num_local_experts=4))
-    model.save_pretrained(tmp_path)
-    written, ours = load_file(tmp_path / "model.safetensors"), file_weights(model.state_dict())
-    assert written.keys() == ours.keys()
-    assert all(torch.equal(weight, ours[name]) for name, weight in written.items())
-
-
-def test_a_mixture_is_made_of_a_dense_llama_only(checkpoint: Pretrained, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_experts is 1, a token uses 2"):
-        upcycled(checkpoint, num_experts=1, noise=0.1)
-    mixture = upcycled(checkpoint, num_experts=2, noise=0.1)
-    with pytest.raises(ValueError, match="only a llama has what a mixtral has"):
-        upcycled(mixture, num_experts=2, noise=0.1)
-    AutoModelForCausalLM.from_config(mixture.config).save_pretrained(tmp_path)
-    checkpoint.tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a mixture of experts"):
-        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
-
-import mis_ext
 
 from .engines import EngineSpec
 
@@ -21,25 +18,10 @@ class Method:
     Attributes:
         name: In results and plots.
         keys: Of a configuration file; empty is no correction.
-        stream: Of random numbers to sample with, of a pretrained model: another one shows what chance alone does.
-        bypasses: Of a pretrained model: PPO's ratio is that to the policy that sampled, and nothing is corrected.
-        replays_routing: Of a pretrained model: the trainer scores and trains with the experts that the engine chose.
-        slows_down: Of a pretrained model: the learning rate falls as k3 grows, see ``pretrained.rate``.
     """
 
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)
-    stream: int = 0
-    bypasses: bool = False
-    replays_routing: bool = False
-    slows_down: bool = False
-
-    @cached_property
-    def config(self) -> mis_ext.CorrectionConfig | None:
-        """None: not corrected by mis_ext."""
-        if not self.keys:
-            return None
-        return mis_ext.config_from_mapping({**self.keys, "mis_metrics": [], "mis_max_reject_fraction": 1.0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +35,6 @@ class Group:
         seeds: Of weights, problems and noise. Runs of one seed share all of them.
         num_steps: Rollouts.
         response_length: Tokens.
-        staleness: The engine has the weights of so many steps ago.
         learning_rate: Of Adam.
         num_prompts: Per rollout.
         samples_per_prompt: Compared with each other for the advantage.
@@ -69,7 +50,6 @@ class Group:
     seeds: tuple[int, ...]
     num_steps: int = 120
     response_length: int = 64
-    staleness: int = 0
     learning_rate: float = 1e-3
     num_prompts: int = 32
     samples_per_prompt: int = 8

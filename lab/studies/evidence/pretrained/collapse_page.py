@@ -57,10 +57,6 @@ def report(results: Results, output: Path) -> None:
         "## With a correction",
         "",
         *collapse_correction.front(correction, results, output),
-        "**Not begun**, in minutes of four GPUs at this speed: the trainer's precision on this model (five arms and "
-        "settings, 18 runs of 200 steps: 55), learning rates with and without dithering (16 runs of 300 steps: 80), a "
-        "mixture of experts with and without routing replay (12 runs of 150 steps: at least 20).",
-        "",
         *_commands([correction]),
         "",
         f"{rule} {collapse_correction.protocol(correction)}",

@@ -7,7 +7,6 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from evidence.group import Group, Method
 
@@ -22,9 +21,6 @@ class PretrainedGroup(Group):
         max_prompt: Tokens that the engine has room for before the answer.
         updates: Optimizer steps per rollout. 0: rollouts are scored, and nothing is trained or evaluated.
         num_evaluated: Held-out questions of an evaluation, one answer each.
-        ages: Steps after which some of a rollout are scored again, for the mismatch that so old weights would have.
-        trained_steps: The first weights are those after so many steps of another seed, with a fresh engine and no
-            correction.
         micro_batch_size: Answers in one pass of the trainer.
         max_tokens: Of one pass instead, padding included: answers of similar length, which are padded to the longest of
             them, and logits of their own tokens alone. 0: ``micro_batch_size`` answers as they come.
@@ -38,18 +34,9 @@ class PretrainedGroup(Group):
         last_fall: Falls that begin later do not count: a run that stands at this step goes no further. 0: all count.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
-        rounded_to: Trainer and engine compute in float16 with weights that are numbers of this dtype too. Empty: they
-            are not rounded again.
-        experts: Every feed-forward layer is replaced by so many copies of it, of which a token uses two. 0: it stays.
-        expert_noise: What makes the copies differ: its standard deviation, as a share of that of each matrix.
-        is_aligned: Engine and trainer compute alike, so that all log-probs agree bit for bit; with SGLang.
-        simulated_cache: What the trainer rounds as the engine's cache does: nothing, keys and values (``kv``), or
-            queries too (``qkv``).
 
     Raises:
-        ValueError: Experts are to be replayed that the model has not, or rounded; a cache is to be simulated that is
-            not of 8 bits; what cannot be aligned is to be; weights are to be rounded that are not of float16;
-            passes of so many tokens, or evaluations in the engine, do not fit the other settings.
+        ValueError: Passes of so many tokens, or evaluations in the engine, do not fit the other settings.
     """
 
     model: str = "SmolLM2-135M-Instruct"
@@ -62,8 +49,6 @@ class PretrainedGroup(Group):
     updates: int = 1
     eval_interval: int = 10
     num_evaluated: int = 256
-    ages: tuple[int, ...] = ()
-    trained_steps: int = 0
     micro_batch_size: int = 64
     max_tokens: int = 0
     divides_advantages: bool = True
@@ -75,26 +60,10 @@ class PretrainedGroup(Group):
     last_fall: int = 0
     num_dumped: int = 64
     dtype: str = "bfloat16"
-    rounded_to: Literal["", "bfloat16"] = ""
-    experts: int = 0
-    expert_noise: float = 0.1
-    is_aligned: bool = False
-    simulated_cache: Literal["", "kv", "qkv"] = ""
 
     def __post_init__(self) -> None:
-        if not self.experts and any(method.replays_routing for method in self.methods):
-            raise ValueError(f"{self.name}: a method replays routing, and the model has no experts: set experts")
-        if self.experts and self.engine.weights != "auto":
-            raise ValueError(f"{self.name}: weights={self.engine.weights!r} is for dense models, not for experts")
-        if self.is_aligned and (self.experts or (self.engine.kind, self.engine.weights) != ("sglang", "auto")):
-            raise ValueError(
-                f"{self.name}: is_aligned needs a dense model, and SGLang with weights 'auto', got "
-                f"experts={self.experts}, kind={self.engine.kind!r}, weights={self.engine.weights!r}"
-            )
-        if self.rounded_to and self.dtype != "float16":
-            raise ValueError(f"{self.name}: rounded_to={self.rounded_to!r} is for dtype 'float16', got {self.dtype!r}")
-        if self.max_tokens and (self.experts or self.is_aligned or self.updates > 1):
-            raise ValueError(f"{self.name}: max_tokens is for dense models, not aligned, with one update of a rollout")
+        if self.max_tokens and self.updates > 1:
+            raise ValueError(f"{self.name}: max_tokens is for one update of a rollout, got updates={self.updates}")
         if self.evaluates_in_engine and (
             self.engine.kind != "sglang"
             or (self.engine.started.weights, self.engine.cache_scale, self.engine.dtype) != ("auto", 1.0, self.dtype)
@@ -103,10 +72,6 @@ class PretrainedGroup(Group):
             raise ValueError(
                 f"{self.name}: evaluates_in_engine needs SGLang in the trainer's dtype, {self.dtype}, that multiplies "
                 "in it and scales no cache, and as many evaluated questions as a rollout has answers"
-            )
-        if self.simulated_cache and self.engine.cache == "auto":
-            raise ValueError(
-                f"{self.name}: simulated_cache={self.simulated_cache!r}, and the engine's cache is not rounded"
             )
 
     @property

@@ -42,19 +42,13 @@ def k3(d_T: Tensor) -> float:
     return float((d_T.exp() - 1 - d_T).mean())
 
 
-def dump(
-    proximal: Sequence[Tensor], behavior: Sequence[Tensor], num_tokens: int, *, flips: Sequence[Tensor] = ()
-) -> dict[str, Any]:
-    """Streams ``[1, B, L]`` for pages and reports, in float16; ``flips`` only where there are any."""
+def dump(proximal: Sequence[Tensor], behavior: Sequence[Tensor], num_tokens: int) -> dict[str, Any]:
+    """Streams ``[1, B, L]`` for pages and reports, in float16."""
     arrays = {
         "behavior": np.zeros((1, len(behavior), num_tokens), np.float16),
         "log_ratio": np.zeros((1, len(behavior), num_tokens), np.float16),
         "mask": np.zeros((1, len(behavior), num_tokens), np.bool_),
     }
-    if flips:
-        arrays["flips"] = np.zeros_like(arrays["mask"])
-        for row, flipped in enumerate(flips):
-            arrays["flips"][0, row, : len(flipped)] = flipped.cpu().numpy()
     for row, (ours, theirs) in enumerate(zip(proximal, behavior, strict=True)):
         arrays["behavior"][0, row, : len(theirs)] = theirs.cpu().numpy()
         arrays["log_ratio"][0, row, : len(theirs)] = (ours - theirs).cpu().numpy()

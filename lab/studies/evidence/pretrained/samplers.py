@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from grpo.experts import file_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
@@ -19,15 +17,10 @@ Weights = Mapping[str, Tensor]
 
 
 class Answers(NamedTuple):
-    """Sampled tokens, each answer up to its end token, and their log-probs as the engine reports them.
-
-    ``experts``: for each answer ``[T - 1, layers, K]``, on the CPU, of all tokens of prompt and answer but the last,
-    which is no input. None where the engine does not tell, or has none.
-    """
+    """Sampled tokens, each answer up to its end token, and their log-probs as the engine reports them."""
 
     ids: list[list[int]]
     logprobs: list[list[float]]
-    experts: list[Tensor] | None = None
 
 
 class Sampler(Protocol):
@@ -85,11 +78,6 @@ class SGLangSampler:
     ) -> None:
         from evidence.sglang_runner import SGLangRunner
 
-        self._is_mixture = config.model_type == "mixtral"
-        if self._is_mixture:
-            # SGLang's Mixtral has a head of its own, also where the embeddings are tied: it gets them twice.
-            config = copy.deepcopy(config)
-            config.tie_word_embeddings = False
         self.spec, self._is_tied = spec, config.tie_word_embeddings
         self._quantizer = None
         if spec.started.weights != "auto":
@@ -120,14 +108,10 @@ class SGLangSampler:
         """Inside, keys and values are cached in the engine's dtype."""
         return self._runner.wide_cache() if self._is_widened else nullcontext()
 
-    def align(self) -> None:
-        """Compute as an aligned trainer does from now on."""
-        self._runner.align()
-
     def load(self, weights: Weights) -> None:
         """See :class:`Sampler`."""
         own = {name: weight for name, weight in weights.items() if not self._is_alias(name)}
-        self._runner.load(self._prepared(file_weights(own) if self._is_mixture else own))
+        self._runner.load(self._prepared(own))
 
     def sample(
         self, prompts: Sequence[list[int]], *, num_tokens: int, temperature: float, end_token: int, seed: int
@@ -140,12 +124,7 @@ class SGLangSampler:
             temperature=temperature,
             end_token=end_token,
         )
-        answers = ended(generated.ids, generated.logprobs, end_token)
-        if generated.experts is None:
-            return answers
-        lengths = [len(prompt) + len(ids) - 1 for prompt, ids in zip(prompts, answers.ids, strict=True)]
-        used = [experts[:length] for experts, length in zip(generated.experts, lengths, strict=True)]
-        return answers._replace(experts=[*torch.cat(used).cpu().split(lengths)])
+        return ended(generated.ids, generated.logprobs, end_token)
 
     def close(self) -> None:
         """See :class:`Sampler`."""
@@ -188,10 +167,8 @@ class TransformersSampler:
 
     def __init__(self, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._device = device
-        # Compiled products of a mixture depend on GPU and version, and an evaluation is rare.
-        options = {"experts_implementation": "eager"} if config.model_type == "mixtral" else {}
         with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), device:
-            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
+            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         self._held = self._model.state_dict()
 
     @torch.no_grad()

@@ -3,37 +3,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
 import time
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-import torch
 from grpo.engine import Completion
 from grpo.rollout import grade_groups, own_share
 from grpo.run_settings import package_version
 from grpo.trainer import MicroBatch, Trainer
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evidence.archives import Row
-from evidence.study import NONE
-from mis_ext.onpolicy import RoutedExperts
 
-from . import numbers, routing
-from .aligned import AlignedTrainer
+from . import numbers
 from .compact import CompactTrainer
 from .group import PretrainedGroup
-from .rate import share
 from .workplace import EVALUATION_SEED, Workplace
 
-# Of the rollouts that are scored again later.
-NUM_SCORED_AGAIN = 64
-STEPS_BETWEEN_AGES = 5
 # Of a greedy answer: equal logits draw lots.
 GREEDY = 1e-3
 
@@ -58,19 +46,12 @@ class PretrainedTraining:
         self._workplace = workplace
         self._engine = workplace.engine(group)
         self._task, self._held_out = workplace.task(group), workplace.held_out(group)
-        start = workplace.start(group)
-        weights = start.weights if group.trained_steps == 0 else _trained_weights(group, workplace)
+        start = workplace.pretrained
         self._args = _arguments(group)
         workplace.free()
-        trainer = AlignedTrainer if group.is_aligned else CompactTrainer if group.max_tokens else Trainer
-        self._trainer = trainer(self._args, start.shape, workplace.ranks(), weights)
-        self._round_weights()
-        if group.simulated_cache:
-            self._trainer.simulate_kv_cache(group.engine.cache, queries=group.simulated_cache == "qkv")
+        trainer = CompactTrainer if group.max_tokens else Trainer
+        self._trainer = trainer(self._args, start.shape, workplace.ranks(), start.weights)
         self._problems = Random(10_000 + group.run[1])
-        self._history: deque[dict[str, Tensor]] = deque(maxlen=group.staleness)
-        self._past: deque[dict[str, Any]] = deque(maxlen=max(group.ages, default=0) + 1)
-        self._k3: list[float] = []
 
     @property
     def has_begun(self) -> bool:
@@ -85,27 +66,23 @@ class PretrainedTraining:
         sampled = time.perf_counter()
         batches = trainer.micro_batches(data)
         data["rollout_log_probs"] = trainer.own_tokens(data["engine_log_probs"], batches)
-        flips, learned = routing.Flips(), {}
+        learned = {}
         if self._scores_in_training:
             data["log_probs"] = [None] * len(data["tokens"])
-            learned = self._update(data, batches, step)
+            learned = self._update(data, batches)
         else:
-            flips = self._score(data, batches)
+            data["log_probs"] = trainer.score(batches)
         found = numbers.mismatch(data["log_probs"], data["rollout_log_probs"])
-        found |= flips.shares()
         found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
-        found |= self._by_age(data, step)
         if step in group.dump_steps:
             # Where answers are sorted by length, of all lengths.
             chosen = slice(0, group.num_dumped)
             if group.max_tokens:
                 chosen = slice(0, None, -(-len(data["tokens"]) // group.num_dumped))
             streams = (data[name][chosen] for name in ("log_probs", "rollout_log_probs"))
-            flipped = flips.by_answer[chosen]
-            keep(f"step{step}", numbers.dump(*streams, group.response_length, flips=flipped))
-        found |= self._set_rate(found)
+            keep(f"step{step}", numbers.dump(*streams, group.response_length))
         if group.updates and not self._scores_in_training:
-            learned = self._update(data, batches, step)
+            learned = self._update(data, batches)
         found |= learned
         trained = time.perf_counter()
         if group.updates and (step % group.eval_interval == 0 or step + 1 == group.num_steps):
@@ -124,40 +101,32 @@ class PretrainedTraining:
             "num_steps_done": self.num_steps_done,
             "sampling_seconds": self.sampling_seconds,
             "trainer": self._trainer.state_dict(),
-            "history": list(self._history),
             "problems": self._problems.getstate(),
-            "k3": self._k3,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same group; the next ages are measured once there are rollouts of such an age."""
+        """Go on from a state of the same group."""
         self.num_steps_done, self.sampling_seconds = state["num_steps_done"], state["sampling_seconds"]
         self._trainer.load_state_dict(state["trainer"])
-        self._history.extend(
-            {name: weight.to(self.device) for name, weight in weights.items()} for weights in state["history"]
-        )
         self._problems.setstate(state["problems"])
-        # A state of before has none, and no rule.
-        self._k3 = list(state["k3"])
 
     def _rollout(self, step: int) -> tuple[dict[str, Any], Tensor]:
         """Questions, answers of the engine's weights, and what they are worth."""
-        group, (method, seed) = self.group, self.group.run
+        group, (_, seed) = self.group, self.group.run
         problems = [self._task.sample(self._problems) for _ in range(group.num_prompts)]
         prompts = [problem.prompt_ids for problem in problems for _ in range(group.samples_per_prompt)]
         if (longest := max(map(len, prompts))) > group.max_prompt:
             raise ValueError(f"{group.name}: a prompt of {longest} tokens, max_prompt is {group.max_prompt}")
-        self._engine.load(self._weights_of_engine())
+        self._engine.load(self._trainer.weights())
         answers = self._engine.sample(
             prompts,
             num_tokens=group.response_length,
             temperature=group.temperature,
             end_token=self._end_token,
-            seed=1_000_000 * (seed + 1) + 100_000 * method.stream + step,
+            seed=1_000_000 * (seed + 1) + step,
         )
-        version = max(0, step - group.staleness)
         completions = [
-            Completion(token_ids=ids, log_probs=logprobs, weight_version=version)
+            Completion(token_ids=ids, log_probs=logprobs, weight_version=step)
             for ids, logprobs in zip(answers.ids, answers.logprobs, strict=True)
         ]
         samples, reward = grade_groups(
@@ -167,81 +136,25 @@ class PretrainedTraining:
             samples.sort(key=lambda sample: len(sample.problem.prompt_ids) + len(sample.response_ids))
         data = own_share(self._task, samples, dp_rank=0, dp_size=1, padded=True, device=self.device)
         data["train_weight_version"] = step
-        if answers.experts is not None:
-            data["rollout_routed_experts"] = [
-                RoutedExperts.from_rows(rows, num_tokens=length, num_experts=group.experts)
-                for rows, length in zip(answers.experts, data["total_lengths"], strict=True)
-            ]
         return data, reward
-
-    def _weights_of_engine(self) -> dict[str, Tensor]:
-        """The trainer's weights, or those of some steps ago."""
-        weights = self._trainer.weights()
-        if not self.group.staleness:
-            return weights
-        oldest = self._history[0] if self._history else weights
-        self._history.append({name: weight.clone() for name, weight in weights.items()})
-        return oldest
-
-    def _score(self, data: dict[str, Any], batches: list[MicroBatch]) -> routing.Flips:
-        """Put in the trainer's log-probs; which of its experts differ from the engine's, where it uses its own."""
-        if self.group.run[0].replays_routing or "rollout_routed_experts" not in data:
-            data["log_probs"] = self._trainer.score(batches)
-            return routing.Flips()
-        with self._trainer.recorded_routing() as record:
-            data["log_probs"] = self._trainer.score(batches)
-        return routing.Flips.of(record.micro_batches(), batches)
 
     @property
     def _scores_in_training(self) -> bool:
         """Whether log-probs may come of the pass that trains: nothing before it asks for them."""
-        group, method = self.group, self.group.run[0]
-        asked = method.slows_down or group.ages
-        return bool(group.max_tokens and group.updates and not asked)
+        return bool(self.group.max_tokens and self.group.updates)
 
-    def _set_rate(self, found: Mapping[str, float]) -> dict[str, float]:
-        """Of this step's update, where it follows k3."""
-        if not self.group.run[0].slows_down:
-            return {}
-        self._k3.append(found["k3"])
-        rate = self.group.learning_rate * share(self._k3)
-        self._trainer.set_learning_rate(rate)
-        return {"learning_rate": rate}
-
-    def _update(self, data: dict[str, Any], batches: list[MicroBatch], step: int) -> dict[str, float]:
+    def _update(self, data: dict[str, Any], batches: list[MicroBatch]) -> dict[str, float]:
         """The optimizer steps of one rollout."""
         per_update = len(batches) // self.group.updates
         logged = []
         for start in range(0, len(batches), per_update):
             logged.append(self._trainer.train(data, batches[start : start + per_update]))
-            self._round_weights()
         names = {
             "grad_norm": "grad_norm",
             "kept_tokens": "mis_kept_token_fraction",
             "kept_sequences": "mis_kept_seq_fraction",
         }
         return {ours: sum(part.get(name, 1.0) for part in logged) / len(logged) for ours, name in names.items()}
-
-    def _round_weights(self) -> None:
-        if self.group.rounded_to:
-            self._trainer.round_weights(getattr(torch, self.group.rounded_to))
-
-    def _by_age(self, data: dict[str, Any], step: int) -> dict[str, float]:
-        """k3 of what the engine sampled some steps ago against the trainer's weights of now, by age."""
-        if not self.group.ages:
-            return {}
-        self._past.append(
-            {name: values[:NUM_SCORED_AGAIN] for name, values in data.items() if isinstance(values, list)}
-        )
-        if step % STEPS_BETWEEN_AGES:
-            return {}
-        found = {}
-        for age in self.group.ages:
-            if age < len(self._past):
-                old = self._past[-1 - age]
-                log_probs = self._trainer.score(self._trainer.micro_batches(old))
-                found[f"k3_age_{age}"] = numbers.k3(torch.cat(log_probs) - torch.cat(old["rollout_log_probs"]))
-        return found
 
     def _evaluate(self) -> dict[str, float]:
         """Mean reward of the trainer's own policy on the held-out questions."""
@@ -286,8 +199,7 @@ def _arguments(group: PretrainedGroup) -> Namespace:
             "loss_type": "policy_loss",
             "eps_clip": 0.2,
             "eps_clip_high": 0.28,
-            "use_rollout_logprobs": method.bypasses,
-            "use_rollout_routing_replay": method.replays_routing,
+            "use_rollout_logprobs": False,
             "use_tis": False,
             "get_mismatch_metrics": False,
             "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp",
@@ -295,30 +207,3 @@ def _arguments(group: PretrainedGroup) -> Namespace:
             **method.keys,
         }
     )
-
-
-def _trained_weights(group: PretrainedGroup, workplace: Workplace) -> dict[str, Tensor]:
-    """The weights that a group begins with: of a file that the first process which needs it writes."""
-    name = f"first_weights_{group.task.replace(':', '_')}_{group.trained_steps}_{group.learning_rate:g}"
-    first = dataclasses.replace(
-        group,
-        name=name + (f"_{group.experts}_experts_{group.expert_noise:g}" if group.experts else ""),
-        **{"methods": (NONE,), "seeds": (0,), "num_steps": group.trained_steps, "trained_steps": 0},
-        **{"staleness": 0, "ages": (), "dump_steps": (), "eval_interval": group.trained_steps + 1},
-    )
-    workplace.scratch.mkdir(parents=True, exist_ok=True)
-    file = workplace.scratch / f"{first.name}.safetensors"
-    with (workplace.scratch / f"{first.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not file.exists():
-            training = PretrainedTraining(first, workplace)
-            for _ in range(first.num_steps):
-                training.step(lambda name, arrays: None)
-            weights = {name: weight.cpu().contiguous() for name, weight in training._trainer.weights().items()}
-            if workplace.pretrained.config.tie_word_embeddings:
-                del weights["lm_head.weight"]
-            part = file.with_suffix(".part")
-            save_file(weights, part)
-            part.replace(file)
-    weights = load_file(file)
-    return weights | {"lm_head.weight": weights.get("lm_head.weight", weights["model.embed_tokens.weight"])}

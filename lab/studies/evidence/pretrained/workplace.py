@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from grpo.distributed import Ranks
-from grpo.experts import upcycled
 from grpo.pretrained import Pretrained, load_pretrained
 from grpo.questions import PREPARED, Question, QuestionTask
 from megatron.core import parallel_state
@@ -41,8 +40,7 @@ class Workplace:
         self._ranks: Ranks | None = None
         self._owns_group = False
         self._evaluated: dict[Any, list[Question]] = {}
-        self._evaluators: dict[tuple[str, int], TransformersSampler] = {}
-        self._mixtures: dict[tuple[int, float], Pretrained] = {}
+        self._evaluators: dict[str, TransformersSampler] = {}
 
     @cached_property
     def pretrained(self) -> Pretrained:
@@ -53,43 +51,31 @@ class Workplace:
         """
         return load_pretrained(packaged_file() if self.model is None else self.model)
 
-    def start(self, group: PretrainedGroup) -> Pretrained:
-        """What a group starts from: the checkpoint, or the mixture of experts that is made of it."""
-        if not group.experts:
-            return self.pretrained
-        made_of = group.experts, group.expert_noise
-        if made_of not in self._mixtures:
-            self._mixtures = {made_of: upcycled(self.pretrained, num_experts=made_of[0], noise=made_of[1])}
-        return self._mixtures[made_of]
-
     def evaluator(self, group: PretrainedGroup) -> Sampler:
         """Samples from the trainer's weights, in the trainer's dtype."""
         if group.evaluates_in_engine:
             assert isinstance(self._engine, SGLangSampler)
             return Unrounded(self._engine)
-        made_for = group.dtype, group.experts
+        made_for = group.dtype
         if made_for not in self._evaluators:
             dtype = getattr(torch, group.dtype)
-            self._evaluators[made_for] = TransformersSampler(self.start(group).config, dtype=dtype, device=self.device)
+            self._evaluators[made_for] = TransformersSampler(self.pretrained.config, dtype=dtype, device=self.device)
         return self._evaluators[made_for]
 
     def engine(self, group: PretrainedGroup) -> Sampler:
         """The engine of a group; the last one is closed if it is another."""
         batch, length = group.num_prompts * group.samples_per_prompt, group.max_prompt + group.response_length
-        made_for = (group.engine.started, batch, length, group.experts, group.is_aligned, group.evaluates_in_engine)
+        made_for = (group.engine.started, batch, length, group.evaluates_in_engine)
         if self._engine is None or self._made_for != made_for:
             self.close()
             self._engine = create_sampler(
                 group.engine,
-                self.start(group).config,
+                self.pretrained.config,
                 batch=batch,
                 length=length,
                 device=self.device,
                 evaluates=group.evaluates_in_engine,
             )
-            if group.is_aligned:
-                assert isinstance(self._engine, SGLangSampler)
-                self._engine.align()
             self._made_for = made_for
         if isinstance(self._engine, SGLangSampler):
             self._engine.spec = group.engine
