@@ -33,7 +33,6 @@ Weigh = Callable[[torch.Tensor], torch.Tensor]
 """The weights of log-ratios, elementwise."""
 
 _NUM_NODES, _NODE_RANGE = 4001, 10.0
-_NUM_BISECTIONS = 80
 
 
 @dataclass(frozen=True)
