@@ -10,7 +10,6 @@ import method_losses
 import pytest
 import torch
 from loss_cases import GATES, HOOK
-from method_cases import HOOK as HOOK_CAN
 from method_cases import parameters
 from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
@@ -19,11 +18,9 @@ from mis_ext import PackedLayout
 from mis_ext.correction.statistics import MISMATCH, TOTAL
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
-from mis_ext.keys.flat import flat_keys
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
 from mis_ext.methods.catalogue import choose_method
-from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import ChosenMethod
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
@@ -301,49 +298,6 @@ def test_the_clip_fraction_counts_what_the_methods_masks_stop(name) -> None:
 def assert_same(one: tuple, other: tuple) -> None:
     # The weights of the hook are float32: what is left of a sum of few of them differs by some of its roundings.
     torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=5e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("method", "keys"),
-    [
-        ({"name": "ppo", "low": 0.1, "high": 0.15}, {"eps_clip": 0.1, "eps_clip_high": 0.15}),
-        ({"name": "dual_clip", "low": 0.1, "high": 0.15, "dual": 1.2}, {"eps_clip_c": 1.2}),
-        ({"name": "gspo", "low": 0.1, "high": 0.15}, {"advantage_estimator": "gspo"}),
-        ({"name": "cispo", "low": 0.9, "high": 1.15}, {"advantage_estimator": "cispo"}),
-    ],
-    ids=lambda value: value.get("name", "keys"),
-)
-@pytest.mark.parametrize("correction", [{}, GATES], ids=["alone", "gates"])
-def test_a_loss_of_the_hosts_is_the_method_of_its_name(method, keys, correction) -> None:
-    host = computed(correction | {"eps_clip": 0.1, "eps_clip_high": 0.15} | keys)
-    ours = computed(correction | UNSET | {"mis_loss_method": method})
-    assert torch.equal(host[0], ours[0])
-    assert torch.equal(host[2], ours[2])
-    assert [*host[1]] == [*ours[1]]
-
-
-def test_modes_are_methods() -> None:
-    behavior = {"use_rollout_logprobs": True}
-    clip = {"eps_clip": 0.1, "eps_clip_high": 0.15}
-    method = {"mis_loss_method": {"name": "bypass", "low": 0.1, "high": 0.15}} | UNSET
-    assert_same(computed(behavior | clip | {"mis_loss_mode": "bypass"}), computed(behavior | method))
-    mode = computed(GATES | behavior | {"mis_loss_mode": "reinforce"})
-    assert_same(mode, computed(GATES | behavior | UNSET | {"mis_loss_method": "reinforce"}))
-
-
-@pytest.mark.filterwarnings("ignore:a geometric gate with bounds")
-@pytest.mark.parametrize("name", HOOK_CAN)
-def test_what_the_hook_can_do_gives_the_same_by_either_key(name) -> None:
-    """The hook's keys around the host's PPO, and the method by its name."""
-    found = as_correction(METHODS[name](**parameters(name)))
-    hook = flat_keys(found.config) | {"mis_guard": "warn"}
-    flags = {"eps_clip": found.low, "eps_clip_high": found.high, "eps_clip_c": found.dual}
-    assert_same(computed(hook | flags), computed(key_of(name)))
-
-
-def test_a_weight_of_the_correction_multiplies_a_method_that_has_none() -> None:
-    plain, weighed = computed(key_of("gmpo")), computed(key_of("gmpo") | HOOK)
-    assert not torch.allclose(plain[2], weighed[2], rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:a gate on ratio")

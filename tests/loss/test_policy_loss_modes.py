@@ -116,37 +116,6 @@ def assert_same(one: tuple, other: tuple) -> None:
     torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=1e-6, atol=1e-9)
 
 
-def test_decoupled_is_the_baseline_with_a_correction() -> None:
-    one, other = computed(GATES), computed(GATES, mis_loss_mode="decoupled")
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[2], other[2])
-    assert [*one[1]] == [*other[1]]
-
-
-def test_bypass_without_a_correction_is_what_the_hosts_flag_does() -> None:
-    assert_same(computed(BEHAVIOR), computed(BEHAVIOR, mis_loss_mode="bypass"))
-
-
-def test_bypass_does_not_count_the_mismatch_twice() -> None:
-    """The plain token ratio as weight adds nothing to a loss whose ratio is that already."""
-    assert_same(computed(BEHAVIOR), computed(BEHAVIOR | UNBOUNDED, mis_loss_mode="bypass"))
-
-
-def test_without_bounds_reinforce_and_bypass_have_one_gradient() -> None:
-    wide = {"eps_clip": 1.0, "eps_clip_high": 1e6}
-    one = computed(BEHAVIOR | UNBOUNDED | wide, mis_loss_mode="bypass")
-    other = computed(BEHAVIOR | UNBOUNDED, mis_loss_mode="reinforce")
-    torch.testing.assert_close(one[2], other[2], rtol=1e-6, atol=1e-9)
-
-
-def test_on_the_first_update_decoupled_and_reinforce_have_one_gradient() -> None:
-    """Where current and proximal policy are one, PPO's ratio is 1 and both are the weighted policy gradient."""
-    batch = double_batch() | {"log_probs": None}
-    one = computed(GATES, batch, mis_loss_mode="decoupled")
-    other = computed(GATES | BEHAVIOR, batch, mis_loss_mode="reinforce")
-    torch.testing.assert_close(one[2], other[2], rtol=1e-6, atol=1e-9)
-
-
 def test_the_scoring_pass_is_not_looked_at_in_bypass_and_reinforce() -> None:
     batch = double_batch()
     other = batch | {"log_probs": [torch.full_like(x, -3.0) for x in batch["log_probs"]]}
