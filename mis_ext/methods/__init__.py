@@ -4,7 +4,7 @@
 from mis_ext.methods.batch import mean_weights
 from mis_ext.methods.catalogue import METHODS, find_method
 from mis_ext.methods.method import Method, MethodResult
-from mis_ext.methods.parts import Keep, KlTerm, Ratio, RatioWeight, Score
+from mis_ext.methods.parts import KlTerm, Ratio, RatioWeight, Score
 from mis_ext.methods.published import PublishedMethod
 from mis_ext.methods.reinforce import expected_score
 from mis_ext.methods.sequence_weights import Accept, ParetoWeight, smooth_weights
@@ -12,7 +12,6 @@ from mis_ext.methods.sequence_weights import Accept, ParetoWeight, smooth_weight
 __all__ = [
     "METHODS",
     "Accept",
-    "Keep",
     "KlTerm",
     "Method",
     "MethodResult",

@@ -187,9 +187,6 @@ def _clamped(values_T: Tensor, low: Tensor | float | None, high: Tensor | float 
 
 # Factors.
 
-Keep = Gate
-"""The name of a gate in methods."""
-
 
 class OtherFactor:
     """A weight of tokens, or a rule that drops some, beside :class:`~mis_ext.Gate` and :class:`~mis_ext.Weight`.

@@ -15,11 +15,12 @@ from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import MISMATCH, TOTAL
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings
-from mis_ext.methods import METHODS, Keep, KlTerm, Method, Ratio
+from mis_ext.methods import METHODS, KlTerm, Method, Ratio
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.published import ChosenMethod
 
@@ -248,7 +249,7 @@ def test_a_number_of_the_batch_is_that_of_all_data_parallel_ranks(name) -> None:
 def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
     """A method of one's own: all tokens are rejected, and its penalty is what is left."""
     term = KlTerm(estimator="squared", scale=0.5, pair=TOTAL)
-    nothing = Keep(pair=MISMATCH, low=1e6)
+    nothing = Gate(pair=MISMATCH, low=1e6)
     method = Method(surrogate=Ratio(low=0.8, high=1.2), factors=(nothing,), terms=(term,))
     run = current_run(loss_cases.host_args(**UNSET), whole_loss=True)
     settings = LossSettings(method=ChosenMethod("own", (), method))

@@ -11,7 +11,7 @@ from method_cases import apply, each_preset, make_data, parameters
 from method_losses import Data
 
 from mis_ext import Gate, Weight
-from mis_ext.methods import METHODS, Keep, Method, Ratio
+from mis_ext.methods import METHODS, Method, Ratio
 
 STEP = 1e-6
 
@@ -142,7 +142,7 @@ def test_both_sides_of_every_gate_and_clip_are_taken_for_both_signs(name) -> Non
     method = METHODS[name](**parameters(name))
     # Without its penalty, which is not zero outside of a gate.
     result = apply(dataclasses.replace(method, terms=()), data, mask, layout)
-    has_gate = any(isinstance(factor, Keep) for factor in method.factors)
+    has_gate = any(isinstance(factor, Gate) for factor in method.factors)
     has_clip = isinstance(method.surrogate, Ratio) and (method.surrogate.low or method.surrogate.high) is not None
     for sign in (1.0, -1.0):
         meant = result.valid_T & (data.advantages * sign > 0)

@@ -10,8 +10,9 @@ from method_cases import apply, each_preset, make_data, parameters
 from rows import for_each
 
 from mis_ext import PackedLayout
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import MISMATCH, STALENESS
-from mis_ext.methods import METHODS, Keep, KlTerm, Method, RatioWeight, Score
+from mis_ext.methods import METHODS, KlTerm, Method, RatioWeight, Score
 from mis_ext.methods.batch import WHOLE_SEQUENCE, mean_weights
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
@@ -169,7 +170,7 @@ def test_a_fully_masked_response_is_no_term_of_a_mean() -> None:
 
 
 def test_a_penalty_is_paid_by_rejected_tokens_or_not_as_its_row_says() -> None:
-    gate = Keep(pair=MISMATCH, low=0.5, high=2.0)
+    gate = Gate(pair=MISMATCH, low=0.5, high=2.0)
     for on, paid in (("valid", True), ("kept", False)):
         term = KlTerm(estimator="squared", scale=0.5, pair=MISMATCH[::-1], on=on)
         result = call(Method(surrogate=Score(), factors=(gate,), terms=(term,)), **ratios(4.0))

@@ -12,8 +12,9 @@ import torch
 from toy import Toy
 
 from mis_ext import PackedLayout
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import TOTAL
-from mis_ext.methods import METHODS, Keep, KlTerm, Method, RatioWeight, Score
+from mis_ext.methods import METHODS, KlTerm, Method, RatioWeight, Score
 
 each_seed = pytest.mark.parametrize("seed", range(3))
 
@@ -117,7 +118,7 @@ def test_truncation_loses_exactly_the_weight_above_the_bound_and_masking_loses_m
     )
     target = estimate(SEQUENCE_IS)
     truncated = estimate(METHODS["reinforce_sequence_tis"](high=bound))
-    gate = Keep(pair=TOTAL, reduce="sum", high=bound)
+    gate = Gate(pair=TOTAL, reduce="sum", high=bound)
     masked = estimate(Method(surrogate=Score(), factors=(*SEQUENCE_IS.factors, gate)))
     assert target - truncated == pytest.approx(excess, rel=1e-9)
     assert target - masked > target - truncated > 0.0
@@ -126,7 +127,7 @@ def test_truncation_loses_exactly_the_weight_above_the_bound_and_masking_loses_m
 @each_seed
 def test_a_mask_with_weights_estimates_the_target_on_what_it_keeps(seed) -> None:
     toy = Toy(seed=seed)
-    gate = Keep(pair=TOTAL, reduce="sum", low=0.5, high=2.0)
+    gate = Gate(pair=TOTAL, reduce="sum", low=0.5, high=2.0)
     c = coefficients(toy, Method(surrogate=Score(), factors=(*SEQUENCE_IS.factors, gate)))
     found = sum(toy.probability(toy.behavior, y) * float(c[y][0]) for y in toy.responses)
     kept = [y for y in toy.responses if 0.5 <= toy.probability(toy.proximal, y) / toy.probability(toy.behavior, y) <= 2]

@@ -17,11 +17,12 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
 import mis_ext
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import MISMATCH
 from mis_ext.keys.flat import flat_keys
 from mis_ext.keys.loss_keys import loss_settings
 from mis_ext.keys.presets import method_yaml
-from mis_ext.methods import METHODS, Keep, Method, Ratio, RatioWeight
+from mis_ext.methods import METHODS, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
@@ -123,9 +124,9 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
         (weight, RatioWeight(pair=MISMATCH, level="sequence")): "two weights",
         (RatioWeight(pair=MISMATCH, low=0.5),): "needs a finite high",
         (RatioWeight(pair=MISMATCH, level="prefix"),): "no weight of level: prefix",
-        (Keep(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
-        (Keep(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
-        (Keep(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with reduce: batch_mean",
+        (Gate(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
+        (Gate(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
+        (Gate(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with reduce: batch_mean",
     }.items():
         with pytest.raises(ValueError, match=message):
             as_correction(dataclasses.replace(ppo, factors=factors))
