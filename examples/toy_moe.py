@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 with warnings.catch_warnings():
     # Megatron-Core reports at import that Transformer Engine and Apex are not installed.
@@ -218,12 +217,6 @@ def sample(engine: Qwen3MoeForCausalLM, prompts_BT: Tensor, *, new_tokens: int) 
         log_probs_BR=log_probs.gather(-1, sampled_BR.unsqueeze(-1)).squeeze(-1),
         routed=record.samples([output.sequences.size(1)] * batch),
     )
-
-
-def padded_layout(rollout: Rollout) -> RoutingLayout:
-    """Lay the rollout out as ``score`` feeds it."""
-    batch, length = rollout.tokens_BT.shape
-    return RoutingLayout.padded([length] * batch, padded_length=length)
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
