@@ -84,21 +84,29 @@ def test_an_edited_history_is_a_fork_only_where_nothing_sampled_differs(tokenize
     assert built.samples[-1].tokens == prompts[2] + samples[2]
 
 
-# Of two turns [8, 9] and [3, 4] behind [7], with [1, 2] between them: prompts that differ from that at one place.
+# Of three turns [8, 9], [3, 4], and [5] behind [6, 7], with [1, 2] between them: prompts that part from that.
 PARTINGS = {
-    "the observation": ([7, 8, 9, 5, 2, 3, 4], "fork"),
-    "the end of the prompt, which may hold the beginning of the turn": ([7, 8, 9, 1, 5, 3, 4], "different"),
-    "the last turn": ([7, 8, 9, 1, 2, 5, 4], "different"),
-    "the end of the last turn": ([7, 8, 9, 1, 2, 3, 5], "different"),
-    "a prompt that ends in the last turn": ([7, 8, 9, 1, 2, 3], "different"),
-    "the first turn": ([7, 8, 5, 1, 2, 3, 4], "different"),
-    "the first prompt": ([5, 8, 9, 1, 2, 3, 4], "different"),
+    "the first observation": ([6, 7, 8, 9, 5, 2, 3, 4], "fork"),
+    "the last observation": ([6, 7, 8, 9, 1, 2, 3, 4, 5, 2], "fork"),
+    "the end of the prompt, which may hold the beginning of the turn": ([6, 7, 8, 9, 1, 5, 3, 4], "different"),
+    "the second turn": ([6, 7, 8, 9, 1, 2, 5, 4], "different"),
+    "the end of the second turn": ([6, 7, 8, 9, 1, 2, 3, 5], "different"),
+    "a prompt that ends in the second turn": ([6, 7, 8, 9, 1, 2, 3], "different"),
+    "the last turn": ([6, 7, 8, 9, 1, 2, 3, 4, 1, 2, 6], "different"),
+    "the first turn": ([6, 7, 8, 5, 1, 2, 3, 4], "different"),
+    "the first prompt": ([6, 5, 8, 9, 1, 2, 3, 4], "different"),
+    "a prompt that ends in the first prompt": ([6], "different"),
 }
 
 
 @pytest.mark.parametrize(("prompt", "kind"), PARTINGS.values(), ids=PARTINGS)
 def test_a_fork_is_told_from_a_turn_in_other_ids_by_the_place(prompt, kind) -> None:
-    calls = [call("first", [7], [8, 9]), call("second", [7, 8, 9, 1, 2], [3, 4]), call("third", prompt, [6])]
+    calls = [
+        call("first", [6, 7], [8, 9]),
+        call("second", [6, 7, 8, 9, 1, 2], [3, 4]),
+        call("third", [6, 7, 8, 9, 1, 2, 3, 4, 1, 2], [5]),
+        call("later", prompt, [6]),
+    ]
     assert kinds_and_actions(calls)[-1] == (kind, "split")
 
 

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
 
-from conversations import CASES, call, sample_of
-from tiny_tokenizers import english_tokenizer
+from conversations import call, sample_of
 
 from mis_ext.rollout.conversations.builder import Node, build_samples
 from mis_ext.rollout.generation import BoundaryError
@@ -157,26 +155,3 @@ def test_calls_that_part_anywhere_are_found_again(size) -> None:
 
 
 # A call that sampled nothing is not known.
-@pytest.mark.parametrize("name", sorted({*CASES} - {"empty_generation"}))
-def test_equal_numbers_of_other_types_are_taken_for_the_known_ids(name) -> None:
-    """A client may send the ids it knows as 7.0."""
-    first, second = CASES[name](english_tokenizer()).calls
-    known = first.prompt_ids + first.sampled_ids
-    depth = find_mismatch(known, second.prompt_ids)
-    depth = len(known) if depth is None else depth
-    other = replace(second, prompt_ids=[*map(float, second.prompt_ids[:depth]), *second.prompt_ids[depth:]])
-    built, expected = (build_samples([first, each], policy="split") for each in (other, second))
-    assert built == expected
-    assert {type(each) for sample in built.samples for each in sample.tokens} == {int}
-
-
-def test_ids_that_another_call_has_too_are_known_behind_the_call_that_goes_on() -> None:
-    other, first, later = (
-        call("other", [7, 8, 5, 6], [1]),
-        call("first", [7], [8]),
-        call("later", [7.0, 8.0, 5.0, 2], [9]),
-    )
-    built = build_samples([other, first, later], policy="split")
-    assert (built.boundaries[-1].kind, built.boundaries[-1].continues) == ("contiguous", "first")
-    assert built.samples[-1] == sample_of([7], first, [5, 2], later)
-    assert {type(each) for each in built.samples[-1].tokens} == {int}

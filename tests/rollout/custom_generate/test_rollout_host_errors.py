@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from generate_runs import LIMITS, TOOL_RESULT, WITH_ENVIRONMENT, run
-from sglang_answers import aborted, stopped
+from sglang_answers import stopped
 from tokens.sample import Sample, Status, host_args
 
 from mis_ext.rollout.custom_generate.function import generate
@@ -35,16 +35,6 @@ def test_a_response_that_contradicts_itself_names_sample_and_turn_and_changes_no
         run([lambda r: stopped(r, "look"), one_token_more], tokenizer_folder, sample, settings=WITH_ENVIRONMENT)
     before.non_generation_time = sample.non_generation_time
     assert sample == before
-
-
-def test_an_aborted_response_that_contradicts_itself_is_an_error_too(tokenizer_folder):
-    def other_ids(request):
-        response = aborted(request, "rain")
-        response["output_ids"][1] = 9
-        return response
-
-    with pytest.raises(RolloutError, match="sample 0, turn 0"):
-        run([other_ids], tokenizer_folder, Sample(prompt="The weather"), partial_rollout=True)
 
 
 def test_an_error_of_the_server_is_no_abort(tokenizer_folder):
@@ -77,13 +67,6 @@ def test_what_the_server_refuses_is_not_sent_again(tokenizer_folder):
     refusal = {"error": {"message": "exceeds the model's maximum context length"}}
     with pytest.raises(ConnectionError, match=r"refused the request: HTTP 400: .*maximum context length"):
         run([lambda r: (400, refusal)], tokenizer_folder, Sample(prompt="The weather"))
-
-
-@pytest.mark.parametrize("body", [b"no JSON", b"[1]"])
-def test_an_answer_that_is_no_json_object_is_an_error(tokenizer_folder, body):
-    attempts = 2 if body == b"no JSON" else 1
-    with pytest.raises(ConnectionError, match=r"no answer after 2 attempts|no JSON object"):
-        run([lambda r: (200, body)] * attempts, tokenizer_folder, Sample(prompt="The"), settings={"max_attempts": 2})
 
 
 def test_an_unreachable_server_is_an_error_that_names_the_address(tokenizer_folder):

@@ -74,15 +74,24 @@ def updated_midway(request):
     return response
 
 
+@pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
+def test_a_response_of_two_weight_versions_names_both(tokenizer_folder, sample_class):
+    sample = sample_class(prompt="The weather")
+    run([updated_midway], tokenizer_folder, sample)
+    assert sample.weight_versions == ["7", "8"]
+
+
 def test_a_version_that_nobody_knows_is_no_number(tokenizer_folder):
     sample = Sample(prompt="The weather")
     run([lambda r: aborted(r, "It", version="default")], tokenizer_folder, sample, partial_rollout=True)
     assert not hasattr(sample, "teacher_log_probs"), "nobody asked for versions"
     resumed = {"partial_rollout": True, "mis_staleness": True}
     run([lambda r: aborted(r, " is", version="default")], tokenizer_folder, sample, **resumed)
-    run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, **resumed)
+    last = run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, **resumed)
     assert [math.isnan(version) for version in sample.teacher_log_probs] == [True] * 5 + [False] * 5
     assert sample.teacher_log_probs[5:] == [8.0] * 5
+    # Of the turn's 32 tokens the two aborted requests had five.
+    assert last.requests[0]["sampling_params"]["max_new_tokens"] == 32 - 5
 
 
 def test_versions_of_a_response_that_its_host_cleared_are_gone(tokenizer_folder):

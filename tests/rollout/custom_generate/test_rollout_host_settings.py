@@ -17,7 +17,7 @@ from generate_runs import CONTEXT, LIMITS, QUESTION, WITH_ENVIRONMENT, run
 from host_samples import loopback_server
 from sglang_answers import TOKENIZER, stopped
 from tiny_tokenizers import encode
-from tokens.sample import Sample, Status, host_args
+from tokens.sample import Sample, host_args
 from transformers import AutoTokenizer
 
 from mis_ext.rollout.custom_generate import host as own_host
@@ -112,13 +112,6 @@ def test_a_setting_that_is_unknown_or_out_of_range_is_named(tokenizer_folder, se
 def test_what_would_be_lost_is_refused(tokenizer_folder, flags, fields, message):
     with pytest.raises(ValueError, match=message):
         run([], tokenizer_folder, Sample(prompt="The weather", **fields), **flags)
-
-
-def test_flags_that_are_off_are_not_in_the_way(tokenizer_folder):
-    sample = Sample(prompt="The weather", multimodal_inputs={"images": None})
-    run([lambda r: stopped(r, "mild")], tokenizer_folder, sample, use_rollout_routing_replay=False, lora_rank=0)
-    assert sample.status is Status.COMPLETED
-    run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The"), lora_rank=8, lora_train_only=True)
 
 
 def test_log_probs_that_are_not_those_of_the_behavior_policy_are_said_once(tokenizer_folder):

@@ -22,7 +22,7 @@ if torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
-from tiny_tokenizers import TURN_END, english_tokenizer, render
+from tiny_tokenizers import english_tokenizer, render
 from tokens.sample import Sample, Status, host_args
 from transformers import Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
@@ -199,25 +199,6 @@ def test_conversations_hold_what_the_server_sampled_bit_for_bit(server, model, r
     assert largest_difference(model, samples) < TOLERANCE
 
 
-def test_a_stop_string_ends_a_turn_with_the_token_that_completed_it(server, model):
-    sample = Sample(prompt=QUESTIONS[0])
-    run(server, [sample], {**SAMPLING, "max_new_tokens": 200, "stop": ["e"], "ignore_eos": True})
-    assert sample.status is Status.COMPLETED
-    assert "e" in TOKENIZER.decode(sample.tokens[-1:])
-    assert "e" not in TOKENIZER.decode(sample.tokens[-sample.response_length : -1])
-    assert largest_difference(model, [sample]) < TOLERANCE
-
-
-def test_an_aborted_sample_is_not_trained(server):
-    sample = Sample(prompt=QUESTIONS[0])
-    run_and_abort(server, sample)
-    assert sample.status is Status.ABORTED
-    assert (sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs) == ([], 0, None, None)
-    counts = sample.metadata["on_policy_tokens"]
-    assert counts["aborted_requests"] == 1
-    assert 0 < counts["discarded_tokens"] < NUM_LONG
-
-
 def test_a_partial_rollout_is_one_sequence_of_two_weight_versions(server, model):
     args = with_options(server, partial_rollout=True)
     sample = Sample(prompt=QUESTIONS[1])
@@ -319,14 +300,6 @@ def test_a_stream_gives_what_the_whole_answer_gives(server):
 def test_a_stream_of_pieces_gives_what_the_whole_answer_gives(server):
     with sglang_server(Path(server.hf_checkpoint), weight_version="7", incremental=True) as port:
         check_stream(port, is_incremental=True)
-
-
-def test_what_the_server_refuses_is_an_error_in_its_words(server):
-    sample = Sample(prompt=QUESTIONS[0])
-    with pytest.raises(ConnectionError, match=r"HTTP 400: .*maximum context length"):
-        run(server, [sample], {**SAMPLING, "max_new_tokens": 10 * CONTEXT})
-    assert json.loads(call_server(server.sglang_router_port, "/get_model_info"))["weight_version"] == "7"
-    assert TURN_END in TOKENIZER.get_vocab()
 
 
 @torch.no_grad()

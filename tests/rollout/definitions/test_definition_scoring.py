@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from log_prob_definitions import LOGITS, PROBABILITIES, define
+from log_prob_definitions import LOGITS, PROBABILITIES
 
 from mis_ext.rollout.comparable_log_probs import kept_mask, padding_log_mass, trainer_log_probs
 from mis_ext.rollout.definition import Distribution, Truncation
@@ -64,41 +64,6 @@ def test_the_kept_tokens_by_hand(truncation, kept) -> None:
     shuffled = kept_mask(probabilities[:, [2, 0, 1, 3]], truncation)[0]
     # Of two ties, a sort that is stable keeps the first.
     assert sorted([2, 0, 1, 3][i] for i in shuffled.nonzero()[:, 0]) == kept
-
-
-def flashinfer_keeps(probabilities_V, k, p) -> list[bool]:
-    """By its rejection: a drawn token is taken unless k tokens, or a mass of p, are strictly more probable."""
-    above_VV = probabilities_V > probabilities_V[:, None]
-    return ((above_VV.sum(1) < k) & ((probabilities_V * above_VV).sum(1) < p)).tolist()
-
-
-def vllm_pytorch_keeps(probabilities_V, k, p) -> list[bool]:
-    """By its sort: what is below the k-th goes, then the least probable, up to a mass of 1 - p."""
-    ascending = probabilities_V.sort(stable=True)
-    left = ascending.values.where(ascending.values >= ascending.values[-k], torch.tensor(0.0))
-    gone = (left / left.sum()).cumsum(0) <= 1 - p
-    gone[-1] = False
-    return torch.zeros_like(gone).scatter(0, ascending.indices, ~gone & (left > 0)).tolist()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_servers_keep_the_tied_tokens_that_their_own_rules_keep(seed) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    # Weights of 1 to 5 sixty-fourths: many ties, and every sum exact.
-    weights_V = torch.randint(1, 6, (16,), generator=generator).double()
-    weights_V[0] += 64 - weights_V.sum()
-    probabilities_V = weights_V / 64
-    k = int(torch.randint(1, 17, (), generator=generator))
-    # Never a sum of weights, so that no rule meets its limit exactly.
-    p = (int(torch.randint(1, 64, (), generator=generator)) + 0.5) / 64
-    kept = kept_mask(probabilities_V[None], define(top_k=k, top_p=p).sampled.truncation or Truncation())[0].tolist()
-    assert k == 1 or kept == flashinfer_keeps(probabilities_V, k, p)
-    for top_k in (None, k):
-        definition = define("vllm", mode="processed_logprobs", backend="pytorch", top_k=top_k, top_p=p)
-        kept = kept_mask(probabilities_V[None], definition.sampled.truncation)[0]
-        expected = vllm_pytorch_keeps(probabilities_V, top_k or 16, p)
-        # Which of the tied ones stay depends on the sort.
-        assert k == 1 or sorted(probabilities_V[kept].tolist()) == sorted(probabilities_V[expected].tolist())
 
 
 def test_a_token_outside_the_kept_ones_is_reported_and_has_probability_0() -> None:

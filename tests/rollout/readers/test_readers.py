@@ -56,17 +56,6 @@ def test_the_stop_string_is_sampled_and_not_in_the_text(tokenizer) -> None:
     assert generation.text == whole[: whole.index(generation.stop_match)]
 
 
-def test_the_end_token_is_the_last_sampled_one() -> None:
-    generation = read_sglang_generate(*recorded("generate_stop_token"))
-    assert generation.sampled_ids[-1] == generation.stop_match
-
-
-def test_the_prompt_is_the_list_that_was_sent_and_its_entries_are_not_looked_at() -> None:
-    request, response = recorded("generate_length")
-    request["input_ids"] = [316, "left to the builder", 277]
-    assert read_sglang_generate(request, response).prompt_ids is request["input_ids"]
-
-
 def test_tuples_of_the_engine_in_this_process_are_read_as_lists() -> None:
     request, response = recorded("generate_length")
     meta = response["meta_info"]

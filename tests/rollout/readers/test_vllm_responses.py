@@ -14,7 +14,7 @@ import torch
 from mis_ext.onpolicy.routing.experts import RoutedExperts
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 from mis_ext.rollout import SamplingParameters, define_log_probs, tell_logprobs_mode
-from mis_ext.rollout.generation import AbortedRequest, Contradiction, CountMismatch, LogProbError, MalformedResponse
+from mis_ext.rollout.generation import AbortedRequest, Contradiction, CountMismatch
 from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import read_vllm_chat, read_vllm_completions, read_vllm_generate
 from mis_ext.rollout.rollout_log import READERS, parse_line
@@ -143,26 +143,6 @@ def test_kept_ids_are_those_of_the_mask_and_hold_what_was_sampled() -> None:
         read_vllm_generate(request, response)
     del choice["sampling_mask"][3]
     with pytest.raises(CountMismatch, match="has 7 entries, 8 ids were sampled"):
-        read_vllm_generate(request, response)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "error"),
-    [
-        (lambda request, response: response["choices"][0].update(token_ids=[1] * 8), Contradiction),
-        (lambda request, response: response["choices"][0]["token_ids"].pop(), CountMismatch),
-        (lambda request, response: response["usage"].update(completion_tokens=7), CountMismatch),
-        (lambda request, response: response["usage"].update(prompt_tokens=4), CountMismatch),
-        (lambda request, response: response.update(prompt_token_ids=[316, 284, 278]), Contradiction),
-        (lambda request, response: response["choices"][0].update(logprobs=None), LogProbError),
-        (lambda request, response: response["choices"][0]["logprobs"]["content"].pop(), CountMismatch),
-        (lambda request, response: response.pop("choices"), MalformedResponse),
-    ],
-)
-def test_a_response_of_generate_that_contradicts_itself_is_refused(spoil, error) -> None:
-    request, response = exchange("generate")
-    spoil(request, response)
-    with pytest.raises(error):
         read_vllm_generate(request, response)
 
 
