@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mis-ext check-rollouts` on genuine responses, and on conversations of every class of boundary."""
+"""`mis-ext check-rollouts` on genuine responses, on conversations of every class of boundary, and on broken logs."""
 
+import gzip
 import json
+import os
+import re
+import sys
+import threading
+from typing import Any
 
 import pytest
 
@@ -10,7 +16,7 @@ pytest.importorskip("transformers")
 
 from conversations import CASES, QUESTION, call
 from responses import FOLDER, recorded, vllm_chat, vllm_completions
-from rollout_logs import case_rows, every_case, genuine, good, logged, main, report_of, write
+from rollout_logs import case_rows, error_of, every_case, genuine, good, logged, main, report_of, write
 from tiny_tokenizers import TURN_END, encode, english_tokenizer, render
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
@@ -192,3 +198,181 @@ def test_stop_strings_of_the_request_explain_a_text_that_ends_before_them(tmp_pa
         path = write(tmp_path, row | {"request": row["request"] | parameters})
         assert list(report_of(path, "--tokenizer", tokenizer_folder)["texts"]) == ["stop_trimmed"]
     assert list(report_of(write(tmp_path, row), "--tokenizer", tokenizer_folder)["texts"]) == ["prefix_truncated"]
+
+
+def test_refused_responses_are_counted_by_class_with_place_and_message(tmp_path, capsys) -> None:
+    broken = good("broken")[0]
+    broken["response"]["meta_info"]["completion_tokens"] += 1
+    no_ids = good("ids")[0]
+    no_ids["request"]["input_ids"][3] = True
+    rows = [*good(), genuine("generate_abort"), genuine("generate_error"), broken, no_ids, genuine("generate_text")]
+    path = write(tmp_path, *rows)
+    report = report_of(path)
+    assert {kind: each["count"] for kind, each in report["refused"].items()} == {
+        "AbortedRequest": 2,
+        "CountMismatch": 1,
+        "MalformedResponse": 1,
+        "UnprovenTokenIds": 1,
+    }
+    assert report["refused"]["AbortedRequest"]["first"] == {
+        "conversation": "generate_abort",
+        "file": str(path),
+        "line": 3,
+        "message": "request 'aebc6a5b2a264cf89c61a0f446227622': response.meta_info.finish_reason.type is 'abort'",
+    }
+    assert "prompt_ids[3]" in report["refused"]["MalformedResponse"]["first"]["message"]
+    assert report["reasons"] == ["5 lines or responses were refused"]
+    assert main(path) == 1
+    assert "prompt_ids[3]" in capsys.readouterr().out
+
+
+def test_a_refused_call_is_left_out_and_the_next_compared_with_the_one_before(tmp_path) -> None:
+    first, second = good("a")
+    aborted = genuine("generate_abort", conversation="a")
+    report = report_of(write(tmp_path, first, aborted, second))
+    assert report["boundaries"]["contiguous"]["first"]["line"] == 3
+    assert list(report["boundaries"]) == ["contiguous"]
+
+
+BROKEN = {
+    "json": ('{"conversation": "a", ', "no JSON: Expecting property name enclosed in double quotes at character 2"),
+    "bytes": (b'{"conversation": "\xff"}', "can't decode byte 0xff"),
+    "list": ("[1]", "a line must be an object, got a list"),
+    "nested": ("[" * 100_000, "recursion"),
+    "misspelt": ({"conversaton": "a"}, "unknown keys: 'conversaton' (did you mean 'conversation'?)"),
+    "missing": ({"conversation": "a"}, "request and response missing"),
+    "number": (genuine("generate_text", conversation=7), "conversation must be of type str, got 7"),
+    "text": (genuine("generate_text", text=["a"]), "text must be of type str, got ['a']"),
+    "choice": (genuine("chat_two", format="sglang-chat", choice=True), "choice must be of type int, got True"),
+    "format": (genuine("generate_text", format="slang"), "'slang' (did you mean 'sglang'?)"),
+    "format of another type": (genuine("generate_text", format=["sglang"]), "format must be one of sglang |"),
+    "no format": ({"conversation": "a", "request": {}, "response": {"choices": []}}, "does not prove its format"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_line_is_reported_with_its_place_and_the_others_are_read(tmp_path, name) -> None:
+    line, message = BROKEN[name]
+    line = json.dumps(line) if isinstance(line, dict) else line
+    path = tmp_path / "log.jsonl"
+    first, second = ((json.dumps(row) + "\n").encode() for row in good())
+    path.write_bytes(first + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n" + second)
+    report = report_of(path)
+    (kind,) = report["refused"]
+    found = report["refused"][kind]
+    assert (kind, found["count"], found["first"]["file"], found["first"]["line"]) == ("LogLineError", 1, str(path), 3)
+    assert message in found["first"]["message"]
+    assert report["boundaries"]["contiguous"]["count"] == 1
+
+
+@pytest.mark.parametrize("rows", [(), (genuine("generate_empty"),), (genuine("generate_abort"),)])
+def test_a_log_without_a_sampled_token_never_passes(tmp_path, rows) -> None:
+    report = report_of(write(tmp_path, *rows))
+    assert report["reasons"][0] == "nothing was measured: no sampled token could be read"
+
+
+def test_a_file_without_a_call_fails_beside_a_good_one(tmp_path, capsys) -> None:
+    empty = write(tmp_path, " ", name="empty.jsonl")
+    assert main(write(tmp_path, *good()), empty) == 1
+    assert "the file holds no call" in capsys.readouterr().out
+
+
+def test_wrong_usage_is_named(tmp_path, capsys) -> None:
+    path = write(tmp_path, *good())
+    assert "--samples needs --policy" in error_of(capsys, path, "--samples", tmp_path / "samples.jsonl")
+    assert "none.jsonl" in error_of(capsys, path, tmp_path / "none.jsonl")
+    assert "nowhere does not exist" in error_of(capsys, path, "--tokenizer", tmp_path / "nowhere")
+    assert "strict" in error_of(capsys, path, "--policy", "loose")
+    assert "Is a directory" in error_of(capsys, tmp_path)
+    before = path.read_bytes()
+    assert "is one of the logs" in error_of(capsys, path, "--policy", "strict", "--samples", path)
+    assert path.read_bytes() == before
+
+
+def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    message = error_of(capsys, write(tmp_path, *good()))
+    assert "needs rich: pip install rich" in message
+    assert "--json" in message
+
+
+def test_conversations_may_be_interleaved_and_spread_over_files_and_compressed(tmp_path, tokenizer_folder) -> None:
+    rows = every_case()
+    whole = report_of(write(tmp_path, *rows), "--tokenizer", tokenizer_folder)
+    parts = [write(tmp_path, *rows[:7], name="1.jsonl"), tmp_path / "2.jsonl.gz"]
+    parts[1].write_bytes(gzip.compress(write(tmp_path, *rows[7:], name="2.jsonl").read_bytes()))
+    spread = report_of(parts[0], parts[1], "--tokenizer", tokenizer_folder)
+    assert counts(spread) == counts(whole)
+    apart = sorted(rows, key=lambda row: row["conversation"])
+    assert counts(report_of(write(tmp_path, *apart), "--tokenizer", tokenizer_folder)) == counts(whole)
+    assert spread["boundaries"]["retry"]["first"]["file"] == str(parts[1])
+
+
+def counts(report: dict[str, Any]) -> dict[str, Any]:
+    tables = {name: {kind: found["count"] for kind, found in report[name].items()} for name in ("boundaries", "texts")}
+    return tables | {name: report[name] for name in ("conversations", "calls", "sampled_tokens")}
+
+
+def test_what_comes_before_the_damage_of_a_compressed_file_is_read(tmp_path) -> None:
+    path = tmp_path / "log.jsonl.gz"
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in good()).encode())
+    path.write_bytes(whole[:-8])
+    report = report_of(path)
+    assert report["boundaries"]["contiguous"]["count"] == 1
+    assert report["refused"]["LogLineError"]["first"]["line"] == 3
+    assert "cannot be decompressed" in report["refused"]["LogLineError"]["first"]["message"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_is_read(tmp_path) -> None:
+    path, rows = tmp_path / "pipe", good()
+    os.mkfifo(path)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    writer = threading.Thread(target=path.write_text, args=(text,))
+    writer.start()
+    report = report_of(path)
+    writer.join()
+    assert (report["passed"], report["calls"]) == (True, 2)
+
+
+def test_what_is_shown_is_what_the_json_has(tmp_path, capsys, tokenizer_folder) -> None:
+    rows = [*every_case(), genuine("generate_abort"), "{", logged("kept", call("kept", [3], [7, 8]), text="?")]
+    path = write(tmp_path, *rows)
+    arguments = (path, "--tokenizer", tokenizer_folder, "--policy", "split")
+    report = report_of(*arguments)
+    assert main(*arguments) == 1
+    shown = capsys.readouterr().out
+    assert "FAILED" in shown
+    for reason in report["reasons"]:
+        assert re.search(rf"^because +{reason} *$", shown, re.MULTILINE)
+    for name in ("conversations", "calls", "sampled_tokens"):
+        assert re.search(rf"^{name.replace('_', ' ')} +{report[name]} *$", shown, re.MULTILINE)
+    for table in ("refused", "boundaries", "texts"):
+        assert report[table]
+        for kind, found in report[table].items():
+            cells = rf"{kind} +│ +{found['count']} +│ +{found['share']:.1%} +│ +{found['failing']} +│"
+            assert re.search(cells, shown), cells
+            assert f"{path}, line {found['first']['line']}" in shown
+    for found in report["boundaries"].values():
+        first = found["first"]
+        if first["position"] is not None:
+            assert f"position {first['position']}: id {first['expected_id']} is known" in shown
+            assert f"known: {first['expected_text']!r}" in shown
+            assert f"prompt: {first['found_text']!r}" in shown
+    policy = report["policy"]
+    assert re.search(rf"policy split +{policy['samples']} samples", shown)
+    assert re.search(rf"trained tokens +{policy['trained_tokens']} ", shown)
+    assert re.search(rf"dropped tokens +{policy['dropped_tokens']} ", shown)
+    assert re.search(f"actions +.*split {policy['actions']['split']}", shown)
+
+
+def test_names_from_a_log_are_neither_markup_nor_control_sequences(tmp_path, capsys) -> None:
+    row = genuine("generate_abort", conversation="[red]\x1b[2J\ud800", request_id="[bold]\x1b")
+    refused = {"conversation": "a", "request": {}, "response": {"error": "[blue]\x1b[3J\ud800"}}
+    for each in (row, refused):
+        main(write(tmp_path, each))
+    shown = capsys.readouterr().out
+    assert "[blue]\\x1b[3J\\ud800" in shown
+    assert "[red]\\x1b[2J\\ud800" in shown
+    assert "[bold]" in shown
+    assert "\x1b" not in shown
