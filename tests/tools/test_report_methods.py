@@ -77,7 +77,7 @@ def test_the_method_itself_gives_the_hooks_numbers_to_rounding(name) -> None:
     method, part = METHODS[name](**FIRING.get(name, {})), drawn()
     found, wanted = outcome_of(NO_CORRECTION, part, method), outcome_of(as_correction(method).config, part)
     # Of rejected tokens the hook has a weight, which the mask takes out; which gate took them is not said.
-    ours = ("weight_mean", "weight_min", "weight_p50", "weight_p99", "weight_max", "removed_by")
+    ours = ("weight_max", "removed_by")
     for field in dataclasses.fields(Outcome):
         one, other = getattr(found, field.name), getattr(wanted, field.name)
         if (isinstance(one, dict) and field.name not in ours) or field.name not in ours:
@@ -213,7 +213,7 @@ def test_methods_are_ranked_beside_configurations_with_their_traps_and_notes(tmp
     assert 0.0 < ranking[str(own)]["outcome"]["live_tokens"] < 1.0
     # PPO alone leaves all of the mismatch, as no correction does.
     none, ppo = (ranking[name]["outcome"] for name in ("none", "method ppo"))
-    assert ppo["residual"] == none["residual"] == none["residual_without"]
+    assert ppo["residual"] == none["residual"] > 0.0
     names = [each["name"] for each in found["ranking"]]
     assert names.index("mis") < names.index("method reinforce_sequence_snis")
 

@@ -264,7 +264,7 @@ def oracle_of_groups(samples: list[Sample], label) -> list[dict[str, object]]:
 def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
     """Of CONFIG: ratios clipped to [0.9, 1.1], tokens outside of [0.7, 1.4] rejected, and samples by their mean."""
     num_trained = sum(sample.num_trained for sample in samples)
-    removed, weights, factors, residuals, unlike = defaultdict(int), [], [], [], 0
+    removed, weights, factors, residuals = defaultdict(int), [], [], []
     lost, signed = defaultdict(int), defaultdict(int)
     squares = weighted_squares = 0.0
     kept_of, advantages = {}, {}
@@ -288,7 +288,6 @@ def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
             weights.append(weight)
             factors.append(factor)
             residuals.append(abs(factor - token.ratio))
-            unlike += abs(factor - token.ratio) > 1e-6 * token.ratio
         signed[sign] += sample.num_trained
         lost[sign] += sample.num_trained - kept
         if not math.isnan(sample.advantage):
@@ -322,17 +321,11 @@ def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
         "live_tokens": sum(factor != 0 for factor in factors) / num_trained,
         "kept_sequences": sum(kept_of[index] > 0 for index in trained) / len(trained),
         "removed_by": pytest.approx({name: count / num_trained for name, count in removed.items() if count}, rel=1e-6),
-        "weight_mean": mean(weights),
-        "weight_min": min(weights),
-        "weight_p50": pytest.approx(quantile(weights, 0.5), rel=QUANTILE),
-        "weight_p99": pytest.approx(quantile(weights, 0.99), rel=QUANTILE),
         "weight_max": max(weights),
-        "unlike_ratio": unlike / len(weights),
         "learning_rate": math.fsum(factors) / num_trained,
         "ess": math.fsum(factors) ** 2 / (num_trained * math.fsum(factor**2 for factor in factors)),
         "variance": weighted_squares / squares,
         "residual": mean(residuals),
-        "residual_without": mean(abs(token.ratio - 1) for sample in samples for token in sample.tokens),
         "removed_positive": lost[1] / signed[1],
         "removed_negative": lost[-1] / signed[-1],
         "dropped": side([index for index in trained if not kept_of[index]]),

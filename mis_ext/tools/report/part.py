@@ -111,11 +111,6 @@ class Part:
         return values_T if self._valid_N is None else values_T.index_select(0, self._valid_N)
 
     @cached_property
-    def total_variation(self) -> float:
-        """Sum over valid tokens of the distance of the ratio from 1."""
-        return float(self.of_valid((self.ratio_T - 1.0).abs()).sum(dtype=torch.float64))
-
-    @cached_property
     def ratio_T(self) -> Tensor:
         """Ratios ``[T]``, bounded as in the correction."""
         return bounded_exp(self.tokens.log_ratio_T)

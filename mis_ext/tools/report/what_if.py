@@ -20,7 +20,6 @@ from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_adv
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import gate_label
 from mis_ext.tools.report.part import Part
-from mis_ext.tools.report.tally import NUM_SIZES, quantile, size_bin, summed
 
 _TOGETHER = "two or more gates"
 _NO_RATIO = "no finite ratio"
@@ -39,9 +38,7 @@ class Outcome:
         live_tokens: What also has a policy gradient: neither of weight 0, nor clipped.
         kept_sequences: Sequences of which something stays.
         removed_by: Share of tokens that each gate alone removes, those that several remove, and those without a ratio.
-        weight_mean: Before normalisation, of valid tokens (of a method: what multiplies their advantage); so are its
-            quantiles, to 0.6 %, and extremes.
-        unlike_ratio: Share of valid tokens whose weight is not their ratio, or which are removed.
+        weight_max: Before normalisation, of valid tokens (of a method: what multiplies their advantage).
         learning_rate: Mean of what multiplies the loss of a response token, with normalisation: 1 without correction.
         ess: Kish's effective share of what multiplies the loss.
         variance: Mean square of what multiplies the advantage (of the loss where no advantage is known): 1 without
@@ -61,17 +58,11 @@ class Outcome:
     live_tokens: float
     kept_sequences: float
     removed_by: dict[str, float]
-    weight_mean: float
-    weight_min: float
-    weight_p50: float
-    weight_p99: float
     weight_max: float
-    unlike_ratio: float
     learning_rate: float
     ess: float
     variance: float
     residual: float
-    residual_without: float
     removed_positive: float
     removed_negative: float
     dropped: dict[str, float]
@@ -94,8 +85,7 @@ class WhatIf:
     name: str = "what is tried"
     _sums: Counter[str] = field(default_factory=Counter)
     _removed: Counter[str] = field(default_factory=Counter)
-    _weights: Tensor = field(default_factory=lambda: torch.zeros(NUM_SIZES, dtype=torch.float64))
-    _extremes: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
+    _largest: float = -math.inf
     _steps: dict[str, Counter[str]] = field(default_factory=dict)
     # Of each part: groups, advantages or rewards, and what is kept; the first two are shared by all configurations.
     _samples: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -119,19 +109,14 @@ class WhatIf:
         ratio_T, total, squared = part.ratio_T, _sum(factor_T), _sum(factor_T.square())
         valid_weights, distance_T = part.of_valid(weights_T), (factor_T - ratio_T).abs()
         if len(valid_weights):
-            self._weights += summed(size_bin(valid_weights.clamp_min(1e-30)), NUM_SIZES)
-            low, high = self._extremes
-            self._extremes = [min(low, float(valid_weights.amin())), max(high, float(valid_weights.amax()))]
+            self._largest = max(self._largest, float(valid_weights.amax()))
         self._sums.update(
             {
                 "response": _sum(response_T),
                 "valid": _sum(valid_T),
                 "kept": _sum(kept_T),
                 "live": _sum(factor_T != 0.0),
-                "weight": _sum(valid_weights),
-                "unlike_ratio": _sum(valid_T & (distance_T > 1e-6 * ratio_T)),
                 "residual": _sum(part.of_valid(distance_T)),
-                "residual_without": part.total_variation,
             }
         )
         if part.has_advantages:
@@ -213,24 +198,17 @@ class WhatIf:
         variance = _divided(squared, sums["response"])
         if sums["squared_advantage"] > 0 and not self.config.is_scaled:
             variance = per("squared_weighted_advantage", "squared_advantage")
-        low, high = self._extremes
         return Outcome(
             kept_tokens=per("kept", "response"),
             live_tokens=per("live", "response"),
             kept_sequences=_divided(sums["kept_sequences"], sums["kept_sequences"] + sums["dropped_sequences"]),
             removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
-            weight_mean=per("weight", "valid"),
-            weight_min=low if math.isfinite(low) else math.nan,
-            weight_p50=quantile(self._weights, 0.5),
-            weight_p99=quantile(self._weights, 0.99),
-            weight_max=high if math.isfinite(high) else math.nan,
-            unlike_ratio=per("unlike_ratio", "valid"),
+            weight_max=self._largest if math.isfinite(self._largest) else math.nan,
             learning_rate=_divided(weighted, sums["response"]),
             # Kish: (sum f)^2 / (n sum f^2), with n response tokens, of which those without a gradient have f = 0.
             ess=_divided(weighted**2, sums["response"] * squared),
             variance=variance,
             residual=per("residual", "valid"),
-            residual_without=per("residual_without", "valid"),
             removed_positive=per("removed_positive", "positive"),
             removed_negative=per("removed_negative", "negative"),
             dropped=self._side("dropped"),
