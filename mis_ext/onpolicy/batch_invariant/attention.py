@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def attention(
         cu_seqlens_k: The same for its keys; None: as the queries.
         max_seqlen_q: The most queries of a sequence.
         max_seqlen_k: The most keys of a sequence; None: as the queries.
-        scale: Multiplies the scores; None: ``D ** -0.5``.
+        scale: Multiplies the scores, > 0; None: ``D ** -0.5``.
         is_causal: A sequence's last query sees its last key, the one before all but that, and so on.
         mask: ``[S, 1 or H, max_seqlen_q, max_seqlen_k]`` bool, True where a query may attend; on top of ``is_causal``.
         key_slots: ``[S, max_seqlen_k]`` int32 or int64, for the paged cache of an engine: which rows of ``key`` and
@@ -65,6 +66,8 @@ def attention(
     if max_seqlen_k is None:
         max_seqlen_k = max_seqlen_q
     _check_shapes(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale={scale}: attention takes a scale > 0")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be boolean, got {mask.dtype}")
     if key_slots is not None:
@@ -84,8 +87,7 @@ def attention(
         raise NotImplementedError("batch-invariant attention has no derivative in forward mode")
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_gradtrackingtensor, (query, key, value))):
         raise NotImplementedError("batch-invariant attention has no derivative by torch.func: take torch.autograd.grad")
-    output: Tensor
-    output, _ = _attention_forward(
+    output: Tensor = _attention_forward(
         query,
         key,
         value,
@@ -101,8 +103,7 @@ def attention(
     return output
 
 
-# Operators, so that no override of the mode reaches into them: their products are cut into tiles already. Nor may
-# autocast. An operator takes no bundle of tensors.
+# Operators, so that no override of the mode reaches into them. Nor may autocast. They take no bundle of tensors.
 @torch.library.custom_op("mis_ext::attention_forward", mutates_args=())
 def _attention_forward(
     query: Tensor,
@@ -116,20 +117,16 @@ def _attention_forward(
     is_causal: bool,
     mask: Tensor | None,
     key_slots: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, key_slots)
     with torch.autocast(query.device.type, enabled=False):
-        result: tuple[Tensor, Tensor] = devices.attention_on(query).attention_forward(query, key, value, packing)
-    return result
+        output: Tensor = devices.attention_on(query).attention_forward(query, key, value, packing)
+    return output
 
 
 @_attention_forward.register_fake
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *packing: Any) -> tuple[Tensor, Tensor]:
-    sum_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return (
-        query.new_empty(*query.shape[:2], value.shape[2]),
-        query.new_empty(query.shape[1], query.shape[0], dtype=sum_dtype),
-    )
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *packing: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 @torch.library.custom_op("mis_ext::attention_backward", mutates_args=())
@@ -138,21 +135,51 @@ def _attention_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
-    lse: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     scale: float,
     is_causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask)
-    backward = devices.attention_on(query).attention_backward
-    with torch.autocast(query.device.type, enabled=False):
-        grads: tuple[Tensor, Tensor, Tensor] = backward(grad_output, query, key, value, output, lse, packing)
-    return grads
+    """The gradients of torch's own attention: right, and not batch-invariant."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    lengths = [(q - p, k - j) for p, q, j, k in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)]
+    # Sequences of one length are one batch.
+    batch = len(lengths) if len({*lengths}) == 1 else 1
+    calls = [(batch * num_q, batch * num_k) for num_q, num_k in lengths[::batch]]
+    outputs, grads = [], []
+    with ExitStack() as stack:
+        # Inside an operator torch records nothing.
+        for dispatch_key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(dispatch_key, False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(query.device.type, enabled=False))
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        parts = [
+            torch.split(x[ends[0] : ends[-1]], [sizes[side] for sizes in calls])
+            for x, ends, side in zip(
+                (*leaves, grad_output), (ends_q, ends_k, ends_k, ends_q), (0, 1, 1, 0), strict=True
+            )
+        ]
+        for call, tensors in enumerate(zip(*parts, strict=True)):
+            if any(x.numel() == 0 for x in tensors):
+                continue
+            q, k, v, grad = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in tensors)
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            num_q, num_k = q.shape[2], k.shape[2]
+            seen = None if mask is None else mask[call * batch : (call + 1) * batch, :, :num_q, :num_k]
+            if is_causal and (mask is not None or num_q != num_k):
+                causal = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+                seen = causal if seen is None else seen & causal
+            if seen is not None:
+                # Of a query that sees nothing torch may return NaN.
+                sees = seen.any(-1, keepdim=True)
+                seen, grad = seen | ~sees, torch.where(sees, grad, 0)
+            settings = seen, 0.0, is_causal and seen is None
+            outputs.append(torch.ops.aten.scaled_dot_product_attention(q, k, v, *settings, scale=scale))
+            grads.append(grad)
+        given = torch.autograd.grad(outputs, leaves, grads) if outputs else [torch.zeros_like(x) for x in leaves]
+    return given[0].contiguous(), given[1].contiguous(), given[2].contiguous()
 
 
 @_attention_backward.register_fake
@@ -162,16 +189,14 @@ def _fake_backward(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens_q, cu_seqlens_k, *ctx.settings, mask, _ = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens_q, cu_seqlens_k, mask)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, cu_seqlens_q, cu_seqlens_k, _, _, *ctx.settings, mask, _ = inputs
+    ctx.save_for_backward(query, key, value, cu_seqlens_q, cu_seqlens_k, mask)
 
 
-def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    del grad_lse
-    *tensors, cu_seqlens_q, cu_seqlens_k, mask = ctx.saved_tensors
-    grads = _attention_backward(grad_output, *tensors, cu_seqlens_q, cu_seqlens_k, *ctx.settings, mask)
-    return (*grads, *[None] * 8)
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, mask = ctx.saved_tensors
+    return (*_attention_backward(grad_output, *tensors, *ctx.settings, mask), *[None] * 8)
 
 
 def _refuse_second(ctx: Any, *grads: Tensor) -> None:
@@ -217,10 +242,9 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` on :func:`attention`."""
     if dropout_p > 0.0:
         raise NotImplementedError(f"batch-invariant attention has no dropout, got dropout_p={dropout_p}")
-    if attn_mask is not None and type(attn_mask) is not Tensor:
-        attn_mask = _bias_mask(attn_mask).to(query.device)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        raise NotImplementedError(f"batch-invariant attention takes boolean masks, got {attn_mask.dtype}")
+    if attn_mask is not None and (type(attn_mask) is not Tensor or attn_mask.dtype != torch.bool):
+        kind = f"{type(attn_mask).__name__} of {attn_mask.dtype}"
+        raise NotImplementedError(f"batch-invariant attention takes boolean masks, got a {kind}")
     if attn_mask is not None and is_causal:
         raise ValueError("attention takes attn_mask or is_causal=True, not both")
     heads = _num_heads(query, key, value, enable_gqa=enable_gqa)
@@ -246,16 +270,6 @@ def scaled_dot_product_attention(
     output = output.view(num_sequences, num_q, heads[0], value.shape[-1]).transpose(1, 2)
     head_shape = heads[:1] if max(x.dim() for x in (query, key, value)) > 2 else []
     return output.reshape(*batch_shape, *head_shape, num_q, value.shape[-1])
-
-
-def _bias_mask(mask: Tensor) -> Tensor:
-    # It brings the compiler of torch along.
-    from torch.nn.attention.bias import CausalBias, CausalVariant
-
-    if not isinstance(mask, CausalBias):
-        return mask
-    shift = 0 if mask.variant == CausalVariant.UPPER_LEFT else mask.seq_len_kv - mask.seq_len_q
-    return torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool).tril(shift)
 
 
 def _num_heads(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> list[int]:

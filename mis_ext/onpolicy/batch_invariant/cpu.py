@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant import cpu_rows
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, Runs, gather_keys, split_runs
 
 TILE_ROWS = 16
@@ -41,12 +40,12 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; terms of 0 at the ends of a sum change no bit.
 
     So the attention of an eager model gives a query the same bits whether or not masked keys come before or after its
-    own: padding, other sequences of a pack, keys that have left a window. Sums begin at the first term where neither
-    the number of ``a`` nor the row of ``b`` is 0: padding that attends to a key has no gradient.
+    own: padding, other sequences of a pack, keys that have left a window. Sums begin at the first number of ``a`` that
+    is not 0.
     """
-    if a.shape[2] == 0 or not bool((a[..., 0] == 0).any() | (b[:, 0] == 0).all(-1).any()):
+    if a.shape[2] == 0 or not bool((a[..., 0] == 0).any()):
         return _bmm(a, b)
-    first_BM = ((a != 0) & (b != 0).any(-1)[:, None]).to(torch.uint8).argmax(-1)
+    first_BM = (a != 0).to(torch.uint8).argmax(-1)
     output = a.new_zeros(a.shape[0], a.shape[1], b.shape[2])
     for first in sorted(set(first_BM.flatten().tolist())):
         is_here_BM = first_BM == first
@@ -91,24 +90,13 @@ def _padded(x: Tensor, dim: int, multiple: int) -> Tensor:
 def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times ``b[g]`` of ``[G, K, N]``; then zeros."""
     out = a.new_zeros(a.shape[0], b.shape[2])
-    for group, (begin, end) in enumerate(_spans(ends, a.shape[0])):
-        if begin < end:
-            out[begin:end] = mm(a[begin:end], b[group])
-    return out
-
-
-def grouped_sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """``[G, M, N]``: columns ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times the same rows of ``b [K, N]``."""
-    products = [mm(a[:, begin:end], b[begin:end]) for begin, end in _spans(ends, b.shape[0])]
-    return torch.stack(products) if products else a.new_zeros(0, a.shape[0], b.shape[1])
-
-
-def _spans(ends: Tensor, length: int) -> list[tuple[int, int]]:
     stops = ends.tolist()
-    starts = [0, *stops][:-1]
-    if any(not 0 <= start <= stop <= length for start, stop in zip(starts, stops, strict=True)):
-        raise RuntimeError(f"offs must not decrease, within [0, {length}], got {stops}")
-    return list(zip(starts, stops, strict=True))
+    for group, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
+        if not 0 <= start <= stop <= len(a):
+            raise RuntimeError(f"offs must not decrease, within [0, {len(a)}], got {stops}")
+        if start < stop:
+            out[start:stop] = mm(a[start:stop], b[group])
+    return out
 
 
 def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
@@ -137,8 +125,8 @@ class _Tiles(NamedTuple):
     num_blocks_N: Tensor
 
 
-def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences in fixed blocks of keys, and its log-sum-exp; see :func:`.attention.attention`.
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+    """Attention of packed sequences in fixed blocks of keys; see :func:`.attention.attention`.
 
     Blocks start at the first key that a query sees. One of which it sees nothing changes no bit of its running maximum,
     sum and output. So neither what was cached before, nor what follows, matters.
@@ -170,83 +158,17 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
         total[:live] = total[:live] * shrink + weights.sum(-1, keepdim=True)
         output[:live] = output[:live] * shrink + torch.matmul(weights, values)
         maximum[:live] = new_maximum
-    log_total = torch.where(total > 0, maximum + total.log(), -torch.inf)
     output = torch.where(total > 0, output / total, 0.0)
-    lse = _packed(log_total, tiles, query_NHQD.new_zeros(*query.shape[:2], 1))
-    return _packed(output, tiles, query.new_zeros(*query.shape[:2], value_dim)), lse.squeeze(-1).t().contiguous()
+    return _packed(output, tiles, query.new_zeros(*query.shape[:2], value_dim))
 
 
-def attention_backward(
-    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, packing: Packing
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attention_forward`, in the same tiles and blocks, from its exact weights.
-
-    A key's gradients are sums over tiles, one after the other. The tiles of a run begin at its first query that has a
-    gradient, and queries without one add exact zeros. So no bit depends on padding, on either side.
-    """
-    (num_heads, head_dim), dtype, group = query.shape[1:], _compute_dtype(query), query.shape[1] // max(key.shape[1], 1)
-    runs = split_runs(packing)
-    tiles = _make_tiles(runs, is_causal=packing.is_causal, skipped_R=_num_without_gradient(grad_output, runs))
-    # All are columns of a product, as the values are in the forward.
-    keys, values = (_by_head(x, dtype, VALUE_COLUMNS) for x in (key, value))
-    queries, grad, out, lse_NHQ1 = (
-        _gathered(_by_head(x, dtype, VALUE_COLUMNS), tiles.query_NQ)
-        for x in (query, grad_output, output, lse.t().unsqueeze(-1))
-    )
-    inner_NHQ1, lse_NHQ1 = (grad * out).sum(-1, keepdim=True), lse_NHQ1[..., :1]
-    grad_query = torch.zeros_like(queries)
-    grad_keys, grad_values = (x.new_zeros(num_heads, *x.shape[1:]) for x in (keys, values))
-    firsts, num_keys, num_blocks = (x.tolist() for x in (tiles.first_key_N, tiles.num_keys_N, tiles.num_blocks_N))
-    for tile in tiles.query_NQ.amax(1).argsort().tolist():
-        part, blocks = slice(tile, tile + 1), (num_blocks[tile], KEY_BLOCK)
-        key_NJ, seen = _tile_keys(tiles, part, torch.arange(num_blocks[tile] * KEY_BLOCK), runs, packing)
-        seen = seen[0].view(*seen.shape[1:3], *blocks).transpose(1, 2)
-        k, v = (_gathered(x, key_NJ, group).view(num_heads, *blocks, x.shape[2]) for x in (keys, values))
-        # The product of the forward: the weights are the exact ones.
-        q, k_transposed = queries[tile, :, None, :, :head_dim], k[..., :head_dim].transpose(-1, -2)
-        scores = torch.matmul(q.contiguous(), k_transposed.contiguous())
-        weights = torch.where(seen, torch.exp(scores * packing.scale - lse_NHQ1[tile, :, None]), 0.0)
-        grad_weights = torch.matmul(grad[tile, :, None], v.transpose(-1, -2))
-        grad_scores = torch.where(seen, weights * (grad_weights - inner_NHQ1[tile, :, None]), 0.0) * packing.scale
-        for product in torch.matmul(grad_scores, k).unbind(1):
-            grad_query[tile] += product
-        # A causal run of more queries than keys has tiles that end before its first key.
-        of_tile = slice(firsts[tile], firsts[tile] + max(0, min(num_keys[tile], key_NJ.shape[1])))
-        for into, per_query, x in ((grad_keys, grad_scores, queries), (grad_values, weights, grad)):
-            product = torch.matmul(per_query.transpose(-1, -2), x[tile, :, None])
-            into[:, of_tile] += product.flatten(1, 2)[:, : of_tile.stop - of_tile.start]
-
-    def summed(per_head: Tensor, x: Tensor) -> Tensor:
-        # Rounded as the gradient of a head of its own: models that mask repeat the heads, and then do not.
-        rounded = per_head[:, : len(x), : x.shape[2]].to(x.dtype).reshape(x.shape[1], group, len(x), x.shape[2])
-        total: Tensor = cpu_rows.reduce(torch.ops.aten.sum.dim_IntList, rounded, [1])
-        return total.transpose(0, 1).contiguous()
-
-    return (
-        _packed(grad_query, tiles, torch.zeros_like(query)),
-        summed(grad_keys, key),
-        summed(grad_values, value),
-    )
-
-
-def _num_without_gradient(grad_output: Tensor, runs: Runs) -> Tensor:
-    """``[R]``: of how many queries at the beginning of each run the output has no gradient."""
-    row_T = torch.arange(len(grad_output) + 1)
-    has_gradient_T = F.pad((grad_output != 0).flatten(1).any(1), (0, 1), value=True)
-    next_T = torch.where(has_gradient_T, row_T, len(grad_output)).flip(0).cummin(0).values.flip(0)
-    starts_R, ends_R = runs.cu_seqlens_q[:-1].long(), runs.cu_seqlens_q[1:].long()
-    return next_T[starts_R].minimum(ends_R) - starts_R
-
-
-def _make_tiles(runs: Runs, *, is_causal: bool, skipped_R: Tensor | None = None) -> _Tiles:
-    """The tiles of all queries; the first of a tile of each run is the one after those skipped."""
+def _make_tiles(runs: Runs, *, is_causal: bool) -> _Tiles:
     num_q_R, num_k_R = runs.cu_seqlens_q.diff().long(), (runs.key_end_R - runs.key_start_R).long()
-    shift_R = torch.zeros_like(num_q_R) if skipped_R is None else -skipped_R % TILE_ROWS
-    tiles_R = (shift_R + num_q_R + TILE_ROWS - 1) // TILE_ROWS * (num_q_R > 0)
+    tiles_R = (num_q_R + TILE_ROWS - 1) // TILE_ROWS
     run_N = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
     tile_of_run_N = torch.arange(len(run_N)) - (tiles_R.cumsum(0) - tiles_R)[run_N]
-    row_NQ = (tile_of_run_N * TILE_ROWS - shift_R[run_N])[:, None] + torch.arange(TILE_ROWS)
-    is_query_NQ = (row_NQ >= 0) & (row_NQ < num_q_R[run_N, None])
+    row_NQ = (tile_of_run_N * TILE_ROWS)[:, None] + torch.arange(TILE_ROWS)
+    is_query_NQ = row_NQ < num_q_R[run_N, None]
     query_NQ = torch.where(is_query_NQ, runs.cu_seqlens_q.long()[run_N, None] + row_NQ, -1)
     position_NQ = row_NQ + (num_k_R - num_q_R)[run_N, None]
     last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(run_N) else run_N

@@ -25,7 +25,7 @@ def products_on(x: Tensor) -> Any:
 
 
 def attention_on(x: Tensor) -> Any:
-    """The module with ``attention_forward`` and ``attention_backward``, likewise: ``cpu`` or ``triton_attention``."""
+    """The module with ``attention_forward``, likewise: ``cpu`` or ``triton_attention``."""
     check_device_type(x.device.type)
     if x.device.type == "cpu":
         return cpu

@@ -42,6 +42,9 @@ def grouped_mm(
         bias: None.
         out_dtype: None, or the dtype of the factors.
     """
+    if a.dim() == b.dim() == 2:
+        # The gradient of the experts' matrices, a sum over the tokens of a group.
+        return func(a, b, offs, bias, out_dtype)
     if bias is not None or out_dtype not in (None, a.dtype):
         raise NotImplementedError(f"{func} in the mode takes no bias and no out_dtype but {a.dtype}, got {out_dtype}")
     _check_groups(a, b, offs)
@@ -50,7 +53,7 @@ def grouped_mm(
         return products.bmm(a, b)
     if a.dim() == 3 and b.dim() == 2:
         return products.grouped_rows(b.t(), a.transpose(1, 2), offs).t()
-    return products.grouped_rows(a, b, offs) if b.dim() == 3 else products.grouped_sums(a, b, offs)
+    return products.grouped_rows(a, b, offs)
 
 
 def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
@@ -110,56 +113,26 @@ def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -
     return out
 
 
-def scatter_reduce(
-    func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
-    """``scatter_reduce``, ``scatter`` with a reduction: sums, and extrema, which have no order."""
-    if reduce in ("amax", "amin"):
-        return func(x, dim, index, source, reduce, include_self=include_self)  # type: ignore[no-any-return]
-    if reduce in ("sum", "add") and include_self:
-        return scatter_add(
-            aten.scatter_add_.default if func._schema.is_mutable else aten.scatter_add.default, x, dim, index, source
-        )
-    raise NotImplementedError(f"{func} has no batch-invariant form here for {reduce=}, {include_self=}")
-
-
 def index_put(
-    func: Any,
-    x: Tensor,
-    indices: Sequence[Tensor | None],
-    values: Tensor,
-    accumulate: bool = False,
-    unsafe: bool = False,
+    func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *more: Any
 ) -> Tensor:
     """``aten.index_put`` and its other names; the gradient of ``x[index]`` is one."""
     if not accumulate or all(index is None or index.dtype in _MASKS for index in indices):
         # Of a mask, no place is named twice.
-        more = (unsafe,) if func in (aten._index_put_impl.default, aten._index_put_impl_.default) else ()
         return func(x, indices, values, accumulate, *more)  # type: ignore[no-any-return]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if dims[-1] - dims[0] >= len(dims) or any(index is not None and index.dtype in _MASKS for index in indices):
+        raise NotImplementedError(f"{func} has no batch-invariant form here for masks beside indices, and for gaps")
     out = _output(func, x, values)
-    each = _without_masks(indices)
-    dims = [dim for dim, index in enumerate(each) if index is not None]
     others = [dim for dim in range(x.dim()) if dim not in dims]
-    places = torch.broadcast_tensors(*(index for index in each if index is not None))  # type: ignore[no-untyped-call]
-    places = [index.to(x.device) for index in places]
+    places = torch.broadcast_tensors(*(i.to(x.device) for i in indices if i is not None))  # type: ignore[no-untyped-call]
     # Counted from the front.
     places = [torch.where(n < 0, n + x.shape[dim], n) for dim, n in zip(dims, places, strict=True)]
-    # Where indexed dimensions are neighbours, theirs stand in their place among the others, else at the front.
-    first = dims[0] if dims[-1] - dims[0] < len(dims) else 0
-    lengths = [x.shape[dim] for dim in others]
-    num_dims = places[0].dim()
+    lengths, num_dims, first = [x.shape[dim] for dim in others], places[0].dim(), dims[0]
     values = values.to(x.device).expand(*lengths[:first], *places[0].shape, *lengths[first:])
     values = values.movedim(tuple(range(first, first + num_dims)), tuple(range(num_dims)))
     _add(out.permute(*dims, *others), places, values)
     return out
-
-
-def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    each: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype in _MASKS
-        each += index.nonzero().unbind(1) if is_mask else [index]  # type: ignore[union-attr]
-    return each
 
 
 def _output(func: Any, x: Tensor, source: Tensor) -> Tensor:
@@ -227,15 +200,10 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.index_add_.default: index_add,
     aten.scatter_add.default: scatter_add,
     aten.scatter_add_.default: scatter_add,
-    aten.scatter_reduce.two: scatter_reduce,
-    aten.scatter_reduce_.two: scatter_reduce,
-    aten.scatter.reduce: scatter_reduce,
-    aten.scatter_.reduce: scatter_reduce,
     aten.index_put.default: index_put,
     aten.index_put_.default: index_put,
     aten._index_put_impl.default: index_put,
     aten._index_put_impl_.default: index_put,
-    aten._unsafe_index_put.default: index_put,
     aten.topk.default: topk,
     aten.sort.default: sort,
     aten.sort.stable: sort,

@@ -10,13 +10,8 @@ parts, and with it the order of the sums, would follow from the batch.
 
 Slower in trials in bfloat16: 128 queries, and scores of the next block that are begun before the exponentials of this
 one; for heads of 128 also keys through the tensor memory accelerator, and 128 keys at a time.
-
-One kernel for all gradients would have to add up either the queries' or the keys' over programs, by atomic operations,
-in whatever order they come. Two kernels compute the weights twice instead, and each sum has one program and one order.
-A gradient so depends on its own sequence alone.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -117,7 +112,6 @@ def forward_kernel(
     value,
     mask,
     output,
-    lse,
     slots,
     cu_seqlens_q,
     key_starts,
@@ -145,7 +139,7 @@ def forward_kernel(
     HAS_SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """``output [T, H, D]`` and ``lse [H, T]`` of one tile of queries; ``scale`` is positive.
+    """``output [T, H, D]`` of one tile of queries; ``scale`` is positive.
 
     One loop takes the blocks from left to right, those that every query sees as a whole and the others, so that all
     compute alike. With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
@@ -163,13 +157,11 @@ def forward_kernel(
     head_dim: tl.constexpr = HEAD_DIM
     wide_head = head.to(tl.int64)
     output += wide_head * head_dim
-    lse += wide_head * num_rows
     if sequence == tl.num_programs(0) // (num_tiles * num_heads) - 1:
         for first in range(tl.load(cu_seqlens_q + sequence) + tile * BLOCK_M, num_rows, num_tiles * BLOCK_M):
             rows = first + tl.arange(0, BLOCK_M)
             nothing = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             store_rows(output, nothing, 0, rows, num_rows, num_heads * head_dim, BLOCK_D, HEAD_DIM)
-            tl.store(lse + rows, tl.zeros([BLOCK_M], tl.float32), mask=rows < num_rows)
         return
     first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
@@ -218,203 +210,10 @@ def forward_kernel(
     # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.
     result = weighted / tl.where(is_empty, 1.0, total)[:, None] + 0.0
     store_rows(output, result, first_query, queries, num_queries, num_heads * head_dim, BLOCK_D, HEAD_DIM)
-    log_total = tl.where(is_empty, float("-inf"), highest / LOG2_E + tl.log(tl.where(is_empty, 1.0, total)))
-    tl.store(lse + first_query + queries, log_total, mask=queries < num_queries)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
-def query_gradient_kernel(
-    query,
-    key,
-    value,
-    mask,
-    output,
-    lse,
-    grad_output,
-    delta,
-    grad_query,
-    cu_seqlens_q,
-    key_starts,
-    key_ends,
-    mask_starts,
-    num_tiles,
-    num_heads,
-    num_rows,
-    scale,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    mask_head_stride,
-    mask_query_stride,
-    QUERIES_PER_KEY: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """``grad_query [T, H, D]`` of one tile of queries, and ``delta [H, T]``, the sum of output times its gradient.
-
-    Blocks of keys from left to right, from the first key of the sequence on. It runs first: the other kernel reads
-    ``delta``.
-    """
-    tile = num_tiles - 1 - tl.program_id(0) % num_tiles
-    head = (tl.program_id(0) // num_tiles % num_heads).to(tl.int64)
-    sequence = tl.program_id(0) // (num_tiles * num_heads)
-    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
-    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    num_keys = tl.load(key_ends + sequence) - first_key
-    if tile * BLOCK_M >= num_queries:
-        return
-    query += head * query_head_stride
-    key += head // QUERIES_PER_KEY * key_head_stride
-    value += head // QUERIES_PER_KEY * value_head_stride
-    if HAS_MASK:
-        mask += tl.load(mask_starts + sequence) + head * mask_head_stride
-    head_dim: tl.constexpr = HEAD_DIM
-    out_stride = num_heads * head_dim
-
-    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_query = queries < num_queries
-    row = head * num_rows + first_query + queries
-    q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)
-    slope = load_rows(grad_output + head * head_dim, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM)
-    result = load_rows(output + head * head_dim, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM)
-    shift = tl.sum(result.to(tl.float32) * slope.to(tl.float32), 1)
-    tl.store(delta + row, shift, mask=is_query)
-    log_total = tl.load(lse + row, mask=is_query, other=0.0) * LOG2_E
-    gradient = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = num_keys
-    if IS_CAUSAL:
-        end = min(num_keys, num_keys - num_queries + (tile + 1) * BLOCK_M)
-    scale_2 = scale * LOG2_E
-    for start in range(0, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        k = load_rows(key, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
-        v = load_rows(value, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
-        allowed = may_attend(mask, queries, start, num_queries, num_keys, mask_query_stride, IS_CAUSAL, HAS_MASK)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_2
-        weight = tl.where(allowed, tl.exp2(score - log_total[:, None]), 0.0)
-        weight_slope = tl.dot(slope, tl.trans(v), input_precision=PRECISION)
-        score_slope = weight * (weight_slope - shift[:, None])
-        gradient = tl.dot(score_slope.to(k.dtype), k, gradient, input_precision=PRECISION)
-    store_rows(
-        grad_query + head * head_dim, gradient * scale, first_query, queries, num_queries, out_stride, BLOCK_D, HEAD_DIM
-    )
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
-def key_gradient_kernel(
-    query,
-    key,
-    value,
-    mask,
-    lse,
-    grad_output,
-    delta,
-    grad_key,
-    grad_value,
-    cu_seqlens_q,
-    key_starts,
-    key_ends,
-    mask_starts,
-    num_tiles,
-    num_heads,
-    num_rows,
-    scale,
-    query_stride,
-    query_head_stride,
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    mask_head_stride,
-    mask_query_stride,
-    QUERIES_PER_KEY: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """``grad_key`` and ``grad_value [U, G, D]`` of one tile of keys.
-
-    The query heads of the group one after the other, of each the blocks of queries from left to right.
-    """
-    num_groups = num_heads // QUERIES_PER_KEY
-    tile = tl.program_id(0) % num_tiles
-    group = (tl.program_id(0) // num_tiles % num_groups).to(tl.int64)
-    sequence = tl.program_id(0) // (num_tiles * num_groups)
-    first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
-    num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    num_keys = tl.load(key_ends + sequence) - first_key
-    if tile * BLOCK_N >= num_keys:
-        return
-    if HAS_MASK:
-        mask += tl.load(mask_starts + sequence)
-    head_dim: tl.constexpr = HEAD_DIM
-    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_rows(key + group * key_head_stride, first_key, keys, num_keys, key_stride, BLOCK_D, HEAD_DIM)
-    v = load_rows(value + group * value_head_stride, first_key, keys, num_keys, value_stride, BLOCK_D, HEAD_DIM)
-    key_slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    value_slope = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    begin = 0
-    if IS_CAUSAL:
-        # The first block with a query that sees a key of the tile; blocks start at the same queries for every tile.
-        begin = max(0, tile * BLOCK_N - (num_keys - num_queries)) // BLOCK_M * BLOCK_M
-    scale_2 = scale * LOG2_E
-    for member in range(QUERIES_PER_KEY):
-        head = group * QUERIES_PER_KEY + member
-        for start in range(begin, num_queries, BLOCK_M):
-            queries = start + tl.arange(0, BLOCK_M)
-            is_query = queries < num_queries
-            row = head * num_rows + first_query + queries
-            q = load_rows(
-                query + head * query_head_stride, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM
-            )
-            slope = load_rows(
-                grad_output + head * head_dim,
-                first_query,
-                queries,
-                num_queries,
-                num_heads * head_dim,
-                BLOCK_D,
-                HEAD_DIM,
-            )
-            log_total = tl.load(lse + row, mask=is_query, other=0.0) * LOG2_E
-            shift = tl.load(delta + row, mask=is_query, other=0.0)
-            allowed = may_attend(
-                mask + head * mask_head_stride,
-                queries,
-                tile * BLOCK_N,
-                num_queries,
-                num_keys,
-                mask_query_stride,
-                IS_CAUSAL,
-                HAS_MASK,
-            )
-            score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_2
-            weight = tl.where(tl.trans(allowed), tl.exp2(score - log_total[None, :]), 0.0)
-            value_slope = tl.dot(weight.to(slope.dtype), slope, value_slope, input_precision=PRECISION)
-            weight_slope = tl.dot(v, tl.trans(slope), input_precision=PRECISION)
-            score_slope = weight * (weight_slope - shift[None, :])
-            key_slope = tl.dot(score_slope.to(q.dtype), q, key_slope, input_precision=PRECISION)
-    out_stride = num_groups * head_dim
-    group_offset = group * head_dim
-    store_rows(grad_key + group_offset, key_slope * scale, first_key, keys, num_keys, out_stride, BLOCK_D, HEAD_DIM)
-    store_rows(grad_value + group_offset, value_slope, first_key, keys, num_keys, out_stride, BLOCK_D, HEAD_DIM)
-
-
-_launch_forward = Launcher(forward_kernel)
-_launch_query_gradient = Launcher(query_gradient_kernel)
-_launch_key_gradient = Launcher(key_gradient_kernel)
-
-MAX_HEAD_DIM = 256
+_launch = Launcher(forward_kernel)
+_MAX_HEAD_DIM = 256
 # Heads above this need other tiles to fit.
 _WIDE = 128
 
@@ -427,85 +226,37 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(dtype: torch.dtype, head_dim: int) -> tuple[Tile, Tile]:
-    """The tiles of the forward kernel, and of both gradients'; nothing but dtype and head dimension may choose them."""
+def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
+    """The tile; nothing but dtype and head dimension may choose it."""
     is_wide = head_dim > _WIDE
     if dtype == torch.float32:
         # Both operands of a product pass through registers, which are the limit.
-        return (Tile(32, 8, 1), Tile(16, 8, 1)) if is_wide or IS_HIP else (Tile(32, 4, 1), Tile(32, 4, 1))
+        return Tile(32, 8, 1) if is_wide or IS_HIP else Tile(32, 4, 1)
     if IS_HIP:
-        return Tile(64, 8, 1), Tile(64, 8, 1)
-    return (Tile(64, 8, 2), Tile(64, 8, 1)) if is_wide else (Tile(64, 4, 3), Tile(64, 4, 2))
+        return Tile(64, 8, 1)
+    return Tile(64, 8, 2) if is_wide else Tile(64, 4, 3)
 
 
-def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences by an online softmax in float32, and its log-sum-exp ``[H, T]``.
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+    """Attention of packed sequences by an online softmax in float32; see :func:`.attention.attention`.
 
-    See :func:`.attention.attention`. The output is 0 where a query may attend to nothing or is of no sequence. A value
-    that is not finite reaches the queries that see its key, and others whose tile reads it: all keys from the first to
-    the last that one of its queries may see.
+    The output is 0 where a query may attend to nothing or is of no sequence. A value that is not finite reaches the
+    queries that see its key, and others whose tile reads it: all keys from the first to the last that one of its
+    queries may see.
     """
-    value_dim, (query, key, value) = value.shape[2], _widened(query, key, value)
-    if packing.scale <= 0:
-        # The kernel scales the largest score, which must then be the largest.
-        query = -query if packing.scale < 0 else torch.zeros_like(query)
-        packing = packing._replace(scale=-packing.scale or 1.0)
-    launch, num_runs = _prepare(query, key, value, packing, in_runs=True)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
-    tile, _ = choose_tiles(query.dtype, query.shape[2])
-    slots = packing.key_slots
-    num_tiles = -(-max(packing.max_seqlen_q, 1) // tile.BLOCK_M)
-    # What is after the last sequence is one more.
-    num_programs = num_tiles * query.shape[1] * (num_runs + 1)
-    tensors, numbers = (output, lse, query if slots is None else slots), (0 if slots is None else slots.stride(0),)
-    launch(_launch_forward, tile, num_tiles, num_programs, tensors, numbers, HAS_SLOTS=slots is not None)
-    return output[..., :value_dim].contiguous(), lse
-
-
-def attention_backward(
-    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, packing: Packing
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`attention_forward` by query, key and value, contiguous; the same bits on every run.
-
-    Two passes that recompute the weights (Dao, "FlashAttention-2", arXiv 2307.08691), the second over keys, so that
-    nothing is added up by atomic operations. ``output`` and ``lse`` are what the forward returned.
-    """
-    dims = query.shape[2], key.shape[2], value.shape[2]
-    grad_output, query, key, value, output = _widened(grad_output, query, key, value, output)
-    launch, num_sequences = _prepare(query, key, value, packing)
-    grad_output, output, lse = grad_output.contiguous(), output.contiguous(), lse.contiguous()
-    delta = torch.empty_like(lse)
-    grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
-    _, tile = choose_tiles(query.dtype, query.shape[2])
-    num_tiles = -(-packing.max_seqlen_q // tile.BLOCK_M)
-    tensors: tuple[Tensor, ...] = output, lse, grad_output, delta, grads[0]
-    launch(_launch_query_gradient, tile, num_tiles, num_tiles * query.shape[1] * num_sequences, tensors)
-    num_tiles = -(-packing.max_seqlen_k // BLOCK_N.value)
-    tensors = lse, grad_output, delta, *grads[1:]
-    launch(_launch_key_gradient, tile, num_tiles, num_tiles * key.shape[1] * num_sequences, tensors)
-    grad_query, grad_key, grad_value = (grad[..., :dim].contiguous() for grad, dim in zip(grads, dims, strict=True))
-    return grad_query, grad_key, grad_value
-
-
-def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All of one width, by zeros: values need not be as wide as keys, as in DeepSeek-V3."""
-    width = max(x.shape[2] for x in tensors)
-    return tuple(x if x.shape[2] == width else pad(x, (0, width - x.shape[2])) for x in tensors)
-
-
-def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, *, in_runs: bool = False
-) -> tuple[Callable[..., None], int]:
-    """What launches a kernel with all that the three have in common, and the number of runs of queries."""
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, _ = packing
-    (num_rows, num_heads, head_dim), device = query.shape, query.device
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, slots = packing
     check_tensors({"query": query, "key": key, "value": value}, has_products=True)
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the last dimensions must be in [1, {MAX_HEAD_DIM}], got {head_dim}")
+    value_dim, head_dim, device = value.shape[2], max(query.shape[2], value.shape[2]), query.device
+    if not 1 <= head_dim <= _MAX_HEAD_DIM:
+        raise ValueError(f"the last dimensions must be in [1, {_MAX_HEAD_DIM}], got {head_dim}")
     for name, lengths in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}.items():
         if lengths.dtype != torch.int32 or lengths.device != device:
             raise TypeError(f"{name} must be int32 on {device}, got {lengths.dtype} on {lengths.device}")
+    # All of one width, by zeros: values need not be as wide as keys, as in DeepSeek-V3.
+    query, key, value = (
+        x if x.shape[2] == head_dim else pad(x, (0, head_dim - x.shape[2])) for x in (query, key, value)
+    )
+    num_rows, num_heads = query.shape[:2]
     if mask is None:
         # Nothing is computed, for which a decode would wait.
         bounds = [cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q]
@@ -515,51 +266,43 @@ def _prepare(
         shapes = [[len(cu_seqlens_q) - 1, heads, max_seqlen_q, max_seqlen_k] for heads in (1, num_heads)]
         if [*mask.shape] not in shapes:
             raise ValueError(f"mask must be {shapes[0]} or {shapes[1]}, got {[*mask.shape]}")
-        runs = split_runs(packing if in_runs else packing._replace(mask=None))
-        words = _packed_words(_from_first_key(mask) if in_runs and mask.numel() else mask)
-        mask = words.expand(-1, num_heads, -1, -1)
+        runs = split_runs(packing)
+        mask = _packed_words(_from_first_key(mask) if mask.numel() else mask).expand(-1, num_heads, -1, -1)
         bounds = [*runs[:3], runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)]
     # Only the last dimension must be dense, and the rows of a block of keys within a distance of 32 bits.
     query, key, value = (
         x if x.stride(2) == 1 and x.stride(0) < 2**31 // BLOCK_N.value else x.contiguous() for x in (query, key, value)
     )
-    operands = (query, key, value, query if mask is None else mask)
-    bounds = [x.contiguous() for x in bounds]
+    output = torch.empty(query.shape, dtype=query.dtype, device=device)
+    BLOCK_M, num_warps, num_stages = choose_tile(query.dtype, head_dim)
+    # Those of the longest sequence. What is after the last sequence is one more.
+    num_tiles = -(-max(max_seqlen_q, 1) // BLOCK_M)
+    num_programs = num_tiles * num_heads * bounds[0].numel()
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     strides += (0, 0) if mask is None else mask.stride()[1:3]
-    common = {
-        "QUERIES_PER_KEY": num_heads // max(key.shape[1], 1),
-        "HEAD_DIM": head_dim,
-        "IS_CAUSAL": is_causal,
-        "HAS_MASK": mask is not None,
-        # The parts of three products of TF32 would not fit into shared memory.
-        "PRECISION": "ieee" if head_dim > _WIDE else FLOAT32_PRODUCTS,
-        "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
-    }
-
-    def launch(
-        launcher: Launcher,
-        tile: Tile,
-        num_tiles: int,
-        num_programs: int,
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[int, ...] = (),
-        **constants: bool,
-    ) -> None:
-        """A program per sequence, head and tile of rows; ``num_tiles`` are those of the longest sequence."""
-        if num_programs == 0 or num_rows == 0:
-            return
-        BLOCK_M, num_warps, num_stages = tile
+    if num_programs and num_rows:
         with launching_on(query):
-            launcher(
+            _launch(
                 num_programs,
-                (*operands, *tensors, *bounds),
-                (num_tiles, num_heads, num_rows, float(scale), *strides, *numbers),
-                {**common, **constants, "BLOCK_M": BLOCK_M},
+                (
+                    *(query, key, value, query if mask is None else mask, output, query if slots is None else slots),
+                    *(x.contiguous() for x in bounds),
+                ),
+                (num_tiles, num_heads, num_rows, float(scale), *strides, 0 if slots is None else slots.stride(0)),
+                {
+                    "QUERIES_PER_KEY": num_heads // max(key.shape[1], 1),
+                    "HEAD_DIM": head_dim,
+                    "IS_CAUSAL": is_causal,
+                    "HAS_MASK": mask is not None,
+                    # The parts of three products of TF32 would not fit into shared memory.
+                    "PRECISION": "ieee" if head_dim > _WIDE else FLOAT32_PRODUCTS,
+                    "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
+                    "HAS_SLOTS": slots is not None,
+                    "BLOCK_M": BLOCK_M,
+                },
                 {"num_warps": num_warps, "num_stages": num_stages},
             )
-
-    return launch, bounds[0].numel() - 1
+    return output[..., :value_dim].contiguous()
 
 
 def _from_first_key(mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ the order in which they happen to come, so that two runs differ.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -279,86 +279,29 @@ def rows_kernel(
         tl.store(out + rows * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
-@triton.jit
-def sums_kernel(
-    a,
-    b,
-    ends,
-    out,
-    M,
-    N,
-    K,
-    a_row_stride,
-    a_column_stride,
-    b_row_stride,
-    b_column_stride,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """``out [G, M, N]``, contiguous: the columns of ``a`` that end at ``ends[g]`` times the same rows of ``b``.
-
-    The gradient of the experts' matrices: a sum over the tokens of a group. Its blocks start at the first token of the
-    group, not at a multiple of their depth, so where the group lies in the batch changes no bit. A group without
-    tokens gets 0.
-    """
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
-    tile = tl.program_id(0) % (tiles_m * tiles_n)
-    # The bounds may go beyond the tokens that are there: then the last groups are shorter.
-    end = tl.minimum(tl.load(ends + group), K)
-    begin = tl.minimum(tl.load(ends + group - 1, mask=group > 0, other=0), K)
-    rows = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = (rows < M)[:, None], (columns < N)[None, :]
-    rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
-    inner = begin.to(tl.int64) + tl.arange(0, BLOCK_K)
-    a_tile = a + rows * a_row_stride + inner[None, :] * a_column_stride
-    b_tile = b + inner[:, None] * b_row_stride + columns * b_column_stride
-    a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
-    total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, end - begin, PRECISION, False)
-    tl.store(out + (group * M + rows) * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
-
-
 def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """``[M, N]``: rows ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times ``b[g]``; zeros after the last group.
 
     ``b`` is ``[G, K, N]``, ``ends`` ``[G]`` int32 and not decreasing; factors have one dtype, any strides.
     """
     check_tensors({"a": a, "b": b}, has_products=True)
-    (M, K), (num_groups, _, N), tile = a.shape, b.shape, TILES[a.dtype]
-    out = torch.zeros(M, N, dtype=a.dtype, device=a.device)
-    # Each group has at most one tile that is not full.
-    num_tiles = M // tile.BLOCK_M + min(num_groups, M)
-    groups = max(1 << (num_groups - 1).bit_length(), _LEAST_GROUPS)
-    numbers = (M, N, K, *a.stride(), *b.stride(), num_groups)
-    _launch_groups(rows_kernel, num_tiles, (a, b, ends, out), numbers, K_IS_EVEN=K % tile.BLOCK_K == 0, GROUPS=groups)
-    return out
-
-
-def grouped_sums(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """``[G, M, N]``: columns ``ends[g - 1]`` to ``ends[g]`` of ``a [M, K]`` times the same rows of ``b [K, N]``."""
-    check_tensors({"a": a, "b": b}, has_products=True)
-    M, (K, N), num_groups = a.shape[0], b.shape, len(ends)
-    out = torch.empty(num_groups, M, N, dtype=a.dtype, device=a.device)
-    num_tiles = num_groups * -(-M // TILES[a.dtype].BLOCK_M)
-    _launch_groups(sums_kernel, num_tiles, (a, b, ends, out), (M, N, K, *a.stride(), *b.stride()))
-    return out
-
-
-def _launch_groups(
-    kernel: Any, num_tiles: int, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **constants: Any
-) -> None:
-    a, b, ends, out = tensors
-    tile = TILES[a.dtype]._asdict()
+    (M, K), (num_groups, _, N), tile = a.shape, b.shape, TILES[a.dtype]._asdict()
     # The order in which the tiles of one matrix are computed.
     del tile["GROUP_M"]
-    if num_programs := num_tiles * -(-out.shape[-1] // tile["BLOCK_N"]):
+    out = torch.zeros(M, N, dtype=a.dtype, device=a.device)
+    # Each group has at most one tile that is not full.
+    num_tiles = M // tile["BLOCK_M"] + min(num_groups, M)
+    if num_programs := num_tiles * -(-N // tile["BLOCK_N"]):
         with launching_on(a):
-            kernel[(num_programs,)](
-                a, b, ends.contiguous(), out, *numbers, PRECISION=FLOAT32_PRODUCTS, **constants, **tile
+            rows_kernel[(num_programs,)](
+                *(a, b, ends.contiguous(), out),
+                *(M, N, K, *a.stride(), *b.stride(), num_groups),
+                PRECISION=FLOAT32_PRODUCTS,
+                K_IS_EVEN=K % tile["BLOCK_K"] == 0,
+                GROUPS=max(1 << (num_groups - 1).bit_length(), _LEAST_GROUPS),
+                **tile,
             )
+    return out
 
 
 @triton.jit

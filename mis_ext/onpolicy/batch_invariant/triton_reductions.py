@@ -90,33 +90,6 @@ def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
 
 
 @kernel
-def softmax_backward_kernel(grad, output, grad_input, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient ``[R, num_columns]`` of :func:`softmax_kernel`, or of its logarithm, from its output.
-
-    The row's sum of slopes is added up as in the module's first lines. So a token's gradient does not depend on the
-    other tokens of the batch.
-    """
-    first = tl.program_id(0).to(tl.int64) * num_columns
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, num_columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        is_column = column < num_columns
-        slope = tl.load(grad + first + column, mask=is_column, other=0.0).to(tl.float32)
-        if IS_LOG:
-            total += slope
-        else:
-            total += slope * tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
-    row_total = tl.sum(total, 0)
-    for start in range(0, num_columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        is_column = column < num_columns
-        slope = tl.load(grad + first + column, mask=is_column, other=0.0).to(tl.float32)
-        result = tl.load(output + first + column, mask=is_column, other=0.0).to(tl.float32)
-        change = slope - tl.exp(result) * row_total if IS_LOG else (slope - row_total) * result
-        tl.store(grad_input + first + column, change.to(grad_input.dtype.element_ty), mask=is_column)
-
-
-@kernel
 def sum_kernel(x, out, num_columns, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
     """Sum, or mean, of contiguous rows ``[R, num_columns]``: ``out [R]``, rounded once.
 
@@ -171,7 +144,7 @@ _log_softmax = BoundKernel(log_softmax_kernel, BLOCK=BLOCK)
 def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     """Logarithm of the softmax over one dimension, contiguous; ``half_to_float``: in float32, whatever the dtype."""
     check_tensors({"x": x})
-    return _over_rows(partial(_launch, _log_softmax), dim, torch.float32 if half_to_float else x.dtype, x)
+    return _over_rows(partial(_launch, _log_softmax), x, dim, torch.float32 if half_to_float else x.dtype)
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
@@ -179,30 +152,16 @@ def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     if x.dim() and x.shape[dim] > MOST_COLUMNS:
         raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
     check_tensors({"x": x})
-    return _over_rows(_launch_softmax, dim, torch.float32 if half_to_float else x.dtype, x)
+    return _over_rows(_launch_softmax, x, dim, torch.float32 if half_to_float else x.dtype)
 
 
-def _differentiate(kernel: BoundKernel, grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """The gradient of a softmax by its input, from its output; in ``input_dtype``, contiguous."""
-    check_tensors({"grad": grad, "output": output})
-    if grad.shape != output.shape:
-        raise ValueError(f"grad is {[*grad.shape]}, output {[*output.shape]}")
-    if grad.dim() == 0:
-        return torch.zeros_like(grad, dtype=input_dtype)
-    return _over_rows(partial(_launch, kernel), dim, input_dtype, grad, output)
-
-
-softmax_backward = partial(_differentiate, BoundKernel(softmax_backward_kernel, IS_LOG=False, BLOCK=BLOCK))
-log_softmax_backward = partial(_differentiate, BoundKernel(softmax_backward_kernel, IS_LOG=True, BLOCK=BLOCK))
-
-
-def _over_rows(launch: Callable[..., None], dim: int, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-    """What a kernel of rows makes of tensors over one dimension."""
-    if tensors[0].dim() == 0:
-        return _over_rows(launch, dim, dtype, *(x.unsqueeze(0) for x in tensors)).squeeze(0)
-    rows = [x.movedim(dim, -1).contiguous() for x in tensors]
-    out = torch.empty_like(rows[0], dtype=dtype)
-    launch(*rows, out)
+def _over_rows(launch: Callable[..., None], x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """What a kernel of rows makes of a tensor over one dimension."""
+    if x.dim() == 0:
+        return _over_rows(launch, x.unsqueeze(0), dim, dtype).squeeze(0)
+    rows = x.movedim(dim, -1).contiguous()
+    out = torch.empty_like(rows, dtype=dtype)
+    launch(rows, out)
     return out.movedim(-1, dim).contiguous()
 
 

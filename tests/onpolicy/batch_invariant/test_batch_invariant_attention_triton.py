@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from triton_support import (
     DEVICE,
-    DTYPES,
     HAS_GPU,
     MARKS,
     UNIT,
@@ -56,9 +55,9 @@ def streams(tokens_q: int, tokens_k: int, *, dtype: torch.dtype = torch.float32)
     return [random(*shape, HEAD_DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, settings: dict) -> tuple[Tensor, Tensor]:
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, settings: dict) -> Tensor:
     """In float64, a sequence at a time."""
-    outputs, log_totals = [], []
+    outputs = []
     bounds = (settings[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
     spans = [list(itertools.pairwise(b)) for b in bounds]
     for sequence, ((q0, q1), (k0, k1)) in enumerate(zip(*spans, strict=True)):
@@ -74,8 +73,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, settings: dict) -
         sees_none = score.amax(-1, keepdim=True) == float("-inf")
         weight = torch.where(sees_none, 0.0, score.masked_fill(sees_none, 0.0).softmax(-1))
         outputs.append(torch.einsum("hij,jhd->ihd", weight, v))
-        log_totals.append(score.logsumexp(-1))
-    return torch.cat(outputs), torch.cat(log_totals, 1)
+    return torch.cat(outputs)
 
 
 CASES = {
@@ -110,12 +108,11 @@ def tokens_of(settings: dict) -> tuple[int, int]:
 def test_attention_is_that_of_float64(case, dtype) -> None:
     settings = case_of(case)
     qkv = streams(*tokens_of(settings), dtype=dtype)
-    output, lse = attention.attention_forward(*qkv, Packing(**settings))
-    exact, exact_lse = exact_attention(*(x.double() for x in qkv), settings)
+    output = attention.attention_forward(*qkv, Packing(**settings))
+    exact = exact_attention(*(x.double() for x in qkv), settings)
     # The weights are rounded to the dtype before they meet the values.
     torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 8 * UNIT[dtype])
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
-    sees_none = exact_lse.t() == float("-inf")
+    sees_none = (exact == 0).all(-1)
     assert sees_none.any() == case.startswith(("more", "ma"))
     assert (output[sees_none] == 0).all()
 
@@ -132,59 +129,27 @@ def test_head_dimensions_that_are_no_power_of_two_are_padded(dim, dtype) -> None
     settings = keywords([20], [20])
     # Two groups of two heads.
     qkv = [random(20, heads, dim, dtype=dtype, seed=heads + i) for i, heads in enumerate((4, 2, 2))]
-    output, lse = attention.attention_forward(*qkv, Packing(**settings))
-    exact, _ = exact_attention(*(x.double() for x in qkv), settings)
+    output = attention.attention_forward(*qkv, Packing(**settings))
+    exact = exact_attention(*(x.double() for x in qkv), settings)
     torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 8 * UNIT[dtype])
-    grads = attention.attention_backward(output, *qkv, output, lse, Packing(**settings))
-    assert_gradients(grads, output, qkv, settings)
-
-
-def assert_gradients(grads: tuple, slope: Tensor, qkv: list[Tensor], settings: dict) -> None:
-    wide = [x.detach().double().requires_grad_() for x in qkv]
-    exact_attention(*wide, settings)[0].backward(slope.double())
-    tolerance = 1e-5 if slope.dtype == torch.float32 else 8 * UNIT[slope.dtype]
-    for actual, exact in zip(grads, wide, strict=True):
-        assert actual.dtype == slope.dtype
-        error = (actual.double() - exact.grad).abs().max() / exact.grad.abs().max()
-        assert error < tolerance, float(error)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, dtype) for case in CASES for dtype in DTYPES if HAS_GPU or (dtype == torch.float32) == (case != "mask")],
-)
-def test_the_gradients_of_attention_are_those_of_autograd_in_float64_on_every_run(case, dtype) -> None:
-    settings = case_of(case)
-    qkv = streams(*tokens_of(settings), dtype=dtype)
-    output, lse = attention.attention_forward(*qkv, Packing(**settings))
-    slope = random(*output.shape, dtype=dtype, seed=9)
-    grads = attention.attention_backward(slope, *qkv, output, lse, Packing(**settings))
-    assert_gradients(grads, slope, qkv, settings)
-    if HAS_GPU or case == "mask":
-        again = attention.attention_backward(slope, *qkv, output, lse, Packing(**settings))
-        for first, second in zip(grads, again, strict=True):
-            assert_same_bits(first, second)
 
 
 @each_dtype_of_a_gpu
 def test_prefill_chunks_and_decode_give_a_position_the_same_bits(dtype) -> None:
     q, k, v = streams(LONGEST, LONGEST, dtype=dtype)
-    output, lse = attention.attention_forward(q, k, v, Packing(**keywords([LONGEST], [LONGEST])))
+    output = attention.attention_forward(q, k, v, Packing(**keywords([LONGEST], [LONGEST])))
     # The lengths at which a block of keys or a tile of queries begins or ends.
     borders = [length for block in range(0, LONGEST, 64) for length in (block + 1, block + 63, block + 64)]
     lengths = sorted({length for length in borders if length <= LONGEST} | {LONGEST})
-    decode, decode_lse = attention.attention_forward(
+    decode = attention.attention_forward(
         q[[length - 1 for length in lengths]],
         *(torch.cat([x[:length] for length in lengths]) for x in (k, v)),
         Packing(**keywords([1] * len(lengths), lengths)),
     )
     assert_same_bits(decode, output[[length - 1 for length in lengths]])
-    assert_same_bits(decode_lse, lse[:, [length - 1 for length in lengths]])
     begin = 0
     for end in (50, 65, LONGEST):
-        chunk, _ = attention.attention_forward(
-            q[begin:end], k[:end], v[:end], Packing(**keywords([end - begin], [end]))
-        )
+        chunk = attention.attention_forward(q[begin:end], k[:end], v[:end], Packing(**keywords([end - begin], [end])))
         assert_same_bits(chunk, output[begin:end])
         begin = end
 
@@ -195,17 +160,11 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
     q, k, v = streams(length + 5, length + 5, dtype=dtype)
     settings = keywords([3, length, 2], [3, length, 2])
     middle = slice(3, -2)
-    q1, k1, v1 = (x[middle].clone() for x in (q, k, v))
-    alone = attention.attention_forward(q1, k1, v1, Packing(**keywords([length], [length], max_seqlen_q=2 * length)))
-    grads_alone = attention.attention_backward(q1, q1, k1, v1, *alone, Packing(**keywords([length], [length])))
+    own = (x[middle].clone() for x in (q, k, v))
+    alone = attention.attention_forward(*own, Packing(**keywords([length], [length], max_seqlen_q=2 * length)))
     for x in (q, k, v):
         x[:3], x[-2:] = float("nan"), torch.finfo(dtype).max
-    packed = attention.attention_forward(q, k, v, Packing(**settings))
-    assert_same_bits(packed[0][middle], alone[0])
-    assert_same_bits(packed[1][:, middle], alone[1])
-    grads = attention.attention_backward(q, q, k, v, *packed, Packing(**settings))
-    for grad, expected in zip(grads, grads_alone, strict=True):
-        assert_same_bits(grad[middle], expected)
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**settings))[middle], alone)
 
 
 @each_dtype_of_a_gpu
@@ -213,11 +172,11 @@ def test_a_sequence_has_its_bits_in_every_pack(dtype) -> None:
 def test_what_is_not_finite_reaches_no_tile_that_cannot_see_it(where, dtype) -> None:
     q, *kv = streams(129, 129, dtype=dtype)
     settings = Packing(**keywords([129], [129]))
-    output, _ = attention.attention_forward(q, *kv, settings)
+    output = attention.attention_forward(q, *kv, settings)
     # The block of this key is read by tiles before its own, where these have fewer queries than a block has keys.
     kv[where][100] = float("nan")
-    spoiled, _ = attention.attention_forward(q, *kv, settings)
-    rows = attention.choose_tiles(dtype, HEAD_DIM)[0].BLOCK_M
+    spoiled = attention.attention_forward(q, *kv, settings)
+    rows = attention.choose_tile(dtype, HEAD_DIM).BLOCK_M
     first = 100 if where == 0 else 100 // rows * rows
     assert_same_bits(spoiled[:first], output[:first])
     assert spoiled[100:].isnan().all()
@@ -229,14 +188,11 @@ def test_queries_without_keys_get_zeros_and_read_nothing(in_slots, is_causal) ->
     q, *kv = streams(40, 70)
     more = {"key_slots": torch.arange(70, device=DEVICE).expand(3, 70)} if in_slots else {}
     settings = keywords([3, 35, 2], [0, 70, 0], is_causal=is_causal, **more)
-    output, lse = attention.attention_forward(q, *kv, Packing(**settings))
+    output = attention.attention_forward(q, *kv, Packing(**settings))
     alone = attention.attention_forward(q[3:38], *kv, Packing(**keywords([35], [70], is_causal=is_causal)))
-    assert_same_bits(output, torch.cat([torch.zeros_like(q[:3]), alone[0], torch.zeros_like(q[:2])]))
-    assert_same_bits(lse[:, 3:38], alone[1])
-    assert (lse[:, :3] == float("-inf")).all()
-    output, lse = attention.attention_forward(q, kv[0][:0], kv[1][:0], Packing(**keywords([40], [0], **more)))
+    assert_same_bits(output, torch.cat([torch.zeros_like(q[:3]), alone, torch.zeros_like(q[:2])]))
+    output = attention.attention_forward(q, kv[0][:0], kv[1][:0], Packing(**keywords([40], [0], **more)))
     assert_same_bits(output, torch.zeros_like(q))
-    assert (lse == float("-inf")).all()
 
 
 def test_every_head_of_many_has_its_own_keys() -> None:
@@ -245,14 +201,12 @@ def test_every_head_of_many_has_its_own_keys() -> None:
     qkv = [random(70, heads, 8, seed=heads + i) for i, heads in enumerate((18, 6, 6))]
     torch.use_deterministic_algorithms(True)  # Fills new memory with NaN.
     try:
-        output, lse = attention.attention_forward(*qkv, Packing(**settings))
+        output = attention.attention_forward(*qkv, Packing(**settings))
     finally:
         torch.use_deterministic_algorithms(False)
-    exact, exact_lse = exact_attention(*(x[:34].double() for x in qkv), settings)
+    exact = exact_attention(*(x[:34].double() for x in qkv), settings)
     torch.testing.assert_close(output[:34].double(), exact, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse[:, :34].double(), exact_lse, rtol=0, atol=1e-5)
     assert not output[34:].any()
-    assert not lse[:, 34:].any()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +216,7 @@ def test_every_head_of_many_has_its_own_keys() -> None:
 def test_rows_may_lie_far_apart(length, stride) -> None:
     q, *kv = streams(length, length, dtype=torch.float16)
     settings = Packing(**keywords([length], [length]))
-    output, _ = attention.attention_forward(q, *kv, settings)
+    output = attention.attention_forward(q, *kv, settings)
     # Of these bytes only the rows are touched; their distances do not fit into 32 bits.
     memory = torch.empty(length * stride, dtype=torch.float16, device=DEVICE)
     apart = [
@@ -270,7 +224,7 @@ def test_rows_may_lie_far_apart(length, stride) -> None:
     ]
     for x, far in zip(kv, apart, strict=True):
         far.copy_(x)
-    assert_same_bits(attention.attention_forward(q, *apart, settings)[0], output)
+    assert_same_bits(attention.attention_forward(q, *apart, settings), output)
 
 
 @each_dtype_of_a_gpu
@@ -280,8 +234,7 @@ def test_a_mask_that_says_causal_gives_the_bits_of_the_causal_flag(dtype) -> Non
     mask = torch.ones(34, 70, dtype=torch.bool, device=DEVICE).tril(36)
     for shaped in (mask[None, None], mask.expand(1, HEADS, 34, 70)):
         masked = attention.attention_forward(q, k, v, Packing(**keywords([34], [70], is_causal=False, mask=shaped)))
-        for actual, expected in zip(masked, flagged, strict=True):
-            assert_same_bits(actual, expected)
+        assert_same_bits(masked, flagged)
 
 
 @each_dtype_of_a_gpu
@@ -294,20 +247,20 @@ def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype
     in_first = position < first
     packed = causal.T & (in_first == in_first[:, None])
     settings = {"is_causal": False}
-    output, _ = attention.attention_forward(
+    output = attention.attention_forward(
         q, k, v, Packing(**keywords([total], [total], mask=packed[None, None], **settings))
     )
-    apart, _ = attention.attention_forward(q, k, v, Packing(**keywords([first, second], [first, second])))
+    apart = attention.attention_forward(q, k, v, Packing(**keywords([first, second], [first, second])))
     assert_same_bits(output, apart)
     # The mask may come on top of causality.
     mask = (in_first == in_first[:, None])[None, None]
-    assert_same_bits(attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=mask)))[0], apart)
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=mask))), apart)
     windowed = (causal.T & (position > position[:, None] - window))[None, None].expand(1, HEADS, -1, -1)
-    output, _ = attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=windowed, **settings)))
+    output = attention.attention_forward(q, k, v, Packing(**keywords([total], [total], mask=windowed, **settings)))
     for last in (0, window - 1, window, total - 1):
         seen = slice(max(0, last - window + 1), last + 1)
         length = seen.stop - seen.start
-        step, _ = attention.attention_forward(q[last : last + 1], k[seen], v[seen], Packing(**keywords([1], [length])))
+        step = attention.attention_forward(q[last : last + 1], k[seen], v[seen], Packing(**keywords([1], [length])))
         assert_same_bits(step, output[last : last + 1])
 
 
@@ -315,26 +268,22 @@ def test_packed_padded_and_windowed_by_a_mask_has_the_bits_of_its_own_keys(dtype
 def test_huge_scores_of_one_query_leave_the_others_alone(dtype) -> None:
     q, k, v = streams(70, 70, dtype=dtype)
     settings = keywords([70], [70])
-    output, _ = attention.attention_forward(q, k, v, Packing(**settings))
+    output = attention.attention_forward(q, k, v, Packing(**settings))
     q[::2] = float("nan")
     q[1::4] = torch.finfo(dtype).max
-    assert_same_bits(attention.attention_forward(q, k, v, Packing(**settings))[0][3::4], output[3::4])
+    assert_same_bits(attention.attention_forward(q, k, v, Packing(**settings))[3::4], output[3::4])
 
 
 @each_dtype_of_a_gpu
 def test_strides_change_no_bit_of_attention(dtype) -> None:
     q, k, v = streams(20, 20, dtype=dtype)
     settings = keywords([20], [20])
-    output, lse = attention.attention_forward(q, k, v, Packing(**settings))
+    output = attention.attention_forward(q, k, v, Packing(**settings))
     fused = torch.cat([q, k, v], 1)
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     by_lane = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for strided in (fused.split([HEADS, GROUPS, GROUPS], 1), by_head, by_lane):
-        assert_same_bits(attention.attention_forward(*strided, Packing(**settings))[0], output)
-    grads = attention.attention_backward(q, q, k, v, output, lse, Packing(**settings))
-    strided = attention.attention_backward(by_lane[0], *by_head, by_head[0] * 0 + output, lse, Packing(**settings))
-    for actual, expected in zip(strided, grads, strict=True):
-        assert_same_bits(actual, expected)
+        assert_same_bits(attention.attention_forward(*strided, Packing(**settings)), output)
 
 
 def test_rows_after_the_last_sequence_get_zeros() -> None:
@@ -344,19 +293,16 @@ def test_rows_after_the_last_sequence_get_zeros() -> None:
     # Fills new memory with NaN.
     torch.use_deterministic_algorithms(True)
     try:
-        output, lse = attention.attention_forward(*qkv, Packing(**settings))
-        grads = attention.attention_backward(qkv[0], *qkv, output, lse, Packing(**settings))
+        output = attention.attention_forward(*qkv, Packing(**settings))
     finally:
         torch.use_deterministic_algorithms(False)
-    for x in (output, lse.t(), *grads):
-        assert_same_bits(x[25:], torch.zeros_like(x[25:]))
-        assert x[:25].isfinite().all()
+    assert_same_bits(output[25:], torch.zeros_like(output[25:]))
+    assert output[:25].isfinite().all()
 
 
 def test_attention_of_no_tokens_is_empty() -> None:
-    output, lse = attention.attention_forward(*streams(0, 0), Packing(**keywords([0], [0])))
+    output = attention.attention_forward(*streams(0, 0), Packing(**keywords([0], [0])))
     assert output.shape == (0, HEADS, HEAD_DIM)
-    assert lse.shape == (HEADS, 0)
 
 
 def test_what_attention_cannot_take_is_named() -> None:
@@ -380,7 +326,7 @@ def test_what_attention_cannot_take_is_named() -> None:
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), [([1, 1, 1], [1, 130, 64]), ([20, 3], [70, 3])])
 def test_keys_in_the_slots_of_a_paged_cache_give_the_bits_of_keys_in_a_row(lengths_q, lengths_k, dtype) -> None:
     q, k, v = streams(sum(lengths_q), sum(lengths_k), dtype=dtype)
-    expected, expected_lse = attention.attention_forward(q, k, v, Packing(**keywords(lengths_q, lengths_k)))
+    expected = attention.attention_forward(q, k, v, Packing(**keywords(lengths_q, lengths_k)))
     # Other rows of the cache are NaN, and so are those that the table names after the end of a sequence.
     num_slots = sum(lengths_k) + 9
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -390,23 +336,7 @@ def test_keys_in_the_slots_of_a_paged_cache_give_the_bits_of_keys_in_a_row(lengt
     paged_k, paged_v = (torch.full((num_slots, *x.shape[1:]), torch.nan, dtype=dtype, device=DEVICE) for x in (k, v))
     paged_k[slots[: len(k)]], paged_v[slots[: len(v)]] = k, v
     for key_slots in (table, table.int()):
-        output, lse = attention.attention_forward(
+        output = attention.attention_forward(
             q, paged_k, paged_v, Packing(**keywords(lengths_q, lengths_k, key_slots=key_slots))
         )
         assert_same_bits(output, expected)
-        assert_same_bits(lse, expected_lse)
-
-
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_a_scale_need_not_be_positive(scale) -> None:
-    settings = keywords([5, 20], [70, 20], scale=scale)
-    qkv = streams(25, 90)
-    output, lse = attention.attention_forward(*qkv, Packing(**settings))
-    exact, exact_lse = exact_attention(*(x.double() for x in qkv), settings)
-    torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
-    grads = attention.attention_backward(output, *qkv, output, lse, Packing(**settings))
-    if scale:
-        assert_gradients(grads, output, qkv, settings)
-    else:
-        assert not grads[0].any()

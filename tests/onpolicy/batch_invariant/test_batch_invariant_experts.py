@@ -103,14 +103,12 @@ def test_every_form_of_a_grouped_product_is_right(device, dtype):
     with batch_invariant_mode():
         assert_same_bits(both, torch.bmm(cube, other))
         assert_same_bits(grouped_mm(cube[:, :1], y, offs=ends), columns[:1])
-        # A rank that has no experts.
-        assert grouped_mm(x.t(), x, offs=ends[:0]).shape == (0, 48, 48)
 
 
 @needs_grouped_mm
 @each_device
 @each_dtype
-def test_the_gradient_of_a_grouped_product_is_right_and_a_row_has_its_own(device, dtype):
+def test_the_gradient_of_a_grouped_product_is_right(device, dtype):
     sizes, ends = [3, 0, 20, 9], ends_of([3, 0, 20, 9], device)
     a, b, slope = (
         randn(*shape, dtype=dtype, seed=i, device=device) for i, shape in enumerate([(32, 64), (4, 48, 64), (32, 48)])
@@ -118,9 +116,6 @@ def test_the_gradient_of_a_grouped_product_is_right_and_a_row_has_its_own(device
     a.requires_grad_(), b.requires_grad_()
     with batch_invariant_mode():
         grad_a, grad_b = torch.autograd.grad(grouped_mm(a, b.transpose(1, 2), offs=ends), [a, b], slope)
-        alone = a.detach()[25:26].requires_grad_()
-        output = grouped_mm(alone, b.transpose(1, 2), offs=ends_of([0, 0, 0, 1], device))
-        assert_same_bits(torch.autograd.grad(output, alone, slope[25:26])[0], grad_a[25:26])
     parts = list(zip(a.detach().double().split(sizes), slope.double().split(sizes), strict=True))
     assert_right(grad_a, torch.cat([g @ w for (_, g), w in zip(parts, b.detach().double(), strict=True)]), 48)
     assert_right(grad_b, torch.stack([g.t() @ x for x, g in parts]), 32)
@@ -191,9 +186,7 @@ def sums_of_rows(seed):
     anywhere = draw(generator, 0, tokens, (many, int(draw(generator, 1, width + 1, ()))))
     along = draw(generator, 0, width, (int(draw(generator, 1, tokens + 1, ())), many))
     deep, index = (3, tokens, 5, width), draw(generator, -tokens, tokens, (many,))
-    mask = draw(generator, 0, 2, (3,)).bool()
     grid, deep_grid = every_place(shape), every_place(deep)
-    some = mask.nonzero().flatten()[:1].expand(many) if mask.any() else None
     calls = {
         "index_add": (shape, grid[rows], lambda x, v, d: x.index_add(0, rows.to(d), v)),
         "index_add_": (shape, grid[rows], lambda x, v, d: x.index_add_(0, rows.to(d), v)),
@@ -206,16 +199,6 @@ def sums_of_rows(seed):
         ),
         "scatter_add": (shape, grid.gather(0, anywhere), lambda x, v, d: x.scatter_add(0, anywhere.to(d), v)),
         "scatter_add along rows": (shape, grid.gather(1, along), lambda x, v, d: x.scatter_add(-1, along.to(d), v)),
-        "scatter_reduce": (
-            shape,
-            grid.gather(1, along),
-            lambda x, v, d: x.scatter_reduce(1, along.to(d), v, "sum"),
-        ),
-        "scatter_ with a reduction": (
-            shape,
-            grid.gather(1, along),
-            lambda x, v, d: x.scatter_(1, along.to(d), v, reduce="add"),
-        ),
         "index_put": (shape, grid[index], lambda x, v, d: x.index_put((index.to(d),), v, accumulate=True)),
         "index_put_ of elements": (
             shape,
@@ -226,11 +209,6 @@ def sums_of_rows(seed):
             deep,
             deep_grid[:, index],
             lambda x, v, d: index_put_(x, (None, index.to(d)), v, True),
-        ),
-        "index_put_ of distant dimensions": (
-            deep,
-            deep_grid[:, index, :, columns],
-            lambda x, v, d: index_put_(x, (None, index.to(d), None, columns.to(d)), v, True),
         ),
         "index_put_ in two dimensions": (
             deep,
@@ -243,14 +221,6 @@ def sums_of_rows(seed):
             lambda x, v, d: x.t().index_add_(0, columns.to(d), v.t()).t(),
         ),
     }
-    if some is not None:
-        one = torch.zeros(3, dtype=torch.bool)
-        one[some[0]] = True
-        calls["index_put_ of a mask and numbers"] = (
-            deep,
-            deep_grid[one, index],
-            lambda x, v, d: x.index_put_((one.to(d), index.to(d)), v, accumulate=True),
-        )
     return calls
 
 
@@ -286,24 +256,6 @@ def test_a_factor_counts_and_numbers_without_dimensions_are_added(device):
         assert torch.zeros(0, 2, device=device).index_add(0, empty, x[:0]).shape == (0, 2)
 
 
-@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
-@pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_every_form_of_a_sum_takes_numbers_without_dimensions(shape):
-    x, index, source = torch.ones(shape), torch.tensor(0), torch.tensor(2.0)
-    forms = (
-        lambda: x.scatter_reduce(0, index, source, "sum"),
-        lambda: torch.scatter_reduce(x, 0, index, source, reduce="sum"),
-        lambda: x.clone().scatter_reduce_(0, index, source, "sum"),
-        lambda: x.scatter(0, index, source, reduce="add"),
-        lambda: x.scatter_add(0, index, source),
-        lambda: x.scatter_reduce(0, index, source, "amax"),
-    )
-    for form in forms:
-        with batch_invariant_mode():
-            ours = form()
-        assert torch.equal(ours, form())
-
-
 def test_threads_add_in_one_order():
     tokens, topk, width = 256, 8, 512
     generator = torch.Generator().manual_seed(0)
@@ -324,14 +276,11 @@ def test_threads_add_in_one_order():
         torch.set_num_threads(before)
 
 
-def test_masks_name_no_place_twice_and_extrema_have_no_order():
+def test_a_mask_names_no_place_twice():
     x, mask = randn(5, 3), torch.tensor([True, False, True, True, False])
-    index = torch.tensor([[0, 1, 0], [0, 1, 2]])
     with batch_invariant_mode():
-        ours = x.index_put((mask,), x[:3], accumulate=True), x.scatter_reduce(0, index, x[:2], "amax")
-        ours += (x.index_put((torch.tensor([1]),), x[:1]), x.scatter(0, index, x))
-    plain = x.index_put((mask,), x[:3], accumulate=True), x.scatter_reduce(0, index, x[:2], "amax")
-    plain += (x.index_put((torch.tensor([1]),), x[:1]), x.scatter(0, index, x))
+        ours = x.index_put((mask,), x[:3], accumulate=True), x.index_put((torch.tensor([1]),), x[:1])
+    plain = x.index_put((mask,), x[:3], accumulate=True), x.index_put((torch.tensor([1]),), x[:1])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
 
 
@@ -358,12 +307,13 @@ def test_what_torch_does_not_add_is_an_error_in_the_mode_too(name):
 
 
 REFUSED_SUMS = {
-    "reduce='mean'": lambda x, i: x.scatter_reduce(0, i, x, "mean"),
-    "include_self=False": lambda x, i: x.scatter_reduce(0, i, x, "sum", include_self=False),
-    "reduce='multiply'": lambda x, i: x.scatter(0, i, x, reduce="multiply"),
     "index_reduce": lambda x, i: x.index_reduce(0, i[:, 0], x, "prod"),
     "put": lambda x, i: x.put(i, x, accumulate=True),
     "index_add.out": lambda x, i: torch.index_add(x, 0, i[:, 0], x, out=x.clone()),
+    "index_put_.default has no .* masks beside indices": lambda x, i: index_put_(
+        x, (torch.ones(4, dtype=torch.bool), i[:, 0]), x[:, 0], True
+    ),
+    "index_put_.default has no .* gaps": lambda x, i: index_put_(x[None], (i[:1, 0], None, i[:1, 0]), x[:1], True),
     "topk.values": lambda x, i: torch.topk(x, 1, out=(x[:, :1].clone(), i[:, :1].clone())),
 }
 

@@ -63,27 +63,9 @@ def test_a_row_has_its_bits_in_a_group_of_any_size(dtype) -> None:
     assert_same_bits(products.grouped_rows(broken, b, ends_of([2, 129]))[2::2], whole[2::2])
 
 
-@each_dtype
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_sums_of_a_group_are_those_of_its_own_product(sizes, dtype) -> None:
-    rows = sum(sizes)
-    a, b = random(rows + 4, K, dtype=dtype).t(), random(rows + 4, N, dtype=dtype, seed=1)
-    a[:, rows:] = float("nan")
-    output = products.grouped_sums(a, b, ends_of(sizes))
-    for product, x, y in zip(output, a[:, :rows].split(sizes, dim=1), b[:rows].split(sizes), strict=True):
-        # An outer product on its own is rounded once.
-        if x.shape[1] != 1:
-            assert_same_bits(product, products.mm(x, y))
-        else:
-            torch.testing.assert_close(product, x * y)
-
-
 def test_groups_of_nothing_are_empty_or_zeros() -> None:
     assert products.grouped_rows(random(0, 3), random(2, 3, 5), ends_of([0, 0])).shape == (0, 5)
     assert products.grouped_rows(random(4, 3), random(2, 3, 0), ends_of([1, 3])).shape == (4, 0)
-    assert_same_bits(
-        products.grouped_sums(random(3, 0), random(0, 5), ends_of([0])), torch.zeros(1, 3, 5, device=DEVICE)
-    )
     with pytest.raises(TypeError, match=r"b is torch\.float16, a torch\.float32"):
         products.grouped_rows(random(4, 3), random(1, 3, 5).half(), ends_of([4]))
 
@@ -129,15 +111,12 @@ def test_values_may_be_narrower_or_wider_than_keys(widths) -> None:
     )
     bounds = torch.tensor([0, 2, 9], dtype=torch.int32, device=DEVICE)
     packing = Packing(bounds, bounds, 7, 7, scale=0.3, is_causal=True)
-    output, lse = attention.attention_forward(query, key, value, packing)
-    grads = attention.attention_backward(output, query, key, value, output, lse, packing)
+    output = attention.attention_forward(query, key, value, packing)
     on_cpu = [x.cpu() for x in (query, key, value)]
     packing_on_cpu = packing._replace(cu_seqlens_q=bounds.cpu(), cu_seqlens_k=bounds.cpu())
     expected = cpu.attention_forward(*on_cpu, packing_on_cpu)
-    expected += cpu.attention_backward(expected[0], *on_cpu, *expected, packing_on_cpu)
-    for actual, exact in zip((output, lse, *grads), expected, strict=True):
-        assert actual.is_contiguous()
-        torch.testing.assert_close(actual.cpu(), exact, rtol=0, atol=1e-5)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=1e-5)
     two = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
     first = attention.attention_forward(query[:2], key[:2], value[:2], Packing(two, two, 2, 2, 0.3, True))
-    assert_same_bits(first[0], output[:2])
+    assert_same_bits(first, output[:2])

@@ -6,6 +6,7 @@ On a GPU where there is one; elsewhere Triton's interpreter runs the same kernel
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -269,30 +270,18 @@ def test_a_row_of_a_softmax_has_its_bits_in_every_batch(name, dtype) -> None:
 
 
 @each_dtype_of_a_gpu
+@each_softmax
 @pytest.mark.parametrize("width", [48, 1_024, 2_112, 151_936] if HAS_GPU else [48])
-def test_no_alignment_and_no_stride_changes_a_bit_of_a_softmax_or_its_gradient(width, dtype) -> None:
+def test_no_alignment_and_no_stride_changes_a_bit_of_a_softmax(name, width, dtype) -> None:
     # Multiples of 16: all rows begin where a vector may.
-    x, grad = random(3, width, dtype=dtype), random(3, width, dtype=dtype, seed=1)
+    x = random(3, width, dtype=dtype)
     # Where one column has most of the share, log_softmax shows the last bits of the sum.
     x[1:, 5] += 16
-
-    def everything(x: Tensor, grad: Tensor) -> list[Tensor]:
-        results = []
-        for name in SOFTMAXES:
-            # float32, whose last bits bfloat16 does not show.
-            out = getattr(reductions, name)(x, 1, half_to_float=True)
-            results += [out, getattr(reductions, f"{name}_backward")(grad, x, 1, torch.float32)]
-        return results
-
-    def moved(x: Tensor, start: int) -> Tensor:
-        return torch.cat([x.new_zeros(start), x.flatten()])[start:].view(x.shape)
-
-    expected = everything(x, grad)
-    others = [(moved(x, start), moved(grad, start)) for start in (1, 4)]
-    others += [(x, moved(grad, 1)), (x.t().contiguous().t(), grad.repeat_interleave(2, 1)[:, ::2])]
-    for other in others:
-        for actual, whole in zip(everything(*other), expected, strict=True):
-            assert_same_bits(actual, whole)
+    # float32, whose last bits bfloat16 does not show.
+    softmax = partial(getattr(reductions, name), dim=1, half_to_float=True)
+    moved = [torch.cat([x.new_zeros(start), x.flatten()])[start:].view(x.shape) for start in (1, 4)]
+    for other in (*moved, x.t().contiguous().t()):
+        assert_same_bits(softmax(other), softmax(x))
 
 
 @each_softmax
@@ -309,10 +298,6 @@ def test_a_tail_of_minus_infinities_changes_no_bit_of_a_softmax(name, length) ->
     assert (out[:, length:] == {"log_softmax": float("-inf"), "softmax": 0.0}[name]).all()
     # The first block of a row may be all minus infinities too.
     assert_close(softmax(infinite.flip(1), 1)[:, -length:], SOFTMAXES[name](x.double(), 1).flip(1), scale=20.0)
-    grad, backward = torch.zeros_like(infinite), getattr(reductions, f"{name}_backward")
-    grad[:, :length] = random(3, length, seed=1)
-    alone = backward(grad[:, :length], out[:, :length], 1, torch.float32)
-    assert_same_bits(backward(grad, out, 1, torch.float32)[:, :length], alone)
 
 
 def test_columns_at_minus_infinity_change_no_bit_of_a_softmax_wherever_they_are() -> None:
@@ -341,24 +326,6 @@ def test_a_row_without_a_finite_entry_or_with_a_nan_is_all_nan_as_in_torch(name)
         x[0], x[1, width - 3], x[2, 9] = float("-inf"), float("nan"), float("inf")
         assert getattr(reductions, name)(x, 1).isnan().all()
         assert SOFTMAXES[name](x, 1).isnan().all()
-
-
-@each_dtype
-@each_softmax
-def test_the_gradient_of_a_softmax_is_that_of_autograd_in_float64(name, dtype) -> None:
-    x = random(2, WIDTH, dtype=dtype).double().requires_grad_()
-    output, grad = SOFTMAXES[name](x, 1), random(2, WIDTH, dtype=dtype, seed=1)
-    rounded = output.detach().to(dtype)
-    backward = getattr(reductions, f"{name}_backward")
-    actual = backward(grad, rounded, 1, dtype)
-    # By the rounded output, which is what the kernel has.
-    g, y = grad.double(), rounded.double()
-    exact = g - y.exp() * g.sum(1, keepdim=True) if name == "log_softmax" else (g - (g * y).sum(1, keepdim=True)) * y
-    assert_close(actual, exact, scale=g.abs() + y.abs() + 1, factor=8)
-    output.backward(g)
-    torch.testing.assert_close(actual.double(), x.grad, rtol=0, atol=30 * UNIT[dtype])
-    assert_same_bits(backward(grad[1:2], rounded[1:2], 1, dtype), actual[1:2])
-    assert backward(grad[:, :9], rounded[:, :9], 1, torch.float32).dtype == torch.float32
 
 
 @each_dtype
@@ -420,5 +387,3 @@ def test_what_a_reduction_cannot_take_is_named() -> None:
         reductions.mean(x.long(), 1)
     with pytest.raises(ValueError, match=r"weight must be \[D\] for x \[\.\.\., D\], got \[2\] and \[2, 3\]"):
         reductions.rms_norm(x, x[:, 0], 1e-6)
-    with pytest.raises(ValueError, match="grad is"):
-        reductions.softmax_backward(x, x.t(), 1, torch.float32)
