@@ -179,13 +179,6 @@ def test_a_retried_turn_stands_alone_and_the_conversation_goes_on_with_the_retry
     )
 
 
-def test_going_back_to_the_turn_that_was_retried_goes_on_from_there() -> None:
-    calls = [call("0", [7], [8]), call("1", [7], [9]), call("2", [7, 8, 5], [9])]
-    built = build_samples(calls, policy="split")
-    assert [(each.kind, each.earlier) for each in built.boundaries] == [("retry", "0"), ("contiguous", "0")]
-    assert built.samples == (sample_of([7], calls[1]), sample_of([7], calls[0], [5], calls[2]))
-
-
 def test_the_same_ids_with_other_log_probs_are_a_retry() -> None:
     first = call("0", [7], [8, 9])
     again = replace(first, request_id="1", log_probs=[first.log_probs[0], -0.125])

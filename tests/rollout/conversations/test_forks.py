@@ -30,18 +30,6 @@ def test_of_the_best_of_n_the_one_that_was_chosen_goes_on() -> None:
     assert built.samples == (*alone, sample_of([7], answers[1], [1], later))
 
 
-def test_samples_that_begin_alike_are_told_apart() -> None:
-    answers = [call("a", [7], [8, 9]), call("b", [7], [8, 9, 5]), call("c", [7], [8])]
-    later = call("later", [7, 8, 9, 5, 1], [20])
-    built = build_samples([*answers, later], policy="split")
-    assert built.boundaries[-1].continues == "b"
-    assert built.samples == (
-        sample_of([7], answers[0]),
-        sample_of([7], answers[2]),
-        sample_of([7], answers[1], [1], later),
-    )
-
-
 def test_answers_of_the_same_ids_go_on_each() -> None:
     answers = [call("a0", [7], [8]), call("b0", [7], [8])]
     later = [call("1", [7, 8, 1], [9]), call("2", [7, 8, 2], [10])]

@@ -196,15 +196,6 @@ def test_a_stream_that_breaks_off_anywhere_gives_no_sample() -> None:
         join_stream(lines_of([*events[:2], {"error": {"message": "out of memory"}}]))
 
 
-def test_a_choice_may_go_on_without_tokens_behind_its_end() -> None:
-    request, response = vllm_chat()
-    events = chunked(response, random.Random(3))
-    end = copy.deepcopy(events[-2])
-    end["choices"] = [{"index": choice["index"], "delta": {}, "logprobs": None} for choice in end["choices"]]
-    whole = join_stream(lines_of([*events[:-1], end, events[-1]]))
-    assert read_vllm_chat(request, whole) == read_vllm_chat(request, response)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
