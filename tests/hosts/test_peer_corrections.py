@@ -140,6 +140,7 @@ def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(host, name) -> None:
         rest = batch["old_log_prob"], batch["advantages"], batch["response_mask"].float(), batch["rollout_log_prob"]
         found = assert_loss(loss_fn, batch, wanted, *rest, **cases.SIZES[sizes])
         assert found == ("clip ratio", "kl", "vllm kl")
+        assert loss_fn.metrics.keys() >= {"pg_loss", "ppo_kl"}
         assert all(value.dim() == 0 for value in loss_fn.metrics.values())
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -109,48 +108,6 @@ def check_session(rank: int) -> None:
     mine = mis_ext.Session(config).correct(streams(batches[rank]), groups=groups)
     torch.testing.assert_close(mine.weights_T, whole.weights_T.chunk(2)[rank], rtol=1e-6, atol=0.0)
     assert torch.equal(mine.keep_mask_R, whole.keep_mask_R.chunk(2)[rank])
-
-
-def parallel_state(**sizes: int) -> SimpleNamespace:
-    def axis(size: int) -> SimpleNamespace:
-        rank = dist.get_rank() if size > 1 else 0
-        return SimpleNamespace(rank=rank, size=size, group=dist.group.WORLD if size > 1 else None)
-
-    return SimpleNamespace(cp=axis(sizes.get("cp", 1)), intra_dp=axis(sizes.get("dp", 1)))
-
-
-def check_errors(rank: int) -> None:
-    """Rank 1 fails; under context parallelism every token is scored by rank 0, which has the whole prompt's end."""
-    for sizes in ({"dp": 2}, {"cp": 2}):
-        batch = make_batch(2, 8)
-        if "cp" in sizes:
-            # Of 8 + 56 positions, chunks of 16: the response begins at 56, and rank 0 owns the last chunk.
-            batch["total_lengths"] = [64, 64]
-            if rank == 1:
-                nothing = [torch.empty(0)] * 2
-                batch |= {"train_log_probs": nothing, "rollout_log_probs": nothing, "pg_loss": torch.empty(0)}
-        state = {"parallel_state": parallel_state(**sizes), "max_seq_lens": None}
-        args = argparse.Namespace(**KEPT)
-        mis_ext.compute_mis_weights_with_cp(args, **batch, **state)
-        if rank == 1:
-            batch["loss_masks"] = [None, None]
-        kind, message = (TypeError, r"loss_masks\[0\]") if rank == 1 else (RuntimeError, "failed on rank 1;")
-        with pytest.raises(kind, match=message):
-            mis_ext.compute_mis_weights_with_cp(args, **batch, **state)
-        dist.barrier()
-
-
-def check_missing(rank: int) -> None:
-    """A rank without behavior log-probs counts nowhere: the other one has the loss of its own samples alone."""
-    for more in ({}, {"tis_batch_normalize": True}):
-        keys = KEPT | more | {"mis_guard": {"missing_log_probs": "warn"}}
-        batch = make_batch(seed=rank)
-        alone = mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **batch)[0]
-        if rank == 1:
-            batch["rollout_log_probs"] = None
-        state = {"parallel_state": parallel_state(dp=2), "max_seq_lens": None}
-        loss = mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **batch, **state)[0]
-        assert torch.equal(loss, alone if rank == 0 else batch["pg_loss"])
 
 
 def check_rollout(rank: int) -> None:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers for a dashboard are those of one call with everything: over micro-batches and ranks, with one read."""
 
-import json
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
-import dashboard_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +14,6 @@ import mis_ext
 from mis_ext import GroupNumber, Mean, PackedLayout, scalars
 from mis_ext.hosts.groups import Groups
 
-ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "tests" / "data" / "dashboards" / "numbers.json").read_text(encoding="utf-8"))
 LENGTHS = (8, 4, 16, 4, 8, 2)
 PATIENCE = timedelta(seconds=20)
 CORRECTION = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 1.4, "mis_metrics": "all"}
@@ -63,10 +57,6 @@ def means_of(metrics: dict) -> dict[str, float]:
     found = {f"train/{name}": float(each.value()) for name, each in metrics.items() if name not in numbers}
     assert len(found) > 10
     return found
-
-
-def bits(numbers: Iterable[float]) -> list[str]:
-    return [float(number).hex() for number in numbers]
 
 
 def near(expected: dict[str, float]) -> object:
@@ -126,32 +116,6 @@ def test_all_metrics_of_all_calls_are_read_from_the_device_at_once(monkeypatch) 
 def test_numbers_of_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="mis_a is a Tensor, no metric of mis_ext: a Mean or a GroupNumber"):
         scalars({"mis_a": torch.tensor(1.0)})
-
-
-# --- dashboards
-
-
-def test_the_steps_of_the_record_have_the_numbers_that_follow_from_their_totals() -> None:
-    found = [scalars(*calls) for calls in dashboard_cases.steps()]
-    assert [*found[0]] == [*dashboard_cases.EXPECTED]
-    for name, values in dashboard_cases.EXPECTED.items():
-        assert bits(step[name] for step in found) == bits(values)
-
-
-@pytest.mark.parametrize("dashboard", RECORD)
-def test_a_dashboard_gave_back_what_the_line_of_the_page_wrote(dashboard) -> None:
-    """As the page says of NaN and infinity."""
-    page, record = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8"), RECORD[dashboard]
-    assert f"{dashboard} {record['version']} (" in page or f"{dashboard} {record['version']} and" in page
-    ((line, nan, infinity),) = re.findall(rf"^\| {dashboard} \| `(.*)` \| (.*) \| (.*) \|$", page, re.MULTILINE)
-    assert line == record["line"]
-    assert nan == "kept"
-    largest = {"kept": math.inf, "written as 1.8e308": 1.7976931348623157e308}[infinity]
-    assert record["series"].keys() == dashboard_cases.EXPECTED.keys()
-    for name, values in dashboard_cases.EXPECTED.items():
-        steps, found = zip(*record["series"][name], strict=True)
-        assert steps == (0, 1, 2)
-        assert bits(found) == bits(min(value, largest) for value in values)
 
 
 # --- ranks

@@ -230,7 +230,7 @@ def test_the_command_finds_the_options_in_a_whole_configuration(tmp_path, capsys
         printed = capsys.readouterr().out
         assert yaml.safe_load(printed) == convert_verl(options).keys
         assert "# Stay in verl's configuration: bypass_mode: true, loss_type: reinforce." in printed
-        # In verl's own trainers it is so: the runs "own bypass without loss_mode" of test_peer_training.py.
+        # In verl's own trainers it is so.
         assert "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode" in printed
     file.write_text("trainer: {}\n")
     with pytest.raises(SystemExit):
