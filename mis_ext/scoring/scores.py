@@ -200,9 +200,9 @@ def gathered(sums: RowSums, group: Group | None) -> RowSums:
     given = [x_T for x_T in sums if x_T is not None]
     # The last number says that a rank failed.
     messages = gather_rows(torch.cat([*given, given[0].new_zeros(1)]), group)
-    torch._assert_async(
-        (messages[:, -1] == 0.0).all(), "another tensor-parallel rank failed to score; its own error says why"
-    )
+    # Each rank has an assertion of its own: which one failed is known without waiting for the device.
+    for rank, is_well in enumerate((messages[:, -1] == 0.0).unbind()):
+        torch._assert_async(is_well, f"tensor-parallel rank {rank} failed to score; its own error says why")
     found = iter(messages[:, :-1].view(len(messages), len(given), len(given[0])).unbind(1))
     return RowSums(*(None if x_T is None else next(found).contiguous() for x_T in sums))  # type: ignore[arg-type]
 

@@ -201,7 +201,7 @@ def failing_tensor_parallel(rank: int) -> None:
     score = partial(fused_scores, part=VocabularyPart(tp_group, rank % 2), temperature=1.0)
     host = Host(Groups.of_process_groups(dp_group=dp_group), score)
     kind, message = {
-        0: (RuntimeError, "another tensor-parallel rank failed to score"),
+        0: (RuntimeError, "tensor-parallel rank 1 failed to score"),
         1: (TypeError, "logits must be floats"),
         2: (RuntimeError, "failed on rank 0;"),
         3: (RuntimeError, "failed on rank 1;"),

@@ -114,7 +114,7 @@ def test_what_one_rank_refuses_no_rank_waits_for(monkeypatch, num_tokens, change
 
         good, bad = run_ranks(answer, cp_size=2)
         assert isinstance(good, RuntimeError), good
-        assert "another tensor-parallel rank failed to score" in str(good)
+        assert "tensor-parallel rank 1 failed to score" in str(good)
         with pytest.raises(error, match=text):
             raise bad
 
