@@ -99,6 +99,33 @@ def check_list(key: str, value: Any) -> list[Any]:
     return list(value)
 
 
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """Refuse what is no tensor, by its name."""
+    from torch import Tensor  # Where keys alone are checked, torch need not be loaded.
+
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_lengths(key: str, value: Any) -> tuple[int, ...]:
+    """``value`` as a tuple, which must be a list of integers of at least 0."""
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise TypeError(f"{key} must be a list of integers of at least 0, got {value!r}")
+    lengths = tuple(value)
+    # Every micro-batch has new ones.
+    if {*map(type, lengths)} <= {int} and min(lengths, default=0) >= 0:
+        return lengths
+    return tuple(check_integer(f"{key}[{index}]", length, low=0) for index, length in enumerate(lengths))
+
+
+def check_entries(what: str, given: Mapping[str, Any], needed: Iterable[str]) -> None:
+    """Refuse a mapping without one of the names that are ``needed``."""
+    missing = [name for name in needed if given.get(name) is None]
+    if missing:
+        raise ValueError(f"{what} has no {', '.join(missing)}")
+
+
 _LIKE = 0.65
 """Of difflib: one slip in a name of three letters leaves two thirds of it; words that mean something else are below."""
 

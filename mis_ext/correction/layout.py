@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.log_ratio import zero_outside
+from mis_ext.validation import check_lengths
 
 _MOST_PADDING = 8
 """Slots of padded sequences per token, up to which sums over sequences pad them."""
@@ -62,7 +63,7 @@ class PackedLayout:
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
         """The layout of a rank that holds whole responses one after the other; their lengths count masked tokens."""
-        return _whole_layout(tuple(response_lengths), torch.device(device))
+        return _whole_layout(check_lengths("response_lengths", response_lengths), torch.device(device))
 
     @classmethod
     def without_tokens(
@@ -115,21 +116,16 @@ class PackedLayout:
             ValueError: A response has no prompt token before it: nobody would own its first log-prob. Or there are more
                 or fewer total or padded lengths than responses.
         """
-        if cp_size == 1:
-            return _whole_layout(tuple(response_lengths), torch.device(device))
         padded_lengths = total_lengths if padded_lengths is None else padded_lengths
-        numbers = (len(response_lengths), len(total_lengths), len(padded_lengths))
+        responses = check_lengths("response_lengths", response_lengths)
+        totals = check_lengths("total_lengths", total_lengths)
+        padded = check_lengths("max_seq_lens", padded_lengths)
+        numbers = (len(responses), len(totals), len(padded))
         if len({*numbers}) > 1:
-            raise ValueError("there are {} response lengths, {} total lengths and {} padded lengths".format(*numbers))
-        return _context_parallel_layout(
-            tuple(response_lengths),
-            tuple(total_lengths),
-            tuple(padded_lengths),
-            cp_rank,
-            cp_size,
-            partition,
-            torch.device(device),
-        )
+            raise ValueError("there are {} response_lengths, {} total_lengths and {} padded_lengths".format(*numbers))
+        if cp_size == 1:
+            return _whole_layout(responses, torch.device(device))
+        return _context_parallel_layout(responses, totals, padded, cp_rank, cp_size, partition, torch.device(device))
 
     def local_part(self, values_R: Tensor) -> Tensor:
         """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""

@@ -17,6 +17,7 @@ from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.metrics import GROUP_FORMULAS, GroupNumber, Mean, Metric
 from mis_ext.correction.plan import Plan, plan_of, scale_values, total_values
 from mis_ext.correction.triton import wants_triton
+from mis_ext.validation import check_instance, check_tensors
 
 if TYPE_CHECKING:
     from mis_ext.correction.eager import EagerBackend, EagerSequences
@@ -206,6 +207,7 @@ def prepare(
 
     For callers that have switched gradients off, as for :func:`run_passes`.
     """
+    check_instance("config", config, (CorrectionConfig, Plan))
     plan = config if isinstance(config, Plan) else plan_of(config)
     _check(streams, plan, cp_group)
     device = streams.proximal_logprobs_T.device
@@ -269,7 +271,15 @@ def _check(
 ) -> None:
     """Refuse what does not fit together."""
     *log_probs_and_mask, layout, lag_T = streams
+    check_instance("layout", layout, PackedLayout)
     expected = layout.num_local_tokens, layout.num_local_tokens, layout.num_whole_tokens
+    given = dict(zip(PackedStreams._fields, log_probs_and_mask, strict=False)) | (
+        {} if lag_T is None else {"lag_T": lag_T}
+    )
+    check_tensors(given)
+    for name, values in given.items():
+        if values.dim() != 1:
+            raise ValueError(f"{name} must be a 1-D tensor, got shape {list(values.shape)}")
     if tuple(map(Tensor.numel, log_probs_and_mask)) != expected:
         for name, stream, length in zip(PackedStreams._fields, log_probs_and_mask, expected, strict=False):
             if stream.numel() != length:

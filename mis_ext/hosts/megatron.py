@@ -21,7 +21,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.correction.pipeline import Correction
-from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
+from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, chosen_loss, current_run
 from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
@@ -29,7 +29,7 @@ from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_hidden, score_tokens
-from mis_ext.validation import check_number
+from mis_ext.validation import check_entries, check_number, check_tensors
 
 Batch = Mapping[str, Any]
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -40,6 +40,9 @@ _MISSING = {
     "state_values": "state_values are missing in the batch (no flag of slime or Miles gives them; a batch of "
     "make_loss_func may have them)",
 }
+
+
+_NEEDED = ("response_lengths", "total_lengths", "loss_masks", "advantages")
 
 
 class Host(NamedTuple):
@@ -104,8 +107,13 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             "skip it",
             stacklevel=4,
         )
-    told, device = status_groups(loss, groups, extra_metrics=host.metrics), logits.device
-    with run.session.local_work(batch["response_lengths"], groups=groups, device=device, status_groups=told):
+    told, device = status_groups(loss, groups, extra_metrics=host.metrics), device_of(logits)
+    lengths = batch.get("response_lengths") or ()
+    with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
+        check_entries("batch", batch, _NEEDED)
+        check_tensors({"logits": logits})
+        if logits.ndim < 2:
+            raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
         if run.config.group is not None or run.config.unplugged:
             run.check_rollout(groups)
         make_reducer = _reducer_maker(loss)
@@ -280,6 +288,7 @@ def fused_scores(
         ValueError: The batch does not fit the logits. Tensor-parallel ranks hear only what the scoring itself refuses;
             after an earlier error they wait, as no message has their size yet.
     """
+    check_entries("batch", batch, ("unconcat_tokens",))
     loss = chosen_loss(config)
     padded_lengths = None
     if config.is_padded:
@@ -291,6 +300,12 @@ def fused_scores(
         cp_rank=groups.cp_rank,
         cp_size=groups.cp_size,
     )
+    num_rows = logits.shape[:-1].numel()
+    if places.num_rows > num_rows:
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}, {num_rows} rows: total_lengths (max_seq_lens where samples are "
+            f"padded) say at least {places.num_rows}"
+        )
     all_tokens = pack("unconcat_tokens", batch["unconcat_tokens"], batch["total_lengths"], device=logits.device)
     # Of no samples at all there are no integers.
     token_T, row_T = all_tokens.long().index_select(0, places.token_T), places.row_T
@@ -439,10 +454,14 @@ def hand_over_hidden_states(model: Any) -> None:
 
 
 class Places(NamedTuple):
-    """``[T]`` each: which local row of logits scores a response token, and which of all tokens it is."""
+    """``[T]`` each: which local row of logits scores a response token, and which of all tokens it is.
+
+    ``num_rows``: how many rows there have to be.
+    """
 
     row_T: Tensor
     token_T: Tensor
+    num_rows: int
 
 
 def response_places(
@@ -468,6 +487,11 @@ def response_places(
     row = token = whole = 0
     pieces = iter(zip(layout.pieces.lengths, layout.pieces.whole_starts, strict=True))
     for index, (response, total) in enumerate(zip(layout.response_lengths, total_lengths, strict=True)):
+        if total <= response > 0:
+            raise ValueError(
+                f"response_lengths[{index}] is {response}, total_lengths[{index}] {total}: a prompt token must precede "
+                "each response"
+            )
         length = total if padded_lengths is None else padded_lengths[index]
         chunk = chunks.padded(length) // chunks.num_chunks
         for place, number in enumerate(chunks.owned):
@@ -480,4 +504,6 @@ def response_places(
     # Only the pieces are copied to the device: all tokens would take longer on the host than the loss on the device.
     numbers = torch.tensor([*rows, *tokens, *layout.pieces.lengths], dtype=torch.int64)
     pieces_3P = to_device([numbers], layout.device)[0].view(3, len(rows))
-    return Places(*runs(pieces_3P[:2], pieces_3P[2], total=layout.num_local_tokens).unbind())
+    ends = [first + length for first, length in zip(rows, layout.pieces.lengths, strict=True) if length]
+    row_T, token_T = runs(pieces_3P[:2], pieces_3P[2], total=layout.num_local_tokens).unbind()
+    return Places(row_T, token_T, num_rows=max(ends, default=0))

@@ -19,6 +19,7 @@ from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import Keys, config_given, read_keys, says_whole_loss
+from mis_ext.validation import check_tensors
 
 
 class PaddedCorrection(NamedTuple):
@@ -63,9 +64,11 @@ def correct_padded(
     session = session if isinstance(session, Session) else Session(session)
     groups = Groups.of_process_groups(dp_group=dp_group)
     with session.local_work((), groups=groups, device=device_of(response_mask)):
+        check_tensors({"response_mask": response_mask})
         shape = response_mask.shape
         given = {"proximal_logprobs": proximal_logprobs, "behavior_logprobs": behavior_logprobs}
         for name, tensor in (given if lag is None else {**given, "lag": lag}).items():
+            check_tensors({name: tensor})
             if len(shape) != 2 or tensor.shape != shape:
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]"

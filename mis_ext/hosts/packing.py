@@ -13,6 +13,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.hosts.groups import Groups
+from mis_ext.validation import check_entries
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:
@@ -53,6 +54,7 @@ def pack_rollout(
         key: Who asks, for the message.
         remedy: What to do where the host has not scored the rollout, for the message.
     """
+    check_entries("rollout_data", rollout_data, ("response_lengths", "total_lengths", "loss_masks"))
     sides = ("log_probs", "rollout_log_probs")
     missing = [name for name in sides if not rollout_data.get(name)]
     if missing and rollout_data["response_lengths"]:

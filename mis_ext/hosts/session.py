@@ -17,7 +17,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
 from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
 from mis_ext.correction.plan import plan_of
-from mis_ext.hosts.groups import ALONE, Groups, global_rank
+from mis_ext.hosts.groups import ALONE, Groups, device_of, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,
     MismatchWarning,
@@ -27,6 +27,7 @@ from mis_ext.hosts.guards import (
 )
 from mis_ext.hosts.packing import TokenLags, pack, refuse_divisors, refuse_mask, refuse_mask_sums
 from mis_ext.keys.flat import config_given
+from mis_ext.validation import check_tensors
 
 _NO_LAGS = (
     "mis_staleness: nobody gives the lag of the tokens: in slime and Miles --rollout-data-postprocess-path "
@@ -75,7 +76,8 @@ class Session:
         """
         layout = streams.layout
         mask_R = streams.response_mask_R
-        with self.local_work(layout.response_lengths, groups=groups, device=mask_R.device):
+        with self.local_work(layout.response_lengths, groups=groups, device=device_of(mask_R)):
+            check_tensors({"response_mask_R": mask_R})
             self._masks.observe(mask_R)
             backend = prepare(
                 streams,

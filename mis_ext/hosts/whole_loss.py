@@ -18,7 +18,7 @@ from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import Policy
-from mis_ext.hosts.groups import ALONE, Groups
+from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.runs import current_run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import refuse_group_keys
@@ -27,6 +27,7 @@ from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups_of_sums, num_tokens
 from mis_ext.loss.settings import LossSettings
 from mis_ext.scoring.hidden import score_hidden
+from mis_ext.validation import check_tensors
 
 _MISSING = {
     "behavior": "behavior_logprobs are missing",
@@ -110,11 +111,15 @@ def policy_loss_from_log_probs(
     if loss.scoring.said is not None or loss.scoring.inplace:
         raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
     lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
-    with run.session.local_work(lengths, groups=groups, device=response_mask.device, status_groups=told):
+    device = device_of(response_mask, current_logprobs)
+    with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
+        needed = {"current_logprobs": current_logprobs, "advantages": advantages, "response_mask": response_mask}
+        check_tensors(needed if divisors is None else needed | {"divisors": divisors})
         whole = _padded_layout(current_logprobs, response_mask) if layout is None else layout
         is_of_rows = layout is None and advantages.shape == current_logprobs.shape[:1]
 
         def packed(name: str, values: Tensor) -> Tensor:
+            check_tensors({name: values})
             if values.shape != current_logprobs.shape or values.numel() != whole.num_local_tokens:
                 raise ValueError(
                     f"{name} has shape {list(values.shape)}, current_logprobs {list(current_logprobs.shape)}, and the "
@@ -219,7 +224,8 @@ def policy_loss_from_hidden(
     run = current_run(args, whole_loss=True)
     loss = run.loss
     lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
-    with run.session.local_work(lengths, groups=groups, device=hidden.device, status_groups=told):
+    with run.session.local_work(lengths, groups=groups, device=device_of(hidden, weight), status_groups=told):
+        check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
                 f"hidden has shape {list(hidden.shape)}, token_ids {list(token_ids.shape)}: a state for each token"

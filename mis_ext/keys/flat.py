@@ -283,7 +283,7 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     if config.normalize_over is not None:
         keys["tis_batch_normalize"] = True
         # Where nothing is rejected both words say the same, and one of them is refused.
-        if config.gates or config.rejects_whole_sequences or (weight is not None and weight.bound.rejects):
+        if config.gates or (weight is not None and weight.bound.rejects):
             keys["tis_normalize_over"] = config.normalize_over
     if config.is_scaled and config.scope != "data_parallel":
         keys["tis_normalize_scope"] = config.scope

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mis_ext.validation import check_tensors
+
 EPSILON = 1e-6
 """What the hosts add to a deviation."""
 _CENTERED = 1e-4
@@ -55,8 +57,10 @@ def group_advantages(
     References:
         Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; Ahmadian et al., Back to Basics (RLOO), arXiv:2402.14740.
     """
-    given = (rewards, groups, trajectories, counted)
-    shapes = [[*each.shape] for each in given if each is not None]
+    more = {"trajectories": trajectories, "counted": counted}
+    given = {"rewards": rewards, "groups": groups} | {name: each for name, each in more.items() if each is not None}
+    check_tensors(given)
+    shapes = [[*each.shape] for each in given.values()]
     if any(shape != [rewards.numel()] for shape in shapes):
         raise ValueError(f"rewards, groups, trajectories and counted must be [N], got {shapes}")
     rewards_N = rewards.double()

@@ -29,9 +29,10 @@ from mis_ext.scoring.passes import (
     SortedColumns,
     Targets,
     check_targets,
+    rows_named,
 )
 from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend, gathered, work_before_gather
-from mis_ext.validation import check_choice, check_integer, check_number
+from mis_ext.validation import check_choice, check_integer, check_number, check_tensors
 
 
 def score_hidden(
@@ -97,6 +98,9 @@ def score_hidden(
     """
     states = hidden if sequence_parallel else None
     with work_before_gather(entropy, kept is not None, token_T, tp_group, beside=hidden, states=states):
+        check_tensors({"hidden": hidden, "weight": weight, "token_T": token_T})
+        if hidden.ndim == 0:
+            raise ValueError("hidden must be [..., E], got a tensor without dimensions")
         hidden_NE = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         _check_settings(entropy, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
         num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
@@ -119,7 +123,8 @@ def score_hidden(
         parameter=parameter,
         backend=backend,
     )
-    log_prob_T, entropy_T = _Scored.apply(hidden_NE, weight, bias, targets, kept, use)  # type: ignore[no-untyped-call]
+    with rows_named(num_states, "hidden states"):
+        log_prob_T, entropy_T = _Scored.apply(hidden_NE, weight, bias, targets, kept, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
 
@@ -145,6 +150,8 @@ def _check_settings(entropy: str, *, temperature: float, logit_scale: float, sof
 def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not hidden_NE.is_floating_point():
         raise TypeError(f"hidden must be floats, got {hidden_NE.dtype}")
+    if bias is not None:
+        check_tensors({"bias": bias})
     for name, values in (("weight", weight), ("bias", bias)):
         if values is not None and values.dtype != hidden_NE.dtype:
             hint = ""

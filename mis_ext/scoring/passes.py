@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from mis_ext.validation import check_tensors
 
 BITS = 32
 
@@ -106,6 +110,7 @@ def check_targets(
     token_T: Tensor, row_T: Tensor | None, kept: KeptColumns | None, *, num_rows: int, rows: str, device: torch.device
 ) -> None:
     """Refuse tokens that do not fit the rows, ``rows of logits`` or ``hidden states``, that score them."""
+    check_tensors({"token_T": token_T} if row_T is None else {"token_T": token_T, "row_T": row_T})
     for name, values in (("token_T", token_T), ("row_T", row_T)):
         if values is not None and values.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"{name} must be int64 or int32, got {values.dtype}")
@@ -115,9 +120,20 @@ def check_targets(
         raise ValueError(f"token_T has shape {list(token_T.shape)}, there are {num_rows} {rows}")
     if row_T is not None and (token_T.ndim != 1 or row_T.shape != token_T.shape):
         raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
+    if num_rows == 0 < len(token_T):
+        raise ValueError(f"token_T has {len(token_T)} tokens, there are no {rows}")
     if kept is not None and kept.is_recorded_T.shape != token_T.shape:
         recorded = list(kept.is_recorded_T.shape)
         raise ValueError(f"kept.is_recorded_T has shape {recorded}, token_T {list(token_T.shape)}; both are [T]")
+
+
+@contextmanager
+def rows_named(num_rows: int, rows: str) -> Iterator[None]:
+    """What a CPU finds of ``row_T``, said by its name; a GPU asserts."""
+    try:
+        yield
+    except IndexError as error:
+        raise ValueError(f"row_T must be below {num_rows}, the number of {rows} ({error})") from error
 
 
 class RowSums(NamedTuple):

@@ -21,8 +21,17 @@ from torch.autograd.function import once_differentiable
 from mis_ext.correction.collectives import Group, gather_rows
 from mis_ext.correction.triton import wants_triton
 from mis_ext.scoring.chunked import EagerBackend
-from mis_ext.scoring.passes import Backend, Coefficients, KeptColumns, Normalizer, RowSums, Targets, check_targets
-from mis_ext.validation import check_choice, check_number
+from mis_ext.scoring.passes import (
+    Backend,
+    Coefficients,
+    KeptColumns,
+    Normalizer,
+    RowSums,
+    Targets,
+    check_targets,
+    rows_named,
+)
+from mis_ext.validation import check_choice, check_number, check_tensors
 
 EntropyUse = Literal["gradient", "value", "none"]
 
@@ -80,6 +89,9 @@ def score_tokens(
         Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
     """
     with work_before_gather(entropy, kept is not None, token_T, tp_group, beside=logits):
+        check_tensors({"logits": logits, "token_T": token_T})
+        if logits.ndim == 0:
+            raise ValueError("logits must be [..., V], got a tensor without dimensions")
         check_choice("entropy", entropy, get_args(EntropyUse))
         check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
         if vocab_size is not None:
@@ -94,7 +106,8 @@ def score_tokens(
         if logits_NV.stride(-1) != 1:
             logits_NV = logits_NV.contiguous()
         use = _Use(float(temperature), entropy, inplace, tp_group, choose_backend(logits_NV))
-    log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, bits_TC, use)  # type: ignore[no-untyped-call]
+    with rows_named(num_rows, "rows of logits"):
+        log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, bits_TC, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
 

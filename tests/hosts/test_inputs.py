@@ -130,7 +130,7 @@ def test_context_parallelism_needs_a_prompt_token() -> None:
 
 
 def test_context_parallelism_needs_a_total_length_for_every_response() -> None:
-    with pytest.raises(ValueError, match="3 response lengths, 2 total lengths and 2 padded lengths"):
+    with pytest.raises(ValueError, match="3 response_lengths, 2 total_lengths and 2 padded_lengths"):
         mis_ext.PackedLayout.context_parallel([4, 4, 4], total_lengths=[6, 6], cp_rank=0, cp_size=2)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mis_ext.hosts.session import Session
 from mis_ext.keys.run_config import GroupConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
+from mis_ext.validation import check_lengths, check_list
 
 _UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_loss"
 
@@ -256,38 +257,62 @@ def _samples_of(
     if any(index is None for index in rollout_data["sample_indices"]):
         raise ValueError(f"{key}: samples have no index, by which slime's data source numbers the answers to a prompt")
 
-    def column(values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.float64, device=device)
+    def column(name: str, values: Any) -> Tensor:
+        try:
+            return torch.as_tensor(values, dtype=torch.float64, device=device)
+        except TypeError as error:
+            raise TypeError(f"{key}: {name} must have a number for each sample ({error})") from None
 
     masks = rollout_data["loss_masks"]
+    for name in ("loss_masks", "advantages"):
+        check_samples(name, rollout_data[name])
     tokens_S = _sums(masks, device)
     shared = rollout_data.get("rollout_mask_sums")
-    steps, terms = [0] * len(masks), [0] * len(masks)
-    if of_prompts.prompt_mean:
-        micro_batches = iter(rollout_data["micro_batch_indices"])
-        for step, number in enumerate(rollout_data["num_microbatches"]):
-            for place in (place for _ in range(number) for place in next(micro_batches)):
-                steps[place], terms[place] = step, rollout_data["global_batch_sizes"][step]
+    steps, terms = _schedule(rollout_data, len(masks)) if of_prompts.prompt_mean else ([0] * len(masks),) * 2
     # Here, where the other ranks still hear of it.
     given = {name: len(rollout_data[name]) for name in ("advantages", "rewards", "sample_indices", "rollout_ids")}
-    if shared is not None:
-        given["rollout_mask_sums"] = len(shared)
     wrong = {name: number for name, number in given.items() if number != len(masks)}
     if wrong:
         raise ValueError(f"{key}: there are {len(masks)} loss_masks, but of others {wrong}")
-    divisor_S = tokens_S if shared is None else column(shared)
+    divisor_S = tokens_S if shared is None else column("rollout_mask_sums", shared)
+    if divisor_S.shape != tokens_S.shape:
+        raise ValueError(f"rollout_mask_sums has shape {list(divisor_S.shape)}, there are {len(masks)} loss_masks")
     if shared is not None and masks:
         refuse_mask_sums(torch.stack(divisor_S.aminmax()).tolist())
     return {
-        "prompt": column(rollout_data["sample_indices"]).div(of_prompts.num_answers, rounding_mode="floor"),
-        "trajectory": column(rollout_data["rollout_ids"]),
-        "reward": column(rollout_data["rewards"]),
-        "step": column(steps),
+        "prompt": column("sample_indices", rollout_data["sample_indices"]).div(
+            of_prompts.num_answers, rounding_mode="floor"
+        ),
+        "trajectory": column("rollout_ids", rollout_data["rollout_ids"]),
+        "reward": column("rewards", rollout_data["rewards"]),
+        "step": column("step", steps),
         "kept": tokens_S,
         "tokens": tokens_S,
         "divisor": divisor_S.clamp_min(1.0),
-        "terms": column(terms),
+        "terms": column("terms", terms),
     }
+
+
+def _schedule(rollout_data: Mapping[str, Any], num_samples: int) -> tuple[list[int], list[int]]:
+    """Of each sample its optimizer step, and how many terms of the loss that step has."""
+    numbers, sizes = (check_lengths(name, rollout_data[name]) for name in ("num_microbatches", "global_batch_sizes"))
+    batches = [
+        check_lengths(f"micro_batch_indices[{index}]", each)
+        for index, each in enumerate(check_list("micro_batch_indices", rollout_data["micro_batch_indices"]))
+    ]
+    if len(sizes) != len(numbers) or len(batches) != sum(numbers):
+        raise ValueError(
+            f"num_microbatches has {len(numbers)} steps with {sum(numbers)} micro-batches, global_batch_sizes "
+            f"{len(sizes)} steps, micro_batch_indices {len(batches)} micro-batches: they must agree"
+        )
+    steps, terms = [0] * num_samples, [0] * num_samples
+    step_of = [step for step, number in enumerate(numbers) for _ in range(number)]
+    for step, places in zip(step_of, batches, strict=True):
+        for place in places:
+            if place >= num_samples:
+                raise ValueError(f"micro_batch_indices has {place}, there are {num_samples} loss_masks")
+            steps[place], terms[place] = step, sizes[step]
+    return steps, terms
 
 
 def _sums(masks: list[Tensor], device: torch.device) -> Tensor:
