@@ -612,7 +612,8 @@ def test_what_is_computed_by_hand_follows_from_the_rule(tmp_path: Path) -> None:
     def norm(**rule: object) -> float:
         return ByHand(**{"folder": "rollouts", "over": "all"} | rule).first_gradient_norm(tmp_path)
 
-    assert norm(leave_one_out=True) == pytest.approx(norm() * 4 / 3, rel=1e-9)
+    # Qwen3's norms round their gradients to float32.
+    assert norm(leave_one_out=True) == pytest.approx(norm() * 4 / 3, rel=1e-7)
     # Nothing is rejected, and each trajectory is a sample.
     assert norm(over="kept") == pytest.approx(norm(), rel=1e-12)
     others = [norm(folder="fan_out", over=over) for over in ("batch", "all", "trained")]
