@@ -319,9 +319,8 @@ def kind_of(func: Any) -> Kind:
         return "refused" if "reduce" in form else "passes"
     if name in _EXACT and "mode" not in form:
         return "exact"
-    is_loss = any(argument.name == "reduction" for argument in func._schema.arguments)
-    is_elementwise = torch.Tag.pointwise in func.tags and not is_loss and not name.startswith("_foreach")
-    return "elementwise" if is_elementwise and cpu_rows.functional(func) is not None else "refused"
+    is_elementwise = torch.Tag.pointwise in func.tags and cpu_rows.functional(func) is not None
+    return "elementwise" if is_elementwise else "refused"
 
 
 def _returns_nothing_new(func: Any) -> bool:

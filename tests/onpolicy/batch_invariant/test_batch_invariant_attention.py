@@ -148,7 +148,12 @@ def test_gradients_of_attention_are_the_exact_ones(lengths, mask_heads, in_mode,
     parts = zip(*(x.split(n) for x, n in ((query, lengths_q), (key, lengths_k), (value, lengths_k))), strict=True)
     exact = [
         exact_attention(
-            q, k, v, offset=len(k) - len(q), mask=None if mask is None else mask[place, :, : len(q), : len(k)]
+            # It scales by 16 ** -0.5.
+            1.2 * q,
+            k,
+            v,
+            offset=len(k) - len(q),
+            mask=None if mask is None else mask[place, :, : len(q), : len(k)],
         )
         for place, (q, k, v) in enumerate(parts)
     ]
@@ -156,7 +161,7 @@ def test_gradients_of_attention_are_the_exact_ones(lengths, mask_heads, in_mode,
     leaves = [x.detach().to(device).requires_grad_() for x in leaves]
     bounds = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in bounds.items()}
     with batch_invariant_mode() if in_mode else nullcontext():
-        output = attention(*leaves, mask=None if mask is None else mask.to(device), **bounds)
+        output = attention(*leaves, mask=None if mask is None else mask.to(device), scale=0.3, **bounds)
         ours = torch.autograd.grad((output * weights.to(device)).sum(), leaves)
     for mine, theirs in zip(ours, exact, strict=True):
         assert (mine.cpu() - theirs).abs().max() <= 1e-5 * theirs.abs().max()

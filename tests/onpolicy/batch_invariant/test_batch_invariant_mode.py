@@ -100,6 +100,7 @@ def refused():
         "addr.default": lambda: torch.addr(square, vector, vector),
         "linear.out": lambda: torch.ops.aten.linear.out(a, b.t(), out=out),
         "softmax.int_out": lambda: torch.softmax(a, 1, out=a),
+        "add.out": lambda: torch.add(a, a, alpha=0.7, out=torch.empty(0)),
         "sigmoid.out": lambda: torch.sigmoid(a, out=torch.empty(0)),
         "_trilinear": lambda: F.bilinear(a, a, randn(4, 3, 3)),
         "_cdist_forward": lambda: torch.cdist(a, a),
