@@ -84,6 +84,11 @@ def _pairs(study: Study, seen: Runs) -> list[str]:
     def against(other: dict[int, Rows], to: int | None = None) -> Difference:
         return Difference.of_pairs([last_own(tis[seed], to) - last_own(other[seed], to) for seed in seeds])
 
+    further = [
+        f" Without a correction seed {seed} has {last_own(rows, common):.2f} there, {last_own(rows):.2f} in the end."
+        for seed, rows in none.items()
+        if rows[-1]["step"] > common
+    ]
     higher = sum(last_own(tis[seed]) > last_own(none[seed]) for seed in seeds)
     best = [max(_means_of_own(none[seed])) for seed in seeds]
     steps = [
@@ -96,10 +101,10 @@ def _pairs(study: Study, seen: Runs) -> list[str]:
     return [
         f"**Paired by seed**, the own policy in the end with token TIS against none: {against(none)}, higher on "
         f"{higher} of {len(seeds)} seeds; against bf16: {against(bf16)}. To step {common}, which every run saw, "
-        f"against none: {against(none, common)}. One evaluation has a standard deviation of {noise:.2f} (neighbours "
-        f"with TIS and bf16 from step {SETTLED} on), a mean of four {noise / 2:.3f}, or more, as neighbours "
-        f"are not independent. The best mean of four evaluations of a run without a correction is {min(best):.2f} to "
-        f"{max(best):.2f}, so stopping in time does not replace token TIS.",
+        f"against none: {against(none, common)}.{''.join(further)} One evaluation has a standard "
+        f"deviation of {noise:.2f} (neighbours with TIS and bf16 from step {SETTLED} on), a mean of four "
+        f"{noise / 2:.3f}, or more, as neighbours are not independent. The best mean of four evaluations of a run "
+        f"without a correction is {min(best):.2f} to {max(best):.2f}, so stopping in time does not replace token TIS.",
         "",
     ]
 
