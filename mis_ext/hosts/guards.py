@@ -116,6 +116,7 @@ class RejectionMonitor:
         self._max_fraction = max_fraction
         self._readback = AsyncReadback()
         self._names: tuple[str, ...] = ()
+        self._rejects = True
         self._warned = False
         self._num_calls = 0
 
@@ -129,9 +130,25 @@ class RejectionMonitor:
             self._warn_above(dict(zip(self._names, arrived[:-1], strict=True)))
         if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
             self._names = correction.plan.total_names
+            self._rejects = any(gate.action == "reject" for gate in correction.plan.config.all_gates)
             self._readback.send(correction.totals_A)
 
     def _warn_above(self, totals: dict[str, float]) -> None:
+        # Without metrics tokens with a ratio are not counted, and without a filter all others are kept.
+        known = totals.get("total_num_valid", None if self._rejects else totals["total_num_kept"])
+        response = totals["total_num_response"]
+        unknown = 1.0 - known / response if known is not None and response else 0.0
+        if unknown > self._max_fraction:
+            self._warned = True
+            warnings.warn(
+                f"{unknown:.1%} of the response tokens of a micro-batch have a non-finite log-prob and were masked "
+                f"(limit: mis_max_reject_fraction={self._max_fraction:g}). Check that the engine returns log-probs of "
+                "sampled tokens (SGLang: return_logprob, vLLM: logprobs). See mis_nonfinite_token_fraction; this "
+                "warning comes once",
+                MismatchWarning,
+                stacklevel=5,
+            )
+            return
         for what, kept, original in (
             ("tokens", totals["total_num_kept"], totals["total_num_response"]),
             ("sequences", totals["total_has_kept"], totals["total_has_response"]),
@@ -228,7 +245,7 @@ class DataGuards:
 
     def __init__(self, config: CorrectionConfig) -> None:
         self._config = config
-        self.armed = {"degenerate_behavior", "shifted_log_probs"}
+        self.armed = {"degenerate_behavior", "shifted_log_probs", "nonfinite"}
         if not config.metrics_only:
             self.armed |= {"single_sequence", "size"}
         self._readback = RunningReadback(added)
@@ -248,6 +265,7 @@ class DataGuards:
         checks: tuple[tuple[str, bool, Iterator[Finding]], ...] = (
             ("shifted_log_probs", has_pairs, _mistakes("shifted_log_probs", causes, has_pairs)),
             ("degenerate_behavior", has_tokens, _mistakes("degenerate_behavior", causes, has_tokens)),
+            ("nonfinite", has_tokens, _nonfinite(tokens, streams)),
             ("single_sequence", has_tokens, _single_sequence(self._config, in_scope)),
             ("size", has_tokens, _size(self._config, tokens, causes) if has_tokens else iter(())),
         )
@@ -287,6 +305,24 @@ def _mistakes(
 
 def _in_words(found: Diagnosis) -> str:
     return f"{found.in_words}. {found.advice} ({found.cause}, {found.confidence})"
+
+
+def _nonfinite(tokens: TokenSums, streams: PackedStreams) -> Iterator[Finding]:
+    """Log-probs of which none can be used: every token would be masked, and the loss be 0."""
+    if tokens.num_valid > 0.0 or tokens.num_response < ENOUGH_TOKENS:
+        return
+    response_T = streams.layout.local_part(streams.response_mask_R) != 0
+    sides = {
+        "rollout_log_probs (behavior)": streams.behavior_logprobs_T,
+        "train_log_probs (proximal)": streams.proximal_logprobs_T,
+    }
+    wrong = [name for name, values_T in sides.items() if not bool((values_T.isfinite() & response_T).any())]
+    yield Finding(
+        "missing_log_probs",
+        f"all {tokens.num_response:g} response tokens have a non-finite log-prob in {' and '.join(wrong or sides)}, so "
+        "that every token is masked and the loss is 0. Check that the engine returns log-probs of sampled tokens "
+        "(SGLang: return_logprob, vLLM: logprobs), and that the rollout function stores them",
+    )
 
 
 def _single_sequence(config: CorrectionConfig, num_sequences: int) -> Iterator[Finding]:

@@ -44,7 +44,17 @@ def empty_train(batch: dict) -> None:
     batch["train_log_probs"] = []
 
 
+def nan_rollout(batch: dict) -> None:
+    batch["rollout_log_probs"] = [torch.full_like(x, torch.nan) for x in batch["rollout_log_probs"]]
+
+
+def infinite_train(batch: dict) -> None:
+    batch["train_log_probs"] = [torch.full_like(x, -torch.inf) for x in batch["train_log_probs"]]
+
+
 MISTAKES = {
+    "nan rollout": (nan_rollout, "missing_log_probs", "160 response tokens .* in rollout_log_probs .behavior., so"),
+    "infinite train": (infinite_train, "missing_log_probs", "non-finite log-prob in train_log_probs"),
     "zeros": (zeros, "degenerate_behavior", "all 160 behavior log-probs .* are 0"),
     "constant": (constant, "degenerate_behavior", "are -1"),
     "sentinel": (sentinel, "degenerate_behavior", "40 of 160 .* placeholders"),

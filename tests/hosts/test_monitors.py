@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext import MismatchWarning
+from mis_ext import Gate, MismatchWarning
 from mis_ext.correction.collectives import failed_rank, mark_failed
 from mis_ext.hosts.guards import AsyncReadback, RejectionMonitor, RunningReadback, StatusMonitor, raise_if_failed
 
@@ -18,9 +18,16 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 WATCHED = ("total_num_response", "total_num_kept", "total_has_response", "total_has_kept")
 
 
-def totals(tokens: float, kept_tokens: float, sequences: float = 4.0, kept_sequences: float = 4.0) -> SimpleNamespace:
+def totals(
+    tokens: float,
+    kept_tokens: float,
+    sequences: float = 4.0,
+    kept_sequences: float = 4.0,
+    *,
+    gates: tuple = (Gate(high=2),),
+) -> SimpleNamespace:
     """What a monitor reads of a correction; the totals have more names in front, and the status behind."""
-    plan = SimpleNamespace(total_names=("total_other", *WATCHED))
+    plan = SimpleNamespace(total_names=("total_other", *WATCHED), config=SimpleNamespace(all_gates=gates))
     numbers = [9.0, tokens, kept_tokens, sequences, kept_sequences, math.inf]
     return SimpleNamespace(plan=plan, totals_A=torch.tensor(numbers))
 
@@ -41,6 +48,12 @@ def test_too_much_rejection_is_said_a_call_late_and_once() -> None:
     assert "60.0% of the tokens" in message
     assert "mis_max_reject_fraction = 0.3" in message
     assert observe(monitor, [much] * 40) == []
+
+
+def test_tokens_without_a_ratio_are_not_blamed_on_the_bounds() -> None:
+    (message,) = observe(RejectionMonitor(0.3), [totals(100.0, 40.0, gates=())] * 2)
+    assert "60.0% of the response tokens" in message
+    assert "mis_nonfinite_token_fraction" in message
 
 
 def test_rejected_sequences_count_like_rejected_tokens() -> None:
