@@ -217,6 +217,39 @@ def test_it_refuses_with_the_error_of_the_first_step(capsys, keys) -> None:
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("launch", [HOOK, LOSS], ids=["hook", "loss"])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *[("rollout_temperature", value) for value in (0.0, -1.0, float("nan"), "1.0", True)],
+        *[("eps_clip", value) for value in ("0.2", -0.1, float("nan"))],
+        *[("kl_loss_coef", value) for value in ("1e-3", float("inf"))],
+        *[("entropy_coef", "0"), ("kl_loss_type", "k4"), ("eps_clip_c", 0.5), ("rollout_top_p", 1.5)],
+        *[("use_kl_loss", "false"), ("calculate_per_token_loss", 1), ("use_opsm", "no"), ("normalize_advantages", 0)],
+        *[("global_batch_size", 2.5), ("num_steps_per_rollout", 0), ("update_weights_interval", "2")],
+    ],
+)
+def test_a_flag_of_the_host_with_which_a_loss_fails_or_is_nan_is_refused(launch, flag, value) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{flag} must be "):
+        start(launch | {flag: value})
+
+
+def test_greedy_sampling_is_for_miles_with_the_hook_too(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    start(HOOK | {"rollout_temperature": 0.0})
+
+
+def test_it_warns_of_kept_denominators_beside_a_function_that_may_split_rollouts(capsys) -> None:
+    keys = HOOK | {"mis_denominator": "kept", "rs_veto_threshold": 0.1}
+    for more, is_warned in (
+        ({"custom_generate_function_path": "mine.generate"}, True),
+        ({"custom_generate_function_path": "mis_ext.rollout.generate"}, False),
+        ({}, False),
+    ):
+        start(keys | more)
+        assert ("several samples of a rollout" in capsys.readouterr().out) == is_warned
+
+
 @pytest.mark.parametrize(
     ("keys", "messages"),
     [

@@ -8,15 +8,16 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 import platform
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,9 @@ from mis_ext.hosts.slime_miles.policy_loss import (
 from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, refuse_keys_of_loss, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
+from mis_ext.loss.settings import CHECKS, KlType
 from mis_ext.tools.explain.words import steps_of
+from mis_ext.validation import check_bool, check_choice, check_integer, check_number
 
 
 class _Entrance(NamedTuple):
@@ -106,6 +109,28 @@ _MOST_NAMED = 8
 """Of ranks, and of nodes, in one error."""
 
 
+_SWITCHES_OF_HOSTS = (
+    *("allgather_cp", "calculate_per_token_loss", "get_mismatch_metrics", "grpo_std_normalization", "keep_old_actor"),
+    *("normalize_advantages", "observe_training_entropy", "recompute_loss_function", "rewards_normalization"),
+    *("skip_actor_forward_only", "true_on_policy_mode", "use_critic", "use_dynamic_global_batch_size", "use_kl_loss"),
+    *("use_opd", "use_opsm", "use_rollout_logprobs", "use_tis", "use_unbiased_kl"),
+)
+_COUNTS_OF_HOSTS = (
+    *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
+    *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
+)
+_finite = partial(check_number, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+_CHECKS_OF_HOSTS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_SWITCHES_OF_HOSTS, check_bool),
+    **dict.fromkeys(_COUNTS_OF_HOSTS, partial(check_integer, low=1)),
+    **{key: CHECKS[key][1] for key in ("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "opsm_delta")},
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"), _finite),
+    "kl_loss_type": partial(check_choice, choices=get_args(KlType)),
+    "rollout_top_p": partial(check_number, low=0.0, high=1.0, open_low=True),
+}
+"""Flags of the hosts whose type or value makes a loss fail or NaN: a file can set them to anything."""
+
+
 def check_setup(args: Any) -> None:
     """Check every key before training starts, call once what the host will call, and print what will run.
 
@@ -148,6 +173,7 @@ def check_setup(args: Any) -> None:
 def _checked(args: Any) -> list[str]:
     """What rank 0 says, of this rank's own findings."""
     entrance = _entrance_of(args)
+    _refuse_wrong_flags(args)
     run = current_run(args, whole_loss=entrance is _LOSS)
     config = run.config
     if entrance is _HOOK:
@@ -169,6 +195,12 @@ def _checked(args: Any) -> list[str]:
         said.append(
             f"mis_ext: warning: {of_prompts} does nothing unless --rollout-data-postprocess-path {path} calls "
             "mis_ext.prepare_rollout"
+        )
+    generates, denominator = read_argument(args, "custom_generate_function_path"), config.correction.denominator
+    if denominator == "kept" and path is None and not str(generates or "mis_ext.").startswith("mis_ext."):
+        said.append(
+            f"mis_ext: warning: mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
+            "--rollout-data-postprocess-path mis_ext.prepare_rollout refuses them"
         )
     interval = read_argument(args, "update_weights_interval") or 1
     if config.correction.staleness and interval > 1:
@@ -374,6 +406,18 @@ def _found_at(path: str) -> Any:
 @cache
 def _taken() -> dict[str, list[Any]]:
     return {flag: [_found_at(name) for name in names] for flag, names in _TAKEN.items()}
+
+
+def _refuse_wrong_flags(args: Any) -> None:
+    """Refuse values of the host's flags with which its own loss or ours fails, or is NaN."""
+    for flag, check in _CHECKS_OF_HOSTS.items():
+        value = read_argument(args, flag)
+        if value is not None:
+            check(flag, value)
+    temperature = read_argument(args, "rollout_temperature")
+    if temperature is not None:
+        # slime divides logits by it, Miles does not where it is 0.
+        check_number("rollout_temperature", temperature, low=0.0, high=math.inf, open_low=not is_miles())
 
 
 def _refuse_wrong_paths(args: Any) -> None:
