@@ -122,9 +122,7 @@ _SLACK = 1e-6
 """A share times a count is a whole number up to rounding, and must not become the next one."""
 
 
-def covering_value(
-    values_N: Tensor, counted_N: Tensor, *, share: float | Tensor, groups: Sequence[Group | None]
-) -> Tensor:
+def covering_value(values_N: Tensor, counted_N: Tensor, *, share: Tensor, groups: Sequence[Group | None]) -> Tensor:
     """0-dim: the smallest counted value, over all ranks, that at least ``share`` of the counted values do not exceed.
 
     A radix selection: numbers sort as their bits do, those of negative ones turned around. So counts are all that ranks
@@ -134,7 +132,7 @@ def covering_value(
     Args:
         values_N: ``[N]`` float32; infinity is legal.
         counted_N: ``[N]`` bool, which of them count; elsewhere a value may be anything.
-        share: In (0, 1]; a tensor is 0-dim, float64.
+        share: 0-dim float64, in (0, 1].
         groups: The values lie on the ranks of all of these; None is a group of one.
 
     Returns:

@@ -11,7 +11,6 @@ from rows import for_each
 from test_policy_loss_methods import GATES_ALONE, UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
 from thread_ranks import Rank, run_ranks
-from torch.optim.swa_utils import AveragedModel
 from zigzag import take
 
 import mis_ext
@@ -182,48 +181,6 @@ def test_precision_and_movement_are_told_apart_against_the_trainers_own_scoring(
         )
         values = [float(found.metrics[name].value()) for name in ("mis_phantom_clip_fraction", "pg_clipfrac")]
         assert values == pytest.approx([phantom, clipped]), (mode, off, moved)
-
-
-def test_against_averaged_weights_the_loss_is_that_of_ppo_ewma() -> None:
-    """Hilton et al. (arXiv:2110.00641), with the band of arXiv:2605.12070, as methods_extras.md says."""
-    beta, draw = 4 / 6, torch.Generator().manual_seed(0)
-    policy = torch.nn.Linear(8, 8, bias=False, dtype=torch.float64)
-    average = AveragedModel(policy, avg_fn=lambda old, new, n: old + (new - old) * (1 - beta) / (1 - beta ** (n + 1)))
-    versions = torch.randn(5, 8, 8, generator=draw, dtype=torch.float64).cumsum(0) * 0.3
-    for version in versions:
-        policy.weight.data.copy_(version)
-        average.update_parameters(policy)
-    decay = beta ** torch.arange(4, -1, -1, dtype=torch.float64)[:, None, None]
-    averaged = (decay * versions).sum(0) / decay.sum()
-    torch.testing.assert_close(average.module.weight.data, averaged)
-
-    states = torch.randn(6, 50, 8, generator=draw, dtype=torch.float64)
-    ids = torch.randint(8, (6, 50, 1), generator=draw)
-    current, proximal, behavior = (
-        (states @ weight.T).log_softmax(-1).gather(-1, ids)[..., 0]
-        for weight in (policy.weight.detach(), averaged, versions[2])
-    )
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0], dtype=torch.float64)[:, None]
-    both = [current.clone().requires_grad_() for _ in range(2)]
-    staleness, mismatch = (both[0] - proximal).exp(), (proximal - behavior).exp()
-    in_band = (mismatch >= 0.5) & (mismatch <= 2.0)
-    surrogate = torch.minimum(staleness * advantages, staleness.clamp(0.8, 1.2) * advantages)
-    wanted = -(mismatch * in_band * surrogate).mean()
-    found = mis_ext.policy_loss_from_log_probs(
-        {"mis_loss_method": {"name": "icepop", "low": 0.5, "high": 2.0}},
-        current_logprobs=both[1],
-        proximal_logprobs=proximal,
-        behavior_logprobs=behavior,
-        advantages=advantages.expand_as(current),
-        response_mask=torch.ones_like(current),
-    )
-    # Both bounds act.
-    assert 0.1 < float(in_band.double().mean()) < 0.9
-    assert float(found.metrics["pg_clipfrac"].value()) > 0.1
-    torch.testing.assert_close(found.mean.double(), wanted.detach(), rtol=1e-6, atol=1e-7, check_dtype=False)
-    wanted.backward()
-    found.mean.backward()
-    torch.testing.assert_close(both[1].grad, both[0].grad, rtol=1e-5, atol=1e-8)
 
 
 def test_an_entropy_that_nobody_gave_is_no_metric() -> None:
