@@ -49,27 +49,22 @@ _thread = _Thread()
 def batch_invariant_mode() -> Iterator[None]:
     """Make what this thread computes batch-invariant, on a CPU and on CUDA, or refuse it by name.
 
-    Floating-point ``mm``, ``addmm``, ``bmm``, ``baddbmm`` and ``mv`` (so ``linear``, ``matmul`` and ``einsum``) use
-    tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum; ``log_softmax`` and
-    reductions over the last dimension, or that leave one before it, take one order per row. On a CPU elementwise
-    functions take whole vectors. What is left runs as it is where a row cannot depend on another by it, and is an error
-    elsewhere: ``overrides.py`` has the lists. A product with a bias is rounded, then added to the bias and rounded
-    again, so engines that fuse the addition and engines that do not agree. Gradients flow as always and are equal to
-    the plain ones within rounding. The idea is that of He et al., "Defeating Nondeterminism in LLM Inference", Thinking
-    Machines Lab, 2025.
+    Products use tiles of a fixed shape, ``scaled_dot_product_attention`` fixed blocks, ``softmax`` an exact sum;
+    ``log_softmax``, sums and means of rows take one order per row. On a CPU elementwise functions take whole vectors.
+    Of equal scores ``topk`` takes the first, and rows of one destination are added in the order in which they lie. All
+    else that computes is an error; ``overrides.py`` has the lists. A product with a bias is rounded, then added to the
+    bias and rounded again, so engines that fuse the addition and engines that do not agree. The idea is that of He et
+    al., "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
 
-    In a mixture of experts a row of a grouped product has the bits of its own product with the matrix of its expert.
-    ``index_add``, ``scatter_add`` and ``index_put`` add rows of one destination in the order in which they lie. Of
-    equal scores ``topk`` takes the first. An expert that drops tokens at a capacity depends on the batch all the same.
+    Gradients are right, and not batch-invariant. An expert that drops tokens at a capacity depends on the batch.
 
     The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
     changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
     use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
     be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
-    computed again from the mode, and attention there is an error. Sums over the batch, gradients of weights too, are
-    not about a row: they run as they are. Compiled code (``torch.compile``, captured graphs, custom kernels) runs as
-    it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is imported when the block
-    begins; its functions, called without a module, are not seen.
+    computed again from the mode, and attention there is an error. Compiled code (``torch.compile``, captured graphs,
+    custom kernels) runs as it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is
+    imported when the block begins; its functions, called without a module, are not seen.
 
     Raises:
         RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on, or OpenMP

@@ -37,8 +37,7 @@ def grouped_mm(
         a: ``[M, K]``, or ``[G, M, K]``.
         b: ``[K, N]``, or ``[G, K, N]``.
         offs: ``[G]`` int32, where the groups end along the dimension that the factor without G shares with the result;
-            if neither has G, along K, and the result is ``[G, M, N]``; None if both have. Rows and columns after the
-            last group are zeros.
+            None if both have G. Rows and columns after the last group are zeros.
         bias: None.
         out_dtype: None, or the dtype of the factors.
     """
@@ -59,13 +58,9 @@ def grouped_mm(
 def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
     if a.dtype != b.dtype:
         raise RuntimeError(f"the factors of a grouped product must have one dtype, got {a.dtype} and {b.dtype}")
-    is_matrix = 2 in (a.dim(), b.dim())
-    fits = {a.dim(), b.dim()} <= {2, 3} and a.shape[-1] == b.shape[-2] and is_matrix == (offs is not None)
-    groups = {x.shape[0] for x in (a, b) if x.dim() == 3}
-    if offs is not None:
-        fits = fits and offs.dim() == 1 and offs.dtype == torch.int32
-        groups.add(offs.shape[0])
-    if not fits or (groups and len(groups) != 1):
+    groups = {x.shape[0] for x in (a, b) if x.dim() == 3} | (set() if offs is None else {len(offs)})
+    fits = a.shape[-1] == b.shape[-2] and len(groups) == 1 and (2 in (a.dim(), b.dim())) == (offs is not None)
+    if not fits or (offs is not None and offs.dtype != torch.int32):
         shapes = [None if x is None else [*x.shape] for x in (a, b, offs)]
         raise RuntimeError(
             f"a grouped product takes [M, K] or [G, M, K], [K, N] or [G, K, N], and int32 offs [G] unless both have G, "
