@@ -230,7 +230,9 @@ def flat_keys(random: Random) -> dict[str, Any]:
     keys |= {name: value for name, value in vetoes.items() if random.random() < 0.2}
     if random.random() < 0.4:
         scope = random.choice(("micro_batch", "data_parallel"))
-        over = random.choice(("kept", "valid"))
+        # Where nothing is rejected both are the same, and the second is refused.
+        rejects = bound.rejects or "use_rs" in keys or not vetoes.keys().isdisjoint(keys)
+        over = random.choice(("kept", "valid")) if rejects else "kept"
         keys |= {"tis_batch_normalize": True, "tis_normalize_scope": scope, "tis_normalize_over": over}
     keys |= {"mis_denominator": "kept"} if random.random() < 0.3 else {}
     return keys

@@ -49,6 +49,8 @@ def compat(keys: dict) -> dict:
         idle += ["rs_veto_requires_rs"]
     if "tis_batch_normalize" in idle:
         idle += ["tis_normalize_scope", "tis_normalize_over"]
+    if not keys["use_rs"] and "rs_veto_threshold" in idle and keys["tis_mode"] != "mask":
+        idle += ["tis_normalize_over"]
     return {key: value for key, value in merged.items() if key not in idle}
 
 
