@@ -289,14 +289,14 @@ _WITH_FACTOR = frozenset({aten.sub.Scalar, aten.rsub.Scalar, aten.add.Scalar, at
 # What moves, chooses, counts or draws numbers; what normalises a row by itself on every device; and what is about the
 # batch by its meaning: losses, sums over a batch. What models of transformers, Megatron-Core and SGLang call.
 _PASSING = _names("""
-    _assert_async _copy_from _functional_assert_async _is_all_true _is_any_true _local_scalar_dense _pin_memory _to_copy
-    _unique2 _unsafe_index _unsafe_view all amax amin aminmax any argmax argmin bernoulli bincount block_diag bucketize
-    cat clone constant_pad_nd copy count_nonzero cummax cummin cumsum detach embedding empty_like equal exponential fill
-    flip full_like gather histc index index_copy index_fill index_select lift_fresh masked_scatter masked_select max min
-    multinomial native_dropout native_layer_norm new_empty new_empty_strided new_full new_ones new_zeros
-    nll_loss_forward nonzero nonzero_static normal ones_like rand_like randint_like randn_like random repeat
-    repeat_interleave resize roll scatter searchsorted select_scatter set slice_scatter stack take tril triu uniform
-    unique_consecutive unsafe_split unsafe_split_with_sizes zero zeros_like
+    _assert_async _chunk_cat _copy_from _functional_assert_async _is_all_true _is_any_true _local_scalar_dense
+    _pin_memory _to_copy _unique2 _unsafe_index _unsafe_view all amax amin aminmax any argmax argmin bernoulli bincount
+    block_diag bucketize cat clone constant_pad_nd copy count_nonzero cummax cummin cumsum detach embedding empty_like
+    equal exponential fill flip full_like gather histc index index_copy index_fill index_select lift_fresh
+    masked_scatter masked_select max min multinomial native_dropout native_layer_norm new_empty new_empty_strided
+    new_full new_ones new_zeros nll_loss_forward nonzero nonzero_static normal ones_like rand_like randint_like
+    randn_like random repeat repeat_interleave resize roll scatter searchsorted select_scatter set slice_scatter stack
+    take tril triu uniform unique_consecutive unsafe_split unsafe_split_with_sizes zero zeros_like
 """)
 
 
@@ -309,6 +309,8 @@ def kind_of(func: Any) -> Kind:
         return "override"
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
         return "composite"
+    if func.overloadpacket.__name__.startswith("_foreach_"):
+        return "passes" if func.overloadpacket.__name__ == "_foreach_copy_" else "refused"
     if func.namespace not in _FAMILIES or torch.Tag.inplace_view in func.tags or _returns_nothing_new(func):
         return "passes"
     name, form = func.overloadpacket.__name__.removesuffix("_"), func._overloadname

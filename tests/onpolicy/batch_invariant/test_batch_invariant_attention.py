@@ -164,7 +164,7 @@ def test_gradients_of_attention_are_the_exact_ones(lengths, mask_heads, in_mode,
         output = attention(*leaves, mask=None if mask is None else mask.to(device), scale=0.3, **bounds)
         ours = torch.autograd.grad((output * weights.to(device)).sum(), leaves)
     for mine, theirs in zip(ours, exact, strict=True):
-        assert (mine.cpu() - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        assert (mine.cpu() - theirs).abs().max() <= (1e-5 if device == "cpu" else 1e-4) * theirs.abs().max()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])

@@ -125,6 +125,7 @@ def refused():
         "glu": lambda: F.glu(out),
         "mse_loss": lambda: F.mse_loss(a, a),
         "_foreach_exp": lambda: torch._foreach_exp([a, a]),
+        "_foreach_sigmoid_": lambda: torch._foreach_sigmoid_([a, a]),
         "scatter_reduce": lambda: a.scatter_reduce(1, places, a[:1], "mean"),
         "scatter.reduce": lambda: a.scatter(1, places, a[:1], reduce="multiply"),
         "group_norm": lambda: F.group_norm(a[..., None], 3),

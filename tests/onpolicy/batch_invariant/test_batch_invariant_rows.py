@@ -114,24 +114,6 @@ def test_a_row_divides_by_the_length_by_which_it_divides_in_a_batch(function, dt
     assert equal_bits(torch.stack(without_dimensions), expected[2::19])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.7, 1.3), (0, 1)])
-def test_products_with_a_bias_of_one_row_are_those_of_all(beta, alpha, dtype):
-    a, w, bias = (randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(29, 33), (33, 5), (29, 5)]))
-    with batch_invariant_mode():
-        expected = torch.addmm(bias, a, w, beta=beta, alpha=alpha)
-        for size in (1, 10):
-            parts = [
-                torch.addmm(b, x, w, beta=beta, alpha=alpha)
-                for b, x in zip(bias.split(size), a.split(size), strict=True)
-            ]
-            assert equal_bits(torch.cat(parts), expected)
-            whole = torch.baddbmm(bias[None], a[None], w[None], beta=beta, alpha=alpha)[0]
-            assert equal_bits(whole, expected)
-    plain = torch.addmm(bias, a, w, beta=beta, alpha=alpha)
-    torch.testing.assert_close(expected, plain, rtol=3e-2 if dtype.itemsize == 2 else 1e-4, atol=0.1)
-
-
 def test_functions_in_place_are_those_that_return():
     x = randn(3, 5)
     with batch_invariant_mode():
