@@ -78,11 +78,16 @@ CALLS: dict[str, tuple[Callable[[], dict], Callable[..., Any]]] = {
 OTHER_NAMES = {"sample_indices": "samples have no index", "row_T": "token_T"}
 
 
+ABSENT = object()
+
+
 def wrong(value: Any) -> Iterator[Any]:
     """In place of a legal value."""
-    yield None
+    yield from (ABSENT, None)
     if isinstance(value, torch.Tensor):
         yield from (value.tolist(), value[:-1], value.unsqueeze(-1))
+        if value.ndim == 3:
+            yield value[:, :2]
     elif isinstance(value, list):
         yield from ([None, *value[1:]], value[:-1])
 
@@ -96,7 +101,8 @@ def test_a_wrong_argument_is_named(name) -> None:
     for key in make():
         for value in wrong(make()[key]):
             try:
-                call(**make() | {key: value})
+                given = make() | {key: value}
+                call(**{name: each for name, each in given.items() if each is not ABSENT})
             except (ValueError, TypeError) as error:
                 names = (key, key.removesuffix("_T"), OTHER_NAMES.get(key, key))
                 if not any(each in str(error) for each in names) or "object" in str(error):
@@ -104,3 +110,9 @@ def test_a_wrong_argument_is_named(name) -> None:
             except Exception as error:
                 unnamed.append((key, value, error))
     assert unnamed == []
+
+
+def test_too_few_logits_are_said_with_the_lengths_and_before_a_device_finds_out() -> None:
+    batch = loss_cases.local_batch(loss_cases.whole_batch())
+    with pytest.raises(ValueError, match=r"logits have shape \[1, 2, 8\], 2 rows: total_lengths"):
+        call_loss(**batch | {"logits": batch["logits"][:, :2]})

@@ -76,6 +76,7 @@ REFUSED = {
     "{use_tis: true, tis_level: none, use_rs: true, rs_upper_bound: 2.0, tis_lower_bound: 0.1, tis_upper_bound: 3.0}": (
         r"tis_upper_bound=3.0: no effect"
     ),
+    "{use_tis: true, use_rs: true, rs_level: none, rs_lower_bound: 0.5, rs_gates: [{high: 2.0}]}": r"rs_level is none",
     "{use_tis: true, tis_mode: mask, use_rs: true}": r"use_rs=True: no effect, because tis_mode rejects the same",
     "{use_tis: true, mis_staleness: true, mis_metrics: [mis_kl]}": r"mis_staleness=True: no effect",
     "{use_tis: true, mis_metric_max: 1.0, mis_metrics: []}": r"mis_metric_max=1.0: no effect",
