@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance-sampling correction of the mismatch between inference and training engines in LLM RL.
 
-To read the code, start at :mod:`mis_ext.correction.naive`. The hosts call :mod:`mis_ext.hosts.slime_miles.hook`.
+To read the code, start at :mod:`mis_ext.correction.passes`. The hosts call :mod:`mis_ext.hosts.slime_miles.hook`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,13 +12,13 @@ __version__ = "0.5.5"
 
 if TYPE_CHECKING:
     from mis_ext.correction.config import CorrectionConfig as CorrectionConfig
+    from mis_ext.correction.correct import Correction as Correction
+    from mis_ext.correction.correct import compute_correction as compute_correction
     from mis_ext.correction.gates import Gate as Gate
     from mis_ext.correction.layout import PackedLayout as PackedLayout
     from mis_ext.correction.log_ratio import PackedStreams as PackedStreams
     from mis_ext.correction.metrics import GroupNumber as GroupNumber
     from mis_ext.correction.metrics import Mean as Mean
-    from mis_ext.correction.pipeline import Correction as Correction
-    from mis_ext.correction.pipeline import compute_correction as compute_correction
     from mis_ext.correction.statistics import STATISTICS as STATISTICS
     from mis_ext.correction.weights import BOUNDS as BOUNDS
     from mis_ext.correction.weights import Weight as Weight

@@ -15,10 +15,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.tokens import MAX_LOG_RATIO, k3
 
 # From where on log-probs are suspicious: limits that several rules share.
 
@@ -360,7 +359,7 @@ def sums_of_sorted(
     """:func:`token_sums` of tokens that are sorted out; ``line`` are the sums of lines, if they are known."""
     difference_T, proximal_T, behavior_T, _, valid_T = tokens
     bounded_T, different_T, rest_T = _bounded(difference_T), difference_T != 0.0, found.rest_T
-    k3_T = NamedValues({"log_ratio": difference_T}, TOKEN_FORMULAS)["k3"]
+    k3_T = k3(difference_T)
     if line is None:
         line = line_sums(rest_T & (behavior_T.exp() < CERTAIN), bounded_T, behavior_T, proximal_T)
     sums = [

@@ -31,6 +31,11 @@ def group_size(group: Group | None) -> int:
     return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)
 
 
+def global_rank() -> int:
+    """The rank of this process among all processes, for messages; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     """``[W, *row.shape]``: the rows of all ``W`` ranks, in rank order."""
     if group is None:

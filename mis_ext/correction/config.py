@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from mis_ext.correction.gates import Gate, label_gates
-from mis_ext.correction.metrics import (
-    PREFIX,
-    MetricRow,
-    age_rows,
-    gate_rows,
-    mismatch_rows,
-    outcome_rows,
-    weight_rows,
-)
+from mis_ext.correction.metrics import PREFIX, MetricRow, rows_of
 from mis_ext.correction.statistics import LAG
 from mis_ext.correction.weights import Denominator, NormalizeOver, Scope, Weight
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
@@ -48,6 +40,7 @@ class CorrectionConfig:
         warn_only: Guards that warn instead of raising an error.
         max_reject_fraction: Warn when a larger share of tokens or sequences is rejected.
         metrics_only: Measure, and change nothing.
+        compile: Run as graphs of ``torch.compile``: ``auto``, on a GPU; True; False.
         staleness: Each token comes with its lag, and metrics tell fresh tokens from stale ones. True where a gate looks
             at the lag, or the weight has ``when: stale``.
     """
@@ -63,6 +56,7 @@ class CorrectionConfig:
     warn_only: frozenset[str] = frozenset()
     max_reject_fraction: float = 0.1
     metrics_only: bool = False
+    compile: Literal["auto"] | bool = "auto"
     staleness: bool = False
     _hash: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
@@ -89,6 +83,10 @@ class CorrectionConfig:
         check_bool("per_token_loss", self.per_token_loss)
         check_bool("metrics_only", self.metrics_only)
         check_bool("staleness", self.staleness)
+        if self.compile not in ("auto", True, False) or (
+            isinstance(self.compile, int) and not isinstance(self.compile, bool)
+        ):
+            raise ValueError(f"compile must be auto, true or false, got {self.compile!r}")
         check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
         check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)
         check_known("guards", self.warn_only, GUARD_NAMES)
@@ -124,16 +122,21 @@ class CorrectionConfig:
         return label_gates(self.gates)
 
     @property
-    def all_gates(self) -> tuple[Gate, ...]:
-        """Every gate, with the one that the weight implies."""
-        implied = self.weight.gate if self.weight is not None else None
-        return self.gates if implied is None else (implied, *self.gates)
+    def all_gates(self) -> dict[str, Gate]:
+        """Every gate by label, with the one that the weight implies."""
+        implied = None if self.weight is None else self.weight.gate
+        return self.labelled_gates if implied is None else {"weight": implied, **self.labelled_gates}
+
+    @property
+    def has_token_weights(self) -> bool:
+        """Whether each token has a weight of its own."""
+        return self.weight is not None and self.weight.level == "token"
 
     @property
     def needs_whole_sequences(self) -> bool:
         """Whether a token without a ratio leaves some statistic of its sequence unknown."""
-        has_sequence_weight = self.weight is not None and self.weight.level != "token"
-        return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates)
+        has_sequence_weight = self.weight is not None and not self.has_token_weights
+        return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates.values())
 
     @property
     def rejects_whole_sequences(self) -> bool:
@@ -144,12 +147,12 @@ class CorrectionConfig:
     def multiplies_ratios(self) -> bool:
         """Whether a weight or a gate is of the product of a response's ratios."""
         is_product = self.weight is not None and self.weight.level == "sequence"
-        return is_product or any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in self.all_gates)
+        return is_product or any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in self.all_gates.values())
 
     @property
     def rejects_single_tokens(self) -> bool:
         """Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
-        gates_tokens = any(gate.is_of_tokens and gate.action == "reject" for gate in self.all_gates)
+        gates_tokens = any(gate.is_of_tokens and gate.action == "reject" for gate in self.all_gates.values())
         return not self.metrics_only and (gates_tokens or not self.rejects_whole_sequences)
 
     @property
@@ -201,18 +204,4 @@ class CorrectionConfig:
 
 @functools.lru_cache(maxsize=32)
 def _rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
-    rows = [*mismatch_rows(config.metric_max)]
-    if config.staleness:
-        rows += age_rows(config.metric_max)
-    if config.metrics_only:
-        return tuple(rows)
-    if config.weight is not None:
-        rows += weight_rows(config.weight)
-    for name, gate in config.labelled_gates.items():
-        rows += gate_rows(name, gate)
-    rows += outcome_rows(
-        config.weight,
-        is_normalized=config.normalize_over is not None,
-        has_kept_denominator=config.denominator == "kept",
-    )
-    return tuple(rows)
+    return rows_of(config)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torch import Tensor
-
-from mis_ext.correction.formula import NUM_RESPONSE, NUM_VALID, Column, Formula, inside
 from mis_ext.correction.statistics import (
     LAG,
     MISMATCH,
@@ -27,14 +24,10 @@ from mis_ext.correction.statistics import (
     Reduce,
     Statistic,
     When,
-    reduced,
 )
 from mis_ext.validation import check_choice, check_number
 
 Action = Literal["reject", "zero"]
-
-KNOWN_SEGMENT = "known_segment"
-"""Name of what is 1 where every token of a segment has a ratio, else 0."""
 
 REDUCES: tuple[Reduce, ...] = (*get_args(HookReduce), "prefix", "batch_mean", "batch_rank_mean")
 _FAR_FROM_ONE = 0.1
@@ -127,7 +120,7 @@ class Gate:
 
     @property
     def log_low(self) -> float:
-        """Lower bound on the scale of the token formula, ``-inf`` when open."""
+        """Lower bound on the scale of its statistic, ``-inf`` when open."""
         return -math.inf if self.low is None else self.row.edge(self.low)
 
     @property
@@ -149,52 +142,6 @@ class Gate:
     def is_veto(self) -> bool:
         """Whether a single token can reject its sequence, and can be named; one without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
-
-    @property
-    def over(self) -> str:
-        """Name of the mask of the tokens that it looks at."""
-        return "valid" if self.after is None else f"kept_by_{self.after}"
-
-    @property
-    def value(self) -> Formula:
-        """What is compared with the bounds: of a token, or of a sequence."""
-        return reduced(self.row.token, self.reduce, over=self.over)
-
-    def compared(self, compare: Callable[..., Tensor], *, value: Formula | None = None) -> Formula:
-        """What ``compare(value, low, high)`` says of a value, by default the gate's own, and the edges of the band."""
-        value, low, high = self.value if value is None else value, self.log_low, self.log_high
-        return value.then(lambda x: compare(x, low, high))
-
-    def found(self, compare: Callable[..., Tensor]) -> Formula:
-        """What ``compare(value, low, high)`` says of the gate's own value; False where the gate looks at no token."""
-        compared = self.compared(compare)
-        if self.after is None:
-            return compared
-        # Of no token the sum is 0 and the minimum infinite, which says nothing about a band.
-        return compared.then(lambda count, is_found: (count > 0.0) & is_found, Column("sum", self.over, self.over))
-
-    @property
-    def passes(self) -> Formula:
-        """Whether the value lies between the bounds; of a veto also whether every response token has a value."""
-        in_band = self.compared(inside)
-        if self.after is not None:
-            in_band = self.found(lambda x, low, high: ~inside(x, low, high)).then(lambda outside: ~outside)
-        if self.is_of_segments:
-            # Of a segment with a token without a ratio the statistic is not known.
-            return in_band.then(lambda known, is_inside: (known > 0.0) & is_inside, KNOWN_SEGMENT)
-        if not self.is_veto:
-            return in_band
-        # rs_veto_threshold and its like: the smallest ratio of the sequence is below the bound, or has no place among
-        # those that are compared because a response token has no finite one. Either rejects the sequence.
-        return in_band.then(
-            lambda num_valid, num_response, is_inside: (num_valid == num_response) & is_inside, NUM_VALID, NUM_RESPONSE
-        )
-
-    @property
-    def vetoes(self) -> Formula:
-        """Whether a valid token alone vetoes its sequence: not one that the gate does not look at."""
-        alone = self.compared(inside, value=Formula.named(self.row.token))
-        return alone.then(lambda looked_at, is_inside: looked_at & ~is_inside, self.over)
 
     def _open_idle_bounds(self) -> tuple[float, float]:
         """The legal range of the bounds; one at its end says the same as none, and makes no other gate of it."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.log_ratio import zero_outside
+from mis_ext.correction.tokens import Blocks
 from mis_ext.validation import check_lengths
 
 _MOST_PADDING = 8
@@ -179,6 +180,18 @@ class PackedLayout:
         """``[T]``: how many local tokens of its sequence stand before a local token."""
         start_T = self._length_and_start_2S[1].index_select(0, self.sequence_T)
         return torch.arange(self.num_local_tokens, device=self.device) - start_T
+
+    @functools.cached_property
+    def blocks(self) -> Blocks:
+        """Where the local tokens of each response lie, for sums over responses."""
+        return Blocks(self._length_and_start_2S, Blocks.sizes_of(self.local_lengths))
+
+    @property
+    def position_T(self) -> Tensor:
+        """``[T]``: the place of each local token in the concatenated whole responses."""
+        position_T = self.index.position_T
+        assert position_T is not None
+        return position_T
 
     @functools.cached_property
     def _length_and_start_2S(self) -> Tensor:

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from mis_ext.correction.layout import PackedLayout
 
 
-UNKNOWN_LAG = 1e6
-"""The lag of a token whose version nobody knows: above every bound, and finite, so that sums and metrics are too."""
-
-
 class TokenRatios(NamedTuple):
     """Local tokens; every field is finite everywhere, 0 where ``valid_mask_T`` is False."""
 
@@ -39,15 +35,6 @@ class PackedStreams(NamedTuple):
     response_mask_R: Tensor
     layout: PackedLayout
     lag_T: Tensor | None = None
-
-    @property
-    def known_lag_T(self) -> Tensor:
-        """``[T]`` float32, :data:`UNKNOWN_LAG` where nobody knows: never 0, which would call the token fresh."""
-        assert self.lag_T is not None
-        lag_T = self.lag_T.detach().float()
-        # False for NaN too. No weights are newer than the trainer's: below 0 a version was misread.
-        is_known_T = (lag_T >= 0.0) & (lag_T < UNKNOWN_LAG)
-        return torch.where(is_known_T, lag_T, UNKNOWN_LAG)
 
     @property
     def tokens(self) -> TokenRatios:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What formulas of tokens are given besides log-probs: the lag, and numbers of segments.
+"""Segments: runs of generated tokens within a response, such as the turns of an agent.
 
-Segments are runs of generated tokens within a response, such as the turns of an agent. A rank may hold any part of a
-segment. So the values of all ranks are first laid out as whole responses, in one gather; then every rank adds up the
-same numbers in the same order, whatever the number of ranks.
+A rank may hold any part of a segment. So the values of all ranks are first laid out as whole responses, in one gather;
+then every rank adds up the same numbers in the same order, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, sum_over_ranks
-from mis_ext.correction.formula import NamedValues
+from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.pipeline import Backend
-from mis_ext.correction.statistics import LAG, TOKEN_FORMULAS
+from mis_ext.correction.tokens import KNOWN_SEGMENT, Tokens
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
 _FAN_IN = 16
@@ -54,37 +52,24 @@ class Runs(NamedTuple):
         return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
 
 
-def given_rows(backend: Backend, *, cp_group: Group | None) -> Tensor:
-    """``[F, T]`` float32: the plan's ``given_names`` of each local token."""
-    plan, streams = backend.plan, backend.streams
-    if not plan.config.staleness:
-        return _segment_values(backend, {}, cp_group=cp_group)
-    # A rank without data has no lag either.
-    has_data = backend.layout.num_local_tokens > 0
-    lag_T = streams.known_lag_T if has_data else streams.proximal_logprobs_T.float()
-    lag_1T = lag_T.unsqueeze(0)
-    if not plan.segments:
-        return lag_1T
-    return torch.cat([lag_1T, _segment_values(backend, {LAG: lag_T}, cp_group=cp_group)])
+def segment_values(
+    t: Tokens, gates: Mapping[str, Gate], layout: PackedLayout, mask_R: Tensor, *, cp_group: Group | None
+) -> dict[str, Tensor]:
+    """``[N, 64]``: the statistic of each token's segment, by the label of its gate, and whether it is known.
 
-
-def _segment_values(backend: Backend, lag: Mapping[str, Tensor], *, cp_group: Group | None) -> Tensor:
-    """``[F, T]`` float32: the plan's ``segments`` of each local token.
-
-    The first row is 1 where every token of the segment has a ratio, else 0; the others count those that have one.
+    It is known where every token of the segment has a ratio. The statistics count those that have one.
     """
-    tokens, layout, plan = backend.tokens, backend.layout, backend.plan
-    leaves = {"log_ratio": tokens.log_ratio_T, "proximal": tokens.proximal_T, "behavior": tokens.behavior_T, **lag}
-    of_token, valid_T = NamedValues(leaves, TOKEN_FORMULAS), tokens.valid_mask_T
-    response_R = backend.streams.response_mask_R.bool()
-    rows = [torch.where(valid_T, of_token[segment.token], 0.0) for segment in plan.segments]
-    rows_FR = whole_rows(torch.stack([valid_T.float(), *rows]), layout, cp_group=cp_group)
-    segments = Runs.of(response_R, layout.sequence_R)
-    size_R, count_R, *totals = segments.sums([response_R.float(), *rows_FR.unbind()], layout.longest_response)
-    found = [(count_R == size_R).float()]
-    for segment, total_R in zip(plan.segments, totals, strict=True):
-        found.append(total_R / count_R.clamp_min(1.0) if segment.is_mean else total_R)
-    return layout.local_part(torch.stack(found))
+    blocks, on_segments = layout.blocks, {label: gate for label, gate in gates.items() if gate.is_of_segments}
+    rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in on_segments.values())]
+    rows_FR = whole_rows(torch.stack([blocks.to_tokens(row) for row in rows]), layout, cp_group=cp_group)
+    generated_R = mask_R != 0
+    runs = Runs.of(generated_R, layout.sequence_R)
+    size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout.longest_response)
+    found = {}
+    for (label, gate), total_R in zip(on_segments.items(), totals, strict=True):
+        value_R = total_R / count_R.clamp(min=1.0) if gate.reduce == "segment_mean" else total_R
+        found[label] = blocks.of_tokens(layout.local_part(value_R))
+    return found | {KNOWN_SEGMENT: blocks.of_tokens(layout.local_part(count_R == size_R))}
 
 
 def whole_rows(rows_FT: Tensor, layout: PackedLayout, *, cp_group: Group | None) -> Tensor:

@@ -14,20 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import (
-    MAX_LOG_RATIO,
-    NUM_RESPONSE,
-    NUM_VALID,
-    Column,
-    Formula,
-    Total,
-    bounded_exp,
-    where,
-)
 from mis_ext.correction.gates import Gate, check_pair, warn_far_from_one
-from mis_ext.correction.statistics import MISMATCH, Pair, Reduce, When, reduced
+from mis_ext.correction.statistics import MISMATCH, Pair, Reduce, When
+from mis_ext.correction.tokens import MAX_LOG_RATIO, Tokens, bounded_exp
 from mis_ext.validation import check_choice, check_number
 
 HookLevel = Literal["token", "sequence", "geometric"]
@@ -228,62 +220,13 @@ class Weight:
         """Log of the high edge, ``inf`` without one."""
         return math.log(self.high) if self.high is not None else math.inf
 
-    @property
-    def log_ratio(self) -> Formula:
-        """The log-ratio that the weight bounds, in nats: of a token, or reduced over its sequence."""
-        # Of a token that is not weighed it is 0, and the bounded weight 1.
-        return reduced("stale_log_ratio" if self.when == "stale" else "log_ratio", self.reduce)
+    def log_ratio_of(self, tokens: Tokens) -> Tensor:
+        """The log-ratio that a weight of tokens bounds, nats: 0, and so weight 1, of a token that is not weighed."""
+        return torch.where(tokens.lag > 0.0, tokens.d, 0.0) if self.when == "stale" else tokens.d
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded as ``mode`` says."""
         return self.bound.weight(log_ratio, self.log_low, self.log_high)
-
-    @property
-    def formula(self) -> Formula:
-        """The bounded weight, no unit: one per token at level ``token``, else one per sequence."""
-        bound, low, high = self.bound.weight, self.log_low, self.log_high
-        return self.log_ratio.then(lambda log_ratio: bound(log_ratio, low, high))
-
-    @property
-    def token_formulas(self) -> dict[str, Formula]:
-        """Of a token: its weight, if that is its own, and what moments are made of."""
-        return {"token_weight": self.formula} | _MOMENTS_OF_A_TOKEN if self.level == "token" else {}
-
-    @property
-    def sequence_formulas(self) -> dict[str, Formula]:
-        """Of a sequence: number, sum and scatter of its weights, the sums of their squares and of ``weight - 1``."""
-        return _SUMS_OF_TOKENS if self.level == "token" else {"sequence_weight": self.formula} | _ONE_OF_A_SEQUENCE
-
-
-def _scatter_of_tokens(squared_sum: Tensor, total: Tensor, count: Tensor) -> Tensor:
-    # A difference of squares within a sequence: tokens are passed over once.
-    return (squared_sum - total.square() / count.clamp_min(1.0)).clamp_min(0.0)
-
-
-_MOMENTS_OF_A_TOKEN: dict[str, Formula] = {
-    "squared_token_weight": Formula.of(lambda token_weight: token_weight.square()),
-    # Weights near 1 keep the digits that a difference of squares would lose.
-    "token_weight_excess": Formula.of(lambda token_weight: token_weight - 1.0),
-    "squared_token_weight_excess": Formula.of(lambda token_weight_excess: token_weight_excess.square()),
-}
-_EXCESS, _SQUARED_EXCESS = Column("sum", "token_weight_excess"), Column("sum", "squared_token_weight_excess")
-_SUMS_OF_TOKENS: dict[str, Formula] = {
-    "num_weights": Formula.named(NUM_VALID),
-    "num_weight_excess": Formula.named("num_weights"),
-    "weight": Formula.named(Column("sum", "token_weight")),
-    "squared_weight": Formula.named(Column("sum", "squared_token_weight")),
-    "weight_excess": Formula.named(_EXCESS),
-    "scatter_weight_excess": Formula(_scatter_of_tokens, (_SQUARED_EXCESS, _EXCESS, NUM_VALID)),
-}
-_ONE_OF_A_SEQUENCE: dict[str, Formula] = {
-    "num_weights": Formula.of(lambda measured: where(measured, 1.0, 0.0)),
-    "num_weight_excess": Formula.named("num_weights"),
-    "weight": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight, 0.0)),
-    "squared_weight": Formula.of(lambda weight: weight.square()),
-    "weight_excess": Formula.of(lambda measured, sequence_weight: where(measured, sequence_weight - 1.0, 0.0)),
-    # One weight is no distance from its own mean.
-    "scatter_weight_excess": Formula.of(lambda num_weights: num_weights * 0.0),
-}
 
 
 # --- what the weights are scaled by: self-normalisation and denominators, over one call or a group
@@ -294,52 +237,3 @@ _ONE_OF_A_SEQUENCE: dict[str, Formula] = {
 Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]
 Denominator = Literal["fixed", "kept"]
-
-
-def ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """``numerator / denominator``, elementwise; 1 where nothing was counted, so that one of them is 0."""
-    counted = (denominator > 0.0) & (numerator > 0.0)
-    return where(counted, numerator / where(counted, denominator, 1.0), 1.0)
-
-
-SCALE_FORMULAS: dict[str, Formula] = {
-    "mean_weight": Formula(ratio_or_one, (Total("sum", "weight_sum"), Total("sum", "weight_count"))),
-    # `mis_denominator: kept`: the host divides by all response tokens (or samples); times all of them, and divided by
-    # what is kept, the loss is a mean over what is kept.
-    "denominator_factor": Formula(ratio_or_one, (Total("sum", "original_terms"), Total("sum", "kept_terms"))),
-}
-"""The two factors of all weights: they are divided by ``mean_weight``, times ``denominator_factor``."""
-
-
-def term_formulas(weight: Weight | None, *, over: NormalizeOver | None, per_token_loss: bool) -> dict[str, Formula]:
-    """Per sequence: its share of the sum of weights and of their count; its terms in the host's mean, all and kept.
-
-    Args:
-        weight: Tokens count one by one at token level, else sequences.
-        over: The weights that count: of kept tokens, or of all that have one.
-        per_token_loss: The host averages over tokens, not over per-sample means.
-    """
-    is_counted, mask = ("live_sequence", "live") if over == "kept" else ("usable", "valid")
-    num_counted = Column("sum", mask, mask)
-    if weight is not None and weight.level == "token":
-        terms = {
-            "weight_sum": Formula(_where_counted, (is_counted, Column("sum", "token_weight", mask))),
-            "weight_count": Formula(_where_counted, (is_counted, num_counted)),
-        }
-    else:
-        terms = {
-            "has_counted": Formula(lambda counted, count: counted & (count > 0.0), (is_counted, num_counted)),
-            "weight_sum": Formula.of(lambda has_counted, sequence_weight: where(has_counted, sequence_weight, 0.0)),
-            "weight_count": Formula.of(lambda has_counted: where(has_counted, 1.0, 0.0)),
-        }
-    if per_token_loss:
-        return terms | {"original_terms": Formula.named(NUM_RESPONSE), "kept_terms": Formula.named("num_kept")}
-    # The host gives every response token of a sequence the weight 1 / num_response.
-    return terms | {
-        "original_terms": Formula.named("has_response"),
-        "kept_terms": Formula.of(lambda num_kept, num_response: num_kept / num_response.clamp_min(1.0)),
-    }
-
-
-def _where_counted(counted: Tensor, value: Tensor) -> Tensor:
-    return where(counted, value, 0.0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
+from mis_ext.correction.collectives import global_rank as global_rank
 
 
 class Groups(NamedTuple):
@@ -86,11 +87,6 @@ def initialized_megatron() -> Any:
     """``megatron.core.parallel_state`` if the host has imported and initialised it, else None."""
     megatron = sys.modules.get("megatron.core.parallel_state")
     return megatron if megatron is not None and megatron.model_parallel_is_initialized() else None
-
-
-def global_rank() -> int:
-    """The rank of this process among all processes, for messages; 0 without torch.distributed."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def device_of(*candidates: Any) -> torch.device:

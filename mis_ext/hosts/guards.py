@@ -26,8 +26,8 @@ from mis_ext.checks.token_sums import (
 )
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
+from mis_ext.correction.correct import Correction
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
-from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import extremes_of
 
@@ -106,6 +106,9 @@ def is_capturing(values: Tensor) -> bool:
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+_WATCHED = ("generated", "n", "kept", "kept responses", "responses")
+
+
 class RejectionMonitor:
     """Warns, once, when more is rejected than the user thought possible.
 
@@ -115,29 +118,22 @@ class RejectionMonitor:
     def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
         self._readback = AsyncReadback()
-        self._names: tuple[str, ...] = ()
-        self._rejects = True
         self._warned = False
         self._num_calls = 0
 
     def observe(self, correction: Correction) -> None:
         """Look at what was sent for if it has arrived, and send for this call's totals if it is their turn."""
-        if self._warned or is_capturing(correction.totals_A):
+        if self._warned or is_capturing(correction.weights_T):
             return
         self._num_calls += 1
         arrived = self._readback.receive()
         if arrived is not None:
-            self._warn_above(dict(zip(self._names, arrived[:-1], strict=True)))
+            self._warn_above(dict(zip(_WATCHED, arrived, strict=True)))
         if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
-            self._names = correction.plan.total_names
-            self._rejects = any(gate.action == "reject" for gate in correction.plan.config.all_gates)
-            self._readback.send(correction.totals_A)
+            self._readback.send(torch.stack([correction.totals[name] for name in _WATCHED]))
 
     def _warn_above(self, totals: dict[str, float]) -> None:
-        # Without metrics tokens with a ratio are not counted, and without a filter all others are kept.
-        known = totals.get("total_num_valid", None if self._rejects else totals["total_num_kept"])
-        response = totals["total_num_response"]
-        unknown = 1.0 - known / response if known is not None and response else 0.0
+        unknown = 1.0 - totals["n"] / totals["generated"] if totals["generated"] else 0.0
         if unknown > self._max_fraction:
             self._warned = True
             warnings.warn(
@@ -150,8 +146,8 @@ class RejectionMonitor:
             )
             return
         for what, kept, original in (
-            ("tokens", totals["total_num_kept"], totals["total_num_response"]),
-            ("sequences", totals["total_has_kept"], totals["total_has_response"]),
+            ("tokens", totals["kept"], totals["generated"]),
+            ("sequences", totals["kept responses"], totals["responses"]),
         ):
             share = 1.0 - kept / original if original else 0.0
             if share > self._max_fraction:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
+from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
-from mis_ext.correction.pipeline import Correction
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, chosen_loss, current_run
@@ -210,7 +210,7 @@ def _reducer(
 ) -> Reducer:
     """The user's own, made from the returned masks as the hosts do."""
     masks = batch["loss_masks"]
-    if correction is not None and not correction.plan.config.metrics_only:
+    if correction is not None and not correction.config.metrics_only:
         masks = unpack(correction.loss_mask_R, layout)
     return make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, mark_failed, min_over_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
+from mis_ext.correction.correct import Correction, check_streams, correct
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
-from mis_ext.correction.pipeline import Correction, compute_correction, prepare, run_passes
-from mis_ext.correction.plan import plan_of
+from mis_ext.correction.log_ratio import PackedStreams
 from mis_ext.hosts.groups import ALONE, Groups, device_of, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,
@@ -45,30 +44,20 @@ class Session:
     """
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
-        config = config_given(config)
-        self._plan = plan_of(config)
+        self.config = config_given(config)
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
-        self._guards = DataGuards(config)
-        self._rejection = RejectionMonitor(config.max_reject_fraction)
+        self._guards = DataGuards(self.config)
+        self._rejection = RejectionMonitor(self.config.max_reject_fraction)
         self._status = StatusMonitor()
         self._masks = RangeMonitor(refuse_mask)
         self._divisors = RangeMonitor(refuse_divisors)
         self._mask_sums = RangeMonitor(refuse_mask_sums)
         self._told: set[str] = set()
 
-    @property
-    def config(self) -> CorrectionConfig:
-        """The configuration."""
-        return self._plan.config
-
-    @config.setter
-    def config(self, config: CorrectionConfig) -> None:
-        self._plan = plan_of(config)
-
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
-        """Call :func:`~mis_ext.correction.pipeline.compute_correction`, and check its data.
+        """Call :func:`~mis_ext.correction.correct.compute_correction`, and check its data.
 
         Raises:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
@@ -79,22 +68,13 @@ class Session:
         with self.local_work(layout.response_lengths, groups=groups, device=device_of(mask_R)):
             check_tensors({"response_mask_R": mask_R})
             self._masks.observe(mask_R)
-            backend = prepare(
-                streams,
-                self._plan,
-                cp_group=groups.cp_group,
-            )
+            check_streams(streams, self.config, groups.cp_group)
             if self._guards.armed:
-                self._inspect(backend.tokens, streams, groups)
-        correction = run_passes(
-            backend,
-            cp_group=groups.cp_group,
-            dp_group=groups.dp_group,
-            token_metrics=token_metrics,
-        )
+                self._inspect(streams, groups)
+        correction = self._correct(streams, groups=groups, token_metrics=token_metrics)
         if not groups.is_alone:
             self._status.observe(correction.status)
-        if not self._plan.config.metrics_only and groups.is_first_rank:
+        if not self.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(correction)
         return correction
 
@@ -106,7 +86,7 @@ class Session:
         Raises:
             ValueError: Nobody has stored them.
         """
-        if not self._plan.config.staleness:
+        if not self.config.staleness:
             return None
         if isinstance(self.token_lags, str):
             raise ValueError(self.token_lags)
@@ -213,21 +193,27 @@ class Session:
         self._told.add(message)
         return is_new
 
-    def compute(
+    def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
+        """The correction without guards and monitors.
+
+        Raises:
+            ValueError: An argument is wrong.
+        """
+        with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(streams.response_mask_R)):
+            check_streams(streams, self.config, groups.cp_group)
+        return self._correct(streams, groups=groups)
+
+    def _correct(
         self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False, fails: bool = False
     ) -> Correction:
-        """The correction without checks; with ``fails`` the other ranks are told that this one has an error."""
-        return compute_correction(
-            proximal_logprobs_T=streams.proximal_logprobs_T,
-            behavior_logprobs_T=streams.behavior_logprobs_T,
-            response_mask_R=streams.response_mask_R,
-            layout=streams.layout,
-            config=self._plan,
+        """With ``fails`` the other ranks are told that this one has an error."""
+        return correct(
+            streams,
+            self.config,
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             token_metrics=token_metrics,
             failed_rank=global_rank() if fails else None,
-            lag_T=streams.lag_T,
         )
 
     def neutral(
@@ -237,10 +223,10 @@ class Session:
         layout = PackedLayout.without_tokens(response_lengths, is_whole=groups.cp_group is None, device=device)
         nothing_T = torch.empty(0, device=device)
         mask_R = torch.zeros(layout.num_whole_tokens, device=device)
-        return self.compute(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups, fails=fails)
+        return self._correct(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups, fails=fails)
 
-    def _inspect(self, tokens: TokenRatios, streams: PackedStreams, groups: Groups) -> None:
-        for found in self._guards.inspect(tokens, streams, groups):
+    def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
+        for found in self._guards.inspect(streams.tokens, streams, groups):
             if found.guard is None:
                 self.warn(found.message)
             else:

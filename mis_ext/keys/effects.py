@@ -75,7 +75,7 @@ APPLIED = (
     *("tis_normalize_scope", "tis_normalize_over", "mis_denominator", "mis_max_reject_fraction"),
 )
 """Keys of what changes weights and masks."""
-REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard")
+REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
 """Keys of what is measured and watched."""
 _ON = "set use_tis: true (the flag --use-tis), or remove it"
 _ALL_KEPT = "nothing rejects a token, so that all are kept"

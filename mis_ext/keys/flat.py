@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.log_ratio import UNKNOWN_LAG
 from mis_ext.correction.statistics import LAG, HookReduce
+from mis_ext.correction.tokens import UNKNOWN_LAG
 from mis_ext.correction.weights import (
     BOUNDS,
     DEFAULT_UPPER_BOUND,
@@ -81,7 +81,7 @@ CORRECTION_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
 The schema reads its words and ranges here too.
 """
 
-REPORT_KEYS = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction")
+REPORT_KEYS = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction", "mis_compile")
 CORRECTION_KEYS = ("use_tis", *CORRECTION_CHECKS, *REPORT_KEYS)
 GROUP_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mis_group_baseline": partial(check_choice, choices=get_args(Baseline)),
@@ -288,7 +288,7 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     if config.is_scaled and config.scope != "data_parallel":
         keys["tis_normalize_scope"] = config.scope
     default = CorrectionConfig()
-    for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics"):
+    for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics", "compile"):
         value = getattr(config, name)
         if value != getattr(default, name):
             keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value

@@ -47,7 +47,7 @@ def checked_config(
                 "stores the version of each token"
             )
         if not measure_only:
-            _warn_narrow_bands(config.all_gates)
+            _warn_narrow_bands(config.all_gates.values())
             return config
     return CorrectionConfig(weight=None, metrics_only=True, **reporting)
 
@@ -93,6 +93,11 @@ def reporting(keys: _Mapping) -> dict[str, Any]:
         given["metrics"] = _metrics("mis_metrics", keys["mis_metrics"])
     if "mis_staleness" in keys:
         given["staleness"] = check_bool("mis_staleness", keys["mis_staleness"])
+    if "mis_compile" in keys and keys["mis_compile"] != "auto":
+        try:
+            given["compile"] = check_bool("mis_compile", keys["mis_compile"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"mis_compile must be auto, true or false, got {keys['mis_compile']!r}") from None
     for name, high in (("metric_max", math.inf), ("max_reject_fraction", 1.0)):
         key = f"mis_{name}"
         if key in keys:

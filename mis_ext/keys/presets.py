@@ -110,7 +110,7 @@ def method_yaml(row: PublishedMethod) -> str:
     """A file that runs a method with its defaults: the hook's keys where the hook can do it, else the whole loss's."""
     flags, keys = _flags_and_keys(row)
     remarks = _remarks(row, flags)
-    if "use_tis" in keys and any(gate.action == "reject" for gate in config_from_mapping(keys).all_gates):
+    if "use_tis" in keys and any(gate.action == "reject" for gate in config_from_mapping(keys).all_gates.values()):
         remarks["Denominator"] = "rejected terms stay in the host's; mis_denominator: kept takes them out."
     comment = "\n".join(
         textwrap.fill(f"{title}: {text}", 118, break_on_hyphens=False) for title, text in remarks.items()

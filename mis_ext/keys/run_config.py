@@ -355,7 +355,7 @@ def _refuse_two_denominators(config: RunConfig) -> None:
             "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
             "remove mis_denominator"
         )
-    rejects = any(gate.action == "reject" for gate in config.correction.all_gates)
+    rejects = any(gate.action == "reject" for gate in config.correction.all_gates.values())
     if config.whole_loss is not None and config.whole_loss.has_correction and rejects:
         raise ValueError(
             "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the "

@@ -121,6 +121,7 @@ def _reporting() -> dict[str, _Node]:
         "metrics": _nullable(metrics, "core, all, or a list of names.", "core"),
         "metric_max": _number("The most that a token counts in k3.", default.metric_max, low=0.0, high=math.inf),
         "guard": _nullable({"anyOf": [how, guards]}, "What a guard does, all alike or one by one.", "error"),
+        "compile": _nullable({"enum": ["auto", True, False]}, "Runs in graphs of torch.compile.", "auto"),
         "max_reject_fraction": _number("Warns when more is rejected.", default.max_reject_fraction, low=0.0, high=1.0),
     }
 

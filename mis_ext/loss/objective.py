@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
-from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.correct import Correction
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.pipeline import Correction
 from mis_ext.correction.statistics import STALENESS, STATISTICS, TOTAL, Pair, Policy
+from mis_ext.correction.tokens import bounded_exp
 from mis_ext.loss.settings import LossSettings, PenaltyTokens
 from mis_ext.methods.batch import Batch, Reductions
 from mis_ext.methods.method import Method
@@ -165,9 +165,9 @@ class Corrected(NamedTuple):
     @classmethod
     def by(cls, correction: Correction | None) -> Corrected | None:
         """None without a correction, or by one that only measures."""
-        if correction is None or correction.plan.config.metrics_only:
+        if correction is None or correction.config.metrics_only:
             return None
-        return cls(correction.weights_T, correction.keep_mask_T, correction.plan.config.weight is not None)
+        return cls(correction.weights_T, correction.keep_mask_T, correction.config.weight is not None)
 
 
 def evaluate(

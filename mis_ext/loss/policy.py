@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group, sum_over_ranks
-from mis_ext.correction.formula import MAX_LOG_RATIO, NamedValues, bounded_exp
+from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.pipeline import Correction
-from mis_ext.correction.statistics import TOKEN_FORMULAS, Pair
+from mis_ext.correction.statistics import Pair
+from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_exp, k3
 from mis_ext.loss.objective import LOW_VAR_CAP, Corrected, Evaluation, LossTokens, Objective, evaluate, objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.batch import Reductions
@@ -316,7 +316,7 @@ def token_rows(
         rows.append(Row("train_rollout_logprob_abs_diff", gap_T, mask_T))
         if with_kl:
             near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            k3_T = NamedValues({"log_ratio": near_T}, TOKEN_FORMULAS)["k3"]
+            k3_T = k3(near_T)
             rows.append(Row("train_rollout_kl", k3_T.clamp_max(LOW_VAR_CAP), mask_T))
     if is_corrected:
         rows.append(Row("ois", bounded_exp(found.log_ratio_T), valid_T))

@@ -18,10 +18,10 @@ from mis_ext.correction.collectives import (
     min_over_ranks,
     sum_over_ranks,
 )
-from mis_ext.correction.formula import NamedValues, bounded_exp
 from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
-from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, TOKEN_FORMULAS, Pair, Policy, Reduce, When
+from mis_ext.correction.statistics import OF_SEGMENTS, STATISTICS, Pair, Policy, Reduce, When
+from mis_ext.correction.tokens import Tokens, bounded_exp
 
 Over = Literal["tokens", "sequences"]
 
@@ -226,7 +226,7 @@ class Batch:
         self._state_values_T = finite[1] if values else None
         self._log_probs = dict(zip(log_probs, finite[1 + len(values) :], strict=True))
         self._position_T: Tensor | None = None
-        self._statistics: dict[Pair, NamedValues] = {}
+        self._tokens: dict[Pair, Tokens] = {}
         self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
 
     def log_prob(self, policy: Policy) -> Tensor:
@@ -297,10 +297,7 @@ class Batch:
         return self._position_T
 
     def _of_tokens(self, name: str, pair: Pair) -> Tensor:
-        if pair not in self._statistics:
+        if pair not in self._tokens:
             numerator_T, denominator_T = map(self.log_prob, pair)
-            # Formulas of the correction, whose names are those of its one pair.
-            given = {"log_ratio": numerator_T - denominator_T, "proximal": numerator_T, "behavior": denominator_T}
-            self._statistics[pair] = NamedValues(given, TOKEN_FORMULAS)
-        values_T: Tensor = self._statistics[pair][STATISTICS[name].token]
-        return values_T
+            self._tokens[pair] = Tokens(numerator_T - denominator_T, numerator_T, denominator_T)
+        return STATISTICS[name].of(self._tokens[pair])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import MISMATCH, Pair
+from mis_ext.correction.tokens import bounded_exp
 from mis_ext.correction.weights import Weight
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method, NormalizeOver

@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
 from mis_ext.correction.gates import Action, Gate
 from mis_ext.correction.statistics import STALENESS, STATISTICS, Pair, Reduce, When
+from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
 from mis_ext.correction.weights import REDUCTIONS, Level, Weight
 from mis_ext.methods.batch import Batch
 

@@ -10,9 +10,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO, bounded_exp
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
+from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_exp
 from mis_ext.correction.weights import Weight
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group, gather_rows
-from mis_ext.correction.triton import wants_triton
+from mis_ext.scoring.backend import wants_triton
 from mis_ext.scoring.chunked import EagerBackend
 from mis_ext.scoring.passes import (
     Backend,
@@ -224,7 +224,7 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose_backend(logits: Tensor) -> Backend:
-    """The backend for these logits; ``MIS_EXT_BACKEND`` decides as in the correction. float64 is eager.
+    """The backend for these logits; as :mod:`mis_ext.scoring.backend` says. float64 is eager.
 
     Raises:
         ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.correction.triton.launch import Launcher, launching_on
+from mis_ext.scoring.launch import Launcher, launching_on
 from mis_ext.scoring.passes import BITS, Coefficients, Finished, Normalizer, RowSums, Targets
 
 _LOG2_E = 1.4426950408889634

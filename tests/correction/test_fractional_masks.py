@@ -7,13 +7,10 @@ import loss_cases
 import pytest
 import torch
 from thread_ranks import Rank, run_ranks
-from triton_support import HAS_GPU, OBSTACLE
 from zigzag import take
 
 import mis_ext
 
-needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
 MASKS = [torch.tensor([0.25, 1.0, 0.0, 0.5, 2.0]), torch.tensor([0.0, 0.75, 1.0])]
 LENGTHS = [5, 3]
 TOTALS = [9, 7]
@@ -41,27 +38,21 @@ def hook(*, masks=MASKS, far: int | None = None, rank: Rank | None = None, **key
     )
 
 
-@backends
-def test_masks_come_back_as_given_whether_one_corrects_or_measures(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_masks_come_back_as_given_whether_one_corrects_or_measures() -> None:
     for keys in ({}, GATE, {"use_tis": False, "get_mismatch_metrics": True}):
         _, masks, _ = hook(**keys)
         assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in MASKS]
 
 
-@backends
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_a_rejected_token_is_0_and_the_others_are_as_given(cp_size, backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_a_rejected_token_is_0_and_the_others_are_as_given(cp_size) -> None:
     found = [hook(far=3, **GATE)] if cp_size == 1 else run_ranks(lambda rank: hook(far=3, rank=rank, **GATE), cp_size=2)
     for _, masks, _ in found:
         assert [mask.tolist() for mask in masks] == [[0.25, 1.0, 0.0, 0.0, 2.0], [0.0, 0.75, 1.0]]
         assert {mask.dtype for mask in masks} == {torch.float32}
 
 
-@backends
-def test_statistics_and_metrics_count_such_a_token_once(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_statistics_and_metrics_count_such_a_token_once() -> None:
     ones = [(mask != 0).int() for mask in MASKS]
     keys = {"tis_level": "geometric", "tis_batch_normalize": True, "mis_denominator": "kept", **GATE}
     loss, masks, metrics = hook(far=3, **keys)
@@ -72,16 +63,8 @@ def test_statistics_and_metrics_count_such_a_token_once(backend, monkeypatch) ->
         assert torch.equal(values, wanted[name]), name
 
 
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [
-        *((dtype, "eager") for dtype in (torch.bool, torch.int32, torch.uint8, torch.bfloat16)),
-        # The kernels' other tests have whole numbers of all kinds.
-        pytest.param(torch.bool, "triton", marks=needs_interpreter),
-    ],
-)
-def test_a_mask_of_ones_of_any_dtype_comes_back_as_ones(dtype, backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8, torch.bfloat16])
+def test_a_mask_of_ones_of_any_dtype_comes_back_as_ones(dtype) -> None:
     masks = hook(masks=[(mask != 0).to(dtype) for mask in MASKS])[1]
     assert torch.cat(masks).tolist() == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
 
@@ -157,11 +140,9 @@ def test_a_ratio_of_a_sequence_counts_a_token_once_where_slime_weighs_it_as_the_
         torch.testing.assert_close(gradient, -mean.exp() * torch.tensor([0.5, 0.5]))
 
 
-@backends
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_rejected_token_counts_0_whatever_its_mask_holds(value: float, backend: str, monkeypatch) -> None:
+def test_a_rejected_token_counts_0_whatever_its_mask_holds(value: float) -> None:
     """The guards refuse such a mask in the first calls; without them 0 times NaN would leave the gate's decision."""
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     found = mis_ext.compute_correction(
         proximal_logprobs_T=torch.tensor([-1.0, -1.0, -1.0]),
         behavior_logprobs_T=torch.tensor([-1.0, -9.0, -1.0]),

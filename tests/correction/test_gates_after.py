@@ -6,13 +6,10 @@ import math
 
 import pytest
 import torch
-from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
 from mis_ext.correction.statistics import STATISTICS
 
-needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 # Of two responses the first has ratios of 4, which no band of tokens leaves, the second ratios of 1.
 PROXIMAL = torch.tensor([-1.0, -1.0, -1.0, -1.5, -1.5])
@@ -69,16 +66,7 @@ def test_a_sequence_of_which_the_first_gate_leaves_nothing_passes_the_second(sta
         assert_passes(mis_ext.Gate(statistic=statistic, reduce=reduce, after="first", name="second", **band))
 
 
-@pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-@pytest.mark.parametrize(("statistic", "reduce", "bounds"), [("k3", "min", {"high": 0.9}), ("ratio", "sum", BOUNDS[2])])
-def test_in_kernels_too_a_sequence_of_which_nothing_is_left_passes(statistic, reduce, bounds, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", "triton")
-    assert_passes(mis_ext.Gate(statistic=statistic, reduce=reduce, after="first", name="second", **bounds))
-
-
-@backends
-def test_a_set_that_is_not_empty_is_judged(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_a_set_that_is_not_empty_is_judged() -> None:
     after = {"statistic": "proximal_probability", "reduce": "mean", "after": "first", "name": "second"}
     found = correct(FIRST, mis_ext.Gate(low=0.3, **after))
     # exp(-1.5) is 0.22.

@@ -57,7 +57,7 @@ def test_two_runs_give_the_same_bits() -> None:
 
 # Two data-parallel ranks are all that the judge's calls are made for.
 ON_GPUS = TOPOLOGIES | {"CP 8": (8, 1), "CP 4 x DP 2": (4, 2)}
-# Every level, gate, normaliser and veto: each setting compiles for some four seconds, on every rank.
+# Every level, gate, normaliser and veto: each setting compiles for some ten seconds, on every rank.
 SETTINGS = grid()[9::29]
 # All ranks are of this machine, which need not have a network; multicast over NVLink is one more way to hang.
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}

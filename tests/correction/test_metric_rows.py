@@ -31,7 +31,6 @@ from reference import Samples, correct
 from searching import searching
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton_support import HAS_GPU, OBSTACLE
 
 import mis_ext
 from mis_ext.correction.log_ratio import PackedStreams
@@ -42,8 +41,6 @@ KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
 )
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
-needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
 reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample means", "token sums"])
 
 
@@ -196,19 +193,13 @@ class NoPassOverTokens(TorchDispatchMode):
         return out
 
 
-@backends
-def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch):
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_metrics_as_numbers_need_no_second_pass_over_tokens(monkeypatch):
     samples = sprinkle(random_samples([700, 3, 900], seed=92), seed=92, share=0.01)
     for weight in [("token", "clip"), ("sequence", "truncate")]:
         keys = correction_keys(weight, gate="geometric gate", veto="all vetoes", normalizer="kept")
         correction = correction_of(keys, samples)
         with monkeypatch.context() as patch, NoPassOverTokens(1603) as recorder:
             patch.setattr(PackedStreams, "tokens", None)
-            if backend == "triton":
-                from mis_ext.correction.triton.launch import BoundKernel
-
-                patch.setattr(BoundKernel, "__call__", None)
             metrics = {name: metric.value() for name, metric in correction.metrics.items()}
         assert recorder.num_operations > len(metrics) > 40
         (expected,) = correct([samples], keys)
@@ -219,13 +210,8 @@ def test_metrics_as_numbers_need_no_second_pass_over_tokens(backend, monkeypatch
 NAMES = ["spike_over_5", "over", "a_over_valid", "sum_x_over_kept", "_over_", "class"]
 
 
-# The kernels do not see names; in their interpreter one takes a second.
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [*((name, "eager") for name in NAMES), pytest.param("a_over_valid", "triton", marks=needs_interpreter)],
-)
-def test_the_name_of_a_gate_may_have_any_word_in_it(name, backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_gate_may_have_any_word_in_it(name) -> None:
     samples = random_samples([5, 9, 3], seed=3)
     lists = {"train_log_probs": samples.train, "rollout_log_probs": samples.rollout, "loss_masks": samples.masks}
 

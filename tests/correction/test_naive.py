@@ -9,10 +9,10 @@ import pytest
 import torch
 from cases import assert_close, flat
 from drawn_configs import Balanced, Point, broken_batch, correct_point, draw_point
+from naive_correction import naive_correction
 from reference import Corrected, Samples, correct
 
 import mis_ext
-from mis_ext.correction.naive import naive_correction
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 

@@ -19,25 +19,21 @@ from parallel_worker import SECONDS, TOPOLOGIES, Worker
 from process_ranks import joined, run_processes
 from zigzag import local_tokens
 
-from mis_ext.correction.triton import triton_obstacle
-
 pytestmark = pytest.mark.distributed
 
-# A topology takes half a minute of two cores: the others, and Triton between real ranks, are long runs. Tests whose
+# A topology takes half a minute of two cores: the others are long runs. Tests whose
 # ranks are threads always have four context-parallel ranks, and interpreted kernels.
-BOTH, INTERPRETED = "CP 2 x DP 2", "CP 4"
+BOTH = "CP 2 x DP 2"
 SECTIONS = [
     "thd",
     "bshd",
     "contiguous",
     "collectives",
     "wrapped groups",
-    "triton",
     "missing log-probs",
     "one ULP",
     "megatron",
 ]
-TRITON_OBSTACLE = triton_obstacle("cpu")
 NEEDS_MEGATRON = ["megatron"]
 HAS_MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
@@ -52,8 +48,6 @@ def work(rank: int, topology: str, folder: str) -> None:
     with joined(rank, world_size, folder, seconds=SECONDS):
         worker = Worker(cp_size, dp_size)
         for section in [section for section in SECTIONS if not obstacle(section)]:
-            if section == "triton" and topology != INTERPRETED:
-                continue
             if section == "megatron":
                 from megatron.core import parallel_state
 
@@ -94,7 +88,7 @@ def outcomes(tmp_path_factory) -> Callable[[str], tuple[dict[str, list[str]], st
 def obstacle(section: str) -> str | None:
     if section in NEEDS_MEGATRON and not HAS_MEGATRON:
         return "needs megatron-core"
-    return TRITON_OBSTACLE if section == "triton" else None
+    return None
 
 
 def assert_section(outcomes, topology: str, section: str) -> None:
@@ -136,12 +130,6 @@ def test_at_most_three_small_collectives_that_do_not_depend_on_the_data(outcomes
 @topologies
 def test_fault_tolerant_wrappers_around_the_groups_work(outcomes, topology):
     assert_section(outcomes, topology, "wrapped groups")
-
-
-@pytest.mark.whole_run
-@pytest.mark.long_run
-def test_the_triton_backend_gives_the_results_of_one_rank(outcomes):
-    assert_section(outcomes, INTERPRETED, "triton")
 
 
 @topologies

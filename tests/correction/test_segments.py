@@ -12,7 +12,6 @@ from drawn_configs import LEVELS, OF_TOKENS, Balanced, correct_point, draw_point
 from reference import Samples, correct
 from synchronisation import ENOUGH, call, recorded
 from thread_ranks import run_ranks
-from triton_support import OBSTACLE
 from zigzag import local_tokens
 
 import mis_ext
@@ -94,10 +93,9 @@ def test_a_gate_on_segments_cannot_look_at_what_another_leaves() -> None:
 
 
 @cache
-def points(backend: str) -> list:
+def points() -> list:
     """Configurations of which each has a gate on segments, and samples of several turns; the interpreter is slow."""
-    count = 12 if backend == "eager" else 2
-    random, found = Random(5 if backend == "eager" else 7), []
+    count, random, found = 12, Random(5), []
     choose = Balanced(random)
     while len(found) < count:
         point = draw_point(choose)
@@ -144,18 +142,9 @@ def on_ranks(point, samples: Samples, *, cp_size: int, partition: str) -> list:
     return found
 
 
-@pytest.mark.parametrize(
-    ("cp_size", "partition", "backend"),
-    [
-        *((2, "zigzag", "eager"), (4, "zigzag", "eager"), (4, "contiguous", "eager")),
-        pytest.param(2, "zigzag", "triton", marks=pytest.mark.whole_run),
-    ],
-)
-def test_any_number_of_ranks_keeps_the_same_segments(cp_size, partition, backend, monkeypatch) -> None:
-    if backend == "triton" and OBSTACLE is not None:
-        pytest.skip(str(OBSTACLE))
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
-    for point, samples in points(backend):
+@pytest.mark.parametrize(("cp_size", "partition"), [(2, "zigzag"), (4, "zigzag"), (4, "contiguous")])
+def test_any_number_of_ranks_keeps_the_same_segments(cp_size, partition) -> None:
+    for point, samples in points():
         whole = correct_point(point, samples)
         found = on_ranks(point, samples, cp_size=cp_size, partition=partition)
         # Segments, statistics of sequences, and bits of the tokens that are kept.
@@ -170,7 +159,7 @@ def test_any_number_of_ranks_keeps_the_same_segments(cp_size, partition, backend
 
 
 def test_the_points_have_both_reductions_and_both_actions() -> None:
-    gates = [gate for point, _ in points("eager") for gate in point.config.gates]
+    gates = [gate for point, _ in points() for gate in point.config.gates]
     assert {(gate.reduce, gate.action) for gate in gates} >= {(r, a) for r in SEGMENTS for a in ("reject", "zero")}
     followed = {gate.after for gate in gates} - {None}
     assert followed

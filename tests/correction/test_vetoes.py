@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worst token of all has no finite ratio: it fails every veto of its sequence, in the correction and in methods."""
 
-import itertools
 import math
 from argparse import Namespace
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from flat_keys import keys_of
 from thread_ranks import Rank, run_ranks
-from triton_support import HAS_GPU, OBSTACLE
 from zigzag import take
 
 import mis_ext
@@ -18,8 +16,6 @@ from mis_ext.correction.statistics import MISMATCH
 from mis_ext.methods import METHODS, Method, Score
 from mis_ext.methods.first_update import as_correction
 
-needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
 VETOES = {
     "rs_catastrophic": {"rs_veto_threshold": 1e-4},
     "rs_veto_upper": {"rs_veto_upper_threshold": 100.0},
@@ -57,19 +53,8 @@ def hook(keys: dict, columns: dict[str, list[torch.Tensor]], *, rank: Rank | Non
     )
 
 
-# A kernel reads each veto, and each broken number, by the same lines.
-@pytest.mark.parametrize(
-    ("veto", "stream", "value", "backend"),
-    [
-        *((veto, *broken, "eager") for veto in VETOES for broken in BROKEN),
-        *(
-            pytest.param(veto, *broken, "triton", marks=needs_interpreter)
-            for veto, broken in zip(itertools.cycle(VETOES), BROKEN, strict=False)
-        ),
-    ],
-)
-def test_a_token_without_a_finite_ratio_vetoes_its_sequence_and_no_other(veto, stream, value, backend, monkeypatch):
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+@pytest.mark.parametrize(("veto", "stream", "value"), [(veto, *broken) for veto in VETOES for broken in BROKEN])
+def test_a_token_without_a_finite_ratio_vetoes_its_sequence_and_no_other(veto, stream, value):
     _, masks, metrics = hook(VETOES[veto], batch(stream, value))
     assert [mask.tolist() for mask in masks] == [[0.0] * 10, [1.0] * 4]
     first, second = 0, 10
@@ -77,16 +62,12 @@ def test_a_token_without_a_finite_ratio_vetoes_its_sequence_and_no_other(veto, s
     assert metrics[f"mis_{veto}_seq_fraction"][[first, second]].tolist() == [1.0, 0.0]
 
 
-@backends
 @pytest.mark.parametrize(("stream", "value"), BROKEN)
-def test_without_a_veto_the_other_tokens_of_its_sequence_train(stream, value, backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_without_a_veto_the_other_tokens_of_its_sequence_train(stream, value) -> None:
     assert [int(mask.sum()) for mask in hook({}, batch(stream, value))[1]] == [9, 4]
 
 
-@backends
-def test_a_response_without_any_finite_ratio_counts_as_vetoed(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_a_response_without_any_finite_ratio_counts_as_vetoed() -> None:
     columns = batch()
     columns["train"][0][:] = -math.inf
     metrics = hook(VETOES["rs_catastrophic"], columns)[2]
@@ -94,9 +75,7 @@ def test_a_response_without_any_finite_ratio_counts_as_vetoed(backend, monkeypat
     assert metrics["mis_rs_catastrophic_seq_fraction"][[0, 10]].tolist() == [1.0, 0.0]
 
 
-@backends
-def test_a_veto_that_zeroes_takes_the_weight_of_the_sequence_and_leaves_its_mask(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_a_veto_that_zeroes_takes_the_weight_of_the_sequence_and_leaves_its_mask() -> None:
     gate = {"reduce": "min", "low": 1e-4, "action": "zero"}
     loss, masks, _ = hook(gates(gate), batch())
     assert loss.tolist() == [0.0] * 10 + [1.0] * 4
@@ -115,16 +94,8 @@ def test_a_gate_on_extremes_that_is_no_veto_looks_at_what_has_a_ratio(gate) -> N
     assert [int(mask.sum()) for mask in hook(gates(gate), batch())[1]] == [9, 4]
 
 
-# What ranks exchange is the same in both backends.
-@pytest.mark.parametrize(
-    ("cp_size", "at", "backend"),
-    [
-        *((cp_size, at, "eager") for cp_size in (2, 4) for at in (0, 7)),
-        pytest.param(4, 7, "triton", marks=needs_interpreter),
-    ],
-)
-def test_every_context_parallel_rank_vetoes_what_one_of_them_sees(cp_size, at, backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+@pytest.mark.parametrize(("cp_size", "at"), [(cp_size, at) for cp_size in (2, 4) for at in (0, 7)])
+def test_every_context_parallel_rank_vetoes_what_one_of_them_sees(cp_size, at) -> None:
     found = run_ranks(lambda rank: hook(VETOES["rs_catastrophic"], batch(at=at), rank=rank), cp_size=cp_size)
     assert [[mask.tolist() for mask in masks] for _, masks, _ in found] == [[[0.0] * 10, [1.0] * 4]] * cp_size
     for name, of_each_token in {"token": 0.1, "seq": 1.0}.items():

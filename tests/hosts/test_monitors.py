@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext import Gate, MismatchWarning
+from mis_ext import MismatchWarning
 from mis_ext.correction.collectives import failed_rank, mark_failed
 from mis_ext.hosts.guards import AsyncReadback, RejectionMonitor, RunningReadback, StatusMonitor, raise_if_failed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-WATCHED = ("total_num_response", "total_num_kept", "total_has_response", "total_has_kept")
 
 
 def totals(
@@ -24,12 +23,12 @@ def totals(
     sequences: float = 4.0,
     kept_sequences: float = 4.0,
     *,
-    gates: tuple = (Gate(high=2),),
+    valid_tokens: float | None = None,
 ) -> SimpleNamespace:
-    """What a monitor reads of a correction; the totals have more names in front, and the status behind."""
-    plan = SimpleNamespace(total_names=("total_other", *WATCHED), config=SimpleNamespace(all_gates=gates))
-    numbers = [9.0, tokens, kept_tokens, sequences, kept_sequences, math.inf]
-    return SimpleNamespace(plan=plan, totals_A=torch.tensor(numbers))
+    """What a monitor reads of a correction."""
+    numbers = {"generated": tokens, "n": tokens if valid_tokens is None else valid_tokens, "kept": kept_tokens}
+    numbers |= {"responses": sequences, "kept responses": kept_sequences}
+    return SimpleNamespace(totals={name: torch.tensor(x) for name, x in numbers.items()}, weights_T=torch.ones(2))
 
 
 def observe(monitor: RejectionMonitor, corrections: list) -> list[str]:
@@ -51,7 +50,7 @@ def test_too_much_rejection_is_said_a_call_late_and_once() -> None:
 
 
 def test_tokens_without_a_ratio_are_not_blamed_on_the_bounds() -> None:
-    (message,) = observe(RejectionMonitor(0.3), [totals(100.0, 40.0, gates=())] * 2)
+    (message,) = observe(RejectionMonitor(0.3), [totals(100.0, 40.0, valid_tokens=40.0)] * 2)
     assert "60.0% of the response tokens" in message
     assert "mis_nonfinite_token_fraction" in message
 

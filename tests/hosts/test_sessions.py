@@ -17,7 +17,6 @@ from hook_batches import make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.correction.plan import plan_of
 from mis_ext.hosts import runs
 from mis_ext.hosts.runs import all_arguments, read_argument, session_for
 
@@ -261,8 +260,5 @@ def test_a_session_and_what_it_gives_can_be_copied_and_a_new_configuration_is_us
     for same in (copy.deepcopy(session), pickle.loads(pickle.dumps(session))):
         assert same.config == session.config
         assert torch.equal(mis_ext.correct_padded(same, **streams).weights, expected.weights)
-    plan = plan_of(session.config)
-    assert pickle.loads(pickle.dumps(plan)) is plan
-    assert [copy.deepcopy(each) for each in (*plan.columns, *plan.totals)] == [*plan.columns, *plan.totals]
     session.config = mis_ext.preset("mis").replace(weight=mis_ext.Weight(high=1.5))
     assert mis_ext.correct_padded(session, **streams).weights.max() == 1.5

@@ -11,15 +11,12 @@ from cases import ATOL, RTOL, assert_close, call_hook, correction_keys, random_s
 from host_loop import sum_of_sample_mean, sum_of_token
 from reference import Samples, correct
 from thread_ranks import Rank, run_ranks
-from triton_support import HAS_GPU, OBSTACLE
 from zigzag import local_tokens, take
 
 import mis_ext
 
 # NumPy, in which the interpreter computes, warns of every NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-needs_interpreter = pytest.mark.skipif(HAS_GPU or OBSTACLE is not None, reason="interpreter")
-backends = pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=needs_interpreter)])
 reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample means", "token sums"])
 KEYS = correction_keys(("token", "clip"), gate="geometric gate", veto="low veto", normalizer="kept")
 LENGTHS = [4, 7, 3, 9]
@@ -42,10 +39,8 @@ def of_samples(keys: dict) -> list[mis_ext.correction.metrics.MetricRow]:
     return [row for row in mis_ext.config_from_mapping(keys).selected_rows if row.over in ("valid_tokens", "sequences")]
 
 
-@backends
 @reducers
-def test_a_host_that_divides_by_all_plots_the_mean_of_what_was_measured(per_token, backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_a_host_that_divides_by_all_plots_the_mean_of_what_was_measured(per_token) -> None:
     samples, reduce = samples_with(BROKEN), sum_of_token if per_token else sum_of_sample_mean
     metrics = call_hook(KEYS, samples, per_token_loss=per_token)[2]
     known = without(samples, BROKEN)
@@ -68,9 +63,7 @@ def test_a_host_that_divides_by_all_plots_the_mean_of_what_was_measured(per_toke
     assert [float(values.mean()) for values in of_broken] == [0.0, 1.0, 0.0, 0.0]
 
 
-@backends
-def test_a_call_that_measured_nothing_reads_nan_and_counts_every_response(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_a_call_that_measured_nothing_reads_nan_and_counts_every_response() -> None:
     samples = samples_with(0, 1, 2, 3)
     metrics, response = call_hook(KEYS, samples)[2], torch.cat(samples.masks) != 0
     for row in of_samples(KEYS):
@@ -79,9 +72,7 @@ def test_a_call_that_measured_nothing_reads_nan_and_counts_every_response(backen
         assert (metrics[f"mis_{name}"][response] == 1.0).all()
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=[needs_interpreter, pytest.mark.whole_run])])
-def test_context_parallel_ranks_fill_in_the_numbers_of_one_rank(backend, monkeypatch) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_context_parallel_ranks_fill_in_the_numbers_of_one_rank() -> None:
     samples, totals = samples_with(BROKEN), [length + 3 for length in LENGTHS]
     whole = call_hook(KEYS, samples)[2]
 

@@ -7,6 +7,7 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, HOOK, KL
+from naive_policy_loss import naive_policy_loss
 from rows import for_each
 from test_policy_loss_methods import GATES_ALONE, UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
@@ -17,7 +18,6 @@ import mis_ext
 from mis_ext import PackedLayout
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
-from mis_ext.loss.naive import naive_policy_loss
 from mis_ext.methods import METHODS
 
 STREAMS = {

@@ -7,10 +7,10 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from naive_scoring import naive_score_hidden
 from torch import Tensor
 
 from mis_ext.scoring import KeptColumns, hidden, score_hidden, score_tokens
-from mis_ext.scoring.naive import naive_score_hidden
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

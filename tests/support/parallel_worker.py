@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a topology: its part of the data, the hook on it, and what differs from the judge on the whole data."""
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -84,19 +82,6 @@ def grid() -> list[tuple[dict, bool]]:
                 keys["mis_denominator"] = ["fixed", "kept"][turn % 2]
                 out.append((keys, turn % 4 < 2))
     return out
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Set MIS_EXT_BACKEND for a while."""
-    before = os.environ.get("MIS_EXT_BACKEND")
-    os.environ["MIS_EXT_BACKEND"] = name
-    try:
-        yield
-    finally:
-        del os.environ["MIS_EXT_BACKEND"]
-        if before is not None:
-            os.environ["MIS_EXT_BACKEND"] = before
 
 
 # --- what a worker is
@@ -349,16 +334,6 @@ class Worker:
         if not any(group.used for group in made):
             failures.append("the wrapper's own methods were never called")
         return failures
-
-    def run_triton(self) -> list[str]:
-        """The kernels, interpreted, which takes seconds a call: with and without gates on tokens, packed and padded."""
-        with_gate, without = (
-            next(keys for keys, _ in grid()[start:] if self.has_token_gate(keys) == has)
-            for start, has in ((20, True), (9, False))
-        )
-        with backend("triton"):
-            failures = self.compare_hook([(with_gate, True)], "broken") + self.compare_hook([(without, False)], "plain")
-            return failures + self.compare_hook([(with_gate, False)], "plain", max_seq_lens=True, qkv_format="bshd")
 
     def has_token_gate(self, keys: dict) -> bool:
         by_gate = bool(keys.get("use_rs")) and keys["rs_level"] == "token"

@@ -6,8 +6,8 @@ import torch
 from interpreted import dot_row_by_row
 from torch import Tensor
 
-from mis_ext.correction.triton import triton_obstacle
 from mis_ext.onpolicy.bits import same_bits
+from mis_ext.scoring.backend import triton_obstacle
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

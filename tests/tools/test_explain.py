@@ -11,7 +11,7 @@ import torch
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
-from mis_ext.correction.formula import bounded_exp, where
+from mis_ext.correction.tokens import bounded_exp
 from mis_ext.correction.weights import Bound
 from mis_ext.tools.cli import main
 from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
@@ -91,7 +91,7 @@ def test_the_law_predicts_what_each_kind_of_gate_keeps(parts, keys) -> None:
 
 def half_above(log_ratio: torch.Tensor, _log_low: float, log_high: float) -> torch.Tensor:
     """The ratio, of which what is above `high` counts by its root: no clamp."""
-    return bounded_exp(where(log_ratio > log_high, 0.5 * (log_ratio + log_high), log_ratio))
+    return bounded_exp(torch.where(log_ratio > log_high, 0.5 * (log_ratio + log_high), log_ratio))
 
 
 NEW_BOUND = Bound("half", half_above, has_low=False, has_high=True, rejects=False, text="the ratio, its root above")

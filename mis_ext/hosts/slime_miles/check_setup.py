@@ -27,7 +27,6 @@ from torch import Tensor
 import mis_ext
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.correction.triton import wants_triton
 from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import batch_loss
@@ -51,6 +50,7 @@ from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, refuse_keys_of_loss, steps_per_rollout
 from mis_ext.keys.strays import method_advice, near_miss
 from mis_ext.loss.settings import CHECKS, KlType
+from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
 from mis_ext.validation import check_bool, check_choice, check_integer, check_number
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.triton import triton_obstacle
 from mis_ext.onpolicy.batch_invariant import cpu
+from mis_ext.scoring.backend import triton_obstacle
 
 
 def products_on(x: Tensor) -> Any:

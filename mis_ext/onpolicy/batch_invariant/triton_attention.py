@@ -20,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mis_ext.correction.triton.launch import IS_HIP, Launcher, launching_on
 from mis_ext.onpolicy.batch_invariant.devices import check_tensors
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, seen_keys, split_runs
 from mis_ext.onpolicy.batch_invariant.triton_products import FLOAT32_PRODUCTS
+from mis_ext.scoring.launch import IS_HIP, Launcher, launching_on
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.correction.triton.launch import IS_HIP, Launcher, launching_on
 from mis_ext.onpolicy.batch_invariant.devices import check_tensors
+from mis_ext.scoring.launch import IS_HIP, Launcher, launching_on
 
 # Three products of TF32 for one of float32, as exact as float32's own and several times as fast: Ootomo and Yokota,
 # "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", arXiv

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.correction.triton.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
 from mis_ext.onpolicy.batch_invariant.devices import check_tensors
+from mis_ext.scoring.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
 SHARE = tl.constexpr(2.0**42)

@@ -28,7 +28,7 @@ from mis_ext.checks.token_sums import (
 )
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.tokens import is_open, k3
 from mis_ext.tools.diagnosis.signals import Signals, Turns, turns_of
 
 COLUMNS = (
@@ -288,9 +288,8 @@ def _whole(kinds: Mapping[Kind, Signals]) -> dict[str, Any]:
 
 def _sums(tokens: TokenRatios, chosen_T: Tensor, layout: PackedLayout) -> Tensor:
     difference_T = tokens.log_ratio_T
-    k3_T = TOKEN_FORMULAS["k3"].function(TOKEN_FORMULAS["ratio_excess"].function(difference_T), difference_T)
-    is_open_T = TOKEN_FORMULAS["is_open"].function(tokens.behavior_T, difference_T)
-    is_raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, difference_T)
+    k3_T, is_open_T = k3(difference_T), is_open(tokens.behavior_T, difference_T).float()
+    is_raised_T = torch.where(difference_T > 0.0, is_open_T, 0.0)
     room_T = -tokens.behavior_T.expm1()
     rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T, room_T)
     return layout.index.reduce([torch.where(chosen_T, row, 0.0) for row in rows], "sum").double()

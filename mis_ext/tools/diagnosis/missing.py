@@ -20,7 +20,7 @@ from mis_ext.checks.token_sums import (
     TokenSums,
     vary,
 )
-from mis_ext.correction.formula import MAX_LOG_RATIO
+from mis_ext.correction.tokens import MAX_LOG_RATIO
 from mis_ext.tools.diagnosis.cause import Finding, cause
 from mis_ext.tools.diagnosis.measuring import Measured, Samples
 from mis_ext.tools.diagnosis.size import stale_words

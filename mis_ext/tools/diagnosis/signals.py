@@ -19,7 +19,8 @@ from torch import Tensor
 from mis_ext.checks.token_sums import CERTAIN, MIN_TOKENS, Sorted, TokenSums, added, line_sums, sums_of_sorted
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import TokenRatios
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.tokens import bounded_expm1
+from mis_ext.correction.tokens import k3 as k3_of
 
 PLACES = {"first": 0, "early": 8, "between": 32, "late": 64, "far": 256}
 """Of a turn, and where each begins: a prefix shows in the first two. Tokens far behind them are no measure: in one of
@@ -92,8 +93,7 @@ class Signals:
             rest = found.rest_T.nonzero().flatten()
             columns = [each.index_select(0, rest) for each in columns]
         difference, proximal, behavior, position, turn, place = columns
-        excess = TOKEN_FORMULAS["ratio_excess"].function(difference)
-        k3 = TOKEN_FORMULAS["k3"].function(excess, difference)
+        excess, k3 = bounded_expm1(difference), k3_of(difference)
         steps = difference.abs() / (_FLOAT32_STEP * behavior.abs().clamp_min(1.0))
         largest = torch.stack([steps, -difference, difference.abs()]).double()
         is_open, is_first = behavior < NEARLY_CERTAIN, position == 0

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mis_ext.correction.formula import MAX_LOG_RATIO
 from mis_ext.correction.gates import Gate
+from mis_ext.correction.tokens import MAX_LOG_RATIO
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mis_ext.checks.token_sums import FEW_SEQUENCES_ESS
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import bounded_exp
+from mis_ext.correction.tokens import bounded_exp
 from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import Effect, described_gates
@@ -135,7 +135,7 @@ def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iter
 
 def gates_sequences(config: CorrectionConfig) -> bool:
     """Whether a gate judges whole responses, by a statistic of all their tokens."""
-    return any(not gate.is_of_tokens for gate in config.all_gates)
+    return any(not gate.is_of_tokens for gate in config.all_gates.values())
 
 
 def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
@@ -184,7 +184,7 @@ def _stale_method(method: Method, found: Circumstances) -> Iterator[str]:
 
 
 def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in config.all_gates)
+    bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in config.all_gates.values())
     # With stale weights they cost more, which ``stale_gates`` says.
     if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
         yield (

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import bounded_exp
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
+from mis_ext.correction.tokens import bounded_exp
 from mis_ext.hosts.packing import check_mask
 from mis_ext.tools.diagnosis.measuring import positions, versions_behind
 from mis_ext.tools.diagnosis.signals import Turns, turns_of

@@ -12,8 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mis_ext.correction.formula import MAX_LOG_RATIO
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_expm1, k3
 from mis_ext.methods.sequence_weights import smooth_weights
 from mis_ext.tools.report.part import Origin, Part
 
@@ -139,12 +138,12 @@ class TokenTally:
 
 def token_rows(difference: Tensor) -> dict[str, Tensor]:
     """The numbers of each token whose sums are ``SUMS``, by the correction's own formulas."""
-    ratio_excess = TOKEN_FORMULAS["ratio_excess"].function(difference)
+    ratio_excess = bounded_expm1(difference)
     return {
         "count": torch.ones_like(difference),
         "difference": difference,
         "gap": difference.abs(),
-        "k3": TOKEN_FORMULAS["k3"].function(ratio_excess, difference),
+        "k3": k3(difference),
         "ratio_excess": ratio_excess,
         "squared_ratio_excess": ratio_excess.double().square(),
     }

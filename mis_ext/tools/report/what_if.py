@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.formula import NamedValues
-from mis_ext.correction.pipeline import Correction, compute_correction
-from mis_ext.correction.plan import Plan, plan_of, scale_values
-from mis_ext.correction.weights import SCALE_FORMULAS
+from mis_ext.correction.correct import Correction, compute_correction
+from mis_ext.correction.passes import scale_of
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import gate_label
@@ -100,8 +98,7 @@ class WhatIf:
         tokens = part.tokens
         response_T, valid_T = tokens.response_mask_T, tokens.valid_mask_T
         kept_T = correction.keep_mask_T
-        scales = scale_values(correction.plan, totals=correction.totals, over_group=correction.totals)
-        unscaled_T = weights_T = correction.weights_T / scales["scale_factor"]
+        unscaled_T = weights_T = correction.weights_T / correction.scale
         passed_T = None
         if self.method is not None:
             weights_T, passed_T, kept_T = self._first_update(self.method, part, unscaled_T, correction.keep_mask_T)
@@ -124,7 +121,7 @@ class WhatIf:
         self._add_sequences(part, kept_T)
         self._add_removed(part, kept_T, passed_T)
         step = self._steps.setdefault(part.step, Counter())
-        step.update({name: float(value) for name, value in correction.totals.items() if name.startswith("total_")})
+        step.update({name: float(value) for name, value in correction.totals.items() if name != "status"})
         step.update({"factor": total, "squared": squared})
         return correction
 
@@ -222,14 +219,11 @@ class WhatIf:
 
     def _normalised(self) -> tuple[float, float]:
         """Sums of the factor and of its square, scaled step by step as the configuration says."""
-        used = self.config.scale_factors
         weighted = squared = 0.0
         for step in self._steps.values():
             scale = 1.0
-            if used:
-                totals = NamedValues({name: torch.tensor(value) for name, value in step.items()}, {})
-                found = {name: float(totals.compute(SCALE_FORMULAS[name])) for name in used}
-                scale = found.get("denominator_factor", 1.0) / found.get("mean_weight", 1.0)
+            if self.config.is_scaled:
+                scale = float(scale_of({name: torch.tensor(value) for name, value in step.items()}, self.config))
             weighted += step["factor"] * scale
             squared += step["squared"] * scale**2
         return weighted, squared
@@ -270,7 +264,7 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
         behavior_logprobs_T=part.streams.behavior_logprobs_T,
         response_mask_R=part.streams.response_mask_R,
         layout=layout,
-        config=_plan(config),
+        config=_alone(config),
         lag_T=None if lag_S is None else layout.index.to_tokens(lag_S),
     )
 
@@ -283,8 +277,8 @@ def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
 
 
 @functools.lru_cache(maxsize=128)
-def _plan(config: CorrectionConfig) -> Plan:
-    return plan_of(config.replace(metrics=(), scope="micro_batch"))
+def _alone(config: CorrectionConfig) -> CorrectionConfig:
+    return config.replace(metrics=(), scope="micro_batch")
 
 
 @functools.lru_cache(maxsize=128)

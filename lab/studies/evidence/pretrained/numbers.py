@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mis_ext.correction.statistics import TOKEN_FORMULAS
+from mis_ext.correction.tokens import is_open
 
 
 def mismatch(proximal: Sequence[Tensor], behavior: Sequence[Tensor]) -> dict[str, float]:
@@ -21,8 +21,8 @@ def mismatch(proximal: Sequence[Tensor], behavior: Sequence[Tensor]) -> dict[str
     answer_T = torch.repeat_interleave(lengths)
     sum_S = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, answer_T, d_T)
     ess = sum_S.softmax(0).square().sum().reciprocal() / len(lengths)
-    is_open_T = TOKEN_FORMULAS["is_open"].function(proximal_T - d_T, d_T)
-    raised_T = TOKEN_FORMULAS["is_raised"].function(is_open_T, d_T)
+    is_open_T = is_open(proximal_T - d_T, d_T).float()
+    raised_T = torch.where(d_T > 0.0, is_open_T, 0.0)
     return {
         "k3": k3(d_T),
         "abs_diff": float(d_T.abs().mean()),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores from hidden states in plain PyTorch, one token after the other: read it before :mod:`mis_ext.scoring.hidden`.
+"""Scores from hidden states in plain PyTorch, one token after the other.
 
-The rest of this folder computes the same in tiles of many tokens, over ranks, with a backward pass of its own. A test
-holds both against each other.
+:mod:`mis_ext.scoring.hidden` computes the same in tiles of many tokens, over ranks, with a backward pass of its own. A
+test holds both against each other.
 """
 
 from __future__ import annotations

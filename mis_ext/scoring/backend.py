@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes as Triton kernels: few launches, the same bits on every run, the numbers of the eager backend.
+"""Whether Triton kernels or PyTorch operations compute on a device.
 
-Start reading at :mod:`mis_ext.correction.triton.fused`. Tokens are cut into tiles of one sequence each, so that a
-long sequence is shared by many programs; nothing is added up by atomic operations, so that no order of programs changes
-a sum. What is computed comes from the same formulas as in the eager backend.
-
-They run on a GPU where Triton imports. ``MIS_EXT_BACKEND=eager`` or ``triton`` decides instead; a choice that cannot be
-had is an error.
+Triton kernels run on a GPU where Triton imports. ``MIS_EXT_BACKEND=eager`` or ``triton`` decides instead; a choice that
+is not available is an error.
 """
 
 from __future__ import annotations

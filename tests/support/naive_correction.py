@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole correction on one page, one response after the other: read it before :mod:`mis_ext.correction.pipeline`.
+"""The whole correction on one page, one response after the other.
 
 The engine sampled token ``t`` of a response with probability ``mu_t`` (behavior), and the trainer gives the same token
 ``pi_t`` (proximal). With ``d_t = log pi_t - log mu_t`` and the ratio ``rho_t = exp d_t``, a correction does two things:
@@ -7,8 +7,8 @@ The engine sampled token ``t`` of a response with probability ``mu_t`` (behavior
 - A weight, which is the ratio of the token or of its response, bounded, multiplies the loss of the token.
 - Gates take out of the loss what differs too much: a statistic of a token, a turn or a response has to lie in a band.
 
-Here is every :class:`~mis_ext.CorrectionConfig`. The rest of this folder computes the same, and metrics, in float32 and
-in a few passes over packed tokens of many ranks. A test holds both against each other.
+Here is every :class:`~mis_ext.CorrectionConfig`. :mod:`mis_ext.correction.passes` computes the same, and metrics, in
+float32 and in a few passes over packed tokens of many ranks. A test holds both against each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.log_ratio import UNKNOWN_LAG
+from mis_ext.correction.tokens import UNKNOWN_LAG
 from mis_ext.correction.weights import Weight
 
 
@@ -62,7 +62,7 @@ def naive_correction(
         return [torch.ones_like(each, dtype=torch.float64) for each in proximal], [mask != 0 for mask in masks]
     has_one_weight = config.weight is not None and config.weight.level != "token"
     # Where the ratio of one token is unknown, so is the product over the response, and every mean.
-    needs_all = has_one_weight or any(gate.reduce in ("sum", "mean") for gate in config.all_gates)
+    needs_all = has_one_weight or any(gate.reduce in ("sum", "mean") for gate in config.all_gates.values())
     weights, keeps, counted, sizes = [], [], [], []
     lags = [torch.full_like(each, math.nan) for each in proximal] if lags is None else lags
     for streams in zip(proximal, behavior, masks, lags, strict=True):
@@ -72,7 +72,7 @@ def naive_correction(
         usable = response.valid & (is_whole or not needs_all)
         keep, weighted = usable, usable
         # Each gate looks at all valid tokens, whatever other gates reject, so their order does not matter.
-        for gate in config.all_gates:
+        for gate in config.all_gates.values():
             passes = _passes(gate, response, config.labelled_gates)
             if gate.action == "reject":
                 keep = keep & passes

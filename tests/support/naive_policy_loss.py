@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loss in plain PyTorch, one sample after the other: read it before :mod:`mis_ext.loss.policy`.
 
-It begins where :mod:`mis_ext.correction.naive` ends. It is ``mis_loss_mode: decoupled`` with any correction, a k3
+It begins where ``naive_correction.py`` ends. It is ``mis_loss_mode: decoupled`` with any correction, a k3
 penalty and an entropy bonus. The rest of this folder computes the same for every mode and method, in one pass, over
 ranks. A test holds both against each other.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from naive_correction import naive_correction
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.naive import naive_correction
 
 
 def naive_policy_loss(

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes of a correction as graphs of ``torch.compile``: the same functions, with fewer launches.
+
+Each configuration has graphs of its own, so that configurations do not share torch's limit on recompilations. A graph
+holds for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never reach it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+import torch.fx.experimental._config as symbols
+from torch import Tensor
+
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.passes import Inputs, Outputs, Passes, Plan, output_pass, plan_of, response_pass, token_pass
+from mis_ext.correction.tokens import Blocks, BlockSizes
+
+_LOG = logging.getLogger("mis_ext")
+_PAD = 65
+"""Tokens of an added response that nothing generated: two blocks."""
+
+
+@functools.lru_cache(maxsize=32)
+def graphs_of(config: CorrectionConfig) -> Graphs:
+    """The graphs of a configuration; equal ones share them."""
+    return Graphs(plan_of(config))
+
+
+class Graphs:
+    """The passes of one configuration, each a graph that the first call compiles.
+
+    Ranks that share a call run in one mode: compiled code rounds differently, and context-parallel ranks have to agree
+    on every keep mask. So the first call of ranks compiles, computes without graphs, and tells the other ranks in its
+    status whether compilation failed (:meth:`try_out`, :meth:`agree`).
+
+    Attributes:
+        obstacle: Why calls run without graphs; None while they do not.
+        is_agreed: Whether the other ranks have said that they have graphs too.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.obstacle: str | None = None
+        self.is_agreed = False
+        self._plan = plan
+        self._whole = _compiled(_whole)
+        self._tokens = _compiled(_tokens)
+        self._responses = _compiled(_responses)
+        self._outputs = _compiled(_outputs)
+
+    def whole(
+        self, x: Inputs, lengths: tuple[int, ...], *, token_metrics: bool
+    ) -> tuple[Tensor, Tensor, Outputs] | None:
+        """All passes of a rank alone: sums of responses, totals, outputs. None: this call has to run without graphs."""
+        padded, two, sizes = _padded(x, lengths)
+        found = self._run(self._whole, padded, two, sizes, self._plan, token_metrics)
+        if found is None:
+            return None
+        parts_FS, own_A, out = found
+        return parts_FS[:, : len(lengths)], own_A, _cut(out, len(x.mask_T), len(lengths))
+
+    def passes(self, x: Inputs, lengths: tuple[int, ...], *, token_metrics: bool) -> Passes:
+        """The passes of one call, between which ranks exchange numbers."""
+        padded, two, sizes = _padded(x, lengths)
+        plan = self._plan
+
+        def tokens() -> Tensor:
+            return cast("Tensor", self._tokens(padded, two, sizes, plan))[:, : len(lengths)]
+
+        def responses(merged_FS: Tensor) -> Tensor:
+            return cast("Tensor", self._responses(_with_columns(merged_FS, two.shape[1], plan), plan))
+
+        def outputs(merged_FS: Tensor, own_A: Tensor, group_A: Tensor) -> Outputs:
+            columns_FS = _with_columns(merged_FS, two.shape[1], plan)
+            out = self._outputs(padded, two, sizes, columns_FS, own_A, group_A, plan, token_metrics)
+            return _cut(out, len(x.mask_T), len(lengths))
+
+        return Passes(tokens, responses, outputs)
+
+    def try_out(self, x: Inputs, lengths: tuple[int, ...], *, token_metrics: bool) -> None:
+        """Compile all passes on the data of this rank; their numbers are not used."""
+
+        def run() -> bool:
+            passes = self.passes(x, lengths, token_metrics=token_metrics)
+            parts_FS = passes.tokens()
+            own_A = passes.responses(parts_FS)
+            passes.outputs(parts_FS, own_A, own_A)
+            return True
+
+        self._run(run)
+
+    def agree(self, status: float) -> None:
+        """Hear from the status of a call, which waited for nothing but this, whether a rank could not compile."""
+        self.is_agreed = True
+        if -math.inf < status < 0.0 and self.obstacle is None:
+            self.obstacle = f"rank {round(-status) - 1} could not compile"
+            self._warn()
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's value; None where it cannot be compiled, after which no call has graphs."""
+        if self.obstacle is not None:
+            return None
+        is_first, start = not self.is_agreed, time.perf_counter()
+        if is_first:
+            _LOG.info("mis_ext compiles the correction; on a GPU this takes 10 to 30 s, once per configuration")
+        try:
+            # Sizes that happen to be equal in the first call are not taken to be equal in all.
+            with symbols.patch(use_duck_shape=False):
+                found = function(*arguments)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not is_first and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise
+            self.obstacle = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error) else repr(error)
+            )
+            self._warn()
+            return None
+        if is_first:
+            _LOG.info("mis_ext compiled the correction in %.1f s", time.perf_counter() - start)
+        return found
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"mis_compile: the correction runs without torch.compile, with the same numbers and more launches "
+            f"({self.obstacle}); mis_compile: false ends this warning",
+            stacklevel=2,
+        )
+
+
+def _whole(
+    x: Inputs, length_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool
+) -> tuple[Tensor, Tensor, Outputs]:
+    blocks = Blocks(length_and_start_2S, sizes)
+    s, parts_FS = token_pass(x, blocks, plan)
+    r, own_A = response_pass(parts_FS, plan)
+    return parts_FS, own_A, output_pass(s, r, own_A, own_A, x.mask_T, blocks, plan, token_metrics=token_metrics)
+
+
+def _tokens(x: Inputs, length_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
+    return token_pass(x, Blocks(length_and_start_2S, sizes), plan)[1]
+
+
+def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
+    return response_pass(merged_FS, plan)[1]
+
+
+def _outputs(
+    x: Inputs,
+    length_and_start_2S: Tensor,
+    sizes: BlockSizes,
+    merged_FS: Tensor,
+    own_A: Tensor,
+    group_A: Tensor,
+    plan: Plan,
+    token_metrics: bool,
+) -> Outputs:
+    blocks = Blocks(length_and_start_2S, sizes)
+    s, _ = token_pass(x, blocks, plan)
+    r, _ = response_pass(merged_FS, plan)
+    return output_pass(s, r, own_A, group_A, x.mask_T, blocks, plan, token_metrics=token_metrics)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph for tensors of any sizes."""
+    # torch counts the graphs of a code object, up to 8: this one has a code object of its own.
+    nested = cast("FunctionType", function)
+    alone = FunctionType(nested.__code__.replace(), nested.__globals__, nested.__name__)
+    return torch.compile(alone, dynamic=True, fullgraph=True)
+
+
+def _padded(x: Inputs, lengths: tuple[int, ...]) -> tuple[Inputs, Tensor, BlockSizes]:
+    """Inputs, lengths with first tokens, and sizes, none of which is 0 or 1."""
+    sizes = Blocks.sizes_of(lengths)
+    if len(lengths) < 2 or sizes.num_groups < 2:
+        lengths = (*lengths, _PAD, _PAD)
+        sizes = Blocks.sizes_of(lengths)
+        end = functools.partial(torch.nn.functional.pad, pad=(0, 2 * _PAD))
+        lag_T = None if x.lag_T is None else end(x.lag_T)
+        last = torch.nn.functional.pad
+        segments = {name: last(value_NB, (0, 0, 0, 4)) for name, value_NB in x.segments.items()}
+        x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments)
+    return x, Blocks.lengths_and_starts(lengths, x.mask_T.device), sizes._replace(most_groups=max(sizes.most_groups, 2))
+
+
+def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
+    """Sums and maxima of as many responses, of which the last have no token."""
+    missing = num_columns - merged_FS.shape[1]
+    if missing == 0:
+        return merged_FS
+    num_sums = len(plan.sums)
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, missing))
+    return torch.cat([pad(merged_FS[:num_sums]), pad(merged_FS[num_sums:], value=-math.inf)])
+
+
+def _cut(out: Outputs, num_tokens: int, num_responses: int) -> Outputs:
+    metrics_MT = None if out.metrics_MT is None else out.metrics_MT[:, :num_tokens]
+    return Outputs(out.weights_T[:num_tokens], out.keep_T[:num_tokens], out.keep_S[:num_responses], metrics_MT)

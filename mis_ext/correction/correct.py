@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, keep mask, and metrics of one micro-batch: the passes, with one collective between two of them.
+
+Read :mod:`mis_ext.correction.passes` for the formulas.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.collectives import Group, gather_rows, global_rank, group_size, merge_bits
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.metrics import PREFIX, GroupNumber, Mean, Metric, Responses, Totals
+from mis_ext.correction.passes import (
+    Inputs,
+    Outputs,
+    Plan,
+    add_scale,
+    eager_passes,
+    merge,
+    named_totals,
+    plan_of,
+    response_pass,
+)
+from mis_ext.correction.segments import segment_values
+from mis_ext.validation import check_instance, check_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Weights, keep masks, and metrics of one call, detached.
+
+    Attributes:
+        config: The configuration.
+        layout: Which local token belongs to which response.
+        weights_T: ``[T]`` float32, what multiplies the loss of each local token. A rejected token keeps its weight,
+            because the mask removes it. The weight is 0 for a masked token, for a token without a finite ratio, and
+            where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
+        loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0: what the framework
+            multiplies by. Equal on all context-parallel ranks. With ``metrics_only`` the given mask.
+        token_metrics: ``[T]`` per selected metric, the number of the token's response; empty unless asked for.
+
+            0 outside the response mask. Its mean over the response tokens of a response, and of that over responses,
+            is the metric; with a loss per token, its mean over all response tokens. So that this holds where a
+            framework divides by all of them, a response without a token of the metric's population has the mean of the
+            others of this call: NaN where there are none.
+    """
+
+    config: CorrectionConfig
+    layout: PackedLayout
+    weights_T: Tensor
+    loss_mask_R: Tensor
+    token_metrics: dict[str, Tensor]
+    _merged_FS: Tensor
+    _own_A: Tensor
+    _group_A: Tensor
+
+    @functools.cached_property
+    def responses(self) -> Responses:
+        """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
+        return response_pass(self._merged_FS, plan_of(self.config))[0]
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim, by name."""
+        return named_totals(self._own_A, plan_of(self.config))
+
+    @functools.cached_property
+    def group_totals(self) -> Totals:
+        """The same of all data-parallel ranks where a metric or the scale needs them, and the scale."""
+        return add_scale(named_totals(self._group_A, plan_of(self.config)), self.totals, self.config)
+
+    @property
+    def keep_mask_T(self) -> Tensor:
+        """``[T]`` bool, local tokens that stay in the loss."""
+        return self.layout.local_part(self.keep_mask_R)
+
+    @property
+    def keep_mask_R(self) -> Tensor:
+        """``[R]`` bool, the same for whole responses."""
+        return self.loss_mask_R != 0
+
+    @property
+    def status(self) -> Tensor:
+        """0-dim, whether a rank failed whose data this call needed, see :mod:`mis_ext.correction.collectives`."""
+        status = self._group_A[-1]
+        return torch.where(status > 0.0, -status, math.inf)
+
+    @property
+    def measured(self) -> dict[str, Tensor]:
+        """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
+        return {PREFIX + row.name: row.count_S(self.responses) > 0 for row in plan_of(self.config).rows}
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
+        r, total = self.responses, self.group_totals
+        found: dict[str, Metric] = {}
+        for row in plan_of(self.config).rows:
+            if row.number is not None:
+                found[PREFIX + row.name] = GroupNumber(row.number(total).float())
+                continue
+            count_S, amount_S = row.count_S(r), row.amount_S(r).double()
+            if row.over in ("sequences", "responses"):
+                count_S = (count_S > 0.0).double()
+            amount = torch.where(count_S > 0.0, amount_S, 0.0).sum()
+            amount = amount * self.scale if row.is_scaled else amount
+            found[PREFIX + row.name] = Mean(amount.float(), count_S.sum().float())
+        return found
+
+    @property
+    def scale(self) -> Tensor:
+        """0-dim: what all weights are multiplied by, see ``normalize_over`` and ``denominator``."""
+        return self.group_totals.scale
+
+    def weigh(self, loss_T: Tensor) -> Tensor:
+        """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
+        return torch.where(self.weights_T != 0.0, loss_T * self.weights_T, 0.0)
+
+
+@torch.no_grad()
+def compute_correction(
+    *,
+    proximal_logprobs_T: Tensor,
+    behavior_logprobs_T: Tensor,
+    response_mask_R: Tensor,
+    layout: PackedLayout,
+    config: CorrectionConfig,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+    token_metrics: bool = False,
+    failed_rank: int | None = None,
+    lag_T: Tensor | None = None,
+) -> Correction:
+    """Correct for the difference between the policy that sampled and the policy that trains.
+
+    Args:
+        proximal_logprobs_T: ``[T]``, nats, the trainer's frozen scoring of this rank's tokens, any float dtype.
+        behavior_logprobs_T: ``[T]``, nats, the log-probs of the same tokens from the inference engine.
+        response_mask_R: ``[R]``, nonzero on tokens that the policy generated, whole responses on every rank.
+        layout: Lengths of the responses, and where the local tokens lie in them.
+        config: The configuration.
+        cp_group: Ranks that hold other parts of the same responses; None for one rank.
+        dp_group: Ranks that hold other responses, without context parallelism; None for one rank.
+        token_metrics: Also compute the selected metrics per token.
+        failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
+            number in :attr:`Correction.status`.
+        lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
+            NaN where unknown. Needed, and used, with ``staleness`` alone.
+
+    Raises:
+        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, or lags are missing.
+    """
+    streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
+    check_streams(streams, config, cp_group)
+    return correct(
+        streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics, failed_rank=failed_rank
+    )
+
+
+@torch.no_grad()
+def correct(
+    streams: PackedStreams,
+    config: CorrectionConfig,
+    *,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+    token_metrics: bool = False,
+    failed_rank: int | None = None,
+) -> Correction:
+    """:func:`compute_correction` of streams that :func:`check_streams` has seen; the arguments are the same."""
+    plan, layout, mask_R = plan_of(config), streams.layout, streams.response_mask_R.float()
+    blocks = layout.blocks
+    x = Inputs(
+        streams.proximal_logprobs_T.detach().float(),
+        streams.behavior_logprobs_T.detach().float(),
+        layout.local_part(mask_R),
+        streams.lag_T,
+        {},
+    )
+    if any(gate.is_of_segments for gate in plan.gates.values()):
+        x = x._replace(segments=segment_values(x.tokens(blocks), plan.gates, layout, mask_R, cp_group=cp_group))
+    merged_FS, own_A, group_A, out = _run_passes(
+        x, layout, plan, cp_group, dp_group, token_metrics=token_metrics, failed_rank=failed_rank
+    )
+    weights_T, loss_mask_R = out.weights_T, mask_R
+    if config.metrics_only:
+        weights_T = torch.ones_like(weights_T)
+    elif layout.is_whole:
+        # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
+        loss_mask_R = torch.where(out.keep_T, mask_R, 0.0)
+    else:
+        loss_mask_R = torch.where(_keep_of_all_ranks(out, streams, config, cp_group), mask_R, 0.0)
+    names = (PREFIX + row.name for row in plan.rows)
+    metrics = {} if out.metrics_MT is None else dict(zip(names, out.metrics_MT.unbind(), strict=True))
+    return Correction(config, layout, weights_T, loss_mask_R, metrics, merged_FS, own_A, group_A)
+
+
+def _run_passes(
+    x: Inputs,
+    layout: PackedLayout,
+    plan: Plan,
+    cp_group: Group | None,
+    dp_group: Group | None,
+    *,
+    token_metrics: bool,
+    failed_rank: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Outputs]:
+    """Sums of responses, totals of this rank and of all, and outputs: with graphs or without, and the collectives."""
+    graphs, lengths, status = None, layout.local_lengths, -math.inf
+    is_alone = cp_group is None and dp_group is None
+    if failed_rank is not None:
+        status = failed_rank + 1.0
+    elif wants_graphs(plan.config, x.mask_T.device):
+        # Loads the compiler's modules.
+        from mis_ext.correction.compiled import graphs_of
+
+        graphs = graphs_of(plan.config)
+        if is_alone:
+            found = graphs.whole(x, lengths, token_metrics=token_metrics)
+            if found is not None:
+                merged_FS, own_A, out = found
+                return merged_FS, own_A, own_A, out
+        elif not graphs.is_agreed:
+            graphs.try_out(x, lengths, token_metrics=token_metrics)
+            # Below 0, and so below any failure: this rank cannot compile.
+            status = status if graphs.obstacle is None else -(global_rank() + 1.0)
+    if graphs is not None and graphs.is_agreed and graphs.obstacle is None:
+        passes = graphs.passes(x, lengths, token_metrics=token_metrics)
+    else:
+        passes = eager_passes(x, layout.blocks, plan, token_metrics=token_metrics)
+    parts_FS = passes.tokens()
+    parts_FS[-1:].clamp_(min=status)
+    # A rank alone gathers nothing.
+    merged_FS = parts_FS if cp_group is None else merge(gather_rows(parts_FS, cp_group), len(plan.sums))
+    own_A = passes.responses(merged_FS)
+    own_A[-1:].clamp_(min=status)
+    group_A = own_A
+    if dp_group is not None and plan.needs_group:
+        group_A = merge(gather_rows(own_A, dp_group), len(plan.totals))
+    out = passes.outputs(merged_FS, own_A, group_A)
+    if graphs is not None and not is_alone and not graphs.is_agreed:
+        graphs.agree(float(group_A[-1]))
+    return merged_FS, own_A, group_A, out
+
+
+def wants_graphs(config: CorrectionConfig, device: torch.device) -> bool:
+    """Whether ``compile`` of a configuration asks for graphs on a device."""
+    if torch.compiler.is_compiling():
+        return False
+    return device.type == "cuda" if config.compile == "auto" else bool(config.compile)
+
+
+def _keep_of_all_ranks(
+    out: Outputs, streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None
+) -> Tensor:
+    """``[R]`` bool: the tokens of whole responses that stay, equal on all context-parallel ranks."""
+    layout = streams.layout
+    if not config.rejects_single_tokens:
+        # What whole responses decide, all ranks decide alike from the same sums.
+        return (streams.response_mask_R != 0) & out.keep_S.index_select(0, layout.sequence_R)
+    # Only the rank that has a token knows whether it stays, and sends a bit for each.
+    bits = merge_bits(pack_bits(layout, out.keep_T), cp_group)
+    return unpack_bits(bits, layout.num_whole_tokens)
+
+
+_BITS = 8
+
+
+def pack_bits(layout: PackedLayout, flags_T: Tensor) -> Tensor:
+    """uint8, one bit per token of the whole responses: set where a local token has a flag."""
+    flags_R = torch.zeros(layout.num_whole_tokens, dtype=torch.uint8, device=flags_T.device)
+    flags_R = flags_R.index_copy(0, layout.position_T, flags_T.to(torch.uint8))
+    padded = torch.nn.functional.pad(flags_R, (0, -len(flags_R) % _BITS)).view(-1, _BITS)
+    return (padded << torch.arange(_BITS, dtype=torch.uint8, device=padded.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, length: int) -> Tensor:
+    """``[length]`` bool."""
+    numbers = torch.arange(_BITS, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> numbers) & 1).flatten()[:length].bool()
+
+
+def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None) -> None:
+    """Refuse tensors that do not fit together, before any communication."""
+    layout = streams.layout
+    check_instance("config", config, CorrectionConfig)
+    check_instance("layout", layout, PackedLayout)
+    num_local, num_whole = layout.num_local_tokens, layout.num_whole_tokens
+    sizes = {"proximal_logprobs_T": num_local, "behavior_logprobs_T": num_local, "response_mask_R": num_whole}
+    sizes |= {} if streams.lag_T is None else {"lag_T": num_local}
+    given = {name: getattr(streams, name) for name in sizes}
+    check_tensors(given)
+    for name, values in given.items():
+        if values.dim() != 1:
+            raise ValueError(f"{name} must be a 1-D tensor, got shape {list(values.shape)}")
+        if len(values) != sizes[name]:
+            raise ValueError(f"{name} has {len(values)} tokens, the layout says {sizes[name]}")
+    ranks = group_size(cp_group)
+    if layout.is_whole and ranks > 1:
+        raise ValueError(
+            f"the layout says that every rank holds whole responses, the cp_group has {ranks} ranks, over which their "
+            "tokens would count more than once: use PackedLayout.context_parallel, or pass no cp_group"
+        )
+    if not layout.is_whole and ranks == 1:
+        raise ValueError("the layout says that other ranks hold parts of the responses: pass their cp_group")
+    # A rank without tokens has no lags.
+    if config.staleness and streams.lag_T is None and num_local > 0:
+        raise ValueError(
+            "staleness, a gate on the lag, or a weight with when: stale: nobody gives the lag of the tokens. In slime "
+            "and Miles mis_ext.rollout.generate and mis_ext.prepare_rollout do, elsewhere lag_T of the streams"
+        )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The correction as graphs: few of them, the numbers of eager passes, one mode on all ranks."""
+
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+from cases import args_of, random_samples
+from thread_ranks import run_ranks
+
+import mis_ext
+from mis_ext.correction import compiled, correct
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.passes import plan_of
+
+CONFIGS = {
+    "weights of tokens": mis_ext.CorrectionConfig(metrics="all", normalize_over="valid", denominator="kept"),
+    "weights of responses": mis_ext.CorrectionConfig(
+        weight=mis_ext.Weight(level="sequence", mode="clip", low=0.5, high=2.0),
+        gates=(
+            mis_ext.Gate(low=0.5, high=2.0, name="first"),
+            mis_ext.Gate(statistic="k3", reduce="mean", high=0.1, after="first", name="second"),
+            mis_ext.Gate(reduce="segment_mean", low=0.9, high=1.1, action="zero", name="turns"),
+        ),
+        metrics="all",
+    ),
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs that are captured as a whole and run as captured: Inductor takes half a minute."""
+    captured = []
+
+    def backend(graph, _inputs):
+        captured.append(graph)
+        return graph.forward
+
+    compiles = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiles(function, backend=backend, **more))
+    torch._dynamo.reset()
+    forget = compiled.graphs_of.cache_clear
+    forget()
+    yield captured
+    forget()
+
+
+def correction_of(config, lengths, *, seed):
+    generator = torch.Generator().manual_seed(seed)
+    behavior_T = -3.0 * torch.rand(sum(lengths), generator=generator)
+    return mis_ext.compute_correction(
+        proximal_logprobs_T=behavior_T + 0.1 * torch.randn(sum(lengths), generator=generator),
+        behavior_logprobs_T=behavior_T,
+        response_mask_R=(torch.rand(sum(lengths), generator=generator) > 0.1).float(),
+        layout=PackedLayout.whole(lengths),
+        config=config,
+        token_metrics=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_one_graph_holds_for_calls_of_any_lengths_and_has_the_numbers_of_eager_passes(config, graphs) -> None:
+    draw = random.Random(0)
+    shapes = [[1], [40], [1, 1], [64, 64], [2000]]
+    shapes += [[draw.choice([1, 2, 30, 130, 1100]) for _ in range(draw.randint(1, 9))] for _ in range(12)]
+    for seed, lengths in enumerate(shapes):
+        found, expected = (correction_of(config.replace(compile=mode), lengths, seed=seed) for mode in (True, False))
+        torch.testing.assert_close(found.weights_T, expected.weights_T, rtol=1e-6, atol=0.0)
+        assert torch.equal(found.loss_mask_R, expected.loss_mask_R)
+        torch.testing.assert_close(found.token_metrics, expected.token_metrics, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for name, metric in expected.metrics.items():
+            torch.testing.assert_close(
+                found.metrics[name].value(), metric.value(), rtol=1e-5, atol=1e-6, equal_nan=True
+            )
+    assert len(graphs) == 1
+
+
+def hook(rank, config_keys, seed):
+    samples = random_samples([9, 30, 4], seed=seed)
+    totals = [12, 33, 7]
+    layout = PackedLayout.context_parallel(
+        [9, 30, 4], total_lengths=totals, cp_rank=rank.cp_rank, cp_size=rank.groups.cp_size
+    )
+    local = [
+        [*torch.split(layout.local_part(torch.cat(column)), layout.local_lengths)]
+        for column in (samples.train, samples.rollout)
+    ]
+    return mis_ext.compute_mis_weights_with_cp(
+        config_keys,
+        pg_loss=torch.ones(layout.num_local_tokens),
+        train_log_probs=local[0],
+        rollout_log_probs=local[1],
+        loss_masks=samples.masks,
+        total_lengths=totals,
+        response_lengths=[9, 30, 4],
+        parallel_state=rank.parallel_state,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True], ids=["all compile", "one does not"])
+def test_ranks_have_graphs_from_the_second_call_on_or_none_has(fails, graphs, monkeypatch) -> None:
+    keys = {"use_tis": True, "tis_mode": "mask", "tis_lower_bound": 0.7, "tis_upper_bound": 1.5, "mis_guard": "warn"}
+    keys |= {"mis_max_reject_fraction": 1.0}
+    # Ranks are threads here: each has graphs and a number of its own, as processes do.
+    here, of_rank, used = threading.local(), {}, []
+
+    def graphs_of_rank(config):
+        made = of_rank.setdefault(here.number, compiled.Graphs(plan_of(config)))
+        if fails and here.number == 1 and not made.is_agreed:
+            made.obstacle = "no compiler"
+        return made
+
+    passes = compiled.Graphs.passes
+    monkeypatch.setattr(correct, "global_rank", lambda: here.number)
+    monkeypatch.setattr(compiled, "graphs_of", graphs_of_rank)
+    monkeypatch.setattr(compiled.Graphs, "passes", lambda *args, **named: (used.append(1), passes(*args, **named))[1])
+
+    def work(rank):
+        here.number = rank.number
+        args = args_of(keys | {"mis_compile": True})
+        return [hook(rank, args, seed) for seed in range(3)]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run_ranks(work, cp_size=2)
+    expected = run_ranks(
+        lambda rank: [hook(rank, args_of(keys | {"mis_compile": False}), seed) for seed in range(3)], cp_size=2
+    )
+    for calls, eager in zip(found, expected, strict=True):
+        for one, other in zip(calls, eager, strict=True):
+            torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=0.0)
+            assert all(map(torch.equal, one[1], other[1]))
+    said = [str(each.message) for each in caught if "mis_compile" in str(each.message)]
+    if fails:
+        # The trial of the rank that can, and no later call.
+        assert len(used) == 1
+        assert ["rank 1 could not compile" in text for text in said] == [True]
+        assert {graphs.obstacle for graphs in of_rank.values()} == {"no compiler", "rank 1 could not compile"}
+    else:
+        # A trial, and two calls, of each rank.
+        assert len(used) == 6
+        assert said == []
