@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a correction costs per micro-batch: mis_ext eager, fused and compiled, and the loop that users run today.
+"""What a correction costs per micro-batch: mis_ext eager and compiled, and the loop that users run today.
 
     python lab/benchmarks/bench_correction.py [--device cuda] [--shapes 8x2048 64x8192] [--metrics all] [--json FILE]
     torchrun --standalone --nproc-per-node 2 lab/benchmarks/bench_correction.py --cp 2
@@ -7,13 +7,10 @@
 Markdown tables go to stdout, progress to stderr. All contenders get the same inputs in the same run, and each must
 first equal the judges of the tests (float64, smaller inputs of the same shape); a wrong one ends the run.
 
-- ``eager``, ``fused``: the hook of mis_ext as the hosts call it, ``MIS_EXT_BACKEND`` being ``eager`` or ``triton``;
-  with lengths it has seen (*same*: what it caches per layout is there) and with lengths that no call has had before
-  (*new*, as in training). Verified against ``tests/support/reference.py``; on the full inputs two runs give the same
-  bits, and fused equals eager within 1e-6.
-- ``compile``: ``torch.compile(fullgraph=True)`` of the eager pipeline alone: packed tensors to weights, masks and one
-  number per metric; it packs nothing and spreads no metric over tokens. Verified against the uncompiled pipeline on the
-  full inputs. One process only.
+- ``eager``, ``compiled``: the hook of mis_ext as the hosts call it, with ``mis_compile: false`` or ``true``; with
+  lengths it has seen (*same*: what it caches per layout is there) and with lengths that no call has had before (*new*,
+  as in training). Verified against ``tests/support/reference.py``; on the full inputs two runs give the same bits, and
+  compiled equals eager.
 - ``baseline``: ``host_baseline.py``, a loop over samples. Verified against ``tests/support/host_loop.py``. It emits all
   of its metrics whatever ``--metrics`` says, and normalises over valid tokens of the rank instead of over kept ones of
   all: what is timed is each side's own reading of the configuration.
@@ -29,13 +26,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,19 +41,14 @@ import torch
 import torch.distributed as dist
 import verifying
 import yaml
-from workload import GATED_MIS, Item, Shape, Workload, World, settings
+from workload import GATED_MIS, Shape, Workload, World, settings
 
 import mis_ext
-from mis_ext.correction.plan import plan_of
-from mis_ext.correction.triton import VARIABLE as BACKEND_VARIABLE
-from mis_ext.correction.triton import triton_obstacle
 
 YAML_FOLDER = Path(__file__).parents[2] / "yaml"
 SHAPES = ["8x2048", "64x2048", "256x1024", "64x8192", "16x32768", "4096x64", "1x1000000"]
-COMPILED_SHAPES = ["64x8192"]
 CONFIGS = ["metrics only", "gated MIS", "sequence MIS + norm", "token gates"]
-CONTENDERS = ["eager", "fused", "compile", "baseline"]
-BACKENDS = {"eager": "eager", "fused": "triton"}
+CONTENDERS = ["eager", "compiled", "baseline"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,6 @@ class Entry:
     layout: str
     call: measuring.Call
     next_item: measuring.NextItem
-    backend: str | None = None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,23 +105,16 @@ class Benchmark:
         keys = _keys(config, self.options.metrics)
         shape = workload.shape
         judged = verifying.Judged(shape, keys, world=self.world, seed=self.seed)
-        missing = {name: reason for name in self.options.contenders if (reason := self._missing(name, shape))}
-        for contender, reason in missing.items():
-            self.progress(f"{shape}, {config}: no {contender}: {reason}")
-        present = [name for name in self.options.contenders if name not in missing]
-        entries = [entry for name in present for entry in self._verified(name, config, keys, judged, workload)]
+        names = self.options.contenders
+        entries = [entry for name in names for entry in self._verified(name, config, keys, judged, workload)]
         rows = []
         for entry in entries:
             self.progress(f"{shape}, {config}: {entry.contender}, {entry.layout} layout")
-            with _backend(entry.backend):
-                rows.append({"shape": str(shape), "configuration": config} | self.measure(entry, workload))
+            rows.append({"shape": str(shape), "configuration": config} | self.measure(entry, workload))
         baseline = next((row["median_s"] for row in rows if row["contender"] == "baseline"), None)
         for row in rows:
             row["speedup"] = baseline / row["median_s"] if baseline else None
-        return rows + [
-            {"shape": str(shape), "configuration": config, "contender": name, "missing": reason}
-            for name, reason in missing.items()
-        ]
+        return rows
 
     def measure(self, entry: Entry, workload: Workload) -> dict[str, Any]:
         """Everything about one contender, one property after the other."""
@@ -159,9 +140,9 @@ class Benchmark:
             row |= {"device_s": work.seconds, "collective_s": work.collective_seconds}
             row |= {"launches": work.kernels, "copies": work.copies, "host_syncs": work.synchronisations}
             row["extra_bytes_per_token"] = (footprint.extra or 0) / workload.num_local_tokens
-        if entry.backend and on_gpu:
+        if entry.contender != "baseline" and on_gpu:
             row["never_waits"] = measuring.never_waits(call, next_item(), world)
-        if (not on_gpu or world.size > 1) and entry.contender != "compile":
+        if (not on_gpu or world.size > 1) and entry.contender != "compiled":
             counted = measuring.count_dispatched(call, next_item(), world)
             row |= {"collectives": counted.collectives, "collective_bytes": counted.collective_bytes}
             row |= {} if on_gpu else {"operations": counted.operations, "host_syncs": counted.reads}
@@ -170,70 +151,27 @@ class Benchmark:
         row |= {"bandwidth": footprint.moved / busy, "copy_bandwidth": footprint.moved / copy_seconds}
         return row | {"time_over_copy": busy / copy_seconds}
 
-    def _missing(self, contender: str, shape: Shape) -> str | None:
-        """Why a contender cannot run."""
-        if contender == "fused":
-            if self.world.device.type != "cuda":
-                return "needs CUDA"
-            return triton_obstacle("cuda")
-        if contender == "compile":
-            if self.options.no_compile:
-                return "--no-compile"
-            if self.world.size > 1:
-                return "one process only"
-            return None if str(shape) in self.options.compile_shapes else "not in --compile-shapes"
-        return None
-
     def _verified(
         self, name: str, config: str, keys: dict[str, Any], judged: verifying.Judged, workload: Workload
     ) -> list[Entry]:
         """The lines of a contender, once it has passed."""
         self.progress(f"{workload.shape}, {config}: verify {name}")
-        args = settings(keys)
         if name == "baseline":
+            args = settings(keys)
             judged.check_baseline(host_baseline.compute_mis_weights_with_cp, args)
             return [Entry(name, "any", _hook_call(host_baseline, args), workload.same_layout)]
-        if name == "compile":
-            call, items = self._compiled(keys, workload)
-            return [Entry(name, "same", call, items, BACKENDS["eager"])]
+        args = settings(keys | {"mis_compile": name == "compiled"})
         call = _hook_call(mis_ext, args)
-        with _backend(BACKENDS[name]):
-            judged.check_package(mis_ext.compute_mis_weights_with_cp, settings(keys), name=f"{config}, {name}")
+        judged.check_package(mis_ext.compute_mis_weights_with_cp, args, name=f"{config}, {name}")
         item = workload.same_layout()
-        outputs = []
-        for backend in (BACKENDS[name], BACKENDS[name], BACKENDS["eager"]):
-            with _backend(backend):
-                outputs.append(call(item))
-        first, again, eager = outputs
+        first, again = call(item), call(item)
         verifying.check_same(f"{config}, {name}, two runs of {workload.shape}", again, first, rtol=0.0, atol=0.0)
-        verifying.check_same(f"{config}, {name} and eager on {workload.shape}", first, eager)
+        if name == "compiled":
+            eager = _hook_call(mis_ext, settings(keys | {"mis_compile": False}))(item)
+            what, tolerance = f"{config}, compiled and eager on {workload.shape}", verifying.RTOL
+            verifying.check_same(what, first, eager, rtol=tolerance, atol=verifying.ATOL)
         layouts = {"same": workload.same_layout, "new": workload.new_layout}
-        return [Entry(name, layout, call, items, BACKENDS[name]) for layout, items in layouts.items()]
-
-    def _compiled(self, keys: dict[str, Any], workload: Workload) -> tuple[measuring.Call, measuring.NextItem]:
-        """The compiled pipeline, and packed inputs in turn."""
-        layout = mis_ext.PackedLayout.whole(workload.sets[0].response_lengths, device=self.world.device)
-        plan = plan_of(mis_ext.config_from_mapping(vars(settings(keys))))
-        items = [{"proximal": r.train, "behavior": r.rollout, "mask": r.mask} for r in workload.sets]
-
-        def pipeline(item: Item) -> tuple[Any, Any, dict[str, Any]]:
-            correction = mis_ext.compute_correction(
-                proximal_logprobs_T=item["proximal"],
-                behavior_logprobs_T=item["behavior"],
-                response_mask_R=item["mask"],
-                layout=layout,
-                config=plan,
-            )
-            metrics = {name: metric.value() for name, metric in correction.metrics.items()}
-            return correction.weights_T, correction.keep_mask_R, metrics
-
-        torch.compiler.reset()
-        compiled = torch.compile(pipeline, fullgraph=True)
-        with _backend("eager"):
-            outputs = compiled(items[0]), pipeline(items[0])
-        verifying.check_same("compile and eager", *outputs, rtol=verifying.RTOL, atol=verifying.ATOL)
-        turns = iter(range(10**9))
-        return compiled, lambda: items[next(turns) % len(items)]
+        return [Entry(name, layout, call, items) for layout, items in layouts.items()]
 
     def say(self, line: str) -> None:
         """Print once, whatever the number of ranks."""
@@ -256,12 +194,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=200, help="timed calls per line at most")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds of timed calls per line; at least 5 calls")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks; the others are data-parallel")
-    parser.add_argument("--compile-shapes", nargs="*", default=COMPILED_SHAPES, metavar="SxL", help="compiling is slow")
-    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--seed", type=int, help="of the inputs; random by default")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there")
-    options = parser.parse_args(arguments)
-    return options
+    return parser.parse_args(arguments)
 
 
 def _keys(config: str, metrics: str) -> dict[str, Any]:
@@ -281,21 +216,6 @@ def _keys(config: str, metrics: str) -> dict[str, Any]:
 
 def _hook_call(module: Any, args: argparse.Namespace) -> measuring.Call:
     return lambda item: module.compute_mis_weights_with_cp(args, **item)
-
-
-@contextmanager
-def _backend(name: str | None) -> Iterator[None]:
-    """Choose the package's backend for the calls inside."""
-    before = os.environ.get(BACKEND_VARIABLE)
-    if name is not None:
-        os.environ[BACKEND_VARIABLE] = name
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[BACKEND_VARIABLE] = before
-        else:
-            os.environ.pop(BACKEND_VARIABLE, None)
 
 
 if __name__ == "__main__":

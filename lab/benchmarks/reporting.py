@@ -68,8 +68,6 @@ def _git(*command: str, cwd: Path) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """One line of the table; what was not measured is a dash."""
-    if "missing" in row:
-        return [row["configuration"], row["contender"], f"missing: {row['missing']}", *["-"] * (len(COLUMNS) - 3)]
 
     def number(key: str, scale: float = 1.0, digits: int = 3) -> str:
         return "-" if row.get(key) is None else f"{row[key] * scale:,.{digits}f}"
