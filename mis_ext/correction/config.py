@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -125,7 +124,8 @@ class CorrectionConfig:
     def all_gates(self) -> dict[str, Gate]:
         """Every gate by label, with the one that the weight implies."""
         implied = None if self.weight is None else self.weight.gate
-        return self.labelled_gates if implied is None else {"weight": implied, **self.labelled_gates}
+        # No label has a space.
+        return self.labelled_gates if implied is None else {"of the weight": implied, **self.labelled_gates}
 
     @property
     def has_token_weights(self) -> bool:
@@ -158,7 +158,7 @@ class CorrectionConfig:
     @property
     def available_rows(self) -> tuple[MetricRow, ...]:
         """The metrics that this configuration can emit, in the order of emission."""
-        return _rows_of(self)
+        return rows_of(self)
 
     @property
     def selected_rows(self) -> tuple[MetricRow, ...]:
@@ -185,13 +185,7 @@ class CorrectionConfig:
     @property
     def is_scaled(self) -> bool:
         """Whether weights are multiplied by a number that belongs to the whole ``scope``."""
-        return bool(self.scale_factors)
-
-    @property
-    def scale_factors(self) -> tuple[str, ...]:
-        """Which of the :data:`~mis_ext.correction.weights.SCALE_FORMULAS` are used; the others are 1."""
-        is_used = {"mean_weight": self.normalize_over is not None, "denominator_factor": self.denominator == "kept"}
-        return tuple(name for name, used in is_used.items() if used)
+        return self.normalize_over is not None or self.denominator == "kept"
 
     def stops(self, guard: GuardName) -> bool:
         """Whether what a guard finds is an error, and not a warning."""
@@ -200,8 +194,3 @@ class CorrectionConfig:
     def replace(self, **changes: Any) -> CorrectionConfig:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)
-
-
-@functools.lru_cache(maxsize=32)
-def _rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
-    return rows_of(config)

@@ -11,6 +11,7 @@ reads, so that a call computes nothing that no row asks for.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -649,6 +650,7 @@ def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
         yield of_group("denominator_factor", lambda total: total["denominator factor"], text, totals=(), needs=())
 
 
+@functools.lru_cache(maxsize=32)
 def rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
     """Every metric that a configuration can emit, in the order of emission."""
     rows = [*mismatch_rows(config.metric_max)]

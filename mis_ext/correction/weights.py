@@ -230,9 +230,6 @@ class Weight:
 
 
 # --- what the weights are scaled by: self-normalisation and denominators, over one call or a group
-#
-# Token sums come from per-sequence sums, which are equal on every context-parallel rank: so the data-parallel group,
-# without context parallelism, is the right one for every total.
 
 Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]

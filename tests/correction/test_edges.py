@@ -11,7 +11,7 @@ from reference import Samples
 from rows import for_each
 
 import mis_ext
-from mis_ext import CorrectionConfig, Gate, compute_mis_weights
+from mis_ext import CorrectionConfig, Gate, Weight, compute_mis_weights
 
 # These bounds are far apart or near for what a ratio does in practice, and the package says so.
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)", "ignore:a gate on ratio")
@@ -211,3 +211,18 @@ def test_a_kept_denominator_counts_what_stays_in_the_mask() -> None:
     assert found["zero"] == ([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], 1.0)
     assert found["reject"][1:] == ([1.0, 0.0, 1.0, 0.0], 2.0)
     assert found["reject"][0][::2] == [2.0, 2.0]
+
+
+def test_a_gate_called_weight_acts_beside_the_band_of_the_weight() -> None:
+    config = CorrectionConfig(
+        weight=Weight(mode="mask", low=0.5, high=2.0),
+        gates=(Gate(name="weight", statistic="behavior_probability", low=0.01),),
+    )
+    behavior = torch.tensor([-1.0, -3.0, -9.0])
+    _, masks, _ = compute_mis_weights(
+        config,
+        train_log_probs=[behavior + torch.tensor([0.0, 2.0, 0.0])],
+        rollout_log_probs=[behavior],
+        loss_masks=[torch.ones(3)],
+    )
+    assert masks[0].tolist() == [1.0, 0.0, 0.0]
