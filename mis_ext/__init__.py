@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mis_ext.correction.correct import compute_correction as compute_correction
     from mis_ext.correction.gates import Gate as Gate
     from mis_ext.correction.layout import PackedLayout as PackedLayout
-    from mis_ext.correction.log_ratio import PackedStreams as PackedStreams
+    from mis_ext.correction.layout import PackedStreams as PackedStreams
     from mis_ext.correction.metrics import GroupNumber as GroupNumber
     from mis_ext.correction.metrics import Mean as Mean
     from mis_ext.correction.statistics import STATISTICS as STATISTICS

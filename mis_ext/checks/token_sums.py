@@ -15,8 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.layout import PackedLayout, TokenRatios
 from mis_ext.correction.tokens import MAX_LOG_RATIO, k3
 
 # From where on log-probs are suspicious: limits that several rules share.
@@ -295,7 +294,7 @@ def token_sums(tokens: TokenRatios, *, response_mask_R: Tensor, layout: PackedLa
 
 def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     """Tokens by whether they have a log-prob of the engine at all."""
-    index, (difference_T, proximal_T, behavior_T, _, valid_T) = layout.index, tokens
+    difference_T, proximal_T, behavior_T, _, valid_T = tokens
     # Where both sides have one it is padding.
     placeholder_T = valid_T & ((behavior_T < PLACEHOLDER) != (proximal_T < PLACEHOLDER))
     is_positive_T = valid_T & ((behavior_T > MAX_LOG_PROB) | (proximal_T > MAX_LOG_PROB))
@@ -303,27 +302,25 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     zero_T = _zeros(behavior_T, proximal_T, usable_T, layout) | _zeros(proximal_T, behavior_T, usable_T, layout)
     bounded_T = _bounded(difference_T)
     counted = [each.to(bounded_T.dtype) for each in (valid_T, is_positive_T)]
-    sums_S = index.reduce([*counted, torch.where(is_positive_T, bounded_T, 0.0), bounded_T], "sum")
+    sums_S = layout.sums([*counted, torch.where(is_positive_T, bounded_T, 0.0), bounded_T])
     length_S, positive_S, of_positive_S, of_all_S = sums_S
-    lowest_S, lowest_proximal_S = index.reduce(
-        [torch.where(valid_T, x, torch.inf) for x in (behavior_T, proximal_T)], "min"
-    )
+    lowest_S, lowest_proximal_S = layout.minima([torch.where(valid_T, x, torch.inf) for x in (behavior_T, proximal_T)])
     # A constant, or what log-probs are clamped to.
-    at_lowest = [valid_T & (behavior_T == index.to_tokens(lowest_S))]
-    at_lowest.append(valid_T & (proximal_T == index.to_tokens(lowest_proximal_S)))
+    at_lowest = [valid_T & (behavior_T == layout.spread(lowest_S))]
+    at_lowest.append(valid_T & (proximal_T == layout.spread(lowest_proximal_S)))
     is_constant_T = torch.zeros_like(valid_T)
     for at_lowest_T in at_lowest:
         rows = (torch.ones_like(bounded_T), bounded_T, bounded_T.abs(), bounded_T.square())
-        count_S, *moments_S = index.reduce([torch.where(at_lowest_T, row, 0.0) for row in rows], "sum")
+        count_S, *moments_S = layout.sums([torch.where(at_lowest_T, row, 0.0) for row in rows])
         is_clamped_S = moments_S[1] > MAX_MEAN_ABS_DIFF * count_S
         differ_S = torch.where(count_S == length_S, vary(count_S, *moments_S), is_clamped_S)
         constant_S = (count_S >= MIN_CONSTANT_TOKENS) & differ_S
-        is_constant_T = is_constant_T | (at_lowest_T & index.to_tokens(constant_S))
-    pairs_S = index.reduce(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout), "sum")
+        is_constant_T = is_constant_T | (at_lowest_T & layout.spread(constant_S))
+    pairs_S = layout.sums(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout))
     num_pairs_S, first_S, second_S, earlier_S, later_S = pairs_S
     is_shifted_S = earlier_S.minimum(later_S) < SHIFT_FACTOR * first_S.minimum(second_S)
     rest_T = valid_T & ~placeholder_T
-    shifted_T = rest_T & index.to_tokens(is_shifted_S & (num_pairs_S >= MIN_TOKENS))
+    shifted_T = rest_T & layout.spread(is_shifted_S & (num_pairs_S >= MIN_TOKENS))
     # A shift puts certain tokens beside improbable ones, too.
     zero_T, rest_T = zero_T & ~shifted_T, rest_T & ~shifted_T & ~zero_T
     constant_T = rest_T & is_constant_T
@@ -333,24 +330,24 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     is_moved_S = of_others_S * of_positive_S * positive_S > 0.5 * of_positive_S.square() * num_others_S
     are_probabilities_S = (positive_S > 0.0) & (lowest_S.maximum(lowest_proximal_S) >= 0.0)
     are_positive_S = (positive_S > MANY_POSITIVE * length_S) | is_moved_S | are_probabilities_S
-    positive_T = rest_T & ~constant_T & (is_positive_T | index.to_tokens(are_positive_S))
+    positive_T = rest_T & ~constant_T & (is_positive_T | layout.spread(are_positive_S))
     rest_T = rest_T & ~constant_T & ~positive_T
     return Sorted(placeholder_T, zero_T, constant_T, shifted_T, positive_T, rest_T, pairs_S)
 
 
 def _zeros(side_T: Tensor, other_T: Tensor, usable_T: Tensor, layout: PackedLayout) -> Tensor:
     """Log-probs of 0 that the other side finds improbable, where no cut explains it: see ``ZEROS_OF_A_CUT``."""
-    index, one_T = layout.index, torch.ones_like(other_T)
+    one_T = torch.ones_like(other_T)
     # Where the other side is certain, too, a 0 is right.
     open_T = usable_T & (other_T.exp() < CERTAIN)
     is_zero_T = open_T & (side_T == 0.0)
     rest_T = open_T & ~is_zero_T
-    rest_S, of_rest_S = index.reduce([torch.where(rest_T, each, 0.0) for each in (one_T, other_T)], "sum")
-    is_low_T = other_T < index.to_tokens(of_rest_S / rest_S.clamp_min(1.0)).clamp_max(IMPROBABLE)
+    rest_S, of_rest_S = layout.sums([torch.where(rest_T, each, 0.0) for each in (one_T, other_T)])
+    is_low_T = other_T < layout.spread(of_rest_S / rest_S.clamp_min(1.0)).clamp_max(IMPROBABLE)
     counted = (is_zero_T, is_zero_T & is_low_T, rest_T & is_low_T)
-    zero_S, low_zero_S, low_rest_S = index.reduce([torch.where(each, one_T, 0.0) for each in counted], "sum")
+    zero_S, low_zero_S, low_rest_S = layout.sums([torch.where(each, one_T, 0.0) for each in counted])
     is_of_no_cut_S = (low_zero_S * rest_S > ZEROS_OF_A_CUT * low_rest_S * zero_S) | (rest_S == 0.0)
-    return is_zero_T & (other_T < IMPROBABLE) & index.to_tokens(is_of_no_cut_S)
+    return is_zero_T & (other_T < IMPROBABLE) & layout.spread(is_of_no_cut_S)
 
 
 def sums_of_sorted(
@@ -374,7 +371,7 @@ def sums_of_sorted(
         *(each.sum(dtype=torch.float64) for each in (bounded_T, bounded_T.abs(), bounded_T.square())),
         _bounded(proximal_T + behavior_T).abs().sum(dtype=torch.float64),
         k3_T.clamp_max(MAX_LOG_RATIO).sum(dtype=torch.float64),
-        *found.pairs_S.double().sum(1),
+        *found.pairs_S.sum(1),
         _total(found.placeholder_T | found.zero_T | found.constant_T, k3_T),
         *(_total(each, k3_T) for each in (found.shifted_T, found.positive_T)),
         rest_T.sum(),
@@ -412,10 +409,10 @@ def _in_base(chosen_T: Tensor, behavior_T: Tensor, proximal_T: Tensor) -> Tensor
 
 def _pairs(tokens: TokenRatios, usable_T: Tensor, layout: PackedLayout) -> list[Tensor]:
     """Neighbours in a response: whether there is one before, and the differences as they are and shifted; ``[T]``."""
-    index, proximal_T, behavior_T = layout.index, tokens.proximal_T, tokens.behavior_T
-    paired_T = usable_T[1:] & usable_T[:-1] & (index.sequence_T[1:] == index.sequence_T[:-1])
-    if index.position_T is not None:
-        paired_T = paired_T & (index.position_T[1:] == index.position_T[:-1] + 1)
+    proximal_T, behavior_T = tokens.proximal_T, tokens.behavior_T
+    paired_T = usable_T[1:] & usable_T[:-1] & (layout.sequence_T[1:] == layout.sequence_T[:-1])
+    if not layout.is_whole:
+        paired_T = paired_T & (layout.position_T[1:] == layout.position_T[:-1] + 1)
     differences = (
         proximal_T[:-1] - behavior_T[:-1],
         proximal_T[1:] - behavior_T[1:],

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, global_rank, group_size, merge_bits
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import PREFIX, GroupNumber, Mean, Metric, Responses, Totals
 from mis_ext.correction.passes import (
     Inputs,

@@ -76,11 +76,9 @@ def whole_rows(rows_FT: Tensor, layout: PackedLayout, *, cp_group: Group | None)
     """``[F, R]``: rows of local tokens as rows of whole responses, the same on all context-parallel ranks."""
     if layout.is_whole:
         return rows_FT
-    position_T = layout.index.position_T
-    assert position_T is not None
     rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
     # Each token lies on one rank, so that nothing is rounded.
-    return sum_over_ranks(rows_FR.index_copy(-1, position_T, rows_FT), cp_group)
+    return sum_over_ranks(rows_FR.index_copy(-1, layout.position_T, rows_FT), cp_group)
 
 
 def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:

@@ -27,7 +27,7 @@ from mis_ext.checks.token_sums import (
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction
-from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
+from mis_ext.correction.layout import PackedStreams, TokenRatios
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import extremes_of
 

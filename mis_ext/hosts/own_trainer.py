@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_objects
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import check_mask, check_samples, pack, unpack

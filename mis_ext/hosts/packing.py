@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import Groups
 from mis_ext.validation import check_entries
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group, mark_failed, min_over_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import ALONE, Groups, device_of, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,

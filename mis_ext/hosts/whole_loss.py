@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups, device_of

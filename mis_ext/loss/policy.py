@@ -230,7 +230,7 @@ def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction 
 def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
     """``[S]``: sums of a mask of whole responses, equal on all context-parallel ranks without communication."""
     whole = PackedLayout.whole(layout.response_lengths, device=layout.device)
-    return whole.sum_over_sequences(mask_R.float().unsqueeze(0))[0]
+    return whole.sums([mask_R.float()])[0].float()
 
 
 def _slopes(
@@ -369,7 +369,7 @@ def effective_samples(settings: LossSettings, tokens: LossTokens, *, log_ratio_T
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
     ratio_T = torch.where(response_T, bounded_exp(log_ratio_T), 0.0)
-    local_3S = tokens.layout.sum_over_sequences(torch.stack([ratio_T, ratio_T.square(), response_T.to(ratio_T.dtype)]))
+    local_3S = tokens.layout.sums([ratio_T, ratio_T.square(), response_T]).to(ratio_T.dtype)
     sum_S, squares_S, count_S = sum_over_ranks(local_3S, tokens.cp_group).unbind()
     count_S = count_S.clamp_min(1.0)
     share_S = sum_S.square() / (count_S * squares_S.clamp_min(1e-8))

@@ -52,7 +52,7 @@ class Reductions:
         if reduce == "max":
             return -self.reduce(-values_T, mask_T, "min")
         if reduce == "min":
-            lowest_S = self._layout.reduce(torch.where(mask_T, values_T, torch.inf)[None], "min")[0]
+            (lowest_S,) = self._layout.minima([torch.where(mask_T, values_T, torch.inf)]).to(values_T.dtype)
             return self.to_tokens(min_over_ranks(lowest_S, self._cp_group))
         if reduce == "batch_rank_mean":
             return self._batch_rank_mean(values_T, mask_T)
@@ -102,7 +102,7 @@ class Reductions:
 
     def _sums(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over all tokens of each sequence."""
-        return sum_over_ranks(self._layout.sum_over_sequences(rows_FT), self._cp_group)
+        return sum_over_ranks(self._layout.sums(rows_FT).to(rows_FT.dtype), self._cp_group)
 
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if self.has_other_sequences:

@@ -44,12 +44,10 @@ def test_every_rank_gets_the_tokens_that_the_contract_says_and_together_all_of_t
             )
             for i, (total, response) in enumerate(zip(totals, responses, strict=True))
         ]
-        index = layout.index
-        assert index.position_T is not None
         assert layout.local_lengths == tuple(map(len, own))
-        assert index.position_T.tolist() == [offsets[i] + t for i, tokens in enumerate(own) for t in tokens]
-        assert index.sequence_T.tolist() == [i for i, tokens in enumerate(own) for _ in tokens]
-        seen += index.position_T.tolist()
+        assert layout.position_T.tolist() == [offsets[i] + t for i, tokens in enumerate(own) for t in tokens]
+        assert layout.sequence_T.tolist() == [i for i, tokens in enumerate(own) for _ in tokens]
+        seen += layout.position_T.tolist()
     assert sorted(seen) == list(range(sum(responses)))
 
 
@@ -87,31 +85,28 @@ def test_reductions_agree_with_one_sequence_at_a_time(lengths) -> None:
     values = torch.randn(3, sum(lengths), generator=torch.Generator().manual_seed(0))
     pieces = values.double().split(lengths, dim=1)
     sums = torch.stack([piece.sum(1) for piece in pieces], dim=1) if lengths else torch.empty(3, 0).double()
-    error = math.log2(max([2, *lengths])) * torch.finfo(torch.float32).eps
-    scale = torch.stack([piece.abs().sum(1) for piece in pieces], dim=1) if lengths else sums
-    assert ((layout.index.reduce(values, "sum").double() - sums).abs() <= error * scale).all()
+    torch.testing.assert_close(layout.sums(values), sums, rtol=1e-12, atol=1e-12)
     lowest = [[piece[row].min().item() if piece.numel() else math.inf for piece in pieces] for row in range(3)]
-    assert layout.index.reduce(values, "min").tolist() == (lowest if lengths else [[], [], []])
+    assert layout.minima(values).tolist() == (lowest if lengths else [[], [], []])
 
 
 def test_a_long_sequence_of_equal_numbers_is_summed_exactly() -> None:
     # Added one by one in float32, ones stop counting at 2**24 and tenths drift by a percent.
     ones = torch.full((1, 2_000_000), 0.1)
-    total = PackedLayout.whole([2_000_000]).index.reduce(ones, "sum").item()
-    assert total == pytest.approx(2_000_000 * ones[0, 0].item(), rel=1e-6)
+    total = PackedLayout.whole([2_000_000]).sums(ones).item()
+    assert total == pytest.approx(2_000_000 * ones[0, 0].item(), rel=1e-12)
 
 
 def test_values_of_sequences_reach_their_tokens() -> None:
     layout = PackedLayout.context_parallel([3, 0, 2], total_lengths=[4, 2, 3], cp_rank=0, cp_size=2)
-    assert layout.index.to_tokens(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 1 + [9.0] * 1
-    assert layout.index.to_whole(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 3 + [9.0] * 2
-    assert layout.index.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]
+    assert layout.spread(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 1 + [9.0] * 1
+    assert layout.sequence_R.tolist() == [0] * 3 + [2] * 2
+    assert layout.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("lengths", [[5, 3, 4], [400, 1, 0, 1, 1, 2, 1, 1, 1, 1], [7], [0, 0], []])
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_sums_and_minima_over_sequences_and_their_spread_are_those_of_each_sequence(lengths, cp_size) -> None:
-    """Padded where lengths are alike, reduced as a tree where one is far longer."""
     for cp_rank in range(cp_size):
         layout = PackedLayout.context_parallel(
             lengths, total_lengths=[length + 2 for length in lengths], cp_rank=cp_rank, cp_size=cp_size
@@ -119,12 +114,12 @@ def test_sums_and_minima_over_sequences_and_their_spread_are_those_of_each_seque
         rows = torch.randn(2, layout.num_local_tokens, generator=torch.Generator().manual_seed(1))
         samples = rows.double().split(layout.local_lengths, dim=-1) if lengths else []
         wanted = [sample.sum(-1) for sample in samples]
-        found = layout.sum_over_sequences(rows)
-        torch.testing.assert_close(found, torch.stack(wanted, dim=-1).float() if wanted else torch.zeros(2, 0))
-        assert torch.equal(found, layout.sum_over_sequences(rows))
+        found = layout.sums(rows)
+        torch.testing.assert_close(found, torch.stack(wanted, dim=-1) if wanted else torch.zeros(2, 0).double())
+        assert torch.equal(found, layout.sums(rows))
         # Positive numbers, which a padding of 0 would be below; no tokens, infinity.
         lowest = [sample.abs().amin(-1) if sample.numel() else torch.full((2,), torch.inf) for sample in samples]
-        wanted_lowest = torch.stack(lowest, dim=-1).float() if lowest else torch.zeros(2, 0)
-        assert torch.equal(layout.reduce(rows.abs(), "min"), wanted_lowest)
+        wanted_lowest = torch.stack(lowest, dim=-1).double() if lowest else torch.zeros(2, 0).double()
+        assert torch.equal(layout.minima(rows.abs()), wanted_lowest)
         spread = layout.spread(torch.arange(len(lengths)))
         assert spread.tolist() == [i for i, length in enumerate(layout.local_lengths) for _ in range(length)]

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedStreams
 
 FUZZ = searching(15)
 # Weights are applied as they are: a normaliser belongs to the batch.

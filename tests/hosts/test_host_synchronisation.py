@@ -123,11 +123,10 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
             layout, total_lengths=totals, padded_lengths=None, cp_rank=cp_size - 1, cp_size=cp_size
         )
         assert len(found.row_T) == layout.num_local_tokens
-        assert len(layout.index.sequence_T) == layout.num_local_tokens
+        assert len(layout.position_T) == len(layout.sequence_T) == layout.num_local_tokens
         assert len(layout.local_part(torch.zeros(sum(responses)))) == layout.num_local_tokens
-        assert len(sizes) == 2
-        # Where blocks of 64 tokens meet another response, and the tree over the blocks.
-        return sum(sizes) - layout.index.edge_N.numel() - sum(level.numel() for level in layout.index.tree)
+        assert len(sizes) == 3
+        return sum(sizes)
 
     assert 0 < copied(5000) == copied(50)
 

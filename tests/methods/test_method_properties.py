@@ -61,7 +61,7 @@ def test_what_lies_under_a_masked_token_changes_nothing(name, junk) -> None:
 def test_a_token_without_a_log_prob_is_rejected_and_counted_and_harms_no_other_sequence(name, broken) -> None:
     data, mask, layout = make_data()
     method = METHODS[name](**parameters(name))
-    sequence_T = layout.index.sequence_T
+    sequence_T = layout.sequence_T
     victim = data.sequences[4]
     at = int(victim[len(victim) // 2])
     for policy in (*method.policies, "advantages", *(["values"] if method.needs_state_values else [])):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
 from mis_ext.hosts.runs import Run, current_run
@@ -111,7 +111,7 @@ def weigh_batch(
             streams = PackedStreams(proximal_T, behavior_T, mask_R, layout, lag_T)
     if streams is None:
         session.join_without_data(response_lengths, groups=groups, device=device)
-        not_measured_T = torch.where(layout.index.local_part(mask_R) != 0, torch.nan, 0.0)
+        not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
         return pg_loss, loss_masks, dict.fromkeys(run.config.correction.metric_names, not_measured_T)
     correction = session.correct(streams, groups=groups, token_metrics=True)
     if run.config.correction.metrics_only:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout, refuse_mask_sums, unpack

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.layout import PackedLayout, TokenRatios
 from mis_ext.onpolicy.audit.audit_report import Divergence, Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
 from mis_ext.tools.diagnosis.measuring import Measuring, versions_behind

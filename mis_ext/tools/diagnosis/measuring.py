@@ -26,8 +26,7 @@ from mis_ext.checks.token_sums import (
     TokenSums,
     sort_out,
 )
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.layout import PackedLayout, TokenRatios
 from mis_ext.correction.tokens import is_open, k3
 from mis_ext.tools.diagnosis.signals import Signals, Turns, turns_of
 
@@ -191,7 +190,7 @@ class Measuring:
         sums = _sums(tokens, found.rest_T, layout)
         lag_S = _lags(tokens, found, layout, position_T, sums[1] > MIN_LAGGED_DIFF * sums[0])
         is_lagged_S = lag_S != 0.0
-        is_lagged_T = layout.index.to_tokens(is_lagged_S) & found.rest_T
+        is_lagged_T = layout.spread(is_lagged_S) & found.rest_T
         found = found._replace(shifted_T=found.shifted_T | is_lagged_T, rest_T=found.rest_T & ~is_lagged_T)
         sides = ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T))
         of_engine_T, of_trainer_T = ((side_T == 0.0) & (other_T.exp() < CERTAIN) for side_T, other_T in sides)
@@ -212,7 +211,7 @@ class Measuring:
         has_zeros = bool(is_zero_T.any())
         for number, kind in enumerate(KINDS):
             is_kind_S = samples.kinds == number
-            is_kind_T = is_zero_T if kind == "zeros" else layout.index.to_tokens(is_kind_S) & ~is_zero_T
+            is_kind_T = is_zero_T if kind == "zeros" else layout.spread(is_kind_S) & ~is_zero_T
             if bool(is_kind_S.all()) and not has_zeros:
                 chosen = tokens, found, response_mask_R
             elif bool(is_kind_T.any()):
@@ -267,7 +266,7 @@ def positions(layout: PackedLayout) -> Tensor:
     """``[T]``: of each token in its whole response."""
     length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
     begin_S = length_S.cumsum(0) - length_S
-    return torch.arange(layout.num_whole_tokens) - begin_S[layout.index.sequence_T]
+    return torch.arange(layout.num_whole_tokens) - begin_S[layout.sequence_T]
 
 
 def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
@@ -292,7 +291,7 @@ def _sums(tokens: TokenRatios, chosen_T: Tensor, layout: PackedLayout) -> Tensor
     is_raised_T = torch.where(difference_T > 0.0, is_open_T, 0.0)
     room_T = -tokens.behavior_T.expm1()
     rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T, room_T)
-    return layout.index.reduce([torch.where(chosen_T, row, 0.0) for row in rows], "sum").double()
+    return layout.sums(torch.where(chosen_T, row, 0.0) for row in rows)
 
 
 def _largest_id(token_ids: Any) -> float:
@@ -346,5 +345,5 @@ def _only(
     masks = {name: getattr(found, name) & keep_T for name in Sorted._fields if name.endswith("_T")}
     difference_T, proximal_T, behavior_T = (torch.where(keep_T, each, 0.0) for each in tokens[:3])
     kept = TokenRatios(difference_T, proximal_T, behavior_T, tokens.response_mask_T, tokens.valid_mask_T & keep_T)
-    mask_R = torch.where(layout.index.to_whole(keep_S), response_mask_R, 0)
+    mask_R = torch.where(keep_S.index_select(0, layout.sequence_R), response_mask_R, 0)
     return kept, found._replace(pairs_S=torch.where(keep_S, found.pairs_S, 0.0), **masks), mask_R

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.checks.token_sums import CERTAIN, MIN_TOKENS, Sorted, TokenSums, added, line_sums, sums_of_sorted
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import TokenRatios
+from mis_ext.correction.layout import PackedLayout, TokenRatios
 from mis_ext.correction.tokens import bounded_expm1
 from mis_ext.correction.tokens import k3 as k3_of
 

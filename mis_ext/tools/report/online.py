@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from mis_ext.correction.collectives import gather_objects
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
 from mis_ext.hosts.packing import pack_rollout
 from mis_ext.tools.report.part import Origin, Part

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.log_ratio import PackedStreams, TokenRatios
+from mis_ext.correction.layout import PackedLayout, PackedStreams, TokenRatios
 from mis_ext.correction.tokens import bounded_exp
 from mis_ext.hosts.packing import check_mask
 from mis_ext.tools.diagnosis.measuring import positions, versions_behind
@@ -128,7 +127,7 @@ class Part:
     @cached_property
     def num_response_S(self) -> Tensor:
         """``[S]`` trained tokens of each response."""
-        return self.streams.layout.index.reduce([self.tokens.response_mask_T.float()], "sum")[0]
+        return self.streams.layout.sums([self.tokens.response_mask_T])[0].float()
 
     @cached_property
     def _has_advantage_T(self) -> Tensor:
@@ -143,7 +142,7 @@ class Part:
     def advantage_S(self) -> Tensor:
         """Mean over the trained tokens of each response whose advantage is known; NaN where none is."""
         columns = [self.advantage_T, self._has_advantage_T.float()]
-        sums: Tensor = self.streams.layout.index.reduce(columns, "sum").double()
+        sums = self.streams.layout.sums(columns)
         return sums[0] / sums[1]
 
     @cached_property
@@ -170,7 +169,7 @@ class Part:
     @cached_property
     def sequence_T(self) -> Tensor:
         """``[T]`` number of each token's sequence."""
-        return self.streams.layout.index.sequence_T
+        return self.streams.layout.sequence_T
 
     @cached_property
     def position_T(self) -> Tensor:

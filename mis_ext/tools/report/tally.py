@@ -189,12 +189,12 @@ class Sequences:
     @classmethod
     def of(cls, part: Part) -> Sequences:
         """The sequences of a part, with the sums of their tokens."""
-        index, tokens = part.streams.layout.index, part.tokens
+        tokens = part.tokens
         rows = token_rows(tokens.log_ratio_T)
         # In the precision and order of the correction, so that its gates decide on the same sums.
-        masks = (tokens.response_mask_T.float(), tokens.valid_mask_T.float())
+        masks = (tokens.response_mask_T, tokens.valid_mask_T)
         rows_T = (rows["difference"], rows["gap"], rows["k3"], tokens.proximal_T, tokens.behavior_T)
-        reduced = index.reduce([*masks, *rows_T], "sum").double()
+        reduced = part.streams.layout.sums([*masks, *rows_T])
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
         columns = torch.stack([*reduced, reward, part.advantage_S, behind], dim=1)

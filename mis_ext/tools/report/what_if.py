@@ -158,7 +158,7 @@ class WhatIf:
 
     def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
         num_response_S, reward_S = part.num_response_S, part.reward_S
-        (num_kept_S,) = part.streams.layout.index.reduce([kept_T.float()], "sum")
+        (num_kept_S,) = part.streams.layout.sums([kept_T])
         self._samples.append((part.group_S, part.advantage_S if part.has_advantages else reward_S, num_kept_S > 0))
         for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
             rewards = reward_S[chosen_S]
@@ -265,7 +265,7 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
         response_mask_R=part.streams.response_mask_R,
         layout=layout,
         config=_alone(config),
-        lag_T=None if lag_S is None else layout.index.to_tokens(lag_S),
+        lag_T=None if lag_S is None else layout.spread(lag_S),
     )
 
 
