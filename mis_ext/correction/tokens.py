@@ -244,10 +244,6 @@ class Blocks:
         """``[T]``: back from their slots to the stream."""
         return x_NB.flatten().index_select(0, self.slot_T)
 
-    def spread(self, x_S: Tensor) -> Tensor:
-        """``[..., T]``: the value of each token's response."""
-        return x_S.index_select(-1, self.response_T)
-
     def spread_to_blocks(self, x_S: Tensor) -> Tensor:
         """``[N, 1]``: the value of each block's response."""
         return x_S.index_select(0, self.response_N)[:, None]
