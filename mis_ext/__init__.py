@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mis_ext.lazy import lazy_names
 
-__version__ = "0.5.5"
+__version__ = "0.6.0"
 
 if TYPE_CHECKING:
     from mis_ext.correction.config import CorrectionConfig as CorrectionConfig
