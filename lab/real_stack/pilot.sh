@@ -4,10 +4,12 @@
 #
 #   pilot.sh base FOLDER       # unpack what is not the model, and try everything with random weights, in the background
 #   pilot.sh take FOLDER       # keep a piece of the model
-#   pilot.sh start             # put the pieces together, and begin: one process a run, in the background
+#   pilot.sh start SECONDS OUT # put the pieces together, and begin: one process a run, in the background; then poll
 #   pilot.sh poll SECONDS OUT  # wait so long or until all have ended; then a table, and the results as files in OUT
 #
-# A process that dies begins again, from its alert if it had one. STUDY, SMOKE, GPUS, PLACE and DEVICE are for tests.
+# A machine that is taken back when no command runs loses every state: leave less than 30 seconds between commands, and
+# poll for as long as one command may take. A process that dies begins again, from its alert if it had one. ONLY at the
+# start: names of runs, else all of the study. STUDY, SMOKE, GPUS, PLACE and DEVICE are for tests.
 set -euo pipefail
 place="${PLACE:-/tmp/fork}" study="${STUDY:-alert_pilot}" smoke="${SMOKE:-alert_smoke}"
 code="$place/code" python="${PYTHON:-python3}"
@@ -27,12 +29,13 @@ run_one() {
     echo "== $5 ended, $(date +%T)" >> "$log"
 }
 
-# run_all RESULTS MODEL STUDY SHARE: a process for each run; the GPUs in turn, and back, so that each has one of an arm.
+# run_all RESULTS MODEL STUDY SHARE [RUNS]: a process for each run; the GPUs in turn, and back, so that each has one of
+# an arm.
 run_all() {
     local index=0 group gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
     mkdir -p "$1" "$place/logs"
     cp "$place/gsm_symbolic.json" "$1"
-    for group in $(groups_of "$3"); do
+    for group in ${5:-$(groups_of "$3")}; do
         run_one $(((index + index / gpus) % gpus)) "$1" "$2" "$3" "$group" "$4" &
         index=$((index + 1))
         # SGLang counts what others allocate while it starts.
@@ -70,19 +73,24 @@ case "$1" in
         tail -qn 2 "$place"/logs/*.log | cut -c 1-200
         ;;
     start)
+        : "${2:?seconds to poll}" "${3:?folder of what comes out}"
+        out="$(realpath -- "$3")"
         cd "$place"
         cat pieces/piece.* > qwen.gguf
         sha256sum -c qwen.sha256
         time "$python" "$code/lab/real_stack/qwen_model.py" weights "$place/qwen.gguf" "$place/qwen" "$(nproc --all)"
-        for ((second = 0; second < ${PATIENCE:-60}; second++)); do [[ ! -e "$place/tried" ]] || break; sleep 1; done
-        [[ -e "$place/tried" ]] || echo "the trial with random weights has not ended: $(tail -qn 2 "$place/logs/$smoke"*.log)"
-        ls "$place/smoke"
+        if [[ -e "$place/trying" ]]; then
+            for ((second = 0; second < ${PATIENCE:-60}; second++)); do [[ ! -e "$place/tried" ]] || break; sleep 1; done
+            [[ -e "$place/tried" ]] || tail -qn 2 "$place/logs/$smoke"*.log || true
+        fi
+        ls "$place/smoke" || echo "no trial with random weights: the first run compiles what it would have compiled"
         setsid bash "$place/pilot.sh" go > "$place/logs/go.log" 2>&1 < /dev/null &
+        exec bash "$place/pilot.sh" poll "$2" "$out"
         ;;
     go)
         # What the trial still holds of the GPUs.
-        [[ -e "$place/tried" ]] || kill -KILL -- "-$(cat "$place/trying")" || true
-        run_all "$place/results" "$place/qwen" "$study" 0.47
+        [[ -e "$place/tried" || ! -e "$place/trying" ]] || kill -KILL -- "-$(cat "$place/trying")" || true
+        run_all "$place/results" "$place/qwen" "$study" 0.47 "${ONLY:-}"
         touch "$place/ended"
         ;;
     poll)
@@ -95,6 +103,7 @@ case "$1" in
         # They are written all the while, of which tar complains.
         (cd "$place" && find results smoke -name '*.zip') | tar -C "$place" -czf "$3/results.tar.gz" --files-from - || true
         tar -C "$place" -czf "$3/logs.tar.gz" logs || true
+        [[ -e "$place/ended" ]] || echo "not ended: poll again within 30 seconds"
         ;;
     *) echo "pilot.sh base|take|start|poll, got $1" >&2; exit 1 ;;
 esac

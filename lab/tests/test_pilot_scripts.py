@@ -4,8 +4,10 @@
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,10 @@ def carried(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pilot(carried: Path, *arguments: str) -> str:
-    environment = os.environ | {"PATH": f"{carried}:{os.environ['PATH']}", "PYTHON": str(carried / "python")}
-    environment |= {"CALLS": str(carried / "calls"), "PLACE": str(carried / "place"), "STAGGER": "0", "PATIENCE": "20"}
+def pilot(carried: Path, *arguments: str, **more: str) -> str:
+    environment = os.environ | more | {"PATH": f"{carried}:{os.environ['PATH']}", "PYTHON": str(carried / "python")}
+    environment |= {"CALLS": str(carried / "calls"), "PLACE": str(carried / "place"), "PATIENCE": "20"}
+    environment.setdefault("STAGGER", "0")
     command = ["bash", str(FOLDER / "pilot.sh"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=carried)
     assert done.returncode == 0, done.stderr
@@ -56,9 +59,11 @@ def pilot(carried: Path, *arguments: str) -> str:
 
 
 def test_the_model_is_put_together_and_each_run_has_its_gpu_and_another_attempt(carried: Path) -> None:
-    for step in (("base", "00"), ("take", "01"), ("take", "02"), ("start",), ("poll", "60", "out")):
+    for step in (("base", "00"), ("take", "01"), ("take", "02"), ("start", "60", "out")):
         said = pilot(carried, *step)
     assert "| table |" in said
+    assert "poll again" not in said
+    assert "poll again" not in pilot(carried, "poll", "0", "out")
     assert "pilot-int4-1 on GPU 0, attempt 2" in said
     place = carried / "place"
     assert (place / "qwen.gguf").read_text() == "ab"
@@ -73,10 +78,32 @@ def test_the_model_is_put_together_and_each_run_has_its_gpu_and_another_attempt(
         assert "logs/alert_pilot-int4-1.log" in archive.getnames()
 
 
+def test_without_a_trial_only_the_chosen_runs_start_and_the_first_poll_says_that_they_go_on(carried: Path) -> None:
+    for step in (("base", "00"), ("take", "01"), ("take", "02")):
+        pilot(carried, *step)
+    place = carried / "place"
+    for _ in range(1200):
+        if (place / "tried").exists():
+            break
+        time.sleep(0.05)
+    for name in ("trying", "tried"):
+        (place / name).unlink()
+    shutil.rmtree(place / "smoke")
+    # The runs begin a second apart, and the poll ends at once.
+    said = pilot(carried, "start", "0", "out", ONLY="alert_pilot-int4-2 alert_pilot-bf16-2", STAGGER="1")
+    assert "poll again" in said
+    assert "poll again" not in pilot(carried, "poll", "60", "out")
+    calls = (carried / "calls").read_text().splitlines()
+    ran = [call[0] + call.partition(" --only ")[2].partition(" ")[0] for call in calls if "run alert_pilot" in call]
+    assert ran == ["0alert_pilot-int4-2", "1alert_pilot-bf16-2"]
+
+
 def test_a_piece_that_did_not_arrive_stops_the_start(carried: Path) -> None:
     pilot(carried, "base", "00")
     pilot(carried, "take", "01")
     with pytest.raises(AssertionError, match="checksum did NOT match"):
+        pilot(carried, "start", "0", "out")
+    with pytest.raises(AssertionError, match="seconds to poll"):
         pilot(carried, "start")
 
 
