@@ -91,9 +91,21 @@ def check_bash(words: list[str]) -> None:
         assert (ROOT / arguments[0]).is_file()
     elif script == ".ci/run":
         assert not arguments
+    elif script.startswith("lab/real_stack/"):
+        check_usage(ROOT / script, arguments)
     else:
         python = re.findall(r"(?:examples|lab)/[\w/]+\.py", (ROOT / script).read_text())
         check_script(python[-1], arguments)
+
+
+def check_usage(script: Path, arguments: list[str]) -> None:
+    """By a line of the script's own head, in which words with a capital stand for others."""
+    usages = re.findall(rf"^#   \S*{re.escape(script.name)} ([^#\n]*)", script.read_text(), flags=re.MULTILINE)
+    assert any(
+        len(usage.split()) == len(arguments)
+        and all(word[0].isupper() or word == given for word, given in zip(usage.split(), arguments, strict=True))
+        for usage in usages
+    )
 
 
 def check_python(words: list[str]) -> None:
@@ -179,6 +191,8 @@ CHECKS = {
         "bash lab/hosts/slime_cpu.sh --recrd",
         "pip install -e '.[reports]'",
         "bash tests/run.sh -m whole_runs",
+        "bash lab/real_stack/pilot.sh start",
+        "bash lab/real_stack/pilot.sh stop 420 OUT",
     ],
 )
 @pytest.mark.usefixtures("only_parsing")
