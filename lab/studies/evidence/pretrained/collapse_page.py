@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the collapse studies: the ladder and its picture, which number warned, the atlases, the first runs."""
+"""Pages of the collapse studies: the ladder and its picture, which number warned, the pilot of forks, the atlases."""
 
 from __future__ import annotations
 
@@ -12,16 +12,28 @@ from typing import Any
 import numpy as np
 
 from evidence.results import Results
-from evidence.study import Study
+from evidence.study import NONE, Study
 
-from . import collapse_correction
-from .collapse import COLLAPSE_STUDIES, CORRECTION, ENGINES, LADDER, SMOOTH, STAYS, WINDOW, collapsed_at, verdicts
+from . import collapse_correction, fork
+from .collapse import (
+    COLLAPSE_STUDIES,
+    CORRECTION,
+    EARLIER_RATE,
+    ENGINES,
+    LADDER,
+    SMOOTH,
+    STAYS,
+    WINDOW,
+    collapsed_at,
+    verdicts,
+)
 from .collapse_runs import (
     EVIDENCE,
     LAST,
     WARNINGS,
     Runs,
     draw,
+    earlier_runs,
     ends_of,
     first_crossing,
     label_of,
@@ -35,6 +47,8 @@ from .collapse_runs import (
 # Of runs before any study: a line per step, with engine, method and reward.
 FIRST_LOOK = EVIDENCE / "first_look.jsonl"
 PAGE, RUNS = "collapse", "collapse_runs"
+# Runs of the pilot of forks whose machine was taken back, and sums of learning rates at which k3 is compared.
+STOPPED_PILOT, SUMS = "alert_stopped_", (1e-4, 2e-4, 2.68e-4)
 
 
 def report(results: Results, output: Path) -> None:
@@ -82,6 +96,9 @@ def report(results: Results, output: Path) -> None:
         "## The ladder of mismatch, without a correction",
         "",
         *_ladder_section(ladder, results, output),
+        "## Forks at the alert: the pilot",
+        "",
+        *_pilot_section(ladder, correction, results),
         "## The mismatch before any training",
         "",
         "k3 and reward of the untrained model. An engine whose reward is below half of bf16's has a fault, not a "
@@ -214,6 +231,76 @@ def _by_setting(study: Study, runs: Runs) -> list[str]:
         f"**Own policies that collapsed**: {'; '.join(parts)}. Fixed beforehand: what falls on both seeds while bf16 "
         f"stands fell of the mismatch. {', '.join(fallen) or 'No engine'} did.",
     ]
+
+
+def _pilot_section(ladder: Study, correction: Study, results: Results) -> list[str]:
+    """The attempts at the pilot, which did not decide, beside earlier runs; and what the next one takes."""
+    stopped = {name: results.rows_of(name) for name in results.names() if name.startswith(STOPPED_PILOT)}
+    if not stopped:
+        return ["Nothing has run yet.", ""]
+    earlier = [run for study in (ladder, correction) for run in runs_seen(study, results)]
+    uncorrected = [
+        (group.learning_rate, rows)
+        for group, rows in earlier
+        if group.engine.weights == "int4" and group.run[0] == NONE
+    ]
+    first = earlier_runs(f"{CORRECTION}_lr{EARLIER_RATE:g}_int4-")
+    uncorrected += [(EARLIER_RATE, rows) for name, rows in first.items() if name.endswith(f"-{NONE.name}")]
+    passed = [
+        min(fork.lasting(rows)) > fork.LOWEST
+        for group, rows in earlier
+        if group.condition == f"{CORRECTION}_bf16" and fork.lasting(rows)
+    ]
+    lines = [
+        f"Token TIS from the alert on: a pilot, int4 without a correction and bf16 at {fork.RATE:g}, seeds 11 "
+        "and 12 ([rules fixed beforehand](../studies/evidence/pretrained/fork.py)). **It has not decided.** Two "
+        "attempts on two H200 (SGLang 0.5.17, revision 11132afd) ended early: the machine was taken back between two "
+        "commands; then, with two runs, the time was up, of which a fault in `pilot.sh` took 5 minutes. All states "
+        "are lost; four interim tables were read; nothing was changed. All runs begin anew.",
+        "",
+        "| attempt, run | steps | seconds a step after the first | k3, first ten steps "
+        f"| {' | '.join(f'k3 at {total:.1e}' for total in SUMS)} "
+        "| trainer policy, last four (attempt 1: all three): sampled, greedy |",
+        "|---" * 8 + "|",
+    ]
+    for name, rows in stopped.items():
+        attempt, run = name.removeprefix(STOPPED_PILOT).removesuffix(f"-{NONE.name}").split("_")
+        k3 = (_k3_at(rows, fork.RATE, total) for total in SUMS)
+        own = (np.mean([row[kind] for row in rows if kind in row][-LAST:]) for kind in ("own_reward", "own_greedy"))
+        cells = [f"{attempt}, {run}", str(len(rows)), f"{mean_of(rows[1:], 'seconds'):.1f}"]
+        cells += [f"{mean_of(rows[:WINDOW], 'k3'):.1e}", *("" if value is None else f"{value:.1e}" for value in k3)]
+        lines.append(f"| {' | '.join([*cells, ', '.join(f'{value:.2f}' for value in own)])} |")
+    ranges = []
+    for total in SUMS:
+        at = [value for rate, rows in uncorrected if (value := _k3_at(rows, rate, total)) is not None]
+        ranges.append(f"{min(at):.1e} to {max(at):.1e}, {len(at)} runs" if at else "")
+    lines += [
+        f"| earlier, int4, 2e-06 to 5e-06 |  |  |  | {' | '.join(ranges)} |  |",
+        "",
+        "k3 at a sum of learning rates: mean of the ten steps before. At 2.7e-4 it is above all ten earlier runs (an "
+        "eleventh had collapsed). Two processes take 73 of a GPU's 144 GB, and do 1.33 times the steps of one. "
+        f"Exploratory: the bf16 condition holds in {sum(passed)} of {len(passed)} runs at 3e-6.",
+        "",
+        "**Next**: all four runs, two on each GPU, 101 steps: 20 minutes. Within 30 seconds each:",
+        "",
+        "```bash",
+        "bash lab/real_stack/pack_evidence.sh site.tar.xz",
+        "python examples/questions/prepare.py gsm_symbolic 4096 questions.json",
+        "bash lab/real_stack/pack_pilot.sh site.tar.xz questions.json pilot",
+        "bash lab/real_stack/pilot.sh base pilot/00     # from here on with two GPUs",
+        "bash lab/real_stack/pilot.sh take pilot/01     # and so on, to 15",
+        "bash lab/real_stack/pilot.sh start 420 OUT",
+        "bash lab/real_stack/pilot.sh poll 540 OUT      # again, until the table has 101 steps of each",
+        "```",
+        "",
+    ]
+    return lines
+
+
+def _k3_at(rows: Sequence[dict[str, Any]], rate: float, total: float) -> float | None:
+    """The mean of the last steps before the sum of learning rates is so large; None: not seen so far."""
+    steps = round(total / rate)
+    return mean_of(rows[steps - WINDOW : steps], "k3") if len(rows) >= steps else None
 
 
 def _atlas_table(studies: Sequence[Study], results: Results) -> list[str]:
