@@ -25,7 +25,6 @@ from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
 LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_ext.policy_loss"}
-STEP = "custom_megatron_before_train_step_hook_path"
 CP_2, DP_2 = {"context_parallel_size": 2}, {"data_parallel_size": 2}
 
 
@@ -172,13 +171,3 @@ def test_it_leaves_nothing_behind(keys) -> None:
     after = random.getstate(), torch.get_num_threads(), len(runs._entries), pickle.dumps(session)
     assert before[1:] == after
     assert not torch.distributed.is_initialized()
-
-
-def test_a_part_of_our_function_is_our_function(monkeypatch) -> None:
-    mine = types.ModuleType("mine")
-    ours = mis_ext.prepare_rollout
-    mine.part = functools.partial(functools.wraps(ours)(functools.partial(ours)))
-    monkeypatch.setitem(sys.modules, "mine", mine)
-    start(HOOK | {"rollout_data_postprocess_path": "mine.part"})
-    with pytest.raises(ValueError, match="this one is for --rollout-data-postprocess-path"):
-        start(HOOK | {STEP: "mine.part"})
