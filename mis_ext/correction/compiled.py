@@ -110,7 +110,7 @@ class Graphs:
             return None
         is_first, start = not self.is_agreed, time.perf_counter()
         if is_first:
-            _LOG.info("mis_ext compiles the correction; on a GPU this takes 10 to 30 s, once per configuration")
+            _LOG.info("mis_ext compiles the correction; on a GPU this takes 20 to 40 s, once per configuration")
         try:
             # Sizes that happen to be equal in the first call are not taken to be equal in all.
             with symbols.patch(use_duck_shape=False):

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The correction on a GPU against another revision: times and numbers, in one run.
+
+    git worktree add ../base 16a265ec
+    python lab/benchmarks/bench_passes.py ../base
+
+Each of three processes computes the same calls: the other revision, this one without graphs, this one with graphs. A
+call has lengths that the call before did not have, and its time begins and ends when the GPU is idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+PRESETS = ("mis", "geometric_mis")
+SHAPES = ((8, 2048), (64, 2048), (256, 1024), (4096, 64))
+CALLS, WARM_UP, BATCHES = 26, 6, 12
+
+
+def measure(root: str, mode: str, out: str) -> None:
+    """Write times, numbers of the last call, and how many graphs 50 calls of drawn lengths made."""
+    sys.path.insert(0, root)
+    warnings.simplefilter("ignore")
+    import torch
+
+    import mis_ext
+
+    device = torch.device("cuda")
+
+    def call(lengths, config, seed):
+        generator = torch.Generator().manual_seed(seed)
+        behavior = -torch.empty(sum(lengths)).exponential_(1.0, generator=generator)
+        proximal = behavior + 0.05 * torch.randn(len(behavior), generator=generator)
+        mask = (torch.rand(len(behavior), generator=generator) > 0.1).float()
+        streams = {"proximal_logprobs_T": proximal, "behavior_logprobs_T": behavior, "response_mask_R": mask}
+        moved = {name: values.to(device) for name, values in streams.items()}
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        layout = mis_ext.PackedLayout.whole(lengths, device=device)
+        found = mis_ext.compute_correction(**moved, layout=layout, config=config, token_metrics=True)
+        weights, loss_mask = found.weights_T, found.loss_mask_R
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, weights, loss_mask, found
+
+    rows, numbers = {}, {}
+    for preset in PRESETS:
+        for metrics in ("core", "all"):
+            config = mis_ext.preset(preset).replace(metrics=metrics)
+            if mode != "base":
+                config = config.replace(compile=mode == "graphs")
+            for count, mean in SHAPES:
+                batches = []
+                for seed in range(BATCHES):
+                    drawn = torch.empty(count).log_normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
+                    batches.append((drawn * mean * 0.88).clamp(16, mean * 4).long().tolist())
+                found = [call(batches[k % BATCHES], config, k % BATCHES) for k in range(CALLS)]
+                name = f"{preset}, {metrics}, {count} x {mean:,}"
+                rows[name] = (1e3 * statistics.median(x[0] for x in found[WARM_UP:]), found[0][0])
+                _, weights, loss_mask, last = found[-1]
+                tokens = {key: values.cpu() for key, values in last.token_metrics.items()}
+                numbers[name] = (weights.cpu(), loss_mask.cpu(), tokens)
+    graphs = None
+    if mode == "graphs":
+        from torch._dynamo.utils import counters
+
+        draw, config = random.Random(0), mis_ext.preset("mis").replace(compile=True, metric_max=9.0)
+        counters.clear()
+        for seed in range(50):
+            call([draw.choice([1, 2, 30, 64, 500, 3000]) for _ in range(draw.choice([1, 1, 2, 5, 33]))], config, seed)
+        graphs = counters["stats"]["unique_graphs"]
+    torch.save((rows, numbers, graphs), out)
+
+
+def compare(paths: list[Path]) -> None:
+    """Print the table, and every number that differs by more than the tolerance of a rewrite."""
+    import torch
+
+    base, eager, graphs = (torch.load(path) for path in paths)
+    print("| preset, metrics, responses x mean tokens | base | eager | graphs | graphs / base | first call, s |")
+    print("|---|---|---|---|---|---|")
+    for name, (before, _) in base[0].items():
+        with_graphs, first = graphs[0][name]
+        print(
+            f"| {name} | {before:.2f} | {eager[0][name][0]:.1f} | {with_graphs:.2f} | {with_graphs / before:.1f} "
+            f"| {first:.0f} |"
+        )
+    worst = 0.0
+    for mode, found in (("eager", eager), ("graphs", graphs)):
+        for name, (weights, loss_mask, tokens) in base[1].items():
+            new_weights, new_mask, new_tokens = found[1][name]
+            worst = max(worst, float(((weights - new_weights).abs() / weights.abs().clamp(min=1e-9)).max()))
+            if not torch.equal(loss_mask, new_mask):
+                print(f"{mode}, {name}: {int((loss_mask != new_mask).sum())} tokens of the mask differ")
+            for metric, values in tokens.items():
+                if not torch.allclose(values, new_tokens[metric], rtol=1e-5, atol=1e-6, equal_nan=True):
+                    print(f"{mode}, {name}: {metric} differs by {float((values - new_tokens[metric]).abs().max()):.1e}")
+    print(f"largest relative difference of a weight: {worst:.1e}; graphs of 50 calls of drawn lengths: {graphs[2]}")
+
+
+def main() -> None:
+    """Measure all three, each in a process of its own, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="checkout of the revision to compare with")
+    parser.add_argument("--measure", choices=["base", "eager", "graphs"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure is not None:
+        measure(arguments.base, arguments.measure, arguments.out)
+        return
+    here = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{mode}.pt" for mode in ("base", "eager", "graphs")]
+        for path in paths:
+            root = arguments.base if path.stem == "base" else str(here)
+            command = [sys.executable, __file__, str(Path(root).resolve()), "--measure", path.stem, "--out", str(path)]
+            subprocess.run(command, check=True)
+        compare(paths)
+
+
+if __name__ == "__main__":
+    main()
