@@ -214,11 +214,14 @@ def response_step(of: Numbers, plan: Plan) -> Responses:
 
 def batch_totals(r: Responses, status_S: Tensor, plan: Plan) -> Tensor:
     """``[A + 1]``: the plan's totals, then its extremes, over the responses of this rank; last, the status."""
-    sums = [BATCH_SUMS[name](r, plan.config).sum(dtype=torch.float64) for name in plan.totals]
+    # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
+    has_tokens_S = r.generated > 0.0
+    sums = [torch.where(has_tokens_S, BATCH_SUMS[name](r, plan.config), 0.0) for name in plan.totals]
+    extremes = [torch.where(has_tokens_S, BATCH_MAXIMA[name](r, plan.config), -math.inf) for name in plan.extremes]
     # Padded, so that a call without responses has extremes too.
     pad = functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
-    extremes = [pad(BATCH_MAXIMA[name](r, plan.config)).amax() for name in plan.extremes]
-    return torch.stack([*sums, *extremes, pad(status_S).amax()])
+    found = [x.sum(dtype=torch.float64) for x in sums] + [pad(x).amax() for x in (*extremes, status_S)]
+    return torch.stack(found)
 
 
 def merge(parts: Tensor, num_sums: int) -> Tensor:
@@ -264,19 +267,16 @@ def response_metrics(r: Responses, total: Totals, plan: Plan) -> Tensor:
     The framework averages over all responses, or over all their tokens. So a response that was not measured gets the
     mean of the others of this call: NaN where there are none.
     """
-    share_S = r.generated if plan.config.per_token_loss else torch.ones_like(r.n)
-    rows = []
-    for row in plan.rows:
-        if row.number is not None:
-            rows.append(row.number(total).expand_as(r.n))
-            continue
-        is_measured_S, value_S = row.count_S(r) > 0.0, row.value_S(r)
-        if row.over not in ("response_tokens", "responses"):
-            value_S = torch.where(is_measured_S, value_S, 0.0)
-            known_S = torch.where(is_measured_S, share_S, 0.0)
-            value_S = torch.where(is_measured_S, value_S, (value_S * known_S).sum() / known_S.sum())
-        rows.append(value_S * total.scale if row.is_scaled else value_S)
-    return torch.stack(rows).float() if rows else r.n.new_empty(0, len(r.n)).float()
+    if not plan.rows:
+        return r.n.new_empty(0, len(r.n)).float()
+    values, counts = [], [row.count_S(r) for row in plan.rows]
+    for row, count_S in zip(plan.rows, counts, strict=True):
+        value = row.value_S(r) if row.number is None else row.number(total)
+        values.append(torch.where(count_S > 0.0, value * total.scale if row.is_scaled else value, 0.0))
+    value_MS, is_measured_MS = torch.stack(values), torch.stack(counts) > 0.0
+    share_MS = torch.where(is_measured_MS, r.generated if plan.config.per_token_loss else 1.0, 0.0)
+    mean_M1 = (value_MS * share_MS).sum(-1, keepdim=True) / share_MS.sum(-1, keepdim=True)
+    return torch.where(is_measured_MS, value_MS, mean_M1).float()
 
 
 # --- The three passes
