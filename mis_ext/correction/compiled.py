@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, cast
 
@@ -21,12 +21,17 @@ import torch.fx.experimental._config as symbols
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.layout import PackedLayout, places_of
 from mis_ext.correction.passes import Inputs, Outputs, Passes, Plan, output_pass, plan_of, response_pass, token_pass
 from mis_ext.correction.tokens import Blocks, BlockSizes
 
 _LOG = logging.getLogger("mis_ext")
 _PAD = 65
 """Tokens of an added response that nothing generated: two blocks."""
+_ANY_SIZES = symbols.patch(use_duck_shape=False)
+"""Sizes that happen to be equal in the first call are not taken to be equal in all."""
+_FIXED_BOUNDS = torch._dynamo.config.patch(specialize_float=True)
+"""The numbers of a plan are constants of its graphs."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -50,46 +55,47 @@ class Graphs:
     def __init__(self, plan: Plan) -> None:
         self.obstacle: str | None = None
         self.is_agreed = False
+        self._has_run = False
         self._plan = plan
         self._whole = _compiled(_whole)
         self._tokens = _compiled(_tokens)
         self._responses = _compiled(_responses)
         self._outputs = _compiled(_outputs)
 
-    def whole(
-        self, x: Inputs, lengths: tuple[int, ...], *, token_metrics: bool
-    ) -> tuple[Tensor, Tensor, Outputs] | None:
+    def whole(self, x: Inputs, layout: PackedLayout, *, token_metrics: bool) -> tuple[Tensor, Tensor, Outputs] | None:
         """All passes of a rank alone: sums of responses, totals, outputs. None: this call has to run without graphs."""
-        padded, two, sizes = _padded(x, lengths)
-        found = self._run(self._whole, padded, two, sizes, self._plan, token_metrics)
+        padded, places, sizes = _padded(x, layout)
+        found = self._run(self._whole, padded, places, sizes, self._plan, token_metrics)
         if found is None:
             return None
         parts_FS, own_A, out = found
-        return parts_FS[:, : len(lengths)], own_A, _cut(out, len(x.mask_T), len(lengths))
+        if padded is x:
+            return parts_FS, own_A, out
+        return parts_FS[:, : layout.num_sequences], own_A, _cut(out, layout)
 
-    def passes(self, x: Inputs, lengths: tuple[int, ...], *, token_metrics: bool) -> Passes:
+    def passes(self, x: Inputs, layout: PackedLayout, *, token_metrics: bool) -> Passes:
         """The passes of one call, between which ranks exchange numbers."""
-        padded, two, sizes = _padded(x, lengths)
-        plan = self._plan
+        padded, places, sizes = _padded(x, layout)
+        plan, num_columns = self._plan, places.shape[1]
 
         def tokens() -> Tensor:
-            return cast("Tensor", self._tokens(padded, two, sizes, plan))[:, : len(lengths)]
+            return cast("Tensor", self._tokens(padded, places, sizes, plan))[:, : layout.num_sequences]
 
         def responses(merged_FS: Tensor) -> Tensor:
-            return cast("Tensor", self._responses(_with_columns(merged_FS, two.shape[1], plan), plan))
+            return cast("Tensor", self._responses(_with_columns(merged_FS, num_columns, plan), plan))
 
         def outputs(merged_FS: Tensor, own_A: Tensor, group_A: Tensor) -> Outputs:
-            columns_FS = _with_columns(merged_FS, two.shape[1], plan)
-            out = self._outputs(padded, two, sizes, columns_FS, own_A, group_A, plan, token_metrics)
-            return _cut(out, len(x.mask_T), len(lengths))
+            columns_FS = _with_columns(merged_FS, num_columns, plan)
+            out = self._outputs(padded, places, sizes, columns_FS, own_A, group_A, plan, token_metrics)
+            return _cut(out, layout)
 
         return Passes(tokens, responses, outputs)
 
-    def try_out(self, x: Inputs, lengths: tuple[int, ...], *, token_metrics: bool) -> None:
+    def try_out(self, x: Inputs, layout: PackedLayout, *, token_metrics: bool) -> None:
         """Compile all passes on the data of this rank; their numbers are not used."""
 
         def run() -> bool:
-            passes = self.passes(x, lengths, token_metrics=token_metrics)
+            passes = self.passes(x, layout, token_metrics=token_metrics)
             parts_FS = passes.tokens()
             own_A = passes.responses(parts_FS)
             passes.outputs(parts_FS, own_A, own_A)
@@ -108,13 +114,11 @@ class Graphs:
         """The function's value; None where it cannot be compiled, after which no call has graphs."""
         if self.obstacle is not None:
             return None
-        is_first, start = not self.is_agreed, time.perf_counter()
+        is_first, start = not self._has_run, time.perf_counter()
         if is_first:
             _LOG.info("mis_ext compiles the correction; on a GPU this takes 20 to 40 s, once per configuration")
         try:
-            # Sizes that happen to be equal in the first call are not taken to be equal in all.
-            with symbols.patch(use_duck_shape=False):
-                found = function(*arguments)
+            found = function(*arguments)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -125,6 +129,7 @@ class Graphs:
             )
             self._warn()
             return None
+        self._has_run = True
         if is_first:
             _LOG.info("mis_ext compiled the correction in %.1f s", time.perf_counter() - start)
         return found
@@ -138,16 +143,16 @@ class Graphs:
 
 
 def _whole(
-    x: Inputs, length_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool
+    x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool
 ) -> tuple[Tensor, Tensor, Outputs]:
-    blocks = Blocks(length_and_start_2S, sizes)
+    blocks = Blocks(end_and_start_2S, sizes)
     s, parts_FS = token_pass(x, blocks, plan)
     r, own_A = response_pass(parts_FS, plan)
     return parts_FS, own_A, output_pass(s, r, own_A, own_A, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
-def _tokens(x: Inputs, length_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
-    return token_pass(x, Blocks(length_and_start_2S, sizes), plan)[1]
+def _tokens(x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
+    return token_pass(x, Blocks(end_and_start_2S, sizes), plan)[1]
 
 
 def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
@@ -156,7 +161,7 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 
 def _outputs(
     x: Inputs,
-    length_and_start_2S: Tensor,
+    end_and_start_2S: Tensor,
     sizes: BlockSizes,
     merged_FS: Tensor,
     own_A: Tensor,
@@ -164,7 +169,7 @@ def _outputs(
     plan: Plan,
     token_metrics: bool,
 ) -> Outputs:
-    blocks = Blocks(length_and_start_2S, sizes)
+    blocks = Blocks(end_and_start_2S, sizes)
     s, _ = token_pass(x, blocks, plan)
     r, _ = response_pass(merged_FS, plan)
     return output_pass(s, r, own_A, group_A, x.mask_T, blocks, plan, token_metrics=token_metrics)
@@ -175,21 +180,30 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # torch counts the graphs of a code object, up to 8: this one has a code object of its own.
     nested = cast("FunctionType", function)
     alone = FunctionType(nested.__code__.replace(), nested.__globals__, nested.__name__)
-    return torch.compile(alone, dynamic=True, fullgraph=True)
+    graph = torch.compile(alone, dynamic=True, fullgraph=True, options={"guard_filter_fn": _guards_of_call})
+
+    def run(*arguments: Any) -> Any:
+        with _ANY_SIZES, _FIXED_BOUNDS:
+            return graph(*arguments)
+
+    return run
 
 
-def _padded(x: Inputs, lengths: tuple[int, ...]) -> tuple[Inputs, Tensor, BlockSizes]:
-    """Inputs, lengths with first tokens, and sizes, none of which is 0 or 1."""
-    sizes = Blocks.sizes_of(lengths)
-    if len(lengths) < 2 or sizes.num_groups < 2:
-        lengths = (*lengths, _PAD, _PAD)
-        sizes = Blocks.sizes_of(lengths)
+def _guards_of_call(guards: Sequence[Any]) -> list[bool]:
+    """What torch compares at each call: not the plan, with which a graph never changes, and not what modules hold."""
+    return [not guard.is_global and "plan" not in guard.name for guard in guards]
+
+
+def _padded(x: Inputs, layout: PackedLayout) -> tuple[Inputs, Tensor, BlockSizes]:
+    """Inputs, ends with first tokens, and sizes, none of which is 0 or 1."""
+    places, sizes = layout.places
+    if layout.num_sequences < 2 or sizes.num_groups < 2:
+        places, sizes = places_of((*layout.local_lengths, _PAD, _PAD), x.mask_T.device)
         end = functools.partial(torch.nn.functional.pad, pad=(0, 2 * _PAD))
         lag_T = None if x.lag_T is None else end(x.lag_T)
-        last = torch.nn.functional.pad
-        segments = {name: last(value_NB, (0, 0, 0, 4)) for name, value_NB in x.segments.items()}
+        segments = {label: end(value_T) for label, value_T in x.segments.items()}
         x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments)
-    return x, Blocks.lengths_and_starts(lengths, x.mask_T.device), sizes._replace(most_groups=max(sizes.most_groups, 2))
+    return x, places, sizes._replace(most_groups=max(sizes.most_groups, 2))
 
 
 def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
@@ -202,6 +216,8 @@ def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
     return torch.cat([pad(merged_FS[:num_sums]), pad(merged_FS[num_sums:], value=-math.inf)])
 
 
-def _cut(out: Outputs, num_tokens: int, num_responses: int) -> Outputs:
+def _cut(out: Outputs, layout: PackedLayout) -> Outputs:
+    num_tokens = layout.num_local_tokens
     metrics_MT = None if out.metrics_MT is None else out.metrics_MT[:, :num_tokens]
-    return Outputs(out.weights_T[:num_tokens], out.keep_T[:num_tokens], out.keep_S[:num_responses], metrics_MT)
+    keep_S = out.keep_S[: layout.num_sequences]
+    return Outputs(out.weights_T[:num_tokens], out.loss_mask_T[:num_tokens], keep_S, metrics_MT)

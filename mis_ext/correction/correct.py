@@ -29,6 +29,7 @@ from mis_ext.correction.passes import (
     response_pass,
 )
 from mis_ext.correction.segments import segment_values
+from mis_ext.correction.tokens import Tokens
 from mis_ext.validation import check_instance, check_tensors
 
 
@@ -176,7 +177,6 @@ def correct(
 ) -> Correction:
     """:func:`compute_correction` of streams that :func:`check_streams` has seen; the arguments are the same."""
     plan, layout, mask_R = plan_of(config), streams.layout, streams.response_mask_R.float()
-    blocks = layout.blocks
     x = Inputs(
         streams.proximal_logprobs_T.detach().float(),
         streams.behavior_logprobs_T.detach().float(),
@@ -185,7 +185,8 @@ def correct(
         {},
     )
     if any(gate.is_of_segments for gate in plan.gates.values()):
-        x = x._replace(segments=segment_values(x.tokens(blocks), plan.gates, layout, mask_R, cp_group=cp_group))
+        tokens = Tokens.read(x.proximal_T, x.behavior_T, x.mask_T != 0.0, x.lag_T)
+        x = x._replace(segments=segment_values(tokens, plan.gates, layout, mask_R, cp_group=cp_group))
     merged_FS, own_A, group_A, out = _run_passes(
         x, layout, plan, cp_group, dp_group, token_metrics=token_metrics, failed_rank=failed_rank
     )
@@ -193,8 +194,7 @@ def correct(
     if config.metrics_only:
         weights_T = torch.ones_like(weights_T)
     elif layout.is_whole:
-        # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
-        loss_mask_R = torch.where(out.keep_T, mask_R, 0.0)
+        loss_mask_R = out.loss_mask_T
     else:
         loss_mask_R = torch.where(_keep_of_all_ranks(out, streams, config, cp_group), mask_R, 0.0)
     names = (PREFIX + row.name for row in plan.rows)
@@ -213,7 +213,7 @@ def _run_passes(
     failed_rank: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Outputs]:
     """Sums of responses, totals of this rank and of all, and outputs: with graphs or without, and the collectives."""
-    graphs, lengths, status = None, layout.local_lengths, -math.inf
+    graphs, status = None, -math.inf
     is_alone = cp_group is None and dp_group is None
     if failed_rank is not None:
         status = failed_rank + 1.0
@@ -223,16 +223,16 @@ def _run_passes(
 
         graphs = graphs_of(plan.config)
         if is_alone:
-            found = graphs.whole(x, lengths, token_metrics=token_metrics)
+            found = graphs.whole(x, layout, token_metrics=token_metrics)
             if found is not None:
                 merged_FS, own_A, out = found
                 return merged_FS, own_A, own_A, out
         elif not graphs.is_agreed:
-            graphs.try_out(x, lengths, token_metrics=token_metrics)
+            graphs.try_out(x, layout, token_metrics=token_metrics)
             # Below 0, and so below any failure: this rank cannot compile.
             status = status if graphs.obstacle is None else -(global_rank() + 1.0)
     if graphs is not None and graphs.is_agreed and graphs.obstacle is None:
-        passes = graphs.passes(x, lengths, token_metrics=token_metrics)
+        passes = graphs.passes(x, layout, token_metrics=token_metrics)
     else:
         passes = eager_passes(x, layout.blocks, plan, token_metrics=token_metrics)
     parts_FS = passes.tokens()
@@ -266,7 +266,7 @@ def _keep_of_all_ranks(
         # What whole responses decide, all ranks decide alike from the same sums.
         return (streams.response_mask_R != 0) & out.keep_S.index_select(0, layout.sequence_R)
     # Only the rank that has a token knows whether it stays, and sends a bit for each.
-    bits = merge_bits(pack_bits(layout, out.keep_T), cp_group)
+    bits = merge_bits(pack_bits(layout, out.loss_mask_T != 0), cp_group)
     return unpack_bits(bits, layout.num_whole_tokens)
 
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.tokens import Blocks, Tokens
+from mis_ext.correction.tokens import Blocks, BlockSizes, Tokens
 from mis_ext.validation import check_lengths
 
 
@@ -133,26 +133,25 @@ class PackedLayout:
         return max(self.local_lengths, default=0)
 
     @functools.cached_property
-    def blocks(self) -> Blocks:
-        """Where the local tokens of each response lie, for sums over responses."""
-        return Blocks(self._length_and_start_2S, Blocks.sizes_of(self.local_lengths))
+    def places(self) -> tuple[Tensor, BlockSizes]:
+        """Where the local tokens of each response lie: :func:`places_of` their lengths."""
+        return places_of(self.local_lengths, self.device)
 
     @functools.cached_property
-    def _length_and_start_2S(self) -> Tensor:
-        """Length and first local token of each sequence, in one copy to the device."""
-        start_S = [*itertools.accumulate(self.local_lengths, initial=0)][:-1]
-        both = torch.tensor([*self.local_lengths, *start_S], dtype=torch.int64)
-        return to_device([both], self.device)[0].view(2, len(start_S))
+    def blocks(self) -> Blocks:
+        """The same for sums over responses."""
+        return Blocks(*self.places)
 
     @functools.cached_property
     def sequence_T(self) -> Tensor:
         """``[T]``: the sequence of each local token; without :attr:`blocks`, which take longer to make."""
-        return torch.repeat_interleave(self._length_and_start_2S[0], output_size=self.num_local_tokens)
+        end_S, start_S = self.places[0]
+        return torch.repeat_interleave(end_S - start_S, output_size=self.num_local_tokens)
 
     @property
     def offset_T(self) -> Tensor:
         """``[T]``: how many local tokens of its sequence stand before a local token."""
-        start_T = self._length_and_start_2S[1].index_select(0, self.sequence_T)
+        start_T = self.places[0][1].index_select(0, self.sequence_T)
         return torch.arange(self.num_local_tokens, device=self.device) - start_T
 
     @property
@@ -246,6 +245,12 @@ def _context_parallel_layout(
         num_local_tokens=sum(local_lengths),
         num_whole_tokens=whole_start,
     )
+
+
+def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
+    """``[2, S]``: end and start of responses of these lengths, on ``device``; and sizes for :class:`Blocks`."""
+    places_2S, sizes = Blocks.places(lengths)
+    return to_device([places_2S.flatten()], device)[0].view(2, len(lengths)), sizes
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:

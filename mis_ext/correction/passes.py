@@ -121,7 +121,7 @@ def judge(t: Tokens, gates: Mapping[str, Gate], segments: Mapping[str, Tensor]) 
     Args:
         t: The tokens.
         gates: By label.
-        segments: What :func:`~mis_ext.correction.segments.segment_values` found, empty without gates on segments.
+        segments: ``[N, 64]``: the statistics of segments, by the label of their gate, and which are known.
     """
     judged: dict[str, Judged] = {}
     # Gates on tokens first: others may look at what these leave.
@@ -307,7 +307,7 @@ class Inputs(NamedTuple):
 def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[TokenStep, Tensor]:
     """What tokens decide, and ``[F + 1, S]`` float64: the plan's sums and maxima over local tokens, and no failure."""
     t = x.tokens(blocks)
-    judged = judge(t, plan.gates, x.segments)
+    judged = judge(t, plan.gates, {label: blocks.of_tokens(value_T) for label, value_T in x.segments.items()})
     s = token_step(t, plan, judged)
     sums_FS = blocks.sums([token_row(key, s, plan, judged) for key in plan.sums])
     no_failure_1S = torch.full_like(sums_FS[:1], -math.inf)
@@ -325,10 +325,10 @@ def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
 
 
 class Outputs(NamedTuple):
-    """``[T]`` weights; bool, the tokens ``[T]`` and responses ``[S]`` that stay; ``[M, T]`` metrics, if asked for."""
+    """``[T]`` weights, and the mask that is left; ``[S]`` bool, responses that stay; ``[M, T]`` metrics or None."""
 
     weights_T: Tensor
-    keep_T: Tensor
+    loss_mask_T: Tensor
     keep_S: Tensor
     metrics_MT: Tensor | None
 
@@ -356,7 +356,9 @@ def output_pass(
         # Tokens outside the response mask read a column of zeros.
         place_T = torch.where(mask_T != 0.0, blocks.response_T, len(r.n))
         metrics_MT = torch.nn.functional.pad(rows_MS, (0, 1)).index_select(-1, place_T)
-    return Outputs(blocks.to_tokens(weight_NB), blocks.to_tokens(keep_NB), r.keep, metrics_MT)
+    # What a kept token counts is the caller's business: a mask of 0.25 comes back as that.
+    loss_mask_T = torch.where(blocks.to_tokens(keep_NB), mask_T, 0.0)
+    return Outputs(blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
 
 
 class Passes(NamedTuple):

@@ -55,21 +55,21 @@ class Runs(NamedTuple):
 def segment_values(
     t: Tokens, gates: Mapping[str, Gate], layout: PackedLayout, mask_R: Tensor, *, cp_group: Group | None
 ) -> dict[str, Tensor]:
-    """``[N, 64]``: the statistic of each token's segment, by the label of its gate, and whether it is known.
+    """``[T]``: the statistic of each token's segment, by the label of its gate, and whether it is known.
 
     It is known where every token of the segment has a ratio. The statistics count those that have one.
     """
-    blocks, on_segments = layout.blocks, {label: gate for label, gate in gates.items() if gate.is_of_segments}
+    on_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
     rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in on_segments.values())]
-    rows_FR = whole_rows(torch.stack([blocks.to_tokens(row) for row in rows]), layout, cp_group=cp_group)
+    rows_FR = whole_rows(torch.stack(rows), layout, cp_group=cp_group)
     generated_R = mask_R != 0
     runs = Runs.of(generated_R, layout.sequence_R)
     size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout.longest_response)
     found = {}
     for (label, gate), total_R in zip(on_segments.items(), totals, strict=True):
         value_R = total_R / count_R.clamp(min=1.0) if gate.reduce == "segment_mean" else total_R
-        found[label] = blocks.of_tokens(layout.local_part(value_R))
-    return found | {KNOWN_SEGMENT: blocks.of_tokens(layout.local_part(count_R == size_R))}
+        found[label] = layout.local_part(value_R)
+    return found | {KNOWN_SEGMENT: layout.local_part(count_R == size_R)}
 
 
 def whole_rows(rows_FT: Tensor, layout: PackedLayout, *, cp_group: Group | None) -> Tensor:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -174,67 +174,70 @@ class BlockSizes(NamedTuple):
     most_groups: int
 
 
+class Parts(NamedTuple):
+    """Where the parts of each sum are, and whether there is one."""
+
+    place: Tensor
+    is_used: Tensor
+
+
 class Blocks:
     """Where the tokens of each response lie, and sums over them in float64, the same bits on every run.
 
     Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
     tokens form a matrix ``[N, 64]``, and a sum over a block is a sum over a row. Sums of blocks are added up in groups
-    of 16 blocks (1,024 tokens), and the groups of a response, padded to the most that a response has, last. Both steps
-    read a slot behind the last number, which holds the identity, where a group or a response has no more. So one
+    of 16 blocks (1,024 tokens), and the groups of a response, padded to the most that a response has, last. So one
     response of 32,768 tokens among 4,096 of 64 makes few empty slots. An empty slot never counts: nothing was
     generated there.
 
     Args:
-        length_and_start_2S: int64: length, and first token in the stream, of each response.
-        sizes: What :meth:`sizes` says of the same lengths.
+        end_and_start_2S: int64: the token behind each response, and its first one, in the stream.
+        sizes: What :meth:`places` says of the same lengths.
     """
 
     TOKENS, BLOCKS = 64, 16
 
-    def __init__(self, length_and_start_2S: Tensor, sizes: BlockSizes) -> None:
+    def __init__(self, end_and_start_2S: Tensor, sizes: BlockSizes) -> None:
         self.sizes = sizes
-        length_S, start_S = length_and_start_2S
+        end_S, start_S = end_and_start_2S
+        length_S = end_S - start_S
         blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
         groups_S = (blocks_S + (self.BLOCKS - 1)) // self.BLOCKS
-        first_block_S, first_group_S = blocks_S.cumsum(0) - blocks_S, groups_S.cumsum(0) - groups_S
+        block_end_S, group_end_S = blocks_S.cumsum(0), groups_S.cumsum(0)
+        first_block_S, first_group_S = block_end_S - blocks_S, group_end_S - groups_S
 
-        self.response_T = torch.repeat_interleave(length_S, output_size=sizes.num_tokens)
-        self.response_N = torch.repeat_interleave(blocks_S, output_size=sizes.num_blocks)
-        token_T = torch.arange(sizes.num_tokens, device=length_S.device)
+        self.response_T = _owners(length_S, end_S, sizes.num_tokens)
+        self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
+        token_T = torch.arange(sizes.num_tokens, device=end_S.device)
         # Token t of the stream is in this slot of the blocks, one block after the other.
         self.slot_T = token_T + (first_block_S * self.TOKENS - start_S).index_select(0, self.response_T)
         # And slot n of the blocks holds this token.
-        block_N = torch.arange(sizes.num_blocks, device=length_S.device)
+        block_N = torch.arange(sizes.num_blocks, device=end_S.device)
         offset_N = (block_N - first_block_S.index_select(0, self.response_N)) * self.TOKENS
-        place_NB = offset_N[:, None] + torch.arange(self.TOKENS, device=length_S.device)
-        self.is_token_NB = place_NB < length_S.index_select(0, self.response_N)[:, None]
-        token_NB = start_S.index_select(0, self.response_N)[:, None] + place_NB
+        token_NB = (start_S.index_select(0, self.response_N) + offset_N)[:, None]
+        token_NB = token_NB + torch.arange(self.TOKENS, device=end_S.device)
+        self.is_token_NB = token_NB < end_S.index_select(0, self.response_N)[:, None]
         self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
 
-        response_G = torch.repeat_interleave(groups_S, output_size=sizes.num_groups)
-        group_G = torch.arange(sizes.num_groups, device=length_S.device)
+        response_G = _owners(groups_S, group_end_S, sizes.num_groups)
+        group_G = torch.arange(sizes.num_groups, device=end_S.device)
         offset_G = (group_G - first_group_S.index_select(0, response_G)) * self.BLOCKS
-        place_GK = offset_G[:, None] + torch.arange(self.BLOCKS, device=length_S.device)
-        is_block_GK = place_GK < blocks_S.index_select(0, response_G)[:, None]
-        block_GK = first_block_S.index_select(0, response_G)[:, None] + place_GK
-        self._block_GK = torch.where(is_block_GK, block_GK, sizes.num_blocks)
-        place_K = torch.arange(sizes.most_groups, device=length_S.device)
-        group_SK = first_group_S[:, None] + place_K
-        self._group_SK = torch.where(place_K < groups_S[:, None], group_SK, sizes.num_groups)
+        block_GK = (first_block_S.index_select(0, response_G) + offset_G)[:, None]
+        block_GK = block_GK + torch.arange(self.BLOCKS, device=end_S.device)
+        self._blocks = Parts(block_GK, block_GK < block_end_S.index_select(0, response_G)[:, None])
+        group_SK = first_group_S[:, None] + torch.arange(sizes.most_groups, device=end_S.device)
+        self._groups = Parts(group_SK, group_SK < group_end_S[:, None])
 
     @classmethod
-    def sizes_of(cls, lengths: tuple[int, ...]) -> BlockSizes:
-        """Of responses of these lengths in tokens."""
-        blocks = [-(-length // cls.TOKENS) for length in lengths]
-        groups = [-(-count // cls.BLOCKS) for count in blocks]
-        return BlockSizes(sum(lengths), sum(blocks), sum(groups), max(groups, default=0) or 1)
-
-    @staticmethod
-    def lengths_and_starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-        """``[2, S]``: length, and first token, of each response, in one copy to the device that does not wait."""
-        both = torch.tensor([*lengths, *itertools.accumulate((0, *lengths[:-1]))][: 2 * len(lengths)])
-        both = both.long().view(2, len(lengths))
-        return both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
+    def places(cls, lengths: Sequence[int]) -> tuple[Tensor, BlockSizes]:
+        """``[2, S]`` on the host: end and start of each response; and sizes."""
+        length_S = torch.tensor(lengths, dtype=torch.int64)
+        end_S = length_S.cumsum(0)
+        blocks_S = (length_S + (cls.TOKENS - 1)) // cls.TOKENS
+        groups_S = (blocks_S + (cls.BLOCKS - 1)) // cls.BLOCKS
+        num_blocks, num_groups = torch.stack([blocks_S.sum(), groups_S.sum()]).tolist()
+        most_groups = -(-max(lengths, default=1) // (cls.TOKENS * cls.BLOCKS)) or 1
+        return torch.stack([end_S, end_S - length_S]), BlockSizes(sum(lengths), num_blocks, num_groups, most_groups)
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
         """``[N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
@@ -257,8 +260,18 @@ class Blocks:
         return self._of_responses(torch.stack([x.amax(-1).double() for x in rows_NB]), -math.inf)
 
     def _of_responses(self, x_FN: Tensor, identity: float) -> Tensor:
-        for place in (self._block_GK, self._group_SK):
-            padded = torch.nn.functional.pad(x_FN, (0, 1), value=identity)
-            parts = padded.index_select(-1, place.flatten()).view(len(padded), *place.shape)
+        if self.sizes.num_tokens == 0:
+            return x_FN.new_full((len(x_FN), len(self._groups.place)), identity)
+        for place, is_used in (self._blocks, self._groups):
+            at = place.clamp(max=x_FN.shape[-1] - 1).flatten()
+            parts = torch.where(is_used, x_FN.index_select(-1, at).view(len(x_FN), *place.shape), identity)
             x_FN = parts.sum(-1) if identity == 0.0 else parts.amax(-1)
         return x_FN
+
+
+def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:
+    """``[total]``: the response of each token, block, or group, of which each has ``count`` that end before ``end``."""
+    if torch.compiler.is_compiling():
+        # A search is part of a kernel; repeat_interleave is some of its own.
+        return torch.bucketize(torch.arange(total, device=end_S.device), end_S, right=True)
+    return torch.repeat_interleave(count_S, output_size=total)
