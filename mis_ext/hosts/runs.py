@@ -3,15 +3,13 @@
 
 Nothing else reads ``args``, whatever kind of object it is.
 
-The hosts give a correction function nowhere to keep anything, so it is kept here, beside the ``args`` object and not on
-it: Megatron pickles ``args`` into every checkpoint.
+The frameworks give a correction function nowhere to keep anything, so it is kept here and not on ``args``: Megatron
+pickles ``args`` into every checkpoint.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,21 +23,12 @@ from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config
 NOT_READ = "not read"
 """Stands for the value of an argument that is none of ours: only its name counts, which may be a misspelling."""
 
-_PLAIN = (argparse.Namespace, types.SimpleNamespace)
-_MAX_RUNS = 64
+_MAX_MAPPINGS = 64
 
 
 def read_argument(args: Any, name: str) -> Any:
     """``args.name``, None where there is none: of a namespace, a dataclass, a wrapper, or a mapping."""
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
-
-
-def read_values(args: Any) -> list[Any]:
-    """Of each of ``ARGUMENTS`` its value, None where there is none."""
-    if type(args) in _PLAIN:
-        # Called for every micro-batch: the objects that both hosts use have nothing but their own attributes.
-        return [*map(vars(args).get, ARGUMENTS)]
-    return [read_argument(args, name) for name in ARGUMENTS]
 
 
 def all_arguments(args: Any) -> dict[str, Any]:
@@ -49,7 +38,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
     """
     is_mapping = isinstance(args, Mapping)
     names = [*args] if is_mapping else [name for name in dir(args) if not name.startswith("_")]
-    values = dict(zip(ARGUMENTS, read_values(args), strict=True))
+    values = {name: read_argument(args, name) for name in ARGUMENTS}
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
     ours |= {name: read_argument(args, name) for name in names if name in STRAY_KEYS or name in REMOVED}
@@ -89,42 +78,39 @@ def chosen_loss(config: RunConfig) -> WholeLoss:
     return config.whole_loss
 
 
-class _Entry:
-    """A run, and the ``args`` it is of; held weakly where that is possible."""
+class _Kept(NamedTuple):
+    """A run, the ``args`` it is of, and of a mapping a copy of what was read."""
 
-    def __init__(self, args: Any, run: Run) -> None:
-        self.run = run
-        # A copy, because lists and mappings among the values can be changed in place.
-        self.values = copy.deepcopy(read_values(args))
-        try:
-            self.args: Callable[[], Any] = weakref.ref(args)
-        except TypeError:
-            self.args = lambda: args
+    run: Run
+    args: Callable[[], Any]
+    read: dict[str, Any] | None
 
 
-_entries: dict[int, _Entry] = {}
+_kept: dict[int, _Kept] = {}
 
 
 def session_for(args: Any) -> Session:
-    """The session of this ``args`` object; a new one when a key of the correction has changed."""
+    """The session of this ``args`` object."""
     return current_run(args).session
 
 
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
-    """The run of this ``args`` object, read anew when an argument has changed.
+    """The run of this ``args`` object, which is read once; a mapping again when it has changed.
 
     Args:
         args: A namespace, a dataclass, a wrapper, or a mapping; the same object for all micro-batches of a run.
-        whole_loss: Whether the whole loss asks, whose flags are then checked too.
+        whole_loss: Whether the full policy loss asks, whose flags are then checked too.
     """
-    entry = _entries.get(id(args))
-    before = entry.run if entry is not None and entry.args() is args else None
-    is_current = entry is not None and before is not None and entry.values == read_values(args)
+    # slime 624b824 and Miles 31f1ca9 set no argument that is read here after training has started: only "rank" before
+    # it, and "loss_type" in the critic's copy. So their args are not compared with what was read. A mapping is that of
+    # a user's own loop, which may change a key.
+    kept = _kept.get(id(args))
+    before = kept.run if kept is not None and kept.args() is args else None
+    is_current = kept is not None and (kept.read is None or kept.read == args)
     if before is not None and is_current and (before.config.whole_loss is not None or not whole_loss):
         return before
     run = _new_run(read_config(all_arguments(args), whole_loss=whole_loss), before)
-    _forget_the_dead()
-    _entries[id(args)] = _Entry(args, run)
+    _keep(args, run)
     return run
 
 
@@ -133,8 +119,6 @@ def _new_run(config: RunConfig, before: Run | None) -> Run:
         session, reported = before.session, before.config.double_correction
     else:
         session, reported = Session(config.correction), None
-        if before is not None:  # Its prompts are in the advantages, whatever key has changed since.
-            session.rollout_seen = before.session.rollout_seen
         if config.also_measures and not config.correction.metrics_only:
             session.warn(
                 "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
@@ -145,8 +129,14 @@ def _new_run(config: RunConfig, before: Run | None) -> Run:
     return Run(config, session)
 
 
-def _forget_the_dead() -> None:
-    for key in [key for key, entry in [*_entries.items()] if entry.args() is None]:
-        _entries.pop(key, None)
-    while len(_entries) >= _MAX_RUNS:
-        del _entries[next(iter(_entries))]
+def _keep(args: Any, run: Run) -> None:
+    """Keep the run as long as ``args`` lives; of objects whose end cannot be watched the last ones."""
+    key, read = id(args), copy.deepcopy(dict(args)) if isinstance(args, Mapping) else None
+    _kept.pop(key, None)
+    try:
+        _kept[key] = _Kept(run, weakref.ref(args, lambda _: _kept.pop(key, None)), read)
+    except TypeError:
+        _kept[key] = _Kept(run, lambda: args, read)
+        unwatched = [other for other, kept in _kept.items() if not isinstance(kept.args, weakref.ref)]
+        for other in unwatched[:-_MAX_MAPPINGS]:
+            del _kept[other]

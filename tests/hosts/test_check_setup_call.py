@@ -162,12 +162,12 @@ def test_it_leaves_nothing_behind(keys) -> None:
         torch.get_rng_state(),
         random.getstate(),
         torch.get_num_threads(),
-        len(runs._entries),
+        len(runs._kept),
         pickle.dumps(session),
     )
     mis_ext.check_setup(args)
     assert torch.equal(before[0], torch.get_rng_state())
     assert runs.current_run(args).session is session
-    after = random.getstate(), torch.get_num_threads(), len(runs._entries), pickle.dumps(session)
+    after = random.getstate(), torch.get_num_threads(), len(runs._kept), pickle.dumps(session)
     assert before[1:] == after
     assert not torch.distributed.is_initialized()

@@ -480,9 +480,6 @@ def test_the_loss_notices_that_nobody_prepared_the_rollout(whole_loss) -> None:
     of_samples = {"rewards": [1.0, -1.0], "sample_indices": [0, 1], "rollout_ids": [0, 1]}
     prepare_rollout(args, 0, given | {"log_probs": log_probs, "advantages": log_probs} | schedule | of_samples)
     step()
-    # The rollout stays prepared where a key changes within it.
-    args.tis_upper_bound = 3.0
-    step()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

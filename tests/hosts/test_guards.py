@@ -154,15 +154,6 @@ def test_a_mistake_that_is_a_warning_is_said_once(recwarn) -> None:
     assert sum("are 0" in str(warning.message) for warning in recwarn) == 1
 
 
-def test_guards_run_again_when_a_key_changes() -> None:
-    args, batch = argparse.Namespace(use_tis=True), make_batch()
-    mis_ext.compute_mis_weights_with_cp(args, **batch)
-    zeros(batch)
-    args.tis_upper_bound = 3.0
-    with pytest.raises(ValueError, match="behavior log-probs"):
-        mis_ext.compute_mis_weights_with_cp(args, **batch)
-
-
 def test_metrics_only_warns_about_mistakes_and_goes_on() -> None:
     batch = make_batch()
     zeros(batch)
