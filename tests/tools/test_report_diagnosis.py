@@ -209,3 +209,47 @@ def test_zeros_of_a_cut_are_no_placeholders_whatever_the_logits_and_the_vocabula
         # The same on the other side: a trainer that cuts its logits has legitimate zeros.
         assert "placeholder_log_probs" not in diagnosed(part_of(([*behavior], [*proximal])))
     assert num_zeros > 50
+
+
+@pytest.mark.parametrize(("share", "confidence"), [(0.4, "certain"), (0.02, "certain")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_tokens_without_a_finite_log_prob_are_told_first(side, share, confidence) -> None:
+    sides = engines(3).sampled()
+    spoilt = sides[side][5:]
+    for number, values in enumerate(spoilt):
+        values[torch.rand(LENGTH, generator=torch.Generator().manual_seed(number)) < share] = math.nan
+    collector = Collector()
+    collector.add(part_of(sides))
+    first = max(collector.diagnoses(), key=lambda found: found.cause == "placeholder_log_probs")
+    assert (first.cause, first.confidence) == ("placeholder_log_probs", confidence)
+    missing = [values.isnan() for values in spoilt]
+    said = f"{sum(int(each.sum()) for each in missing)} {('proximal', 'behavior')[side]} log-probs"
+    affected = sum(bool(each.any()) for each in missing)
+    assert first.evidence.startswith(said)
+    assert first.evidence.endswith(f"in {affected} of {COUNT} responses")
+
+
+def with_zeros(place: str, side: int, *, every: int = 1, cut: float = 1.0) -> list[str]:
+    """Of tokens that were appended with a log-prob of 0, and are mostly sure to the other side."""
+    sides = engines(4).sampled()
+    masks = [torch.ones(LENGTH) for _ in range(COUNT)]
+    probabilities = torch.rand(COUNT, 2, generator=torch.Generator().manual_seed(0)) ** 0.15
+    for number, (zeros, others, mask) in enumerate(zip(sides[side], sides[1 - side], masks, strict=True)):
+        if place.endswith("turn"):
+            mask[60:70] = 0.0
+        places = {"first": [0], "last": [-1], "first of a turn": [0, 70], "last of a turn": [59, -1]}[place]
+        others[places] = probabilities[number, : len(places)].log()
+        zeros[places] = 0.0 if number % every == 0 else others[places]
+        zeros[others > math.log(cut)] = 0.0
+    return diagnosed(part_of(sides, masks=masks))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("place", ["first", "last", "first of a turn", "last of a turn"])
+def test_zeros_at_one_place_of_all_responses_are_placeholders(place, side) -> None:
+    assert "placeholder_log_probs" in with_zeros(place, side)
+
+
+def test_zeros_of_a_cut_or_of_some_responses_are_no_placeholders_of_a_place() -> None:
+    assert "placeholder_log_probs" not in with_zeros("last", 1, cut=0.5)
+    assert "placeholder_log_probs" not in with_zeros("last", 1, every=2)

@@ -33,7 +33,11 @@ from mis_ext.tools.diagnosis.signals import Signals, Turns, turns_of
 COLUMNS = (
     *("num_tokens", "gap", "k3", "num_open", "num_raised", "room", "versions_behind", "has_other_ids"),
     *("has_old_weights", "largest_id", "lag", "num_lagged", "k3_lagged", "num_zeros", "gap_zeros", "k3_zeros"),
+    *("missing_proximal", "missing_behavior"),
 )
+
+PLACES = ("the last tokens of responses", "the first tokens of responses", "the last of turns", "the first of turns")
+"""Where a framework appends or prepends a token that was not sampled."""
 
 Kind = Literal["near", "far", "other_ids", "zeros"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -53,7 +57,8 @@ class Samples:
     differ, and ``num_raised`` those of them that the trainer finds more probable than the engine. ``room`` is the sum
     of 1 - p. ``lag`` is by how many tokens the engine's log-probs come too late (below 0: too early), if by more than
     one: then ``num_lagged`` and ``k3_lagged`` are of its tokens, and the sums before are 0. What ends in ``_zeros`` is
-    of those of its tokens of which one side is certain (a log-prob of 0) and the other is not.
+    of those of its tokens of which one side is certain (a log-prob of 0) and the other is not. ``missing_proximal`` and
+    ``missing_behavior`` are its trained tokens without a finite log-prob of that side.
     """
 
     columns: Tensor
@@ -103,6 +108,8 @@ class Measured:
         signals: Evidence of causes, of all tokens.
         kinds: The same of the tokens of each kind that there is.
         samples: Numbers of each sample.
+        zeros: ``[len(PLACES), 2, 4]`` of uncertain tokens by their place, and by the side (behavior, proximal) that may
+            be 0: at the place, zeros there, others that are as probable to the other side, zeros among these.
         typical_gaps: The median ``|d|`` of each step, nats, in the order of steps.
         explained: Share of k3 that causes which were found before explain.
         has_main: Whether one of them explains half of it, or tokens were taken out.
@@ -113,6 +120,7 @@ class Measured:
     signals: Signals | None = None
     kinds: Mapping[Kind, Signals] = field(default_factory=dict)
     samples: Samples | None = None
+    zeros: Tensor | None = None
     typical_gaps: Mapping[str, float] | None = None
     explained: float = 0.0
     has_main: bool = False
@@ -155,6 +163,7 @@ class Measuring:
 
     _kinds: dict[Kind, Signals] = field(default_factory=dict)
     _samples: list[Samples] = field(default_factory=list)
+    _zeros: Tensor = field(default_factory=lambda: torch.zeros(len(PLACES), 2, 4, dtype=torch.float64))
 
     def add(
         self,
@@ -169,6 +178,7 @@ class Measuring:
         step: str = "0",
         position_T: Tensor | None = None,
         turns: Turns | None = None,
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> Measuring:
         """Count the tokens of a part, whole responses of one step; what belongs to its samples has an entry of each.
 
@@ -183,6 +193,7 @@ class Measuring:
             step: Its name.
             position_T: Of each token in its response, where it is known already.
             turns: Of the trained tokens, where they are known already.
+            given: Log-probs of trainer and engine as they came, ``[T]``: those that are not finite are counted.
         """
         found = sort_out(tokens, layout)
         position_T = positions(layout) if position_T is None else position_T
@@ -195,6 +206,8 @@ class Measuring:
         sides = ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T))
         of_engine_T, of_trainer_T = ((side_T == 0.0) & (other_T.exp() < CERTAIN) for side_T, other_T in sides)
         is_zero_T = found.rest_T & (of_engine_T | of_trainer_T)
+        self._zeros += _zeros_by_place(tokens, found, layout, turns)
+        missing = [tokens.response_mask_T & ~side_T.isfinite() for side_T in given or ()]
         largest_ids = None if token_ids is None else map(_largest_id, token_ids)
         known = [
             [math.nan if each is None else float(each) for each in ([None] * len(lag_S) if values is None else values)]
@@ -205,6 +218,7 @@ class Measuring:
             *torch.tensor(known, dtype=torch.float64),
             *(lag_S, *torch.where(is_lagged_S, sums[[0, 2]], 0.0)),
             *_sums(tokens, is_zero_T, layout)[:3],
+            *(layout.sums(missing) if missing else torch.zeros(2, len(lag_S), dtype=torch.float64)),
         ]
         samples = Samples(torch.stack(columns, dim=1), [step] * len(lag_S))
         self._samples.append(samples)
@@ -227,6 +241,7 @@ class Measuring:
         whole = cls()
         for part in parts:
             whole._samples += part._samples
+            whole._zeros += part._zeros
             for kind, signals in part._kinds.items():
                 whole._add(kind, signals)
         return whole
@@ -249,7 +264,9 @@ class Measuring:
         """
         columns = torch.cat([torch.empty(0, len(COLUMNS), dtype=torch.float64), *(x.columns for x in self._samples)])
         samples = Samples(columns, [step for each in self._samples for step in each.steps])
-        return Measured(**_whole(self._kinds), kinds=self._kinds, samples=samples, typical_gaps=typical_gaps)
+        return Measured(
+            **_whole(self._kinds), kinds=self._kinds, samples=samples, zeros=self._zeros, typical_gaps=typical_gaps
+        )
 
 
 def may_be_zero(mean: float, error: float) -> bool:
@@ -292,6 +309,27 @@ def _sums(tokens: TokenRatios, chosen_T: Tensor, layout: PackedLayout) -> Tensor
     room_T = -tokens.behavior_T.expm1()
     rows = (torch.ones_like(difference_T), difference_T.abs(), k3_T, is_open_T, is_raised_T, room_T)
     return layout.sums(torch.where(chosen_T, row, 0.0) for row in rows)
+
+
+def _zeros_by_place(tokens: TokenRatios, found: Sorted, layout: PackedLayout, turns: Turns) -> Tensor:
+    """The sums of :attr:`Measured.zeros`."""
+    trained_T, (turn_T, place_T) = tokens.response_mask_T, turns
+    usable_T = tokens.valid_mask_T & ~found.placeholder_T & ~found.shifted_T
+    begins_T, ends_T = trained_T & (place_T == 0), trained_T.clone()
+    ends_T[:-1] &= ~(trained_T & (place_T > 0))[1:]
+    (last_S,) = layout.minima([-turn_T.float()])
+    is_last_T = ends_T & (turn_T == -layout.spread(last_S))
+    sums = []
+    for is_place_T in (is_last_T, begins_T & (turn_T == 0), ends_T, begins_T):
+        for side_T, other_T in ((tokens.behavior_T, tokens.proximal_T), (tokens.proximal_T, tokens.behavior_T)):
+            open_T = usable_T & (other_T.exp() < CERTAIN)
+            at_T = open_T & is_place_T
+            is_zero_T = at_T & (side_T == 0.0)
+            zero_S, of_zeros_S = layout.sums([is_zero_T, torch.where(is_zero_T, other_T, 0.0)])
+            least_S = torch.where(zero_S > 0.0, of_zeros_S / zero_S, torch.inf)
+            alike_T = open_T & ~is_place_T & (other_T >= layout.spread(least_S))
+            sums.append(torch.stack([each.sum() for each in (at_T, is_zero_T, alike_T, alike_T & (side_T == 0.0))]))
+    return torch.stack(sums).double().view(len(PLACES), 2, 4)
 
 
 def _largest_id(token_ids: Any) -> float:

@@ -22,7 +22,7 @@ from mis_ext.checks.token_sums import (
 )
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 from mis_ext.tools.diagnosis.cause import Finding, cause
-from mis_ext.tools.diagnosis.measuring import Measured, Samples
+from mis_ext.tools.diagnosis.measuring import PLACES, Measured, Samples
 from mis_ext.tools.diagnosis.size import stale_words
 
 MAX_ZERO_GAP = 0.01
@@ -33,6 +33,10 @@ SUSPICIOUS_SHARE, ZERO_SHARE = 0.01, 0.05
 
 MIN_PLACEHOLDERS = 2
 """One extreme token is no pattern."""
+
+NEARLY_ALL, ZEROS_ELSEWHERE = 0.9, 0.25
+"""Zeros at one place, in nearly all responses, are no log-probs unless tokens elsewhere that are as probable to the
+other side are zeros, too, as of a cut."""
 
 MIN_SAMPLES = 16
 OUTLIER_FACTOR, MAX_OUTLIERS, MIN_OUTLIERS_K3 = 5.0, 0.4, 0.5
@@ -175,10 +179,10 @@ def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
 
 @cause(
     name="placeholder_log_probs",
-    title="placeholders in place of log-probs",
-    looks_like="log-probs below -1000 on one side; 0 where the other is below -1, unless the other finds zeros "
-    "more probable than the rest; all equal, in a response or everywhere; 8 that are lowest in a response, "
-    "as of a clamp",
+    title="tokens without a log-prob: it is missing, or a placeholder",
+    looks_like="log-probs that are null, NaN or infinite; below -1000 on one side; 0 where the other is below -1, "
+    "unless the other finds zeros more probable than the rest; 0 at one place (first or last of a response or turn) "
+    "nearly always; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
     advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
     "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
     is_fault=True,
@@ -186,15 +190,18 @@ def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
     takes_out=True,
 )
 def placeholders(measured: Measured, tokens: TokenSums) -> Finding | None:
-    if tokens.num_valid < MIN_CONSTANT_TOKENS:
+    num_missing, missing = _missing(measured.samples)
+    if tokens.num_valid + num_missing < MIN_CONSTANT_TOKENS:
         return None
     num_zeros, num_proximal_zeros = _num_zeros(measured)
     if evidence := _constants(tokens):
         return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
-    found = [*_some_placeholders(tokens, num_zeros, num_proximal_zeros)]
+    num_placed, placed = _zeros_of_a_place(measured)
+    found = [*missing, *_some_placeholders(tokens, num_zeros, num_proximal_zeros), *placed]
     if not found:
         return None
-    zeros = 0.0 if measured.samples is None or not num_zeros else float(measured.samples["k3_zeros"].sum())
+    has_zeros = bool(num_zeros or num_placed)
+    zeros = float(measured.samples["k3_zeros"].sum()) if measured.samples is not None and has_zeros else 0.0
     most, most_zeros = (max(1.0, share * tokens.num_valid) for share in (SUSPICIOUS_SHARE, ZERO_SHARE))
     return Finding(
         confidence="certain",
@@ -202,9 +209,37 @@ def placeholders(measured: Measured, tokens: TokenSums) -> Finding | None:
         k3_share=_share_of(
             tokens.k3_placeholders + zeros, tokens.k3_shifted + tokens.k3_positive + tokens.k3_rest - zeros
         ),
-        is_pattern=max(tokens.num_placeholders, tokens.num_constant) > most or num_zeros > most_zeros,
-        takes_out="zeros" if num_zeros else None,
+        is_pattern=max(tokens.num_placeholders, tokens.num_constant, num_missing, num_placed) > most
+        or num_zeros > most_zeros,
+        takes_out="zeros" if has_zeros else None,
     )
+
+
+def _missing(samples: Samples | None) -> tuple[float, list[str]]:
+    """How many trained tokens of a side have no finite log-prob, and that in words."""
+    if samples is None:
+        return 0.0, []
+    counts = {side: samples[f"missing_{side}"] for side in ("proximal", "behavior")}
+    totals = {side: float(count_S.sum()) for side, count_S in counts.items()}
+    return max(totals.values()), [
+        f"{total:.0f} {side} log-probs on trainable tokens are missing (null, NaN or infinite), in "
+        f"{int((counts[side] > 0.0).sum())} of {len(samples)} responses"
+        for side, total in totals.items()
+        if total >= MIN_PLACEHOLDERS
+    ]
+
+
+def _zeros_of_a_place(measured: Measured) -> tuple[float, list[str]]:
+    """Zeros of a side at one place of nearly all responses that no cut explains: how many, and that in words."""
+    most, words = 0.0, list[str]()
+    if measured.zeros is not None and not measured.tokens.is_shifted:
+        for place, sides in zip(PLACES, measured.zeros.tolist(), strict=True):
+            for side, (at, zeros, alike, zeros_alike) in zip(("behavior", "proximal"), sides, strict=True):
+                is_usual = zeros >= max(NEARLY_ALL * at, MIN_CONSTANT_TOKENS)
+                if zeros > most and is_usual and alike and zeros_alike < ZEROS_ELSEWHERE * alike:
+                    most = zeros
+                    words = [f"{zeros:.0f} of {at:.0f} {side} log-probs are exactly 0 at {place}, and not elsewhere"]
+    return most, words
 
 
 def _num_zeros(measured: Measured) -> tuple[float, float]:

@@ -96,6 +96,7 @@ class Collector:
             step=part.step,
             position_T=part.position_T,
             turns=part.turns,
+            given=part.streams[:2],
         )
 
     def summary(self) -> Summary:
