@@ -29,6 +29,10 @@ MIN_CONSTANT_TOKENS = 8
 SHIFT_FACTOR = 0.5
 """Streams that fit so much better when one is shifted by a token are misaligned."""
 
+MIN_SHIFTED_TOKENS, MIN_SHIFTED_DIFF = 8, 0.1
+"""So many tokens of a shifted response, half of them in either half of it, differ by so many nats: kernels in bfloat16
+give at most as much."""
+
 MAX_MEAN_ABS_DIFF = 0.3
 """Nats per token; more is no mismatch of kernels."""
 
@@ -319,6 +323,13 @@ def sort_out(tokens: TokenRatios, layout: PackedLayout) -> Sorted:
     pairs_S = layout.sums(_pairs(tokens, valid_T & ~placeholder_T & ~zero_T, layout))
     num_pairs_S, first_S, second_S, earlier_S, later_S = pairs_S
     is_shifted_S = earlier_S.minimum(later_S) < SHIFT_FACTOR * first_S.minimum(second_S)
+    # A response that repeats itself is a line that falls, and apart at its beginning only.
+    apart_T = valid_T & ~placeholder_T & (difference_T.abs() > MIN_SHIFTED_DIFF)
+    number_T = valid_T.cumsum(0).double()
+    (number_S,) = layout.minima([torch.where(valid_T, number_T, torch.inf)])
+    is_late_T = number_T >= layout.spread(number_S + length_S / 2.0)
+    halves_2S = layout.sums([apart_T & ~is_late_T, apart_T & is_late_T])
+    is_shifted_S = is_shifted_S & (halves_2S.amin(0) >= MIN_SHIFTED_TOKENS / 2)
     rest_T = valid_T & ~placeholder_T
     shifted_T = rest_T & layout.spread(is_shifted_S & (num_pairs_S >= MIN_TOKENS))
     # A shift puts certain tokens beside improbable ones, too.

@@ -262,8 +262,9 @@ def test_samples_whose_ids_differ_are_left_out_and_no_others_however_far_apart_t
     other = Tokens(
         sides[0] + proximal[:1], sides[1] + [proximal[0] - 0.2], [*versions, 0], [False] * 2 * COUNT + [True]
     )
-    found, stale = by_report(other)
-    assert (found.cause, stale.cause) == ("retokenised_samples", "stale_weights")
+    # One sample of 113 with less than 1 % of k3 is no certain fault.
+    stale, found = by_report(other)
+    assert (found.cause, found.confidence, stale.cause) == ("retokenised_samples", "possible", "stale_weights")
     assert stale.k3_share == alone.k3_share
 
 

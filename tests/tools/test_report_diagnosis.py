@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mis_ext.tools.diagnosis import Diagnosis
 from mis_ext.tools.report import Collector, Origin, Part
+from mis_ext.tools.report.recommendation import recommend
 
 Sides = tuple[list[Tensor], list[Tensor]]
 
@@ -211,7 +212,7 @@ def test_zeros_of_a_cut_are_no_placeholders_whatever_the_logits_and_the_vocabula
     assert num_zeros > 50
 
 
-@pytest.mark.parametrize(("share", "confidence"), [(0.4, "certain"), (0.02, "certain")])
+@pytest.mark.parametrize(("share", "confidence"), [(0.4, "certain"), (0.02, "certain"), (0.005, "possible")])
 @pytest.mark.parametrize("side", [0, 1])
 def test_tokens_without_a_finite_log_prob_are_told_first(side, share, confidence) -> None:
     sides = engines(3).sampled()
@@ -227,6 +228,8 @@ def test_tokens_without_a_finite_log_prob_are_told_first(side, share, confidence
     affected = sum(bool(each.any()) for each in missing)
     assert first.evidence.startswith(said)
     assert first.evidence.endswith(f"in {affected} of {COUNT} responses")
+    headline = recommend([], {}, collector.summary(), collector.diagnoses()).headline
+    assert headline.startswith("Repair this first") == (confidence == "certain")
 
 
 def with_zeros(place: str, side: int, *, every: int = 1, cut: float = 1.0) -> list[str]:
@@ -253,3 +256,27 @@ def test_zeros_at_one_place_of_all_responses_are_placeholders(place, side) -> No
 def test_zeros_of_a_cut_or_of_some_responses_are_no_placeholders_of_a_place() -> None:
     assert "placeholder_log_probs" not in with_zeros("last", 1, cut=0.5)
     assert "placeholder_log_probs" not in with_zeros("last", 1, every=2)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.9, 1.2])
+@pytest.mark.parametrize("ratio", [0.8, 0.9, 0.97])
+def test_responses_that_repeat_themselves_are_not_shifted(ratio, ahead) -> None:
+    """In a loop each token is surer than the one before it, and newer weights are a token ahead."""
+    place, generator = torch.arange(120.0), torch.Generator().manual_seed(0)
+    sides = engines(6).sampled()
+    for size in (1.0, 1.5, 2.0):
+        for side, moved in zip(sides, (ahead, 0.0), strict=True):
+            noise = 1.0 + 0.03 * torch.randn(120, generator=generator)
+            side.append(-size * ratio ** (place + moved) * noise)
+    assert "shifted_by_one_token" not in diagnosed(part_of(sides))
+
+
+@pytest.mark.parametrize(("halves", "is_named"), [(((0, 64), (64, 128)), True), (((0, 64),), False)])
+def test_a_shift_of_some_responses_shows_in_either_half_of_each(halves, is_named) -> None:
+    proximal, behavior = engines(6).sampled()
+    for number in range(6):
+        certain = torch.full((LENGTH,), -1e-3)
+        for begin, end in halves:
+            certain[begin:end] = proximal[number][begin:end]
+        proximal[number], behavior[number] = certain, certain.roll(1)
+    assert ("shifted_by_one_token" in diagnosed(part_of((proximal, behavior)))) == is_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -75,6 +75,9 @@ class Cause:
 
 TAILS = ("few_tokens", "expert_routing")
 
+MIN_K3_SHARE = 0.01
+"""What is less of k3, and shown by less than a hundredth of the tokens, is never certain and makes no headline."""
+
 
 def cause(**row: Any) -> Callable[[Rule], Cause]:
     """A rule with its row: the other fields of :class:`Cause`, which say what it finds.
@@ -125,7 +128,7 @@ class Diagnosis:
     def of(cls, cause: Cause, finding: Finding) -> Diagnosis:
         """A row with what its rule found."""
         same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives")
-        return cls(
+        made = cls(
             cause=cause.name,
             title=cause.title,
             advice=finding.advice or cause.advice,
@@ -133,6 +136,12 @@ class Diagnosis:
             takes_out=cause.takes_out,
             **{name: getattr(finding, name) for name in same},
         )
+        return replace(made, confidence="possible") if made.is_of_few_tokens else made
+
+    @property
+    def is_of_few_tokens(self) -> bool:
+        """Whether too few tokens show it, with too little of k3, to be sure of it or to begin with it."""
+        return not (self.is_pattern or self.k3_share >= MIN_K3_SHARE)
 
     @property
     def share_in_words(self) -> str:

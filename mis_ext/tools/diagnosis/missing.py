@@ -69,7 +69,8 @@ MAX_STALE_DIFF = 1.0
 @cause(
     name="shifted_by_one_token",
     title="log-probs shifted by one token",
-    looks_like="the streams, or those of some responses, fit at least twice as well when one is shifted by a token",
+    looks_like="the streams, or those of some responses, fit at least twice as well when one is shifted by a token; "
+    "in either half of such a response 4 tokens differ by more than 0.1 nats",
     advice="Score position p with the logits of position p - 1, on both sides.",
     is_fault=True,
     guard="shifted_log_probs",
@@ -127,6 +128,7 @@ def shifted_by_many(measured: Measured, samples: Samples) -> Finding | None:
         evidence=f"of {len(lag_S)} samples the engine's log-probs come {', and '.join(found)}: the probabilities of "
         f"these {num_lagged:.0f} tokens fit at least twice as well when they are shifted back",
         k3_share=_share_of(k3_lagged, measured.tokens.k3_positive + measured.tokens.k3_rest),
+        is_pattern=num_lagged > SUSPICIOUS_SHARE * measured.tokens.num_valid,
     )
 
 
@@ -179,7 +181,7 @@ def positive(measured: Measured, tokens: TokenSums) -> Finding | None:
 
 @cause(
     name="placeholder_log_probs",
-    title="tokens without a log-prob: it is missing, or a placeholder",
+    title="placeholders in place of log-probs, or no log-prob at all",
     looks_like="log-probs that are null, NaN or infinite; below -1000 on one side; 0 where the other is below -1, "
     "unless the other finds zeros more probable than the rest; 0 at one place (first or last of a response or turn) "
     "nearly always; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
@@ -357,7 +359,13 @@ def other_ids(measured: Measured, samples: Samples) -> Finding | None:
     known = known[~known.isnan()]
     if bool(known.any()):
         evidence = f"in {int(known.sum())} of {len(known)} samples the engine sampled other ids than the trainer scored"
-        return Finding(confidence="certain", evidence=evidence, takes_out="other_ids")
+        return Finding(
+            confidence="certain",
+            evidence=evidence,
+            k3_share=_of_total(samples, samples["has_other_ids"] == 1.0),
+            is_pattern=float(known.mean()) > SUSPICIOUS_SHARE,
+            takes_out="other_ids",
+        )
     return _apart(measured, has_equal_ids=False, alternatives=(MIXED_UP,))
 
 

@@ -136,7 +136,7 @@ def recommend(
     much of the mismatch it leaves.
     """
     candidates = [*candidates]
-    faults = [diagnosis for diagnosis in diagnoses if diagnosis.is_fault]
+    faults = [each for each in diagnoses if each.is_fault and not each.is_of_few_tokens]
     is_stale = any(diagnosis.cause == "stale_weights" for diagnosis in diagnoses)
     is_harmless = summary.overall.k3 < HARMLESS_K3 and summary.overall.ess_token > HARMLESS_ESS
     is_needed = bool(faults) or is_stale or not is_harmless
