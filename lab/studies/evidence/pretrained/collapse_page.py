@@ -253,7 +253,7 @@ def _pilot_section(ladder: Study, correction: Study, results: Results) -> list[s
     ]
     lines = [
         f"Token TIS from the alert on: a pilot, int4 without a correction and bf16 at {fork.RATE:g}, seeds 11 "
-        "and 12 ([rules fixed beforehand](../studies/evidence/pretrained/fork.py)). **It has not decided.** Two "
+        "and 12 (rules fixed beforehand: `lab/studies/evidence/pretrained/fork.py`). **It has not decided.** Two "
         "attempts on two H200 (SGLang 0.5.17, revision 11132afd) ended early: the machine was taken back between two "
         "commands; then, with two runs, the time was up, of which a fault in `pilot.sh` took 5 minutes. All states "
         "are lost; four interim tables were read; nothing was changed. All runs begin anew.",
