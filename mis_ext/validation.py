@@ -14,6 +14,33 @@ from typing import Any, TypeVar
 _Choice = TypeVar("_Choice", bound=str)
 
 
+class Errors:
+    """Errors of several keys, which are raised together; a ``with`` block collects one."""
+
+    def __init__(self) -> None:
+        self._found: list[Exception] = []
+
+    def __enter__(self) -> Errors:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if isinstance(error, (TypeError, ValueError)):
+            self._found.append(error)
+            return True
+        return False
+
+    def raise_all(self) -> None:
+        """Raise what was collected, a line for each error; nothing if there is none.
+
+        Raises:
+            ValueError: There are errors, not all of which are of types.
+            TypeError: All are of types.
+        """
+        if self._found:
+            kind = TypeError if all(isinstance(error, TypeError) for error in self._found) else ValueError
+            raise kind("\n".join(dict.fromkeys(map(str, self._found)))) from None
+
+
 def check_number(
     key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
 ) -> float:
@@ -66,7 +93,8 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
     for choice in choices:
         if isinstance(value, str) and value == choice:
             return choice
-    raise ValueError(f"{key} must be one of {' | '.join(choices)}, got {value!a}{did_you_mean(value, choices)}")
+    legal = " | ".join(choices) if len(choices) <= _FEW else f"{len(choices)} words"
+    raise ValueError(f"{key} must be one of {legal}, got {value!a}{_hint(value, choices)}")
 
 
 def check_known(
@@ -77,8 +105,9 @@ def check_known(
     if unknown:
         meant = meant or {}
         # In ASCII: a Cyrillic letter would look like the one that is meant.
-        hints = "; ".join(f"{key!a}{did_you_mean(meant.get(key, key), known)}" for key in unknown)
-        raise ValueError(f"unknown {where}: {hints}. Known: {', '.join(sorted(known))}")
+        hints = "; ".join(f"{key!a}{_hint(meant.get(key, key), known)}" for key in unknown)
+        listed = f". Known: {', '.join(sorted(known))}" if len(known) <= _FEW else ""
+        raise ValueError(f"unknown {where}: {hints}{listed}")
 
 
 def check_mapping(key: str, value: Any) -> dict[str, Any]:
@@ -126,6 +155,8 @@ def check_entries(what: str, given: Mapping[str, Any], needed: Iterable[str]) ->
         raise ValueError(f"{what} has no {', '.join(missing)}")
 
 
+_FEW = 10
+"""So many names are listed in an error; of more the three nearest are."""
 _LIKE = 0.65
 """Of difflib: one slip in a name of three letters leaves two thirds of it; words that mean something else are below."""
 
@@ -134,6 +165,13 @@ def did_you_mean(value: Any, choices: Collection[str]) -> str:
     """A suggestion to append to an error message, or nothing."""
     near = _near(value, choices, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _hint(value: Any, choices: Collection[str]) -> str:
+    """The name that was meant; if none is like it, the three nearest of many."""
+    if len(choices) <= _FEW or _near(value, choices, 1):
+        return did_you_mean(value, choices)
+    return f" (nearest: {', '.join(difflib.get_close_matches(str(value).casefold(), choices, 3, 0.0))})"
 
 
 def nearest(value: Any, choices: Collection[str]) -> str:

@@ -173,7 +173,7 @@ class CorrectionConfig:
             if name not in by_public_name:
                 raise ValueError(
                     f"metrics: {name!r} is not emitted by this configuration{did_you_mean(name, by_public_name)}. "
-                    f"Emitted: {', '.join(by_public_name)}"
+                    "metrics: all emits every metric"
                 )
         return tuple(row for name, row in by_public_name.items() if name in self.metrics)
 

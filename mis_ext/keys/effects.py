@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mis_ext.correction.weights import BOUNDS
+from mis_ext.validation import Errors
 
 
 class KeysInUse(NamedTuple):
@@ -89,7 +90,7 @@ IDLE = (
                 keys.reports("lag_", "fresh", "stale")
                 or "rs_max_staleness" in keys.given
                 or keys.values["tis_when"] == "stale"
-                or any(gate["statistic"] == "lag" for gate in keys.given.get("rs_gates", ()))
+                or any(gate.get("statistic") == "lag" for gate in keys.given.get("rs_gates", ()))
             )
         ),
         "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag",
@@ -170,12 +171,16 @@ def refuse_idle_keys(keys: KeysInUse) -> None:
     Raises:
         ValueError: There are such keys; the message says why, and what to write.
     """
+    wrong, named = Errors(), set[str]()
     for row in IDLE:
-        given = {key: keys.given.get(key) for key in row.keys}
-        idle = [
-            f"{key}={value!r}"
+        given = {key: keys.given.get(key) for key in row.keys if key not in named}
+        idle = {
+            key: f"{key}={value!r}"
             for key, value in given.items()
             if value is not None and value is not False and row.at in (None, value)
-        ]
+        }
         if idle and row.when(keys):
-            raise ValueError(f"{', '.join(idle)}: no effect, because {row.because}; {row.advice}")
+            named |= idle.keys()
+            with wrong:
+                raise ValueError(f"{', '.join(idle.values())}: no effect, because {row.because}; {row.advice}")
+    wrong.raise_all()

@@ -31,12 +31,12 @@ from mis_ext.files import read_yaml
 from mis_ext.keys.effects import KeysInUse, refuse_idle_keys
 from mis_ext.keys.parts import (
     LEVELS,
+    REPORT_CHECKS,
     changed_fields,
     checked_config,
     read_gates,
-    reporting,
 )
-from mis_ext.keys.removed import refuse_removed
+from mis_ext.keys.removed import REMOVED, refuse_removed
 from mis_ext.keys.strays import (
     HOST_CLIPS,
     PREFIXES,
@@ -45,7 +45,7 @@ from mis_ext.keys.strays import (
     refuse_near_misses,
     refuse_strays,
 )
-from mis_ext.validation import check_bool, check_choice, check_known, check_mapping, check_number
+from mis_ext.validation import Errors, check_bool, check_choice, check_known, check_mapping, check_number
 
 Baseline = Literal["mean", "leave_one_out"]
 BaselineOver = Literal["all", "trained", "kept"]
@@ -76,13 +76,12 @@ CORRECTION_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
     "tis_normalize_over": (partial(check_choice, choices=get_args(NormalizeOver)), "kept"),
     "mis_denominator": (partial(check_choice, choices=get_args(Denominator)), "fixed"),
 }
-"""The check and the default of each key but those of :func:`~mis_ext.keys.parts.reporting`; None: it follows.
+"""The check and the default of each key but those of ``REPORT_CHECKS``; None: it follows.
 
 The schema reads its words and ranges here too.
 """
 
-REPORT_KEYS = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction", "mis_compile")
-CORRECTION_KEYS = ("use_tis", *CORRECTION_CHECKS, *REPORT_KEYS)
+CORRECTION_KEYS = ("use_tis", *CORRECTION_CHECKS, *REPORT_CHECKS)
 GROUP_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mis_group_baseline": partial(check_choice, choices=get_args(Baseline)),
     "mis_group_over": partial(check_choice, choices=get_args(BaselineOver)),
@@ -147,24 +146,26 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
         TypeError: A value has the wrong type. Example: YAML reads ``1e-4`` as a string.
     """
     every = check_mapping("the configuration", mapping)
-    _check_names(every)
+    wrong = Errors()
+    _check_names(every, wrong)
     given = {key: value for key, value in every.items() if value is not None}
-    host = {key: check_bool(key, given.get(key, False)) for key in HOST_SWITCHES}
-    per_token_loss = host["calculate_per_token_loss"]
-    measure_only = not check_bool("use_tis", given.get("use_tis", not host["get_mismatch_metrics"]))
-    if host["get_mismatch_metrics"] or not measure_only:
-        refuse_host_clips(given)
-    for key, check in GROUP_CHECKS.items():
-        if key in given:
-            check(key, given[key])
+    read = _checked_values(given, wrong)
+    measures = given.get("get_mismatch_metrics", False)
+    measure_only = not given.get("use_tis", not measures)
+    if measures or not measure_only:
+        with wrong:
+            refuse_host_clips(given)
     keys = {key: given[key] for key in CORRECTION_KEYS if key in given}
     if not any(key in given for key in _VETOES) and any(key in every for key in _VETOES):
         keys.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
-    # Every value is checked, also those of features that are off: a misspelling must not wait for its feature.
-    values = {
-        key: check(key, keys[key]) if key in keys else default for key, (check, default) in CORRECTION_CHECKS.items()
-    }
-    refuse_idle_keys(KeysInUse(keys, values, corrects=not measure_only))
+    values = {key: default for key, (_, default) in CORRECTION_CHECKS.items()}
+    values |= {key: value for key, value in read.items() if key in keys and key in values}
+    if keys.keys() & CORRECTION_CHECKS.keys() <= read.keys():
+        with wrong:
+            refuse_idle_keys(KeysInUse(keys, values, corrects=not measure_only))
+    wrong.raise_all()
+    reporting = {key.removeprefix("mis_"): read[key] for key in REPORT_CHECKS if key in keys}
+    reporting["warn_only"] = reporting.pop("guard", frozenset())
     if values["tis_lower_bound"] is None:
         values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
     weight = _weight(keys, values)
@@ -176,21 +177,39 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
             "scope": values["tis_normalize_scope"],
             "denominator": values["mis_denominator"],
         },
-        reporting={**reporting(keys), "per_token_loss": per_token_loss},
+        reporting={**reporting, "per_token_loss": given.get("calculate_per_token_loss", False)},
         measure_only=measure_only,
     )
 
 
-def _check_names(mapping: Mapping[str, Any]) -> None:
-    refuse_removed(mapping)
-    with_prefix = [key for key in mapping if key.startswith(PREFIXES) and key not in HOST_CLIPS]
-    check_known("keys", with_prefix, FLAT_KEYS, meant=_OTHER_WORDS)
-    known = {*READ_KEYS, *STRAY_KEYS}
-    refuse_near_misses((key for key in mapping if not key.startswith(PREFIXES) and key not in known), keys=READ_KEYS)
-    refuse_strays(mapping, advice=STRAY_KEYS)
+def _checked_values(given: Mapping[str, Any], wrong: Errors) -> dict[str, Any]:
+    """Every value as it is read, also of features that are off: a misspelling must not wait for its feature."""
+    checks: dict[str, Callable[[str, Any], Any]] = {key: check for key, (check, _) in CORRECTION_CHECKS.items()}
+    checks |= REPORT_CHECKS | GROUP_CHECKS | dict.fromkeys(("use_tis", *HOST_SWITCHES), check_bool)
+    read = {}
+    for key, check in checks.items():
+        if key in given:
+            with wrong:
+                read[key] = check(key, given[key])
+    return read
+
+
+def _check_names(mapping: Mapping[str, Any], wrong: Errors) -> None:
+    with wrong:
+        refuse_removed(mapping)
+    names = [key for key in mapping if key not in REMOVED]
+    with wrong:
+        with_prefix = [key for key in names if key.startswith(PREFIXES) and key not in HOST_CLIPS]
+        check_known("keys", with_prefix, FLAT_KEYS, meant=_OTHER_WORDS)
+    with wrong:
+        known = {*READ_KEYS, *STRAY_KEYS}
+        refuse_near_misses((key for key in names if not key.startswith(PREFIXES) and key not in known), keys=READ_KEYS)
+    with wrong:
+        refuse_strays(mapping, advice=STRAY_KEYS)
     for key, instead in INSTEAD_OF_NULL.items():
         if key in mapping and mapping[key] is None:
-            raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
+            with wrong:
+                raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
 
 
 def _weight(keys: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
 from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import Reduce
+from mis_ext.correction.statistics import HookReduce, Reduce
 from mis_ext.correction.weights import REDUCTIONS, HookLevel, Weight
-from mis_ext.validation import check_bool, check_choice, check_known, check_list, check_mapping, check_number
+from mis_ext.validation import Errors, check_bool, check_choice, check_known, check_list, check_mapping, check_number
 
 LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
     "sequence_min": "min",
@@ -68,7 +69,12 @@ def _warn_narrow_bands(gates: Iterable[Gate]) -> None:
 
 def read_gates(key: str, value: Any) -> tuple[Gate, ...]:
     """The gates that a list of mappings spells."""
-    return tuple(read_gate(f"{key}[{i}]", gate) for i, gate in enumerate(check_list(key, value)))
+    gates, wrong = [], Errors()
+    for place, gate in enumerate(check_list(key, value)):
+        with wrong:
+            gates.append(read_gate(f"{key}[{place}]", gate))
+    wrong.raise_all()
+    return tuple(gates)
 
 
 def read_gate(key: str, value: Any) -> Gate:
@@ -77,6 +83,8 @@ def read_gate(key: str, value: Any) -> Gate:
     if "level" in fields and "reduce" in fields:
         raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
     with errors_of(key):
+        if "reduce" in fields:  # A gate of a method can use more words.
+            check_choice("reduce", fields["reduce"], get_args(HookReduce))
         if "level" in fields:
             fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
         gate = Gate(**fields)
@@ -86,23 +94,10 @@ def read_gate(key: str, value: Any) -> Gate:
         return gate
 
 
-def reporting(keys: _Mapping) -> dict[str, Any]:
-    """What is measured and watched, whatever is corrected."""
-    given: dict[str, Any] = {"warn_only": _warn_only("mis_guard", keys.get("mis_guard", "error"))}
-    if "mis_metrics" in keys:
-        given["metrics"] = _metrics("mis_metrics", keys["mis_metrics"])
-    if "mis_staleness" in keys:
-        given["staleness"] = check_bool("mis_staleness", keys["mis_staleness"])
-    if "mis_compile" in keys and keys["mis_compile"] != "auto":
-        try:
-            given["compile"] = check_bool("mis_compile", keys["mis_compile"])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"mis_compile must be auto, true or false, got {keys['mis_compile']!r}") from None
-    for name, high in (("metric_max", math.inf), ("max_reject_fraction", 1.0)):
-        key = f"mis_{name}"
-        if key in keys:
-            given[name] = check_number(key, keys[key], low=0.0, high=high)
-    return given
+def _compile(key: str, value: Any) -> Any:
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise TypeError(f"{key} must be auto, true or false, got {value!r}")
 
 
 def changed_fields(gate: Gate) -> dict[str, Any]:
@@ -140,6 +135,17 @@ def _warn_only(key: str, value: Any) -> frozenset[str]:
     check_known(f"guards in {key}", per_guard, GUARD_NAMES)
     choices = {name: check_choice(f"{key}.{name}", choice, ("error", "warn")) for name, choice in per_guard.items()}
     return frozenset(name for name, choice in choices.items() if choice == "warn")
+
+
+REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "mis_staleness": check_bool,
+    "mis_metrics": _metrics,
+    "mis_metric_max": partial(check_number, low=0.0, high=math.inf),
+    "mis_guard": _warn_only,
+    "mis_max_reject_fraction": partial(check_number, low=0.0, high=1.0),
+    "mis_compile": _compile,
+}
+"""The check of each key of what is measured and watched. Their defaults are those of ``CorrectionConfig``."""
 
 
 @contextmanager

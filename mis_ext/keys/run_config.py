@@ -19,6 +19,7 @@ from mis_ext.keys.flat import (
     config_from_mapping,
 )
 from mis_ext.keys.strays import HOST_CLIPS
+from mis_ext.validation import Errors
 
 if TYPE_CHECKING:
     from mis_ext.loss.settings import LossSettings
@@ -196,14 +197,20 @@ class RunConfig:
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     """The configuration that arguments spell."""
-    correction = config_from_mapping(given)
-    loss = None
+    wrong, loss, group = Errors(), None, None
+    with wrong:
+        correction = config_from_mapping(given)
     if whole_loss:
         from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
 
-        loss = read_whole_loss(given)
+        with wrong:
+            loss = read_whole_loss(given)
+    if says_group(given):
+        with wrong:
+            group = read_group(given, denominator=given.get("mis_denominator") or "fixed")
+    wrong.raise_all()
+    if loss is not None:
         _refuse_idle_of_loss(given, correction, loss)
-    group = read_group(given, denominator=correction.denominator) if says_group(given) else None
     config = RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",

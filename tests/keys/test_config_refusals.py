@@ -16,6 +16,7 @@ from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_co
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, STRAY_KEYS
 from mis_ext.keys.parts import KEYS_OF_GATE
+from mis_ext.keys.run_config import read_config
 from mis_ext.keys.strays import HOST_CLIPS, PLAIN_WORDS, PREFIXES
 from mis_ext.methods import METHODS
 
@@ -160,6 +161,26 @@ WRONG_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_weight_that_is_not_legal_is_refused_in_python(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Weight(**parts)
+
+
+def test_all_wrong_keys_of_a_file_are_named_at_once_in_two_lines_each() -> None:
+    wrong = {"tis_levl": "token", "tis_mode": "trunc", "tis_upper_bound": "1e-4", "tis_nonsense": 1, "use_rs": "yes"}
+    wrong |= {"mis_metrics": "al", "mis_loss_mode": "bypas", "mis_loss_denominator": "all", "entropy_coef": "0"}
+    wrong |= {"rs_gates": [{"reduce": "prefix", "low": 0.5}, {"statistic": "rati", "low": 0.5}], "level": "token"}
+    wrong |= {"mis_group_over": "none", "tis_normalize_over": None, "rs_level": None}
+    with pytest.raises(ValueError, match="tis_levl") as raised:
+        read_config({"use_tis": True} | wrong, whole_loss=True)
+    text = str(raised.value)
+    keys = [*(key for key in wrong if key != "tis_normalize_over"), r"rs_gates\[0\]: reduce", r"rs_gates\[1\]: statis"]
+    assert [key for key in keys if not re.search(key, text)] == []
+    assert max(map(len, text.splitlines())) < 240
+    assert not re.search("prefix|batch", text.replace("'prefix'", ""))
+
+
+def test_all_keys_without_effect_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"(?s)rs_level='token'.*\n.*rs_staleness_level='token'") as raised:
+        from_yaml("{use_tis: true, rs_level: token, rs_staleness_level: token, tis_batch_normalize: false}")
+    assert len(str(raised.value).splitlines()) == 2
 
 
 WRONG_TYPES = {

@@ -100,6 +100,6 @@ def _one_line(error: BaseException) -> str:
     elif isinstance(error, (MemoryError, RecursionError)):
         text = f"{'out of memory' if isinstance(error, MemoryError) else 'nested too deeply'} ({error})"
     else:
-        text = str(error)
+        text = "; ".join(str(error).splitlines())
     text = printable(" ".join(text.split()))
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."
