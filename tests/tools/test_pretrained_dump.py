@@ -45,7 +45,8 @@ def test_it_is_no_fault_and_explains_everything(run) -> None:
 
 
 def test_what_is_left_is_held_against_kernels_of_a_pretrained_model(run) -> None:
-    assert run.unexplained.in_words == "Left unexplained: at least 0 % of k3, 0 per token."
+    assert run.unexplained.in_words == "The causes explain up to all of k3."
+    assert Unexplained(0.1, 1.0, is_of_rest=True).in_words.startswith("Left unexplained: 10 % of the k3 of the rest,")
     usual = ", of the size of kernels in bfloat16 (up to 0.003 in a pretrained model)."
     assert Unexplained(0.1, 2.9e-3).in_words == f"Left unexplained: 10 % of k3, 0.0029 per token{usual}"
     assert Unexplained(0.1, 3.1e-3).in_words == "Left unexplained: 10 % of k3, 0.0031 per token."

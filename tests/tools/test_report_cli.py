@@ -151,7 +151,7 @@ def test_the_page_and_the_terminal_say_shares_doubts_and_what_is_unexplained(low
     assert "explains up to 100 % of k3\n" in shown
     assert f"{found['confidence']}: {found['title']}" in " ".join(shown.split())
     for text in (page, shown):
-        assert "Left unexplained: at least 0 % of k3, 0 per token" in text
+        assert "The causes explain up to all of k3." in text
 
 
 def test_a_narrow_terminal_shows_the_names_of_traps_whole(low_precision) -> None:

@@ -186,10 +186,14 @@ def test_causes_that_appeared_and_went_are_named(report) -> None:
     appeared, went = causes.values()
     assert (appeared.second, went.first) == (None, None)
     assert (appeared.first.confidence, appeared.first.k3_share) == ("possible", 1.0)
-    assert cause_cells(appeared) == (report.diagnoses[0].title, "possible, up to 100.0% of k3", "-", "A alone")
+    assert cause_cells(appeared) == (report.diagnoses[0].title, "possible, explains up to 100 % of k3", "-", "A alone")
     assert cause_cells(went)[1::2] == ("-", "B alone")
     (same,) = side_by_side(report, report).causes
-    assert cause_cells(same)[1:] == ("possible, up to 100.0% of k3", "possible, up to 100.0% of k3", "both")
+    assert cause_cells(same)[1:] == (
+        "possible, explains up to 100 % of k3",
+        "possible, explains up to 100 % of k3",
+        "both",
+    )
     assert went.second.confidence == report.against.other.diagnoses[0].confidence
 
 

@@ -280,3 +280,18 @@ def test_a_shift_of_some_responses_shows_in_either_half_of_each(halves, is_named
             certain[begin:end] = proximal[number][begin:end]
         proximal[number], behavior[number] = certain, certain.roll(1)
     assert ("shifted_by_one_token" in diagnosed(part_of((proximal, behavior)))) == is_named
+
+
+def test_a_fault_stands_before_the_size_of_the_rest_which_says_what_it_is_of() -> None:
+    sides, others = engines(4, kernels=0.03).sampled(), engines(8).sampled()
+    sides[0][:4] = others[0][:4]
+    collector = Collector()
+    collector.add(part_of(sides))
+    fault, rest = found = collector.diagnoses()
+    assert [each.cause for each in found] == ["retokenised_samples", "bf16_kernels"]
+    # By their confidence the rest would come first.
+    assert (fault.confidence, rest.confidence) == ("possible", "likely")
+    assert "of the rest" not in fault.share_in_words
+    assert rest.share_in_words == "explains up to 100 % of the k3 of the rest"
+    headline = recommend([], {}, collector.summary(), found).headline
+    assert headline == f"Repair this first: {fault.title}."

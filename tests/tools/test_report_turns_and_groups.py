@@ -45,7 +45,7 @@ def test_turns_behind_the_first_point_to_their_prefix() -> None:
 def test_a_prefix_of_the_conversation_is_found_though_first_turns_hide_it() -> None:
     fading = torch.where(SINCE >= 0, 0.06 * torch.exp(-SINCE / 24.0), 0.0)
     # Kernels give a part of a k3 this small.
-    (kernels, _), (cause, evidence) = causes(40, fading, share=0.2)
+    (cause, evidence), (kernels, _) = causes(40, fading, share=0.2)
     assert (kernels, cause) == ("bf16_kernels", "stale_prefix_cache")
     assert "after the first" in evidence
 

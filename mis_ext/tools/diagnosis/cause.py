@@ -110,6 +110,7 @@ class Diagnosis:
         is_pattern: Whether so many tokens show it that a run should stop.
         alternatives: What would look the same in this evidence.
         is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
+        is_of_rest: Whether tokens were taken out before it was looked for.
     """
 
     cause: str
@@ -123,9 +124,10 @@ class Diagnosis:
     is_pattern: bool = True
     alternatives: tuple[str, ...] = ()
     is_up_to: bool = False
+    is_of_rest: bool = False
 
     @classmethod
-    def of(cls, cause: Cause, finding: Finding) -> Diagnosis:
+    def of(cls, cause: Cause, finding: Finding, *, is_of_rest: bool = False) -> Diagnosis:
         """A row with what its rule found."""
         same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives")
         made = cls(
@@ -134,6 +136,7 @@ class Diagnosis:
             advice=finding.advice or cause.advice,
             is_fault=cause.is_fault,
             takes_out=cause.takes_out,
+            is_of_rest=is_of_rest,
             **{name: getattr(finding, name) for name in same},
         )
         return replace(made, confidence="possible") if made.is_of_few_tokens else made
@@ -145,11 +148,10 @@ class Diagnosis:
 
     @property
     def share_in_words(self) -> str:
-        """How much of k3 it explains; empty where that is not known."""
-        if math.isnan(self.k3_share):
+        """How much of k3 it explains; empty where that is nothing, or not known."""
+        if not self.k3_share > 0.0:
             return ""
-        behind = "; the rest was looked at without these tokens" if self.takes_out else ""
-        return f"explains {'up to ' if self.is_up_to else ''}{percent(self.k3_share)} of k3{behind}"
+        return f"explains {'up to ' if self.is_up_to else ''}{percent(self.k3_share)} of {of_k3(self.is_of_rest)}"
 
     @property
     def doubt_in_words(self) -> str:
@@ -161,6 +163,11 @@ class Diagnosis:
         """Title, evidence, share and doubt in one line."""
         parts = (f"{self.title}: {self.evidence}", self.share_in_words, self.doubt_in_words)
         return "; ".join(filter(None, parts))
+
+
+def of_k3(is_of_rest: bool) -> str:
+    """What a share is of."""
+    return "the k3 of the rest" if is_of_rest else "k3"
 
 
 def percent(share: float) -> str:

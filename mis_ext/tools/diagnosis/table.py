@@ -17,6 +17,8 @@ from mis_ext.tools.diagnosis.measuring import Measured
 MIN_HIDING = 0.5
 """Share of k3 from which on a cause hides those that it would be taken for."""
 
+_SIZES = (size.equal, size.kernels, size.kernels_or_low_precision, size.low_precision, size.large)
+
 CAUSES: dict[str, Cause] = {
     cause.name: cause
     for cause in (
@@ -41,18 +43,14 @@ CAUSES: dict[str, Cause] = {
         engines.decoding,
         engines.few_tokens,
         engines.experts,
-        size.equal,
-        size.kernels,
-        size.kernels_or_low_precision,
-        size.low_precision,
-        size.large,
+        *_SIZES,
     )
 }
 """All causes by name, in the order of the search."""
 
 
 def diagnose(measured: Measured) -> list[Diagnosis]:
-    """Causes that what was measured points to, the surest first."""
+    """Causes that what was measured points to, in the order of :func:`search`."""
     return search(measured)[0]
 
 
@@ -61,6 +59,9 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
 
     The search goes on when a cause is found: tokens that a fault spoils are taken out, and a cause that explains a
     share of k3 leaves the rest to others. What a found cause would be mistaken for is not looked for.
+
+    First come faults, which a headline names, then causes that show themselves, then a size of the rest, then what few
+    tokens show; of each the surest first.
     """
     found: list[Diagnosis] = []
     hidden: set[str] = set()
@@ -74,7 +75,7 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
         if not cause.takes_out:
             # Not more than is left; what is not known stays so.
             finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - measured.explained))
-        found.append(Diagnosis.of(cause, finding))
+        found.append(Diagnosis.of(cause, finding, is_of_rest=any(each.takes_out for each in found)))
         hidden |= {*finding.hides}
         measured = replace(measured, found=(*measured.found, cause.name))
         if finding.is_all:
@@ -89,4 +90,10 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
         elif not cause.takes_out and not math.isnan(finding.k3_share):
             measured = replace(measured, explained=min(measured.explained + finding.k3_share, 1.0))
     order = ("certain", "likely", "possible")
-    return sorted(found, key=lambda diagnosis: order.index(diagnosis.confidence)), measured
+    return sorted(found, key=lambda each: (_rank(each), order.index(each.confidence))), measured
+
+
+def _rank(found: Diagnosis) -> int:
+    if found.is_of_few_tokens:
+        return 3
+    return 0 if found.is_fault else 2 if CAUSES[found.cause] in _SIZES else 1

@@ -16,7 +16,7 @@ from mis_ext.checks.token_sums import PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import to_jsonable
 from mis_ext.methods.method import Method
-from mis_ext.tools.diagnosis.cause import Diagnosis, percent
+from mis_ext.tools.diagnosis.cause import Diagnosis, of_k3, percent
 from mis_ext.tools.diagnosis.measuring import Measured, Measuring
 from mis_ext.tools.diagnosis.table import search
 from mis_ext.tools.dumps import Dumps
@@ -153,12 +153,13 @@ def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
 class Unexplained:
     """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token.
 
-    ``is_at_least``: a cause explains up to its share, so that more may be left.
+    ``is_at_least``: a cause explains up to its share, so that more may be left. ``is_of_rest``: tokens were taken out.
     """
 
     k3_share: float
     k3: float
     is_at_least: bool = False
+    is_of_rest: bool = False
 
     @property
     def in_words(self) -> str:
@@ -167,9 +168,12 @@ class Unexplained:
             return "No token is left to explain."
         if self.k3 == 0.0 and self.k3_share:
             return "There is nothing to explain."
+        if self.k3_share == 0.0:
+            return f"The causes explain {'up to ' if self.is_at_least else ''}all of {of_k3(self.is_of_rest)}."
         small = f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)"
         at_least, size = "at least " if self.is_at_least else "", small if 0.0 < self.k3 < PRETRAINED_K3 else ""
-        return f"Left unexplained: {at_least}{percent(self.k3_share)} of k3, {self.k3:.2g} per token{size}."
+        share = f"{at_least}{percent(self.k3_share)} of {of_k3(self.is_of_rest)}"
+        return f"Left unexplained: {share}, {self.k3:.2g} per token{size}."
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +217,11 @@ def read_findings(
         tuple(sources),
         summary,
         tuple(diagnoses),
-        Unexplained(1.0 - left.explained, left.k3_left, any(found.is_up_to for found in diagnoses)),
+        Unexplained(
+            1.0 - left.explained,
+            left.k3_left,
+            is_at_least=any(found.is_up_to for found in diagnoses),
+            is_of_rest=any(found.takes_out for found in diagnoses),
+        ),
         tuple(skipped),
     )

@@ -14,11 +14,12 @@ from markupsafe import Markup
 
 from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
+from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.plots import Drawing, pictures
 from mis_ext.tools.report.recommendation import Ranked
 from mis_ext.tools.report.summary import WorstToken
-from mis_ext.tools.report.whole_report import ComparedCause, ComparedNumber, Found, Report
+from mis_ext.tools.report.whole_report import ComparedCause, ComparedNumber, Report
 
 _SECTIONS = {
     "what-to-do": "What to do",
@@ -245,10 +246,8 @@ def cause_cells(found: ComparedCause) -> tuple[str, ...]:
     return (found.title, _found(found.first), _found(found.second), where)
 
 
-def _found(found: Found | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.confidence}, {'up to ' if found.is_up_to else ''}{percent(found.k3_share)} of k3"
+def _found(found: Diagnosis | None) -> str:
+    return "-" if found is None else ", ".join(filter(None, (found.confidence, found.share_in_words)))
 
 
 def number(value: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mis_ext.files import to_jsonable
-from mis_ext.tools.diagnosis.cause import Confidence
+from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.findings import NUM_WORST, Collector, Findings, read_findings
 from mis_ext.tools.report.noise import (
@@ -72,22 +72,13 @@ class ComparedNumber:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A cause as a run shows it: how sure, and its share of k3."""
-
-    confidence: Confidence
-    k3_share: float
-    is_up_to: bool
-
-
-@dataclass(frozen=True)
 class ComparedCause:
     """A likely cause in two runs; None where a run does not show it."""
 
     cause: str
     title: str
-    first: Found | None
-    second: Found | None
+    first: Diagnosis | None
+    second: Diagnosis | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,12 +163,8 @@ def _notes(first: Findings, second: Findings) -> Iterator[str]:
 def _causes(first: Findings, second: Findings) -> Iterator[ComparedCause]:
     ours, theirs = ({each.cause: each for each in run.diagnoses} for run in (first, second))
     for cause in {**ours, **theirs}:
-        found = [
-            None if cause not in run else Found(run[cause].confidence, run[cause].k3_share, run[cause].is_up_to)
-            for run in (ours, theirs)
-        ]
         title = (ours.get(cause) or theirs[cause]).title
-        yield ComparedCause(cause, title, *found)
+        yield ComparedCause(cause, title, ours.get(cause), theirs.get(cause))
 
 
 # --- all of it
