@@ -53,14 +53,14 @@ def commands() -> list[tuple[str, str]]:
 @pytest.fixture
 def only_parsing(monkeypatch) -> None:
     """`mis-ext` ends where it has parsed its arguments."""
-    parse = argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_known_args
 
     def parse_and_do_nothing(self, args=None, namespace=None):
-        parsed = parse(self, args, namespace)
+        parsed, unknown = parse(self, args, namespace)
         parsed.run = lambda _: Result({}, lambda: None)
-        return parsed
+        return parsed, unknown
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_do_nothing)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_do_nothing)
 
 
 @pytest.mark.usefixtures("only_parsing")

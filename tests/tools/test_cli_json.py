@@ -135,12 +135,8 @@ def test_a_shell_gets_what_may_follow(line: str, words: list[str], tmp_path) -> 
 
 def test_every_command_is_here(monkeypatch) -> None:
     parsers: list[argparse.ArgumentParser] = []
-    parse = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(
-        argparse.ArgumentParser, "parse_args", lambda self, *_: parsers.append(self) or parse(self, ["x"])
-    )
-    with pytest.raises(SystemExit):
-        main([])
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self: parsers.append(self))
+    assert main([]) == 0
     (commands,) = (action for action in parsers[0]._actions if action.dest == "command")
     assert {*commands.choices} == {name.split()[0] for name in COMMANDS}
 
@@ -208,3 +204,25 @@ def test_what_was_not_measured_is_null(tmp_path) -> None:
     overall = json_of("report", path)[1]["summary"]["overall"]
     assert (overall["reward"], overall["k3_error"], overall["num_prompts"]) == (None, None, 1)
     assert overall["abs_max"] == 1999.0
+
+
+def test_the_command_alone_prints_its_commands(capsys) -> None:
+    assert main([]) == 0
+    assert "check-rollouts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["reprot", "x"], "mis-ext: error: no command 'reprot' (did you mean 'report'?)"),
+        (
+            ["report", "x", "--tokeniser", "y"],
+            "mis-ext report: error: unrecognized arguments: --tokeniser (did you mean",
+        ),
+    ],
+)
+def test_a_slip_names_what_is_nearest_with_the_usage_of_its_command(arguments, said, capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err

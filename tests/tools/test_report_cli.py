@@ -254,8 +254,9 @@ def test_what_is_not_used_is_said(tmp_path) -> None:
     assert (report.summary.overall.num_tokens, report.summary.overall.num_without_ratio) == (3, 1)
     assert [group.name for group in report.summary.by_sign] == ["positive"]
     assert len(report.skipped) == 2
-    assert any("its sample 1: lists of other lengths" in text for text in report.skipped)
-    assert any("its sample 2: no log-probs of the trainer" in text for text in report.skipped)
+    lengths, missing = report.skipped
+    assert "its sample 1: lists of other lengths: log_probs 1, rollout_log_probs 2" in lengths
+    assert "its sample 2: no log-probs of the trainer: 'log_probs' is missing" in missing
 
 
 def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
@@ -312,3 +313,24 @@ def test_presets_are_tried_once_each_and_the_default_is_first() -> None:
     assert candidates[0].name == "mis"
     assert len({*configs}) == len(configs)
     assert {*configs} == {mis_ext.preset(name) for name in mis_ext.list_presets() if name != "metrics_only"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"rolout_log_probs": [-1.0]}, ("'rollout_log_probs'", "'log_probs', 'rolout_log_probs'", "did you mean 'rol")),
+        ({"tokens": [1, 2]}, ("'rollout_log_probs'", "found are 'log_probs', 'tokens'")),
+        ({"rollout_log_probs": [-1.0, -1.0]}, ("log_probs 1", "rollout_log_probs 2")),
+        ({"rollout_log_probs": [-1.0], "loss_mask": [1, 1]}, ("log_probs 1", "loss_masks 2")),
+        ({"loss_mask": [1, 1], "response_length": 1}, ("loss_masks has 2", "response_lengths says 1")),
+    ],
+)
+def test_a_file_that_cannot_be_used_names_the_sample_the_keys_and_their_lengths(row, said, tmp_path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"log_probs": [-1.0]} | row))
+    with pytest.raises(ValueError, match="sample 0: ") as error:
+        make_report(Dumps([path]), [])
+    assert str(path) in str(error.value)
+    for words in said:
+        assert words in str(error.value)
+    assert ("did you mean" in str(error.value)) == ("rolout_log_probs" in row)

@@ -15,6 +15,7 @@ from mis_ext.files import printable, to_jsonable
 from mis_ext.keys.removed import sentence
 from mis_ext.tools.cli import check_rollouts, configurations, equality, report
 from mis_ext.tools.cli.command import Result, require
+from mis_ext.validation import did_you_mean
 
 _MAX_MESSAGE = 2000
 
@@ -56,8 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(parser)
     arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        parser.print_help()
+        return 0
     _refuse_removed(parser, arguments)
-    parsed = parser.parse_args(arguments)
+    if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
+        known = ", ".join(commands.choices)
+        parser.error(f"no command {arguments[0]!r}{did_you_mean(arguments[0], commands.choices)}; there are {known}")
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands.choices[parsed.command]
+        options = [name for action in command._actions for name in action.option_strings]
+        said = (f"{each}{did_you_mean(each.partition('=')[0], options)}" for each in unknown)
+        command.error(f"unrecognized arguments: {', '.join(said)}")
     try:
         code = _run(parsed)
         sys.stdout.flush()

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.validation import did_you_mean
+
 KEYS = {
     "log_probs": ("log_prob",),
     "rollout_log_probs": ("rollout_log_prob",),
@@ -51,7 +53,7 @@ class Columns(NamedTuple):
     """The columns of a file, and what it says of all its samples.
 
     ``rollout_id`` is of the file, or one of each sample. ``has_trainer`` is false for what a host dumps before the
-    trainer gets it. ``cp_rank`` holds parts of responses if ``cp_size`` is above 1.
+    trainer gets it. ``cp_rank`` holds parts of responses if ``cp_size`` is above 1. ``keys`` are those of the file.
     """
 
     columns: Mapping[str, Any]
@@ -60,6 +62,7 @@ class Columns(NamedTuple):
     cp_rank: int = 0
     cp_size: int = 1
     is_padded: bool = False
+    keys: Sequence[str] = ()
 
 
 def read_columns(path: Path, *, trust_pickle: bool) -> Columns:
@@ -100,7 +103,7 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
         samples = content.get("samples")
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise ValueError("its samples are not a list of dicts")
-        return Columns(columns_of(samples), rollout_id, has_trainer=version == 2)
+        return Columns(columns_of(samples), rollout_id, has_trainer=version == 2, keys=_keys_of(samples))
     columns = content.get("rollout_data", content)
     if not isinstance(columns, dict):
         raise ValueError(f"holds a {type(columns).__name__}, not a dict of lists")
@@ -110,7 +113,12 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
         cp_rank=int(content.get("cp_rank", 0)),
         cp_size=int(content.get("cp_size", 1)),
         is_padded=content.get("qkv_format") == "bshd",
+        keys=_keys_of([columns]),
     )
+
+
+def _keys_of(rows: Iterable[Mapping[Any, Any]]) -> list[str]:
+    return [*dict.fromkeys(str(key) for row in rows for key in row)]
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
@@ -160,7 +168,7 @@ def read_json_lines(path: Path) -> Columns:
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)
-    return Columns(columns_of(rows), [rollout_of(row) for row in rows])
+    return Columns(columns_of(rows), [rollout_of(row) for row in rows], keys=_keys_of(rows))
 
 
 class ContextPart(NamedTuple):
@@ -201,6 +209,7 @@ class DumpedSample:
         reward: As the host dumped it.
         group_index: Of the samples with one prompt, as the host dumped it.
         canary: What the canary of :func:`mis_ext.rollout.generate` said of the engine's weights.
+        keys: All that the file has.
     """
 
     proximal_log_probs: Tensor | None
@@ -222,11 +231,34 @@ class DumpedSample:
     reward: float | None = None
     group_index: Any = None
     canary: str | None = None
+    keys: Sequence[str] = ()
 
     @property
     def name(self) -> str:
         """File and index of the sample, for messages."""
         return f"{self.path}, its sample {self.index}"
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why its two lists of log-probs cannot be compared; None if they can."""
+        if self.problem is not None:
+            return self.problem
+        lists = {
+            "log_probs": self.proximal_log_probs,
+            "rollout_log_probs": self.behavior_log_probs,
+            "loss_masks": self.response_mask,
+        }
+        for key, side in (("log_probs", "trainer"), ("rollout_log_probs", "engine")):
+            if lists[key] is None:
+                known = {*_NAMES, *ROLLOUT_IDS, *(name for names in _NAMES.values() for name in names)}
+                meant = did_you_mean(key, [each for each in self.keys if each not in known])
+                found = ", ".join(map(repr, self.keys)) or "none"
+                return f"no log-probs of the {side}: {key!r} is missing, the keys found are {found}{meant}"
+        shapes = {key: torch.as_tensor(values).shape for key, values in lists.items() if values is not None}
+        if len({*shapes.values()}) > 1:
+            lengths = (f"{key} {' x '.join(map(str, shape)) or 'a number'}" for key, shape in shapes.items())
+            return f"lists of other lengths: {', '.join(lengths)}"
+        return None
 
     @property
     def is_one_memory(self) -> bool:
@@ -291,7 +323,7 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
             DumpedSample(
                 proximal_log_probs=_to_tensor(row.get("log_probs"), dtype),
                 behavior_log_probs=_to_tensor(row.get("rollout_log_probs"), dtype),
-                response_mask=_mask(row),
+                response_mask=_mask(row, index),
                 response_length=_integer(row.get("response_lengths")),
                 token_ids=row.get("tokens"),
                 response_ids=_response_ids(row),
@@ -309,6 +341,7 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
                 problem=_problem_of_mask(row.get("loss_masks")) if content.has_trainer else _NO_TRAINER,
                 path=path,
                 index=index,
+                keys=content.keys,
             )
         )
     return samples
@@ -377,13 +410,13 @@ def _to_tensor(values: Any, dtype: torch.dtype) -> Any:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
 
 
-def _mask(row: Mapping[str, Any]) -> Any:
+def _mask(row: Mapping[str, Any], index: int) -> Any:
     """The mask of the response; where there is none but a length, ones, so that the length is compared too."""
     mask, length = row.get("loss_masks"), row.get("response_lengths")
     if mask is None:
         return None if length is None else torch.ones(int(length))
     if length is not None and len(mask) != int(length):
-        raise ValueError(f"{len(mask)} mask values for a response of {int(length)} tokens")
+        raise ValueError(f"sample {index}: loss_masks has {len(mask)} values, response_lengths says {int(length)}")
     return mask
 
 

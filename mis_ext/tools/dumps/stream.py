@@ -68,16 +68,18 @@ class Dumps:
             ValueError: The content of a file has no known format, files contradict each other, or no token can be
                 used: none has a log-prob of both sides, finite and under no mask. The message names the file.
         """
-        joiner, files, is_usable = Joiner(), _Files(), False
+        joiner, files, is_usable, obstacle = Joiner(), _Files(), False, ""
         for sample in self._joined(joiner, files):
             is_usable = is_usable or (self._need_tokens and num_usable_tokens(sample) > 0)
+            if not obstacle and sample.obstacle is not None:
+                obstacle = f"; {sample.name}: {sample.obstacle}"
             self.skipped = files.skipped + joiner.skipped
             yield sample
         self.skipped = files.skipped + joiner.skipped
         if self._need_tokens and not is_usable:
             raise ValueError(
                 f"no token of {', '.join(map(str, self._paths)) or 'no file'} can be used: none has a finite log-prob "
-                f"of trainer and engine under no mask{''.join(f'; {skipped}' for skipped in self.skipped)}"
+                f"of trainer and engine under no mask{obstacle}{''.join(f'; {skipped}' for skipped in self.skipped)}"
             )
 
     def _joined(self, joiner: Joiner, files: _Files) -> Iterator[DumpedSample]:

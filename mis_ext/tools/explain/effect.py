@@ -12,6 +12,8 @@ from mis_ext.correction.gates import Gate
 from mis_ext.correction.weights import Weight
 from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval
 
+_OF_RATIOS = {"sum": "product", "mean": "geometric mean"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
@@ -89,7 +91,10 @@ def described_gates(config: CorrectionConfig) -> dict[str, Gate]:
 def gate_label(name: str, gate: Gate) -> str:
     """A gate in a few words: its name, what it looks at, and its band."""
     low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
-    return f"{name}: {gate.reduce} of {gate.statistic} in [{low}, {high}]"
+    # A sum of log-ratios is a product of ratios.
+    reduced = _OF_RATIOS.get(gate.reduce, gate.reduce) if gate.row.is_log else gate.reduce
+    what = f"{gate.statistic} of each token" if gate.reduce == "token" else f"{reduced} of {gate.statistic}"
+    return f"{name}: {what} in [{low}, {high}]"
 
 
 class _Passed:

@@ -204,13 +204,13 @@ class Parts:
     def __init__(self, samples: Iterable[DumpedSample], *, max_tokens: int = MAX_TOKENS) -> None:
         self._samples = samples
         self._max_tokens = max_tokens
-        self._unusable: dict[str, list[str]] = {}
+        self._unusable: dict[str, tuple[str, list[str]]] = {}
         self._unnumbered: dict[str, None] = {}
 
     @property
     def skipped(self) -> list[str]:
         """Samples that the last iteration left out; and that several files say no rollout, so are one step."""
-        said = [f"{len(names)} samples, the first {names[0]}: {reason}" for reason, names in self._unusable.items()]
+        said = [f"{len(names)} samples, the first {names[0]}: {reason}" for reason, names in self._unusable.values()]
         if len(self._unnumbered) > 1:
             said.append(
                 f"{len(self._unnumbered)} files, the first {next(iter(self._unnumbered))}: no rollout_id, so all their "
@@ -224,9 +224,9 @@ class Parts:
         waiting: list[DumpedSample] = []
         num_tokens = 0
         for sample in self._samples:
-            reason = _obstacle(sample)
+            reason = sample.obstacle
             if reason is not None:
-                self._unusable.setdefault(reason, []).append(sample.name)
+                self._unusable.setdefault(reason.partition(":")[0], (reason, []))[1].append(sample.name)
                 continue
             if sample.rollout_id is None:
                 self._unnumbered[sample.path] = None
@@ -237,17 +237,6 @@ class Parts:
             num_tokens += len(sample.proximal_log_probs)  # type: ignore[arg-type]
         if waiting:
             yield _part(waiting)
-
-
-def _obstacle(sample: DumpedSample) -> str | None:
-    proximal, behavior = sample.proximal_log_probs, sample.behavior_log_probs
-    if sample.problem is not None:
-        return sample.problem
-    if proximal is None or behavior is None:
-        return f"no log-probs of the {'trainer' if proximal is None else 'engine'}"
-    if {len(each) for each in (proximal, behavior, sample.response_mask) if each is not None} != {len(proximal)}:
-        return "lists of other lengths: log-probs of both sides and mask must be one each"
-    return None
 
 
 def _step(sample: DumpedSample) -> str:
