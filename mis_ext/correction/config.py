@@ -82,9 +82,7 @@ class CorrectionConfig:
         check_bool("per_token_loss", self.per_token_loss)
         check_bool("metrics_only", self.metrics_only)
         check_bool("staleness", self.staleness)
-        if self.compile not in ("auto", True, False) or (
-            isinstance(self.compile, int) and not isinstance(self.compile, bool)
-        ):
+        if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ValueError(f"compile must be auto, true or false, got {self.compile!r}")
         check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
         check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)

@@ -84,11 +84,14 @@ class TokenStep(NamedTuple):
 class Responses(NamedTuple):
     """What responses decide; ``[S]`` each, equal on all context-parallel ranks.
 
-    ``of``: sums and maxima over their tokens. ``log_ratio``: what the weight of a response bounds, 0 with a weight of
-    tokens. ``gates``: value, below, above of each gate on responses, by label.
+    ``of``: sums and maxima over their tokens. ``n``, ``generated``: valid and response tokens. ``log_ratio``: what the
+    weight of a response bounds, 0 with a weight of tokens. ``gates``: value, below, above of each gate on responses, by
+    label.
     """
 
     of: Numbers
+    n: Tensor
+    generated: Tensor
     keep: Tensor
     weighted: Tensor
     weight: Tensor
@@ -96,16 +99,6 @@ class Responses(NamedTuple):
     usable: Tensor
     num_kept: Tensor
     gates: dict[str, tuple[Tensor, Tensor, Tensor]]
-
-    @property
-    def n(self) -> Tensor:
-        """Valid tokens."""
-        return self.of["n"]
-
-    @property
-    def generated(self) -> Tensor:
-        """Response tokens."""
-        return self.of["generated"]
 
     @property
     def measured(self) -> Tensor:

@@ -51,6 +51,8 @@ class Plan(NamedTuple):
 
     ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``sums``, ``maxima``: over the tokens
     of each response. ``totals``, ``extremes``: over all responses. ``rows``: the metrics that are emitted.
+    ``needs_group``: other data-parallel ranks are asked. ``needs_whole``: a token without a ratio makes its response
+    unusable.
     """
 
     config: CorrectionConfig
@@ -61,6 +63,7 @@ class Plan(NamedTuple):
     totals: tuple[str, ...]
     extremes: tuple[str, ...]
     needs_group: bool
+    needs_whole: bool
 
 
 @functools.lru_cache(maxsize=32)
@@ -95,6 +98,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
         totals=tuple(name for name in totals if name not in BATCH_MAXIMA),
         extremes=tuple(name for name in totals if name in BATCH_MAXIMA),
         needs_group=any(row.over == "group" for row in rows) or (config.is_scaled and config.scope == "data_parallel"),
+        needs_whole=config.needs_whole_sequences,
     )
 
 
@@ -178,7 +182,7 @@ def response_step(of: Numbers, plan: Plan) -> Responses:
     """What whole responses decide, from the sums over their tokens."""
     config, n, generated = plan.config, of["n"], of["generated"]
     # The product or mean over a response with an unknown ratio is unknown too.
-    usable = (n > 0.0) & (n == generated) if config.needs_whole_sequences else n > 0.0
+    usable = (n > 0.0) & (n == generated) if plan.needs_whole else n > 0.0
     keep, weighted, gates = usable, usable, {}
     for label, gate in plan.gates.items():
         if gate.is_of_tokens:
@@ -206,7 +210,7 @@ def response_step(of: Numbers, plan: Plan) -> Responses:
         log_ratio = of["d"] if config.weight.level == "sequence" else of["d"] / n.clamp(min=1.0)
         weight = config.weight.bounded(log_ratio)
     num_kept = torch.where(keep, of["kept"], 0.0)
-    return Responses(of, keep, weighted, weight, log_ratio, usable, num_kept, gates)
+    return Responses(of, n, generated, keep, weighted, weight, log_ratio, usable, num_kept, gates)
 
 
 # --- Batch
