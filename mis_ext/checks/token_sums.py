@@ -85,9 +85,6 @@ By the Gaussian law it is exp(-s^2), with s the standard deviation of the log of
 the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, one in fifteen at 0.1.
 """
 
-SUSPICIOUS_LINE = 0.05
-"""Share of the variance of differences that a line in one side's log-probs explains: below, no rule looks at it."""
-
 
 class Fit(NamedTuple):
     """A straight line: its slope, and the share of the variance that it explains."""
@@ -453,32 +450,6 @@ def _bounded(difference: Tensor) -> Tensor:
 def added(before: Tensor, now: Tensor) -> Tensor:
     """The sums of all calls until now, from those before and those of this call: sums are added, minima compared."""
     return torch.cat([before[:NUM_SUMS] + now[:NUM_SUMS], torch.minimum(before[NUM_SUMS:], now[NUM_SUMS:])])
-
-
-def are_suspicious(sums: TokenSums) -> bool:
-    """Whether a rule of the diagnosis may name a cause by these sums alone: where this says no, none does.
-
-    So a run whose log-probs are healthy never loads the rules. Each condition is what one of them needs at least.
-    """
-    taken_out = sums.num_placeholders + sums.num_zeros + sums.num_constant + sums.num_shifted
-    # A side says one number: for all tokens, or for those on which the two differ.
-    is_constant = any(
-        count >= MIN_CONSTANT_TOKENS and sums.one_number(side, of_different=of_different) is not None
-        for count, of_different in ((sums.num_valid, False), (sums.num_different, True))
-        for side in ("behavior", "proximal")
-    )
-    # A broken side, another text, old weights.
-    gap = max(sums.gap_rest, abs(sums.proximal_rest - sums.behavior_rest))
-    # A temperature, or another base of logarithms: the best line explains at least what one through 0 does.
-    explained = max(sums.line.on(side).explained for side in ("behavior", "proximal"))
-    return (
-        taken_out + sums.num_positive + sums.num_proximal_positive > 0.0
-        or is_constant
-        or sums.is_shifted
-        or sums.negated < SHIFT_FACTOR * sums.gap
-        or gap > MAX_MEAN_ABS_DIFF * sums.num_rest
-        or (sums.line.num_tokens >= MIN_TOKENS and explained > SUSPICIOUS_LINE)
-    )
 
 
 _Number = TypeVar("_Number", float, Tensor)

@@ -7,42 +7,23 @@ a mistake a call late.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mis_ext.checks.token_sums import (
-    FEW_SEQUENCES_ESS,
-    MAX_MEAN_ABS_DIFF,
-    MIN_TOKENS,
-    TokenSums,
-    added,
-    are_suspicious,
-    token_sums,
-)
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction
-from mis_ext.correction.layout import PackedStreams, TokenRatios
+from mis_ext.correction.layout import PackedLayout, PackedStreams, TokenRatios
+from mis_ext.correction.tokens import MAX_LOG_RATIO
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import extremes_of
 
-if TYPE_CHECKING:
-    from mis_ext.tools.diagnosis.cause import Diagnosis
-
 _CALLS_PER_LOOK = 8
 _SLOTS = 64
-
-ENOUGH_TOKENS = MIN_TOKENS
-"""A check that has seen so many tokens, or pairs of them, has judged and is done."""
-
-
-SUSPECTS = ("stale_weights", "retokenised_samples", "top_p_or_top_k", "large_mismatch")
-"""Causes of a large difference that need more than the first calls measure."""
 
 
 class MismatchWarning(UserWarning):
@@ -224,133 +205,137 @@ def raise_if_failed(status: float) -> None:
         raise RuntimeError(f"a call failed on rank {rank}; the error of that rank says why")
 
 
+# --- the data of the first calls
+
+
+_ENOUGH = 64
+"""Response tokens, or pairs of neighbours, after which a check has judged."""
+_FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS = 8, 0.01
+_SENTINEL = -1000.0
+"""Nats. No model gives a token that it sampled such a log-prob."""
+_IMPROBABLE = -1.0
+"""Nats. Top-p and min-p leave a log-prob of 0 to tokens above this only."""
+_SPREAD = 0.1
+"""Nats, squared: one value in a whole response is right where the other side hardly varies."""
+_SHIFT_FACTOR = 0.5
+_MAX_MEAN_ABS_DIFF = 0.3
+
+
 class Finding(NamedTuple):
-    """A mistake that stops the run unless its guard is set to warn, or without a guard a doubt; its cause, if named."""
+    """A mistake that stops the run unless its guard is set to warn; without a guard a doubt."""
 
     guard: GuardName | None
     message: str
-    cause: str | None = None
+
+
+class DataSums(NamedTuple):
+    """Sums over this rank's tokens, which add up over calls.
+
+    Of ``[engine, trainer]``: ``nonfinite`` of all response tokens, and ``placeholders`` of those with a finite ratio.
+    ``gap`` is the absolute difference. Of pairs of neighbours it is ``first`` and ``second``, and where one side is
+    shifted by a token ``earlier`` and ``later``. Differences are bounded: one absurd log-prob must not decide.
+    """
+
+    response: float
+    valid: float
+    nonfinite_engine: float
+    nonfinite_trainer: float
+    placeholders_engine: float
+    placeholders_trainer: float
+    gap: float
+    pairs: float
+    first: float
+    second: float
+    earlier: float
+    later: float
+
+
+def data_sums(tokens: TokenRatios, streams: PackedStreams) -> Tensor:
+    """The numbers of :class:`DataSums` in float64, on the device of the tokens."""
+    layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid_mask_T, tokens.proximal_T, tokens.behavior_T
+    response_T = layout.local_part(streams.response_mask_R) != 0
+    pair_T = valid_T[1:] & valid_T[:-1] & (layout.sequence_T[1:] == layout.sequence_T[:-1])
+    if not layout.is_whole:
+        pair_T = pair_T & (layout.position_T[1:] == layout.position_T[:-1] + 1)
+    before, after = slice(None, -1), slice(1, None)
+    shifts = ((before, before), (after, after), (after, before), (before, after))
+    gaps = [(valid_T, tokens.log_ratio_T), *((pair_T, trainer_T[a] - engine_T[b]) for a, b in shifts)]
+    sums = [torch.where(each_T, gap_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).abs(), 0.0) for each_T, gap_T in gaps]
+    counts = [response_T, valid_T, *(response_T & ~each.isfinite() for each in streams[1::-1])]
+    counts += [_placeholders(*sides, valid_T, layout) for sides in ((engine_T, trainer_T), (trainer_T, engine_T))]
+    return torch.stack([each.sum(dtype=torch.float64) for each in (*counts, sums[0], pair_T, *sums[1:])])
+
+
+def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: PackedLayout) -> Tensor:
+    """Tokens whose log-prob is none: a sentinel, 0 for an improbable token, or one value in a whole response."""
+    usual_T = valid_T & (other_T >= _SENTINEL)
+    of_other = [torch.where(valid_T, each, 0.0) for each in (torch.ones_like(other_T), other_T, other_T.square())]
+    count_S, sum_S, square_S = layout.sums(of_other)
+    low_S, negative_high_S = layout.minima([torch.where(valid_T, each, torch.inf) for each in (side_T, -side_T)])
+    varies_S = square_S - sum_S.square() / count_S.clamp_min(1.0) > _SPREAD**2 * count_S
+    is_constant_S = (count_S >= _FEW_PLACEHOLDERS) & (low_S == -negative_high_S) & varies_S
+    is_zero_T = (side_T == 0.0) & (other_T < _IMPROBABLE)
+    return usual_T & ((side_T < _SENTINEL) | is_zero_T | layout.spread(is_constant_S))
 
 
 class DataGuards:
-    """The checks of one session.
-
-    Attributes:
-        armed: Those that have not seen enough yet.
-    """
+    """The checks of one session; ``armed`` until they have seen enough."""
 
     def __init__(self, config: CorrectionConfig) -> None:
         self._config = config
-        self.armed = {"degenerate_behavior", "shifted_log_probs", "nonfinite"}
-        if not config.metrics_only:
-            self.armed |= {"single_sequence", "size"}
-        self._readback = RunningReadback(added)
+        self.armed = True
+        self._warned: set[str] = set()
+        self._readback = RunningReadback(torch.add)
 
     def inspect(self, tokens: TokenRatios, streams: PackedStreams, groups: Groups) -> list[Finding]:
         """What the log-probs of this rank's tokens give away; doubts are voiced by the first rank."""
         if not self.armed or is_capturing(streams.response_mask_R):
             return []
-        counted = self._readback.add(token_sums(tokens, response_mask_R=streams.response_mask_R, layout=streams.layout))
-        findings = [] if counted is None else [*self._judge(TokenSums.of(counted), streams, groups)]
-        return [finding for finding in findings if finding.guard is not None or groups.is_first_rank]
+        counted = self._readback.add(data_sums(tokens, streams))
+        if counted is None:
+            return []
+        sums = DataSums(*counted)
+        found = [each for each in _judge(sums) if (each.guard or "") not in self._warned]
+        if any(each.guard is not None and self._config.stops(each.guard) for each in found):
+            # The next call is judged by itself: the same mistake stops it too.
+            self._readback = RunningReadback(torch.add)
+        else:
+            self._warned |= {each.guard or "" for each in found}
+            self.armed = sums.pairs < _ENOUGH
+        return [each for each in found if each.guard is not None or groups.is_first_rank]
 
-    def _judge(self, tokens: TokenSums, streams: PackedStreams, groups: Groups) -> Iterator[Finding]:
-        in_scope = streams.layout.num_sequences * (groups.dp_size if self._config.scope == "data_parallel" else 1)
-        has_tokens, has_pairs = tokens.num_valid >= ENOUGH_TOKENS, tokens.num_pairs >= ENOUGH_TOKENS
-        causes = _causes(tokens)
-        checks: tuple[tuple[str, bool, Iterator[Finding]], ...] = (
-            ("shifted_log_probs", has_pairs, _mistakes("shifted_log_probs", causes, has_pairs)),
-            ("degenerate_behavior", has_tokens, _mistakes("degenerate_behavior", causes, has_tokens)),
-            ("nonfinite", has_tokens, _nonfinite(tokens, streams)),
-            ("single_sequence", has_tokens, _single_sequence(self._config, in_scope)),
-            ("size", has_tokens, _size(self._config, tokens, causes) if has_tokens else iter(())),
+
+def _judge(sums: DataSums) -> Iterator[Finding]:
+    nonfinite = {"engine": sums.nonfinite_engine, "trainer": sums.nonfinite_trainer}
+    side = max(nonfinite, key=nonfinite.__getitem__)
+    if sums.response >= _ENOUGH and nonfinite[side] > 0.5 * sums.response:
+        yield Finding(
+            "missing_log_probs",
+            f"{nonfinite[side] / sums.response:.1%} of the response tokens have a non-finite {side} log-prob and are "
+            "masked. Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: "
+            "logprobs). See mis_nonfinite_token_fraction.",
         )
-        for name, has_seen_enough, findings in checks:
-            if name not in self.armed:
-                continue
-            found = [*findings]
-            if any(each.guard is not None and self._config.stops(each.guard) for each in found):
-                # The next call is judged by itself: the same mistake stops it too.
-                self._readback = RunningReadback(added)
-            elif found or has_seen_enough:
-                self.armed.discard(name)
-            yield from found
-
-
-# Rules, texts and advice load where something is found: most runs never need them.
-
-
-def _causes(tokens: TokenSums) -> list[tuple[Diagnosis, GuardName | None]]:
-    """The causes that sums over tokens show, each with the guard that stops on it."""
-    if not are_suspicious(tokens):
-        return []
-    from mis_ext.tools.diagnosis.measuring import Measured
-    from mis_ext.tools.diagnosis.table import CAUSES, diagnose
-
-    return [(found, CAUSES[found.cause].guard) for found in diagnose(Measured(tokens=tokens))]
-
-
-def _mistakes(
-    guard: GuardName, causes: Iterable[tuple[Diagnosis, GuardName | None]], has_seen_enough: bool
-) -> Iterator[Finding]:
-    """The causes that a guard stops on; of a few tokens a doubt, which must not end the watch too early."""
-    for found, its_guard in causes:
-        if its_guard == guard and (found.is_pattern or has_seen_enough):
-            yield Finding(guard if found.is_pattern else None, _in_words(found), found.cause)
-
-
-def _in_words(found: Diagnosis) -> str:
-    return f"{found.in_words}. {found.advice} ({found.cause}, {found.confidence})"
-
-
-def _nonfinite(tokens: TokenSums, streams: PackedStreams) -> Iterator[Finding]:
-    """Log-probs of which none can be used: every token would be masked, and the loss be 0."""
-    if tokens.num_valid > 0.0 or tokens.num_response < ENOUGH_TOKENS:
-        return
-    response_T = streams.layout.local_part(streams.response_mask_R) != 0
-    sides = {
-        "rollout_log_probs (behavior)": streams.behavior_logprobs_T,
-        "train_log_probs (proximal)": streams.proximal_logprobs_T,
-    }
-    wrong = [name for name, values_T in sides.items() if not bool((values_T.isfinite() & response_T).any())]
-    yield Finding(
-        "missing_log_probs",
-        f"all {tokens.num_response:g} response tokens have a non-finite log-prob in {' and '.join(wrong or sides)}, so "
-        "that every token is masked and the loss is 0. Check that the engine returns log-probs of sampled tokens "
-        "(SGLang: return_logprob, vLLM: logprobs), and that the rollout function stores them",
-    )
-
-
-def _single_sequence(config: CorrectionConfig, num_sequences: int) -> Iterator[Finding]:
-    if num_sequences == 1 and config.normalize_over is not None:
-        from mis_ext.tools.explain.traps import single_sequence
-
-        for message in single_sequence(config, num_sequences):
-            yield Finding(None, message)
-
-
-def _size(
-    config: CorrectionConfig, tokens: TokenSums, causes: Iterable[tuple[Diagnosis, GuardName | None]]
-) -> Iterator[Finding]:
-    """Doubts about what the log-probs are of, and about how large the mismatch is."""
-    named = [found for found, guard in causes if guard is None]
-    for found in named:
-        yield Finding(None, _in_words(found), found.cause)
-    gap = tokens.gap_rest / tokens.num_rest if tokens.num_rest else 0.0
-    if not named and gap > MAX_MEAN_ABS_DIFF:
-        from mis_ext.tools.diagnosis.table import CAUSES
-
-        suspects = "; ".join(CAUSES[name].title for name in SUSPECTS)
+    for side, count in (("Engine", sums.placeholders_engine), ("Trainer", sums.placeholders_trainer)):
+        if count >= max(_FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS * sums.valid):
+            yield Finding(
+                "degenerate_behavior",
+                f"{side} log-probs are placeholders: {count:.0f} of {sums.valid:.0f} response tokens have a log-prob "
+                "below -1000, 0 where the other side is below -1, or the same in the whole response. Request "
+                "log-probs from the engine (SGLang: return_logprob=True, vLLM: logprobs=0), or set loss_mask to 0 for "
+                "these tokens. Greedy sampling also returns 0.",
+            )
+    aligned, shifted = min(sums.first, sums.second), min(sums.earlier, sums.later)
+    if sums.pairs >= _ENOUGH and shifted < _SHIFT_FACTOR * aligned:
+        yield Finding(
+            "shifted_log_probs",
+            f"Log-probs are shifted by one token: the mean |trainer - engine| difference is {aligned / sums.pairs:.3g} "
+            f"nats, and {shifted / sums.pairs:.3g} when one side is shifted. Score position p with the logits of "
+            "position p - 1, on both sides.",
+        )
+    elif sums.valid >= _ENOUGH and sums.gap > _MAX_MEAN_ABS_DIFF * sums.valid:
         yield Finding(
             None,
-            f"behavior and proximal log-probs differ by {gap:.3g} nats per token on average, more than "
-            f"{MAX_MEAN_ABS_DIFF:g}. The first calls cannot tell which of these is the cause: {suspects}. Run "
-            "mis-ext report on a dump of the rollout: it measures more",
+            f"Mean |trainer - engine| log-prob difference is {sums.gap / sums.valid:.2f} nats per token (limit: "
+            f"{_MAX_MEAN_ABS_DIFF:g}). Possible causes: stale engine weights; re-tokenized samples; top-p, top-k, or "
+            'min-p sampling; very low engine precision. Run "mis-ext report" on a rollout dump to identify the cause.',
         )
-    k3, length = tokens.k3 / tokens.num_valid, tokens.num_response / tokens.num_sequences
-    # Kish's effective share of products of ratios, by the Gaussian law of a token's log-ratio, N(-k3, 2 k3).
-    if config.multiplies_ratios and math.exp(-2.0 * k3 * length) < FEW_SEQUENCES_ESS:
-        from mis_ext.tools.explain.traps import hopeless_sequences
-
-        for message in hopeless_sequences(config, k3=k3, length=length):
-            yield Finding(None, message)

@@ -169,7 +169,9 @@ class Session:
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""
         if self.config.stops(guard):
-            raise ValueError(f"{message} [to continue with a warning: mis_guard: {{{guard}: warn}}]")
+            raise ValueError(
+                f"{message.rstrip('.')}. To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
+            )
         self.warn(message)
 
     def report_missing(self, *, is_rollout_missing: bool) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext import MismatchWarning
 from mis_ext.hosts.guards import RunningReadback
 from mis_ext.hosts.runs import session_for
 
@@ -96,13 +95,6 @@ def test_without_a_largest_value_all_metrics_are_finite(lowest, level) -> None:
     assert metrics["mis_k3_kl"][0] == pytest.approx((math.exp(20.0) - 21.0) / len(proximal[0]), rel=1e-5)
 
 
-def test_a_response_without_any_probability_is_doubted_and_not_an_error() -> None:
-    proximal, behavior = draw(0)
-    behavior[0][5] = LOWEST["float32 min"]
-    with pytest.warns(MismatchWarning, match="expected effective sample size"):
-        call(proximal, behavior, tis_level="sequence")
-
-
 # --- degenerate or legitimate
 
 
@@ -130,40 +122,25 @@ def placeholder(value: float, dtype: torch.dtype = torch.float32) -> Callable[[C
     return spoil
 
 
-def flipped(columns: Columns) -> None:
-    columns[1][:] = [-x for x in columns[1]]
-
-
-def half_positive(columns: Columns) -> None:
-    columns[1][::2] = [x + 5.0 for x in columns[1][::2]]
-
-
-def probabilities(columns: Columns) -> None:
-    columns[1][:] = [x.exp() for x in columns[1]]
-
-
 MISTAKES = {
-    "all 0": (all_zero, "are 0, and the proximal ones are not"),
-    "all equal": (all_equal, "are -0.7, and the proximal ones are not"),
-    "half of the samples 0": (half_zero, "are 0, where the proximal ones are below -1|are the same number"),
-    "one sample equal": (one_equal, "in responses where all are the same number"),
-    "-9999": (placeholder(-9999.0), "placeholders"),
-    "-9999 in bfloat16": (placeholder(-9999.0, torch.bfloat16), "placeholders"),
-    "-1e9": (placeholder(-1e9), "placeholders"),
-    "-1100": (placeholder(-1100.0), "placeholders below -1000"),
-    "float16 min": (placeholder(-65504.0, torch.float16), "placeholders"),
-    "half of the samples above 0": (half_positive, "are above 0, and no probability is above 1"),
-    "probabilities": (probabilities, "are above 0"),
-    "flipped sign": (flipped, "when the sign of one is flipped"),
+    "all 0": all_zero,
+    "all equal": all_equal,
+    "half of the samples 0": half_zero,
+    "one sample equal": one_equal,
+    "-9999": placeholder(-9999.0),
+    "-9999 in bfloat16": placeholder(-9999.0, torch.bfloat16),
+    "-1e9": placeholder(-1e9),
+    "-1100": placeholder(-1100.0),
+    "float16 min": placeholder(-65504.0, torch.float16),
 }
 
 
 @SEEDS
-@pytest.mark.parametrize(("spoil", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_degenerate_log_probs_stop_the_run(spoil, message, seed) -> None:
+@pytest.mark.parametrize("spoil", MISTAKES.values(), ids=MISTAKES)
+def test_degenerate_log_probs_stop_the_run(spoil, seed) -> None:
     columns = draw(seed)
     spoil(columns)
-    with pytest.raises(ValueError, match=f"({message}).*mis_guard: {{degenerate_behavior: warn}}"):
+    with pytest.raises(ValueError, match=r"placeholders.*mis_guard: {degenerate_behavior: warn}"):
         call(*columns)
 
 
@@ -275,7 +252,7 @@ def test_a_micro_batch_that_cannot_be_judged_disarms_nothing(first, mistake, tim
         first(args)
     proximal, behavior = draw(4)
     spoilt = [torch.zeros_like(x) if mistake == "degenerate" else x.roll(1) for x in behavior]
-    with pytest.raises(ValueError, match={"degenerate": "degenerate_behavior", "shifted": "misaligned"}[mistake]):
+    with pytest.raises(ValueError, match={"degenerate": "placeholders", "shifted": "shifted by one token"}[mistake]):
         call(proximal, spoilt, args=args)
 
 
@@ -284,11 +261,11 @@ def test_tiny_micro_batches_add_up(mistake) -> None:
     args = argparse.Namespace(use_tis=True)
     proximal, behavior = draw(5, noise=0.0, shortest=200, longest=200)
     spoilt = behavior[0].roll(1) if mistake == "shifted" else torch.zeros_like(behavior[0])
-    # Two times five tokens are more than eight; four pairs each, and sixteen times that are 64.
-    last = {"degenerate": 5, "shifted": 75}[mistake]
+    # Eight tokens below -1; and four pairs each, of which 64 are needed.
+    last = {"degenerate": int((proximal[0] < -1.0).nonzero()[7]) // 5 * 5, "shifted": 75}[mistake]
     for start in range(0, last, 5):
         call([proximal[0][start : start + 5]], [spoilt[start : start + 5]], args=args)
-    with pytest.raises(ValueError, match={"degenerate": "are 0", "shifted": "misaligned"}[mistake]):
+    with pytest.raises(ValueError, match={"degenerate": "placeholders", "shifted": "shifted by one token"}[mistake]):
         call([proximal[0][last : last + 5]], [spoilt[last : last + 5]], args=args)
 
 
@@ -300,7 +277,7 @@ def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
     call(proximal, behavior, args=args)
     monkeypatch.setattr(RunningReadback, "add", lambda *_: pytest.fail("looked again"))
     call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
-    assert session_for(args)._guards.armed == set()
+    assert not session_for(args)._guards.armed
 
 
 def test_a_few_zeros_that_are_a_doubt_disarm_nothing_before_enough_was_seen() -> None:
@@ -317,4 +294,4 @@ def test_one_token_answers_arm_the_check_for_shifts_for_good() -> None:
     args = argparse.Namespace(use_tis=True)
     for _ in range(3):
         call([torch.tensor([-0.5 - i / 1000]) for i in range(40)], [torch.tensor([-0.5])] * 40, args=args)
-    assert session_for(args)._guards.armed == {"shifted_log_probs"}
+    assert session_for(args)._guards.armed

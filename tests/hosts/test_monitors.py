@@ -58,10 +58,10 @@ def test_tokens_without_a_ratio_are_not_blamed_on_the_bounds() -> None:
 def test_a_session_without_metrics_counts_tokens_without_a_ratio() -> None:
     session = mis_ext.Session(mis_ext.CorrectionConfig(metrics=(), max_reject_fraction=0.3))
     behavior = -torch.rand(100, generator=torch.Generator().manual_seed(0))
-    proximal = torch.where(torch.arange(100) < 60, math.nan, behavior)
+    proximal = torch.where(torch.arange(100) < 45, math.nan, behavior)
     streams = mis_ext.PackedStreams(proximal, behavior, torch.ones(100), mis_ext.PackedLayout.whole([100]))
     session.correct(streams)
-    with pytest.warns(MismatchWarning, match="60.0% of the response tokens"):
+    with pytest.warns(MismatchWarning, match="45.0% of the response tokens"):
         session.correct(streams)
 
 

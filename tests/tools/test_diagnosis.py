@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of causes: guards, report and audit give the same name for the same tokens, with the share it explains."""
+"""One table of causes: report and audit give the same name for the same tokens, with the share it explains."""
 
 import math
 import re
@@ -12,9 +12,6 @@ from engines import COUNT, LENGTH, engines, sampled_ids, top_p
 from plants import IN_ENGINE, IN_LOG_PROBS, MIXTURES, SINGLE, Tokens, mixed, planted
 from torch import Tensor
 
-import mis_ext
-from mis_ext.hosts.groups import ALONE
-from mis_ext.hosts.guards import DataGuards
 from mis_ext.onpolicy import audit_logprobs
 from mis_ext.tools.diagnosis import CAUSES, Diagnosis
 from mis_ext.tools.report import Collector, Origin, Part
@@ -33,13 +30,6 @@ def part_of(tokens: Tokens, samples: slice = slice(None)) -> Part:
             for lag, is_other in zip(behind[samples], other[samples], strict=True)
         ],
     )
-
-
-def by_guards(tokens: Tokens) -> list[str]:
-    """What the first call of a run says of these tokens."""
-    streams = part_of(tokens).streams
-    found = DataGuards(mis_ext.preset("mis")).inspect(streams.tokens, streams, ALONE)
-    return [each.cause for each in found if each.cause is not None]
 
 
 def collected(tokens: Tokens, num_parts: int = 1) -> Collector:
@@ -85,13 +75,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("plant", SINGLE)
-def test_report_and_guards_name_the_planted_cause_and_nothing_else(plant) -> None:
+def test_the_report_names_the_planted_cause_and_nothing_else(plant) -> None:
     cause, make = SINGLE[plant]
     tokens = make(0)
     named = [(found.cause, found.is_fault) for found in collected(tokens, num_parts=3).diagnoses()]
     assert named == [(cause, cause in MISTAKES)]
-    can_judge = CAUSES[cause].needs == ("tokens",)
-    assert by_guards(tokens) == ([cause] if can_judge else [])
 
 
 FIRST = {cause: plant for plant, (cause, _) in reversed(SINGLE.items())}
@@ -126,7 +114,6 @@ def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
     tokens, causes = mixed(0, mixture, count=112), {CAUSED_BY[change] for change in mixture}
     found, left = collected(tokens, num_parts=3).search()
     assert {each.cause for each in found} == causes
-    assert {*by_guards(tokens)} <= causes
     # What each gives alone, to engines that are equal otherwise.
     alone = {CAUSED_BY[change]: k3_of(mixed(0, [change], kernels=0.0, count=112)) for change in mixture}
     # Of the tokens that are left, in the order of the table.
@@ -200,7 +187,6 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
         behavior[::3] = -9999.0
     expected = ["placeholder_log_probs", "shifted_by_one_token"]
     assert [found.cause for found in by_report(tokens)] == expected
-    assert {*by_guards(tokens)} == {*expected}
 
 
 def test_what_both_sides_call_impossible_is_no_placeholder() -> None:
@@ -208,7 +194,6 @@ def test_what_both_sides_call_impossible_is_no_placeholder() -> None:
     for log_probs in (*tokens.proximal, *tokens.behavior):
         log_probs[7:9] = -9999.0
     assert [found.cause for found in by_report(tokens)] == ["bf16_kernels"]
-    assert by_guards(tokens) == []
 
 
 def test_placeholders_are_counted_once_and_by_their_side() -> None:
@@ -510,8 +495,6 @@ def test_dummy_zeros_of_either_side_are_placeholders_and_leave_the_rest_as_it_wa
     assert (found.cause, rest.cause, rest.confidence) == ("placeholder_log_probs", alone.cause, alone.confidence)
     assert f" {side} log-probs on trainable tokens are 0, where the {other} ones are below -1" in found.evidence
     assert f" {other} log-probs on" not in found.evidence
-    # They cannot tell the zeros of other tokens from those of certain ones.
-    assert by_guards(tokens)[0] == "placeholder_log_probs"
 
 
 def test_a_cut_that_takes_something_else_from_each_position_has_its_share_beside_noise() -> None:
