@@ -3,6 +3,10 @@
 
 Each configuration has graphs of its own, so that configurations do not share torch's limit on recompilations. A graph
 holds for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never reach it.
+
+A rank alone has one graph of all passes. Ranks that exchange numbers have three, one for each pass. The last one
+computes tokens and responses again, so that only sums leave the others. Outside of the graphs are the collectives, the values of
+segments, the bits of kept tokens, and the product with the loss.
 """
 
 from __future__ import annotations
@@ -136,8 +140,8 @@ class Graphs:
 
     def _warn(self) -> None:
         warnings.warn(
-            f"mis_compile: the correction runs without torch.compile, with the same numbers and more launches "
-            f"({self.obstacle}); mis_compile: false ends this warning",
+            "mis_compile: the correction runs without torch.compile, with the same numbers up to rounding and more "
+            f"launches ({self.obstacle}); mis_compile: false ends this warning",
             stacklevel=2,
         )
 

@@ -31,8 +31,8 @@ class CorrectionConfig:
         normalize_over: ``kept`` or ``valid``: divide the weights by their mean over kept or over all valid tokens
             (sequences). None: do not divide.
         scope: The samples over which this mean and the factor of ``denominator: kept`` are computed.
-        denominator: ``fixed``: rejected tokens still count in the host's denominator. ``kept``: kept tokens are scaled
-            up, as if rejected tokens did not count.
+        denominator: ``fixed``: rejected tokens still count in the framework's denominator. ``kept``: all weights are
+            multiplied by (all terms) / (kept terms), so that the loss is a mean over kept tokens or responses.
         per_token_loss: True if the host averages over tokens, not over per-sample means.
         metrics: ``core``, ``all``, or names.
         metric_max: Each token counts at most this much in ``k3_kl``, each sequence in ``chi2_token`` and ``chi2_seq``.

@@ -9,6 +9,11 @@ The tokens of all responses lie one after the other in one stream ``[T]``. A cal
 
 :mod:`mis_ext.correction.correct` calls them, with the collectives between them.
 
+To follow one filter, take ``rs_veto_threshold: 1e-4``. It is ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
+:func:`judge` finds the log-ratio of each token and where it is below ``log 1e-4``. :func:`token_row` gives minus the
+log-ratio under the key ``(label, "extreme")``, whose maximum over a response :func:`response_step` compares. A response
+token without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
+
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask
 ``valid``       generated, and the log-ratio is finite
