@@ -5,16 +5,16 @@ Everything is an all-gather of small rows, reduced locally in rank order: the sa
 A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
 called through its own methods; objects are gathered over the former only. None is a group of one.
 
-A rank with a local error takes part in every collective, says so there, and raises then: its status rides in the last
-row of the statistics, and in the last of the totals: infinity, or minus the number of the failed rank minus 1. Minima
-travel through every merge, so that the highest failed rank arrives everywhere.
+A rank with a local error joins the collectives of the call that are still due, says so there, and raises then: see
+:class:`Due`. Of several failed ranks the others name the highest that they hear of.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,9 +93,58 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
     return values
 
 
-def merge_bits(packed: Tensor, group: Group | None) -> Tensor:
-    """Bitwise or of a uint8 tensor over the ranks, of which at most one sets each bit: a sum without carries."""
-    return packed if group is None else gather_rows(packed, group).sum(0, dtype=packed.dtype)
+class Row(NamedTuple):
+    """What a rank sends in a collective of a correction.
+
+    ``has_status``: whether the last number says which rank failed: its number + 1, or less than 1 for none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: Group | None
+    has_status: bool = True
+
+
+STATUS_BYTES = 4
+"""Of a status at the end of a row of bytes: a float32."""
+
+
+class Due:
+    """The collectives of one call that this rank has not joined yet, in their order."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self._rows = [row for row in rows if row.group is not None]
+        self._device = device
+
+    def gather(self, row: Tensor, group: Group | None) -> Tensor:
+        """:func:`gather_rows`, of the next collective."""
+        rows = gather_rows(row, group)
+        if group is not None:
+            del self._rows[0]
+        return rows
+
+    def tell(self, rank: int) -> None:
+        """Join all that are left with nothing but the number of this rank, which failed: nobody waits for it."""
+        status = torch.tensor([rank + 1.0], device=self._device)
+        for shape, dtype, group, has_status in self._rows:
+            row = torch.zeros(shape, dtype=dtype, device=self._device)
+            if has_status and dtype == torch.uint8:
+                row[-STATUS_BYTES:] = status.view(dtype)
+            elif has_status:
+                row[-1:] = status
+            gather_rows(row, group)
+        self._rows = []
+
+    @contextlib.contextmanager
+    def told_of_errors(self) -> Iterator[None]:
+        """An error in here is raised when those who wait for this rank know of it."""
+        try:
+            yield
+        except Exception:
+            # What was wrong first is raised, also where the group itself is broken.
+            with contextlib.suppress(Exception):
+                self.tell(global_rank())
+            raise
 
 
 def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:

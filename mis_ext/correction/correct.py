@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows, global_rank, group_size, merge_bits
+from mis_ext.correction.collectives import STATUS_BYTES, Due, Group, Row, global_rank, group_size
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import PREFIX, GroupNumber, Mean, Metric, Responses, Totals
@@ -136,7 +137,6 @@ def compute_correction(
     cp_group: Group | None = None,
     dp_group: Group | None = None,
     token_metrics: bool = False,
-    failed_rank: int | None = None,
     lag_T: Tensor | None = None,
 ) -> Correction:
     """Correct for the difference between the policy that sampled and the policy that trains.
@@ -150,8 +150,6 @@ def compute_correction(
         cp_group: Ranks that hold other parts of the same responses; None for one rank.
         dp_group: Ranks that hold other responses, without context parallelism; None for one rank.
         token_metrics: Also compute the selected metrics per token.
-        failed_rank: This rank's global number, if it has no data because of a local error. Every rank then reads the
-            number in :attr:`Correction.status`.
         lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
             NaN where unknown. Needed, and used, with ``staleness`` alone.
 
@@ -160,9 +158,7 @@ def compute_correction(
     """
     streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
     check_streams(streams, config, cp_group)
-    return correct(
-        streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics, failed_rank=failed_rank
-    )
+    return correct(streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics)
 
 
 @torch.no_grad()
@@ -173,9 +169,55 @@ def correct(
     cp_group: Group | None = None,
     dp_group: Group | None = None,
     token_metrics: bool = False,
-    failed_rank: int | None = None,
 ) -> Correction:
-    """:func:`compute_correction` of streams that :func:`check_streams` has seen; the arguments are the same."""
+    """:func:`compute_correction` of streams that :func:`check_streams` has seen; the arguments are the same.
+
+    Other ranks hear of an error in it by :attr:`Correction.status`, if a collective is still due.
+    """
+    layout = streams.layout
+    due = due_of(
+        config,
+        layout.response_lengths,
+        is_whole=layout.is_whole,
+        cp_group=cp_group,
+        dp_group=dp_group,
+        device=streams.response_mask_R.device,
+    )
+    with due.told_of_errors():
+        return _correct(streams, config, cp_group, dp_group, due, token_metrics=token_metrics)
+
+
+def due_of(
+    config: CorrectionConfig,
+    response_lengths: Sequence[int],
+    *,
+    is_whole: bool,
+    cp_group: Group | None,
+    dp_group: Group | None,
+    device: torch.device,
+) -> Due:
+    """The collectives of a call, in the order in which it joins them."""
+    plan, of_parts = plan_of(config), None if is_whole else cp_group
+    num_segment_gates = sum(gate.is_of_segments for gate in plan.gates.values())
+    num_tokens, num_bytes = sum(response_lengths), -(-sum(response_lengths) // _BITS)
+    segments = Row((1 + num_segment_gates, num_tokens), torch.float32, of_parts, has_status=False)
+    parts = Row((len(plan.sums) + len(plan.maxima) + 1, len(response_lengths)), torch.float64, cp_group)
+    totals = Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group)
+    bits = Row((num_bytes + STATUS_BYTES,), torch.uint8, of_parts)
+    rows = [segments] if num_segment_gates > 0 else []
+    rows += [parts, totals] if plan.needs_group else [parts]
+    return Due([*rows, bits] if config.rejects_single_tokens else rows, device)
+
+
+def _correct(
+    streams: PackedStreams,
+    config: CorrectionConfig,
+    cp_group: Group | None,
+    dp_group: Group | None,
+    due: Due,
+    *,
+    token_metrics: bool,
+) -> Correction:
     plan, layout, mask_R = plan_of(config), streams.layout, streams.response_mask_R.float()
     x = Inputs(
         streams.proximal_logprobs_T.detach().float(),
@@ -186,17 +228,17 @@ def correct(
     )
     if any(gate.is_of_segments for gate in plan.gates.values()):
         tokens = Tokens.read(x.proximal_T, x.behavior_T, x.mask_T != 0.0, x.lag_T)
-        x = x._replace(segments=segment_values(tokens, plan.gates, layout, mask_R, cp_group=cp_group))
-    merged_FS, own_A, group_A, out = _run_passes(
-        x, layout, plan, cp_group, dp_group, token_metrics=token_metrics, failed_rank=failed_rank
-    )
+        found = segment_values(tokens, plan.gates, layout, mask_R, cp_group=cp_group, gather=due.gather)
+        x = x._replace(segments=found)
+    merged_FS, own_A, group_A, out = _run_passes(x, layout, plan, cp_group, dp_group, due, token_metrics=token_metrics)
     weights_T, loss_mask_R = out.weights_T, mask_R
     if config.metrics_only:
         weights_T = torch.ones_like(weights_T)
     elif layout.is_whole:
         loss_mask_R = out.loss_mask_T
     else:
-        loss_mask_R = torch.where(_keep_of_all_ranks(out, streams, config, cp_group), mask_R, 0.0)
+        keep_R = _keep_of_all_ranks(out, streams, config, cp_group, due, group_A[-1:])
+        loss_mask_R = torch.where(keep_R, mask_R, 0.0)
     names = (PREFIX + row.name for row in plan.rows)
     metrics = {} if out.metrics_MT is None else dict(zip(names, out.metrics_MT.unbind(), strict=True))
     return Correction(config, layout, weights_T, loss_mask_R, metrics, merged_FS, own_A, group_A)
@@ -208,16 +250,14 @@ def _run_passes(
     plan: Plan,
     cp_group: Group | None,
     dp_group: Group | None,
+    due: Due,
     *,
     token_metrics: bool,
-    failed_rank: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Outputs]:
     """Sums of responses, totals of this rank and of all, and outputs: with graphs or without, and the collectives."""
     graphs, status = None, -math.inf
     is_alone = cp_group is None and dp_group is None
-    if failed_rank is not None:
-        status = failed_rank + 1.0
-    elif wants_graphs(plan.config, x.mask_T.device):
+    if wants_graphs(plan.config, x.mask_T.device):
         # Loads the compiler's modules.
         from mis_ext.correction.compiled import graphs_of
 
@@ -238,12 +278,12 @@ def _run_passes(
     parts_FS = passes.tokens()
     parts_FS[-1:].clamp_(min=status)
     # A rank alone gathers nothing.
-    merged_FS = parts_FS if cp_group is None else merge(gather_rows(parts_FS, cp_group), len(plan.sums))
+    merged_FS = parts_FS if cp_group is None else merge(due.gather(parts_FS, cp_group), len(plan.sums))
     own_A = passes.responses(merged_FS)
     own_A[-1:].clamp_(min=status)
     group_A = own_A
     if dp_group is not None and plan.needs_group:
-        group_A = merge(gather_rows(own_A, dp_group), len(plan.totals))
+        group_A = merge(due.gather(own_A, dp_group), len(plan.totals))
     out = passes.outputs(merged_FS, own_A, group_A)
     if graphs is not None and not is_alone and not graphs.is_agreed:
         graphs.agree(float(group_A[-1]))
@@ -258,16 +298,27 @@ def wants_graphs(config: CorrectionConfig, device: torch.device) -> bool:
 
 
 def _keep_of_all_ranks(
-    out: Outputs, streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None
+    out: Outputs,
+    streams: PackedStreams,
+    config: CorrectionConfig,
+    cp_group: Group | None,
+    due: Due,
+    status_1: Tensor,
 ) -> Tensor:
-    """``[R]`` bool: the tokens of whole responses that stay, equal on all context-parallel ranks."""
+    """``[R]`` bool: the tokens of whole responses that stay, equal on all context-parallel ranks.
+
+    ``status_1`` is changed: what the other ranks know of a failure is then in it.
+    """
     layout = streams.layout
     if not config.rejects_single_tokens:
         # What whole responses decide, all ranks decide alike from the same sums.
         return (streams.response_mask_R != 0) & out.keep_S.index_select(0, layout.sequence_R)
     # Only the rank that has a token knows whether it stays, and sends a bit for each.
-    bits = merge_bits(pack_bits(layout, out.loss_mask_T != 0), cp_group)
-    return unpack_bits(bits, layout.num_whole_tokens)
+    own = torch.cat([pack_bits(layout, out.loss_mask_T != 0), status_1.float().view(torch.uint8)])
+    bits_W, status_W = due.gather(own, cp_group).tensor_split([-STATUS_BYTES], dim=1)
+    torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0), out=status_1)
+    # At most one rank sets a bit: a sum has no carries.
+    return unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
 
 
 _BITS = 8

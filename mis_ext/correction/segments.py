@@ -7,13 +7,13 @@ then every rank adds up the same numbers in the same order, whatever the number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, sum_over_ranks
+from mis_ext.correction.collectives import Group, gather_rows
 from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import KNOWN_SEGMENT, Tokens
@@ -53,7 +53,13 @@ class Runs(NamedTuple):
 
 
 def segment_values(
-    t: Tokens, gates: Mapping[str, Gate], layout: PackedLayout, mask_R: Tensor, *, cp_group: Group | None
+    t: Tokens,
+    gates: Mapping[str, Gate],
+    layout: PackedLayout,
+    mask_R: Tensor,
+    *,
+    cp_group: Group | None,
+    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
 ) -> dict[str, Tensor]:
     """``[T]``: the statistic of each token's segment, by the label of its gate, and whether it is known.
 
@@ -61,7 +67,7 @@ def segment_values(
     """
     on_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
     rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in on_segments.values())]
-    rows_FR = whole_rows(torch.stack(rows), layout, cp_group=cp_group)
+    rows_FR = whole_rows(torch.stack(rows), layout, cp_group=cp_group, gather=gather)
     generated_R = mask_R != 0
     runs = Runs.of(generated_R, layout.sequence_R)
     size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout.longest_response)
@@ -72,13 +78,19 @@ def segment_values(
     return found | {KNOWN_SEGMENT: layout.local_part(count_R == size_R)}
 
 
-def whole_rows(rows_FT: Tensor, layout: PackedLayout, *, cp_group: Group | None) -> Tensor:
+def whole_rows(
+    rows_FT: Tensor,
+    layout: PackedLayout,
+    *,
+    cp_group: Group | None,
+    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
+) -> Tensor:
     """``[F, R]``: rows of local tokens as rows of whole responses, the same on all context-parallel ranks."""
     if layout.is_whole:
         return rows_FT
     rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
     # Each token lies on one rank, so that nothing is rounded.
-    return sum_over_ranks(rows_FR.index_copy(-1, layout.position_T, rows_FT), cp_group)
+    return gather(rows_FR.index_copy(-1, layout.position_T, rows_FT), cp_group).sum(0)
 
 
 def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:

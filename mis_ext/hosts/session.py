@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, mark_failed, min_over_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
-from mis_ext.correction.correct import Correction, check_streams, correct
+from mis_ext.correction.correct import Correction, check_streams, correct, due_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import ALONE, Groups, device_of, global_rank
 from mis_ext.hosts.guards import (
@@ -120,7 +120,7 @@ class Session:
             if status_groups is not None:
                 self.exchange_status(status_groups, device=device, fails=True)
             elif not groups.is_alone:
-                self.neutral(response_lengths, groups=groups, device=device, fails=True)
+                self.tell_failure(response_lengths, groups=groups, device=device)
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> None:
@@ -204,27 +204,34 @@ class Session:
             check_streams(streams, self.config, groups.cp_group)
         return self._correct(streams, groups=groups)
 
-    def _correct(
-        self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False, fails: bool = False
-    ) -> Correction:
-        """With ``fails`` the other ranks are told that this one has an error."""
+    def _correct(self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False) -> Correction:
         return correct(
             streams,
             self.config,
             cp_group=groups.cp_group,
             dp_group=groups.dp_group,
             token_metrics=token_metrics,
-            failed_rank=global_rank() if fails else None,
         )
 
-    def neutral(
-        self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device, fails: bool = False
-    ) -> Correction:
+    def tell_failure(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Tensor:
+        """Join the collectives of a call, in which the other ranks read that this one failed; 0-dim, its status."""
+        due = due_of(
+            self.config,
+            response_lengths,
+            is_whole=groups.cp_group is None,
+            cp_group=groups.cp_group,
+            dp_group=groups.dp_group,
+            device=device,
+        )
+        due.tell(global_rank())
+        return torch.tensor(-(global_rank() + 1.0), dtype=torch.float64, device=device)
+
+    def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
         """A call to which this rank adds nothing but its presence."""
         layout = PackedLayout.without_tokens(response_lengths, is_whole=groups.cp_group is None, device=device)
         nothing_T = torch.empty(0, device=device)
         mask_R = torch.zeros(layout.num_whole_tokens, device=device)
-        return self._correct(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups, fails=fails)
+        return self._correct(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups)
 
     def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
         for found in self._guards.inspect(streams.tokens, streams, groups):

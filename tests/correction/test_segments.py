@@ -188,7 +188,7 @@ def test_a_rank_that_fails_takes_part_in_the_gather_of_segments() -> None:
         session = mis_ext.Session(config)
         device = torch.device("cpu")
         if rank.number == 1:
-            session.neutral([8, 3], groups=rank.groups, device=device, fails=True)
+            session.tell_failure([8, 3], groups=rank.groups, device=device)
             return "told"
         layout = PackedLayout.context_parallel([8, 3], total_lengths=[10, 6], cp_rank=0, cp_size=2)
         values_T = torch.zeros(layout.num_local_tokens)

@@ -6,16 +6,18 @@ import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hook_batches import make_batch
 from rows import for_each
-from thread_ranks import Rank, run_ranks
+from thread_ranks import Rank, current_rank, run_ranks
 from zigzag import take
 
 import mis_ext
 from mis_ext import prepare_rollout
+from mis_ext.correction import correct, passes
 from mis_ext.hosts.groups import find_groups
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
@@ -128,6 +130,35 @@ def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, er
         return call(rank, batch, args_of(**keys))
 
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), failing, kind, message)
+
+
+SEGMENTS = {"use_rs": True, "rs_gates": [{"reduce": "segment_mean", "low": 0.5, "high": 2.0}]}
+
+
+@for_each("cp_size, dp_size, module, function", [
+    (1, 2, passes, "token_pass"),
+    (2, 2, passes, "token_pass"),
+    (2, 2, correct, "segment_values"),
+    (1, 2, passes, "response_pass"),
+    (2, 1, passes, "response_pass"),
+    (2, 2, passes, "response_pass"),
+    (2, 1, passes, "output_pass"),
+    (2, 1, correct, "pack_bits"),
+])  # fmt: skip
+def test_an_error_between_two_collectives_is_told_in_those_that_are_due(cp_size, dp_size, module, function) -> None:
+    failing, right = cp_size * dp_size - 1, getattr(module, function)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if current_rank() == failing:
+            raise torch.OutOfMemoryError("out of memory, says the test")
+        return right(*args, **kwargs)
+
+    keys = {"tis_mode": "mask", "tis_batch_normalize": True} | (SEGMENTS if function == "segment_values" else {})
+    with mock.patch.object(module, function, broken):
+        outcomes = run_ranks(
+            lambda rank: call(rank, local_batch(rank), args_of(**keys)), cp_size=cp_size, dp_size=dp_size
+        )
+    assert_agreement(outcomes, failing, torch.OutOfMemoryError, "says the test")
 
 
 def said_on_ranks(keys: dict[str, Any], **settings: Any) -> list[str]:
@@ -243,7 +274,7 @@ def test_a_shared_denominator_on_one_rank_is_refused_on_all() -> None:
         prepare_rollout(args_of(mis_denominator="kept"), 0, {**batch, "rollout_mask_sums": sums})
 
     outcomes = run_ranks(work, cp_size=2, dp_size=2)
-    assert "failed on rank 3;" in str(outcomes[0])
+    assert "failed on rank 2;" in str(outcomes[0])
     assert "failed on rank 3;" in str(outcomes[1])
     assert "several samples of this rollout share a denominator" in str(outcomes[2])
 

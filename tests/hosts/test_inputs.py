@@ -10,7 +10,7 @@ import torch
 from hook_batches import call, make_batch
 
 import mis_ext
-from mis_ext.correction.collectives import gather_rows, merge_bits
+from mis_ext.correction.collectives import gather_rows
 from mis_ext.hosts.guards import RangeMonitor
 from mis_ext.hosts.packing import refuse_mask
 from mis_ext.tools.report.part import Part
@@ -160,8 +160,6 @@ class FailingGroup:
 def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="a peer is gone"):
         gather_rows(torch.ones(3), FailingGroup())
-    with pytest.raises(RuntimeError, match="a peer is gone"):
-        merge_bits(torch.ones(3, dtype=torch.uint8), FailingGroup())
 
 
 ILLEGAL = {"-1": -1.0, "nan": torch.nan, "inf": torch.inf}

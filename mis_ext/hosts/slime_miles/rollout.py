@@ -132,7 +132,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     try:
         _refuse_shared_denominators(rollout_data, device)
     except Exception:
-        gather_rows(session.neutral(lengths, groups=alone, device=device, fails=True).status, groups.dp_group)
+        gather_rows(session.tell_failure(lengths, groups=alone, device=device), groups.dp_group)
         raise
     status = session.neutral(lengths, groups=alone, device=device).status
     raise_if_failed(float(gather_rows(status, groups.dp_group).amin()))
@@ -192,7 +192,7 @@ def _compare_prompts(
         if not config.metrics_only:
             streams = packed(key, _UNSCORED)
     except Exception:
-        failed = measuring.neutral(lengths, groups=alone, device=device, fails=True).status
+        failed = measuring.tell_failure(lengths, groups=alone, device=device)
         gather_rows(torch.stack([torch.zeros_like(failed), failed]), groups.dp_group)
         raise
     if streams is None:
