@@ -230,6 +230,9 @@ def test_tokens_without_a_finite_log_prob_are_told_first(side, share, confidence
     assert first.evidence.endswith(f"in {affected} of {COUNT} responses")
     headline = recommend([], {}, collector.summary(), collector.diagnoses()).headline
     assert headline.startswith("Repair this first") == (confidence == "certain")
+    # They have no k3, and hide nothing.
+    assert {found.cause for found in collector.diagnoses()} == {"placeholder_log_probs", "bf16_kernels"}
+    assert not first.share_in_words
 
 
 def with_zeros(place: str, side: int, *, every: int = 1, cut: float = 1.0) -> list[str]:

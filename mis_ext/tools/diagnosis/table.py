@@ -82,7 +82,7 @@ def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
             measured = replace(measured, explained=1.0)
             break
         # A small cause must not hide a large one.
-        if cause.takes_out or not finding.k3_share < MIN_HIDING:
+        if (cause.takes_out and finding.k3_share != 0.0) or not finding.k3_share < MIN_HIDING:
             hidden |= {*cause.hides}
             measured = replace(measured, has_main=True)
         if finding.takes_out is not None:
