@@ -7,9 +7,9 @@ import difflib
 import math
 import operator
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -41,11 +41,28 @@ class Errors:
             raise kind("\n".join(dict.fromkeys(map(str, self._found)))) from None
 
 
+class Key(NamedTuple):
+    """One key of a file: its check, which is its type and range, its default, a sentence, and a unit.
+
+    A default of None is unset, or follows from other keys, as the sentence says.
+    """
+
+    check: Callable[[str, Any], Any]
+    default: Any
+    text: str
+    unit: str = ""
+
+
+def interval(*, low: float, high: float, open_low: bool = False, open_high: bool = False) -> str:
+    """The numbers from ``low`` to ``high``, in brackets."""
+    return f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+
+
 def check_number(
     key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
 ) -> float:
     """``value`` as a float from ``low`` to ``high``, both legal unless said to be open; NaN is never legal."""
-    legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    legal = interval(low=low, high=high, open_low=open_low, open_high=open_high)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
     if isinstance(value, int) and abs(value) > sys.float_info.max:
@@ -78,6 +95,13 @@ def check_bool(key: str, value: Any) -> bool:
         is_quoted = isinstance(value, str) and value.lower() in ("true", "false")
         hint = " (remove the quotes)" if is_quoted else ""
         raise TypeError(f"{key} must be true or false, got {value!r}{hint}")
+    return value
+
+
+def check_text(key: str, value: Any) -> str:
+    """``value``, which must be a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{key} must be a string, got {value!r}")
     return value
 
 

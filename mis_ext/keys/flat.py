@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,13 +28,15 @@ from mis_ext.correction.weights import (
     Weight,
 )
 from mis_ext.files import read_yaml
-from mis_ext.keys.effects import KeysInUse, refuse_idle_keys
+from mis_ext.keys.effects import APPLIED, KeysInUse, refuse_idle_keys
 from mis_ext.keys.parts import (
     LEVELS,
-    REPORT_CHECKS,
     changed_fields,
     checked_config,
+    read_compile,
     read_gates,
+    read_guards,
+    read_metrics,
 )
 from mis_ext.keys.removed import REMOVED, refuse_removed
 from mis_ext.keys.strays import (
@@ -45,7 +47,7 @@ from mis_ext.keys.strays import (
     refuse_near_misses,
     refuse_strays,
 )
-from mis_ext.validation import Errors, check_bool, check_choice, check_known, check_mapping, check_number
+from mis_ext.validation import Errors, Key, check_bool, check_choice, check_known, check_mapping, check_number
 
 Baseline = Literal["mean", "leave_one_out"]
 BaselineOver = Literal["all", "trained", "kept"]
@@ -54,40 +56,102 @@ Keys = Mapping[str, Any] | str | Path
 
 _bound = partial(check_number, low=0.0, high=math.inf)
 _share = partial(check_number, low=0.0, high=1.0, open_low=True)
-CORRECTION_CHECKS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
-    "use_rs": (check_bool, False),
-    "tis_level": (partial(check_choice, choices=(*get_args(HookLevel), "none")), "token"),
-    "tis_mode": (partial(check_choice, choices=BOUNDS), "truncate"),
-    "tis_lower_bound": (partial(_bound, open_high=True), None),
-    "tis_upper_bound": (partial(_bound, open_low=True), DEFAULT_UPPER_BOUND),
-    "tis_when": (partial(check_choice, choices=get_args(HookWhen)), "always"),
-    "rs_level": (partial(check_choice, choices=(*get_args(HookLevel), "none")), "token"),
-    "rs_lower_bound": (partial(_bound, open_high=True), None),
-    "rs_upper_bound": (partial(_bound, open_low=True), None),
-    "rs_gates": (read_gates, ()),
-    "rs_veto_threshold": (_share, None),
-    "rs_veto_upper_threshold": (partial(check_number, low=1.0, high=math.inf, open_high=True), None),
-    "rs_veto_probability": (_share, None),
-    "rs_veto_requires_rs": (check_bool, False),
-    "rs_max_staleness": (partial(check_number, low=0.0, high=UNKNOWN_LAG, open_high=True), None),
-    "rs_staleness_level": (partial(check_choice, choices=("token", "sequence_max")), "token"),
-    "tis_batch_normalize": (check_bool, False),
-    "tis_normalize_scope": (partial(check_choice, choices=get_args(Scope)), "data_parallel"),
-    "tis_normalize_over": (partial(check_choice, choices=get_args(NormalizeOver)), "kept"),
-    "mis_denominator": (partial(check_choice, choices=get_args(Denominator)), "fixed"),
+_default = CorrectionConfig()
+CORRECTION_ROWS: dict[str, Key] = {
+    "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
+    "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
+    "tis_level": Key(
+        partial(check_choice, choices=(*get_args(HookLevel), "none")), "token", "What the weight is the ratio of."
+    ),
+    "tis_mode": Key(
+        partial(check_choice, choices=BOUNDS),
+        "truncate",
+        f"How the weight is bounded. {'; '.join(f'{row.name}: {row.text}' for row in BOUNDS.values())}",
+    ),
+    "tis_lower_bound": Key(
+        partial(_bound, open_high=True), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
+    ),
+    "tis_upper_bound": Key(partial(_bound, open_low=True), DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_when": Key(
+        partial(check_choice, choices=get_args(HookWhen)),
+        "always",
+        "stale: weighs tokens of stale weights only, others have weight 1. Needs mis_staleness.",
+    ),
+    "rs_level": Key(
+        partial(check_choice, choices=(*get_args(HookLevel), "none")),
+        "token",
+        "What is compared with the rs bounds; none for rs_gates alone.",
+    ),
+    "rs_lower_bound": Key(
+        partial(_bound, open_high=True), None, "Lower bound of what is kept. Default: that of the weight.", "ratio"
+    ),
+    "rs_upper_bound": Key(
+        partial(_bound, open_low=True), None, "Upper bound of what is kept. Default: that of the weight.", "ratio"
+    ),
+    "rs_gates": Key(read_gates, (), "Further filters, each a mapping."),
+    "rs_veto_threshold": Key(_share, None, "Rejects a response if any of its ratios is below.", "ratio"),
+    "rs_veto_upper_threshold": Key(
+        partial(check_number, low=1.0, high=math.inf, open_high=True),
+        None,
+        "Rejects a response if any of its ratios is above.",
+        "ratio",
+    ),
+    "rs_veto_probability": Key(
+        _share, None, "Rejects a response if the trainer's probability of any token is below.", "probability"
+    ),
+    "rs_veto_requires_rs": Key(check_bool, False, "Applies the vetoes only with use_rs."),
+    "rs_max_staleness": Key(
+        partial(check_number, low=0.0, high=UNKNOWN_LAG, open_high=True),
+        None,
+        "Rejects tokens of weights with more staleness. Needs mis_staleness.",
+        "updates",
+    ),
+    "rs_staleness_level": Key(
+        partial(check_choice, choices=("token", "sequence_max")),
+        "token",
+        "Whether such a token is rejected alone or with its response.",
+    ),
+    "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
+    "tis_normalize_scope": Key(
+        partial(check_choice, choices=get_args(Scope)), "data_parallel", "The samples of that mean."
+    ),
+    "tis_normalize_over": Key(
+        partial(check_choice, choices=get_args(NormalizeOver)), "kept", "The tokens of that mean."
+    ),
+    "mis_denominator": Key(
+        partial(check_choice, choices=get_args(Denominator)), "fixed", "Whether rejected tokens count in it (fixed)."
+    ),
+    "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
+    "mis_metrics": Key(read_metrics, "core", "core, all, or a list of names."),
+    "mis_metric_max": Key(
+        partial(check_number, low=0.0, high=math.inf),
+        _default.metric_max,
+        "The most that a token counts in k3_kl, and a response in chi2_*.",
+    ),
+    "mis_guard": Key(read_guards, "error", "error or warn, for all guards or as a mapping for each."),
+    "mis_compile": Key(read_compile, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
+    "mis_max_reject_fraction": Key(
+        partial(check_number, low=0.0, high=1.0), _default.max_reject_fraction, "Warns when more is rejected.", "share"
+    ),
 }
-"""The check and the default of each key but those of ``REPORT_CHECKS``; None: it follows.
-
-The schema reads its words and ranges here too.
-"""
-
-CORRECTION_KEYS = ("use_tis", *CORRECTION_CHECKS, *REPORT_CHECKS)
-GROUP_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "mis_group_baseline": partial(check_choice, choices=get_args(Baseline)),
-    "mis_group_over": partial(check_choice, choices=get_args(BaselineOver)),
-    "mis_prompt_mean": check_bool,
+"""Keys of a correction."""
+CORRECTION_KEYS = tuple(CORRECTION_ROWS)
+GROUP_ROWS: dict[str, Key] = {
+    "mis_group_baseline": Key(
+        partial(check_choice, choices=get_args(Baseline)), "mean", "What a reward is compared with."
+    ),
+    "mis_group_over": Key(
+        partial(check_choice, choices=get_args(BaselineOver)), "trained", "Which trajectories of a prompt count in it."
+    ),
+    "mis_prompt_mean": Key(check_bool, False, "Gives every prompt the same weight."),
 }
-"""Of what answers to one prompt share; functions of the whole rollout read them, in slime and Miles."""
+"""Of what responses to one prompt share; functions of the whole rollout read them, in slime and Miles."""
+HOST_ROWS: dict[str, Key] = {
+    "get_mismatch_metrics": Key(check_bool, False, "A flag of the framework: calls mis_ext for its metrics."),
+    "calculate_per_token_loss": Key(check_bool, False, "A flag of the framework: averages over tokens, not samples."),
+    "use_rollout_logprobs": Key(check_bool, False, "A flag of the framework: the engine is the old policy."),
+}
+"""Flags of the frameworks that a file of keys may set too."""
 LOSS_KEYS = (
     "mis_loss_method",
     "mis_loss_mode",
@@ -101,13 +165,13 @@ LOSS_KEYS = (
     "mis_loss_inplace",
 )
 """Keys of the whole loss; what else it reads are flags of the hosts. The last two say how, not what, it computes."""
-FLAT_KEYS = (*CORRECTION_KEYS, *GROUP_CHECKS, *LOSS_KEYS)
-HOST_SWITCHES = ("get_mismatch_metrics", "calculate_per_token_loss", "use_rollout_logprobs")
-READ_KEYS = (*FLAT_KEYS, *HOST_SWITCHES)
+FLAT_KEYS = (*CORRECTION_KEYS, *GROUP_ROWS, *LOSS_KEYS)
+READ_KEYS = (*FLAT_KEYS, *HOST_ROWS)
 """Every key that is read; the names of all others are only compared with ours."""
 STRAY_KEYS = advice_on_strays(FLAT_KEYS)
 """What to do about names that nobody reads at the top level."""
 
+_REPORTING = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_max_reject_fraction", "mis_compile")
 _VETOES: dict[str, tuple[str, HookReduce, str]] = {
     "rs_veto_threshold": ("ratio", "min", "low"),
     "rs_veto_upper_threshold": ("ratio", "max", "high"),
@@ -139,7 +203,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     """The configuration in ``mapping``.
 
     A key with value None counts as unset. Keys without the prefixes of mis_ext belong to the host and are ignored,
-    except for ``HOST_SWITCHES``.
+    except for ``HOST_ROWS``.
 
     Raises:
         ValueError: A key is unknown, misspelt, in the wrong place or without effect, or its value is out of range.
@@ -158,13 +222,12 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     keys = {key: given[key] for key in CORRECTION_KEYS if key in given}
     if not any(key in given for key in _VETOES) and any(key in every for key in _VETOES):
         keys.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
-    values = {key: default for key, (_, default) in CORRECTION_CHECKS.items()}
-    values |= {key: value for key, value in read.items() if key in keys and key in values}
-    if keys.keys() & CORRECTION_CHECKS.keys() <= read.keys():
+    values = {key: read[key] if key in keys and key in read else row.default for key, row in CORRECTION_ROWS.items()}
+    if keys.keys() & {*APPLIED} <= read.keys():
         with wrong:
             refuse_idle_keys(KeysInUse(keys, values, corrects=not measure_only))
     wrong.raise_all()
-    reporting = {key.removeprefix("mis_"): read[key] for key in REPORT_CHECKS if key in keys}
+    reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in keys}
     reporting["warn_only"] = reporting.pop("guard", frozenset())
     if values["tis_lower_bound"] is None:
         values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
@@ -184,13 +247,11 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
 
 def _checked_values(given: Mapping[str, Any], wrong: Errors) -> dict[str, Any]:
     """Every value as it is read, also of features that are off: a misspelling must not wait for its feature."""
-    checks: dict[str, Callable[[str, Any], Any]] = {key: check for key, (check, _) in CORRECTION_CHECKS.items()}
-    checks |= REPORT_CHECKS | GROUP_CHECKS | dict.fromkeys(("use_tis", *HOST_SWITCHES), check_bool)
     read = {}
-    for key, check in checks.items():
+    for key, row in (CORRECTION_ROWS | GROUP_ROWS | HOST_ROWS).items():
         if key in given:
             with wrong:
-                read[key] = check(key, given[key])
+                read[key] = row.check(key, given[key])
     return read
 
 
@@ -345,7 +406,7 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
         return config
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
-        refuse_group_keys([key for key in GROUP_CHECKS if config.get(key) is not None])
+        refuse_group_keys([key for key in GROUP_ROWS if config.get(key) is not None])
         idle = [key for key in LOSS_KEYS if config.get(key) is not None]
         if idle:
             raise ValueError(f"{', '.join(idle)}: no effect on a correction alone; give them to a full policy loss")

@@ -4,19 +4,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, get_args
 
 from mis_ext.keys.flat import LOSS_KEYS
 from mis_ext.keys.run_config import HOST_KEYS, Scoring, ScoringChoice, WholeLoss, steps_per_rollout
-from mis_ext.loss.settings import CHECKS, KlPenalty, KlRatio, LossSettings, PenaltyTokens, Ratios
-from mis_ext.validation import check_bool, check_choice, check_number
+from mis_ext.loss.settings import (
+    CHECKS,
+    KlPenalty,
+    KlRatio,
+    LossDenominator,
+    LossSettings,
+    Mode,
+    PenaltyTokens,
+    Proximal,
+    Ratios,
+)
+from mis_ext.validation import Errors, Key, check_bool, check_choice, check_number
 
 DEFAULT_SCORING: Scoring = "fused"
 """Where neither a key nor a flag of the host says who scores."""
 
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
 _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
+
+
+def _words(choices: Any) -> Callable[[str, Any], str]:
+    return partial(check_choice, choices=get_args(choices))
+
+
+def _method(key: str, value: Any) -> Any:
+    from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
+
+    return choose_method(key, value)
+
+
+LOSS_ROWS: dict[str, Key] = {
+    "mis_loss_method": Key(
+        _method,
+        None,
+        "A published method that replaces mis_loss_mode, by its name or with parameters.",
+    ),
+    "mis_loss_mode": Key(_words(Mode), "baseline", "What the full policy loss computes."),
+    "mis_loss_denominator": Key(_words(LossDenominator), "original", "What the sum of a response is divided by."),
+    "mis_loss_constant": Key(
+        partial(check_number, low=0.0, high=math.inf, open_low=True, open_high=True),
+        None,
+        "The divisor of mis_loss_denominator: constant.",
+        "tokens",
+    ),
+    "mis_loss_kl_tokens": Key(_words(PenaltyTokens), "kept", "Tokens that have a KL penalty."),
+    "mis_loss_entropy_tokens": Key(_words(PenaltyTokens), "kept", "Tokens that have an entropy bonus."),
+    "mis_loss_unbiased_kl": Key(check_bool, False, "Multiplies the KL penalty by current / behavior."),
+    "mis_loss_proximal": Key(_words(Proximal), "stored", "Where the proximal log-probs come from."),
+    "mis_loss_scoring": Key(_words(Scoring), DEFAULT_SCORING, "Who turns logits into log-probs."),
+    "mis_loss_inplace": Key(check_bool, False, "The gradient replaces the logits in memory."),
+}
+"""Keys of the full policy loss; what else it reads are flags of the frameworks."""
 
 
 def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
@@ -49,8 +94,13 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
     for key, value in given.items():
         if isinstance(value, (list, dict)) and key != "mis_loss_method":
             raise TypeError(f"{key} must be a single value, got {value!r}")
-    corrects = check_bool("use_tis", given.get("use_tis", False))
-    skips_scoring = check_bool("use_rollout_logprobs", given.get("use_rollout_logprobs", False))
+    wrong, flags = Errors(), dict(CHECKS.values()) | dict.fromkeys(("use_tis", "use_kl_loss", "use_opsm"), check_bool)
+    for key, check in (flags | {key: row.check for key, row in LOSS_ROWS.items()}).items():
+        if key in given:
+            with wrong:
+                given[key] = check(key, given[key])
+    wrong.raise_all()
+    corrects, skips_scoring = given.get("use_tis", False), given.get("use_rollout_logprobs", False)
     fields = {field: given[key] for field, (key, _) in CHECKS.items() if key in given} | {
         "ratios": _RATIOS.get(given.get("advantage_estimator", ""), "token"),
         # With a proximal policy that needs no scoring the flag says no more than that the host skips it.
@@ -64,10 +114,8 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
             raise ValueError(
                 "mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode"
             )
-        from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
-
-        fields["method"] = choose_method("mis_loss_method", given["mis_loss_method"])
-    if check_bool("use_opsm", given.get("use_opsm", False)):
+        fields["method"] = given["mis_loss_method"]
+    if given.get("use_opsm"):
         fields["opsm_delta"] = given.get("opsm_delta", 1e-4)
     settings = LossSettings(**fields)
     if settings.needs_correction and not corrects:
@@ -96,9 +144,8 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
 
 def _kl_penalty(given: dict[str, Any]) -> KlPenalty | None:
     of_old = check_bool("use_unbiased_kl", given.get("use_unbiased_kl", False))
-    of_behavior = check_bool("mis_loss_unbiased_kl", given.get("mis_loss_unbiased_kl", False))
-    tokens = check_choice("mis_loss_kl_tokens", given.get("mis_loss_kl_tokens", "kept"), get_args(PenaltyTokens))
-    if not check_bool("use_kl_loss", given.get("use_kl_loss", False)):
+    of_behavior, tokens = given.get("mis_loss_unbiased_kl", False), given.get("mis_loss_kl_tokens", "kept")
+    if not given.get("use_kl_loss"):
         idle = [key for key in ("mis_loss_unbiased_kl", "mis_loss_kl_tokens") if key in given]
         if idle:
             raise ValueError(f"{', '.join(idle)}: no effect, because --use-kl-loss is not set")
@@ -121,10 +168,7 @@ def scoring_choice(given: Mapping[str, Any], *, compares_with_stored: bool) -> S
         given: Arguments by name; None is unset.
         compares_with_stored: Whether the loss compares with log-probs that the host has scored before.
     """
-    said, inplace = given.get("mis_loss_scoring"), given.get("mis_loss_inplace")
-    if said is not None:
-        said = check_choice("mis_loss_scoring", said, get_args(Scoring))
-    inplace = inplace is not None and check_bool("mis_loss_inplace", inplace)
+    said, inplace = given.get("mis_loss_scoring"), bool(given.get("mis_loss_inplace"))
     # With these flags fused scoring gives other numbers, or none.
     keeps_host = None
     if given.get("true_on_policy_mode"):

@@ -6,16 +6,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import HookReduce, Reduce
+from mis_ext.correction.gates import Action, Gate
+from mis_ext.correction.statistics import STATISTICS, HookReduce, Reduce
 from mis_ext.correction.weights import REDUCTIONS, HookLevel, Weight
-from mis_ext.validation import Errors, check_bool, check_choice, check_known, check_list, check_mapping, check_number
+from mis_ext.validation import (
+    Errors,
+    Key,
+    check_choice,
+    check_known,
+    check_list,
+    check_mapping,
+    check_number,
+    check_text,
+)
 
 LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
     "sequence_min": "min",
@@ -23,7 +32,22 @@ LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(Hook
 }
 """What the hosts' word for a level says about the tokens of a sequence."""
 
-KEYS_OF_GATE = ("statistic", "reduce", "level", "low", "high", "action", "after", "name")
+GATE_ROWS: dict[str, Key] = {
+    "statistic": Key(partial(check_choice, choices=STATISTICS), "ratio", "What is compared with the bounds."),
+    "reduce": Key(
+        partial(check_choice, choices=get_args(HookReduce)), "token", "Reduction over the tokens of a response."
+    ),
+    "level": Key(partial(check_choice, choices=LEVELS), None, "Replaces reduce, in the words of rs_level."),
+    "low": Key(partial(check_number, low=-math.inf, high=math.inf), None, "Smallest value that is kept."),
+    "high": Key(partial(check_number, low=-math.inf, high=math.inf), None, "Largest value that is kept."),
+    "action": Key(
+        partial(check_choice, choices=get_args(Action)), "reject", "reject: masks the token; zero: gives it weight 0."
+    ),
+    "after": Key(check_text, None, "Name of the filter whose tokens this one ignores."),
+    "name": Key(check_text, None, "First part of the names of its metrics."),
+}
+"""Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
+KEYS_OF_GATE = tuple(GATE_ROWS)
 
 _NEAR_ONE = 0.02
 """The standard deviation of a token's log-ratio at a k3 of 2e-4, sqrt(2 * k3): chance alone moves a ratio so far."""
@@ -94,7 +118,8 @@ def read_gate(key: str, value: Any) -> Gate:
         return gate
 
 
-def _compile(key: str, value: Any) -> Any:
+def read_compile(key: str, value: Any) -> Any:
+    """``auto``, or whether graphs of ``torch.compile`` are used."""
     if value == "auto" or isinstance(value, bool):
         return value
     raise TypeError(f"{key} must be auto, true or false, got {value!r}")
@@ -115,7 +140,8 @@ def _fields(key: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def _metrics(key: str, value: Any) -> str | tuple[str, ...]:
+def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
+    """``core``, ``all``, or the names of a list."""
     if isinstance(value, str) and value in get_args(MetricChoice):
         return value
     legal = f"{key} must be all, core or a list of names"
@@ -128,24 +154,14 @@ def _metrics(key: str, value: Any) -> str | tuple[str, ...]:
     return tuple(value)
 
 
-def _warn_only(key: str, value: Any) -> frozenset[str]:
+def read_guards(key: str, value: Any) -> frozenset[str]:
+    """The guards that only warn."""
     if not isinstance(value, Mapping):
         return frozenset(GUARD_NAMES) if check_choice(key, value, ("error", "warn")) == "warn" else frozenset()
     per_guard = check_mapping(key, value)
     check_known(f"guards in {key}", per_guard, GUARD_NAMES)
     choices = {name: check_choice(f"{key}.{name}", choice, ("error", "warn")) for name, choice in per_guard.items()}
     return frozenset(name for name, choice in choices.items() if choice == "warn")
-
-
-REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "mis_staleness": check_bool,
-    "mis_metrics": _metrics,
-    "mis_metric_max": partial(check_number, low=0.0, high=math.inf),
-    "mis_guard": _warn_only,
-    "mis_max_reject_fraction": partial(check_number, low=0.0, high=1.0),
-    "mis_compile": _compile,
-}
-"""The check of each key of what is measured and watched. Their defaults are those of ``CorrectionConfig``."""
 
 
 @contextmanager

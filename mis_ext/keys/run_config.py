@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.keys.effects import APPLIED, REPORTED, KeysInUse, refuse_idle_keys
 from mis_ext.keys.flat import (
-    CORRECTION_CHECKS,
-    GROUP_CHECKS,
+    CORRECTION_ROWS,
+    GROUP_ROWS,
     LOSS_KEYS,
     READ_KEYS,
     Baseline,
@@ -243,7 +243,7 @@ def _refuse_idle_of_loss(given: Mapping[str, Any], correction: CorrectionConfig,
     refuse_idle_keys(
         KeysInUse(
             {key: given[key] for key in (*APPLIED, *REPORTED, *LOSS_KEYS) if given.get(key) is not None},
-            {key: default for key, (_, default) in CORRECTION_CHECKS.items()} | dict(given),
+            {key: row.default for key, row in CORRECTION_ROWS.items()} | dict(given),
             corrects=given.get("use_tis") is True,
             measures=loss.has_correction,
             method_rejects=method is not None and any(each.action == "reject" for each in method.method.factors),
@@ -278,7 +278,7 @@ _COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
 
 def says_group(given: Mapping[str, Any]) -> bool:
     """Whether a key says what the answers to one prompt share."""
-    return any(given.get(key) is not None for key in GROUP_CHECKS)
+    return any(given.get(key) is not None for key in GROUP_ROWS)
 
 
 def read_group(given: Mapping[str, Any], *, denominator: str = "fixed") -> GroupConfig:
@@ -291,7 +291,7 @@ def read_group(given: Mapping[str, Any], *, denominator: str = "fixed") -> Group
     Raises:
         ValueError: A flag of the host makes a key wrong, or is needed for it and not set.
     """
-    keys = {key: check(key, given[key]) for key, check in GROUP_CHECKS.items() if given.get(key) is not None}
+    keys = {key: row.check(key, given[key]) for key, row in GROUP_ROWS.items() if given.get(key) is not None}
     estimator = given.get("advantage_estimator") or ESTIMATORS[0]
     config = GroupConfig(
         baseline=keys.get("mis_group_baseline", "mean"),

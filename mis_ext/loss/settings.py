@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from mis_ext.methods.published import ChosenMethod
-from mis_ext.validation import Errors, check_bool, check_choice, check_instance, check_number
+from mis_ext.validation import check_bool, check_choice, check_instance, check_number
 
 Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
 Ratios = Literal["token", "sequence", "detached"]
@@ -120,13 +120,10 @@ class LossSettings:
     per_token_loss: bool = False
 
     def __post_init__(self) -> None:
-        wrong = Errors()
         for field, (key, check) in CHECKS.items():
             value = getattr(self, field)
             if value is not None or self.__dataclass_fields__[field].default is not None:
-                with wrong:
-                    check(key, value)
-        wrong.raise_all()
+                check(key, value)
         if self.method is None:
             self._check_modes()
         else:

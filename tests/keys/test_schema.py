@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from rows import for_each
 
 import mis_ext
-from mis_ext.keys.flat import FLAT_KEYS, READ_KEYS, flat_keys
+from mis_ext.keys.flat import FLAT_KEYS, LOSS_KEYS, READ_KEYS, flat_keys
+from mis_ext.keys.loss_keys import LOSS_ROWS
 from mis_ext.keys.parts import KEYS_OF_GATE
 from mis_ext.keys.presets import method_yaml
-from mis_ext.keys.schema import json_schema, schema_text
+from mis_ext.keys.schema import ROWS, json_schema, legal, schema_text
 from mis_ext.keys.strays import PREFIXES
 from mis_ext.methods import METHODS
+from mis_ext.tools.cli import main
 
 fastjsonschema = pytest.importorskip("fastjsonschema")
 
@@ -81,6 +83,33 @@ def test_the_defaults_are_those_of_the_loader() -> None:
     gate = json_schema()["definitions"]["gate"]["properties"]
     gate = {key: node["default"] for key, node in gate.items() if "default" in node}
     assert mis_ext.Gate(high=2.0, **gate) == mis_ext.Gate(high=2.0)
+
+
+@for_each("key", FLAT_KEYS)
+def test_a_row_says_what_is_legal_and_the_error_says_the_same(key: str) -> None:
+    assert ROWS[key].text
+    assert {*LOSS_ROWS} == {*LOSS_KEYS}
+    with pytest.raises((TypeError, ValueError)) as raised:
+        ROWS[key].check(key, {"a": 1})
+    assert key in str(raised.value)
+    words = legal(ROWS[key])
+    if " | " in words and "," not in words:
+        assert all(word in str(raised.value) for word in words.split(" | "))
+    elif words.startswith("number in "):
+        assert words.removeprefix("number in ") in str(raised.value)
+
+
+def test_the_command_describes_a_key_and_refuses_another(capsys) -> None:
+    assert main(["keys", "rs_max_staleness"]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        part in shown for part in ("rs_max_staleness", "number in [0, 1e+06)", "unit: updates", "Needs mis_stal")
+    )
+    assert main(["keys", "--json"]) == 0
+    assert [row["key"] for row in json.loads(capsys.readouterr().out)] == [*ROWS]
+    with pytest.raises(SystemExit):
+        main(["keys", "tis_levl"])
+    assert "tis_level" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

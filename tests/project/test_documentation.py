@@ -19,6 +19,7 @@ import yaml
 import mis_ext
 import mis_ext.tools.cli
 from mis_ext.files import PresetRemarks, preset_remarks
+from mis_ext.keys.flat import CORRECTION_ROWS, GROUP_ROWS, LOSS_KEYS
 from mis_ext.tools.explain import explain_config
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ from documented_tables import (  # noqa: E402
     Table,
     bounds_table,
     causes_table,
+    keys_table,
     methods_table,
     metrics_table,
     statistics_table,
@@ -84,6 +86,9 @@ def names_table(package: str) -> Table:
 
 
 TABLES = {
+    "keys": (DOCS / "reference" / "configuration.md", partial(keys_table, *CORRECTION_ROWS)),
+    "keys of prompts": (DOCS / "reference" / "configuration.md", partial(keys_table, *GROUP_ROWS)),
+    "keys of the loss": (DOCS / "reference" / "policy_loss.md", partial(keys_table, *LOSS_KEYS)),
     "metrics": (DOCS / "reference" / "metrics.md", metrics_table),
     "statistics": (DOCS / "reference" / "method.md", statistics_table),
     "bounds": (DOCS / "reference" / "method.md", bounds_table),

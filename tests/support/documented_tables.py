@@ -12,6 +12,7 @@ from mis_ext.correction.gates import Gate
 from mis_ext.correction.metrics import MetricRow
 from mis_ext.correction.statistics import STATISTICS
 from mis_ext.correction.weights import BOUNDS, Weight
+from mis_ext.keys.schema import described
 from mis_ext.methods.catalogue import METHODS
 from mis_ext.tools.diagnosis.table import CAUSES
 
@@ -26,6 +27,18 @@ class Table(NamedTuple):
         """The table in Markdown, a line per row, with a line break at its end."""
         lines = [self.titles, ("---",) * len(self.titles), *self.rows]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def keys_table(*names: str) -> Table:
+    """Keys of a file: default, legal range, and what each does."""
+
+    def row(name: str) -> tuple[str, ...]:
+        found = described(name)
+        default = "" if found["default"] is None else f"`{found['default']}`"
+        unit = f" ({found['unit']})" if found["unit"] else ""
+        return f"`{name}`", default, found["legal"].replace(" | ", ", ") + unit, found["what"]
+
+    return Table(("key", "default", "legal", "what it does"), tuple(map(row, names)))
 
 
 def statistics_table() -> Table:

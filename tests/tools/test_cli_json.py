@@ -97,6 +97,12 @@ COMMANDS = {
     ),
     "presets": Command(lambda folder: ["presets"], 0, None),
     "presets NAME": Command(lambda folder: ["presets", "mis"], 0, lambda found, text: found["yaml"] == text),
+    "keys": Command(lambda folder: ["keys"], 0, None),
+    "keys NAME": Command(
+        lambda folder: ["keys", "mis_loss_constant"],
+        0,
+        lambda found, text: found[0]["key"] in text and found[0]["legal"] in text,
+    ),
     "schema": Command(lambda folder: ["schema"], 0, lambda found, text: found == json.loads(text)),
     "methods": Command(lambda folder: ["methods"], 0, None),
     "methods NAME": Command(lambda folder: ["methods", "vaco"], 0, None),

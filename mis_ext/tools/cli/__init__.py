@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         equality.add_diff,
         check_rollouts.add_command,
         configurations.add_presets,
+        configurations.add_keys,
         configurations.add_schema,
         configurations.add_methods,
         configurations.add_convert,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that need no data: ``explain``, ``presets``, ``schema``, ``methods``, ``convert``."""
+"""Commands that need no data: ``explain``, ``presets``, ``keys``, ``schema``, ``methods``, ``convert``."""
 
 from __future__ import annotations
 
@@ -191,6 +191,36 @@ def _show_presets(presets: list[dict[str, str]]) -> None:
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
     print("\nmis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.")
+
+
+def add_keys(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``mis-ext keys``."""
+    parser = subparsers.add_parser(
+        "keys",
+        help="the YAML keys: legal range, default, what each does",
+        description="Lists the YAML keys. With NAME it describes that key.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a key of the list")
+    parser.set_defaults(run=run_keys, shown_with=())
+
+
+def run_keys(parsed: argparse.Namespace) -> Result:
+    """One key, or all."""
+    from mis_ext.files import hanging
+    from mis_ext.keys.schema import ROWS, described
+    from mis_ext.validation import check_known
+
+    check_known("keys", [parsed.name] if parsed.name else [], ROWS)
+    rows = [described(name) for name in ROWS if parsed.name in (None, name)]
+
+    def show_keys() -> None:
+        for row in rows:
+            print(row["key"])
+            for title, text in row.items():
+                if title != "key" and text:
+                    print(hanging(f"  {title}: ", str(text)))
+
+    return Result(rows, show_keys)
 
 
 def add_schema(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
