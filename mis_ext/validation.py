@@ -8,6 +8,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,6 +120,16 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
             return choice
     legal = " | ".join(choices) if len(choices) <= _FEW else f"{len(choices)} words"
     raise ValueError(f"{key} must be one of {legal}, got {value!a}{_hint(value, choices)}")
+
+
+def one_of(*choices: str) -> Callable[[str, Any], str]:
+    """The check of a row that takes one of these words."""
+    return partial(check_choice, choices=choices)
+
+
+def number(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Callable[[str, Any], float]:
+    """The check of a row that takes a number of this interval."""
+    return partial(check_number, low=low, high=high, open_low=open_low, open_high=open_high)
 
 
 def check_known(

@@ -118,10 +118,10 @@ class RejectionMonitor:
         if unknown > self._max_fraction:
             self._warned = True
             warnings.warn(
-                f"{unknown:.1%} of the response tokens of a micro-batch have a non-finite log-prob and were masked "
-                f"(limit: mis_max_reject_fraction={self._max_fraction:g}). Check that the engine returns log-probs of "
-                "sampled tokens (SGLang: return_logprob, vLLM: logprobs). See mis_nonfinite_token_fraction; this "
-                "warning comes once",
+                f"{unknown:.1%} of the response tokens in a micro-batch have a non-finite log-prob and were masked "
+                f"(limit: mis_max_reject_fraction={self._max_fraction:g}). Check that the engine returns log-probs for "
+                "sampled tokens (SGLang: return_logprob, vLLM: logprobs). See mis_nonfinite_token_fraction. Shown "
+                "once.",
                 MismatchWarning,
                 stacklevel=5,
             )
@@ -134,9 +134,9 @@ class RejectionMonitor:
             if share > self._max_fraction:
                 self._warned = True
                 warnings.warn(
-                    f"{share:.1%} of the {what} of a micro-batch were rejected, more than mis_max_reject_fraction = "
-                    f"{self._max_fraction:g}: the bounds are too tight for this mismatch (see "
-                    "mis_kept_token_fraction and mis_kept_seq_fraction; this warning comes once)",
+                    f"{share:.1%} of the {what} in a micro-batch were rejected (limit: "
+                    f"mis_max_reject_fraction={self._max_fraction:g}). Widen the bounds or use the mis preset. See "
+                    "mis_kept_token_fraction and mis_kept_seq_fraction. Shown once.",
                     MismatchWarning,
                     stacklevel=5,
                 )

@@ -8,7 +8,6 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -47,102 +46,81 @@ from mis_ext.keys.strays import (
     refuse_near_misses,
     refuse_strays,
 )
-from mis_ext.validation import Errors, Key, check_bool, check_choice, check_known, check_mapping, check_number
+from mis_ext.validation import Errors, Key, check_bool, check_known, check_mapping, number, one_of
 
 Baseline = Literal["mean", "leave_one_out"]
 BaselineOver = Literal["all", "trained", "kept"]
 Keys = Mapping[str, Any] | str | Path
 """What spells a configuration: a mapping, or the path of a YAML file."""
 
-_bound = partial(check_number, low=0.0, high=math.inf)
-_share = partial(check_number, low=0.0, high=1.0, open_low=True)
+_MODES = "; ".join(f"{row.name}: {row.text}" for row in BOUNDS.values())
 _default = CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
     "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
-    "tis_level": Key(
-        partial(check_choice, choices=(*get_args(HookLevel), "none")), "token", "What the weight is the ratio of."
-    ),
-    "tis_mode": Key(
-        partial(check_choice, choices=BOUNDS),
-        "truncate",
-        f"How the weight is bounded. {'; '.join(f'{row.name}: {row.text}' for row in BOUNDS.values())}",
-    ),
+    "tis_level": Key(one_of(*get_args(HookLevel), "none"), "token", "What the weight is the ratio of."),
+    "tis_mode": Key(one_of(*BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(
-        partial(_bound, open_high=True), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
+        number(0.0, math.inf, open_high=True), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
     ),
-    "tis_upper_bound": Key(partial(_bound, open_low=True), DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_upper_bound": Key(
+        number(0.0, math.inf, open_low=True), DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"
+    ),
     "tis_when": Key(
-        partial(check_choice, choices=get_args(HookWhen)),
-        "always",
-        "stale: weighs tokens of stale weights only, others have weight 1. Needs mis_staleness.",
+        one_of(*get_args(HookWhen)), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."
     ),
     "rs_level": Key(
-        partial(check_choice, choices=(*get_args(HookLevel), "none")),
-        "token",
-        "What is compared with the rs bounds; none for rs_gates alone.",
+        one_of(*get_args(HookLevel), "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."
     ),
     "rs_lower_bound": Key(
-        partial(_bound, open_high=True), None, "Lower bound of what is kept. Default: that of the weight.", "ratio"
-    ),
-    "rs_upper_bound": Key(
-        partial(_bound, open_low=True), None, "Upper bound of what is kept. Default: that of the weight.", "ratio"
-    ),
-    "rs_gates": Key(read_gates, (), "Further filters, each a mapping."),
-    "rs_veto_threshold": Key(_share, None, "Rejects a response if any of its ratios is below.", "ratio"),
-    "rs_veto_upper_threshold": Key(
-        partial(check_number, low=1.0, high=math.inf, open_high=True),
+        number(0.0, math.inf, open_high=True),
         None,
-        "Rejects a response if any of its ratios is above.",
+        "Lower bound of what is kept. Default: that of the weight.",
         "ratio",
     ),
+    "rs_upper_bound": Key(
+        number(0.0, math.inf, open_low=True), None, "Upper bound of what is kept. Default: that of the weight.", "ratio"
+    ),
+    "rs_gates": Key(read_gates, (), "Further filters, each a mapping."),
+    "rs_veto_threshold": Key(
+        number(0.0, 1.0, open_low=True), None, "Rejects a response if any of its ratios is below.", "ratio"
+    ),
+    "rs_veto_upper_threshold": Key(
+        number(1.0, math.inf, open_high=True), None, "Rejects a response if any of its ratios is above.", "ratio"
+    ),
     "rs_veto_probability": Key(
-        _share, None, "Rejects a response if the trainer's probability of any token is below.", "probability"
+        number(0.0, 1.0, open_low=True), None, "Rejects a response if the trainer's probability of any token is below."
     ),
     "rs_veto_requires_rs": Key(check_bool, False, "Applies the vetoes only with use_rs."),
     "rs_max_staleness": Key(
-        partial(check_number, low=0.0, high=UNKNOWN_LAG, open_high=True),
+        number(0.0, UNKNOWN_LAG, open_high=True),
         None,
-        "Rejects tokens of weights with more staleness. Needs mis_staleness.",
+        "Rejects tokens of staler weights. Needs mis_staleness.",
         "updates",
     ),
     "rs_staleness_level": Key(
-        partial(check_choice, choices=("token", "sequence_max")),
-        "token",
-        "Whether such a token is rejected alone or with its response.",
+        one_of("token", "sequence_max"), "token", "Whether such a token is rejected alone or with its response."
     ),
     "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
-    "tis_normalize_scope": Key(
-        partial(check_choice, choices=get_args(Scope)), "data_parallel", "The samples of that mean."
-    ),
-    "tis_normalize_over": Key(
-        partial(check_choice, choices=get_args(NormalizeOver)), "kept", "The tokens of that mean."
-    ),
-    "mis_denominator": Key(
-        partial(check_choice, choices=get_args(Denominator)), "fixed", "Whether rejected tokens count in it (fixed)."
-    ),
+    "tis_normalize_scope": Key(one_of(*get_args(Scope)), "data_parallel", "The samples of that mean."),
+    "tis_normalize_over": Key(one_of(*get_args(NormalizeOver)), "kept", "The tokens of that mean."),
+    "mis_denominator": Key(one_of(*get_args(Denominator)), "fixed", "fixed: rejected tokens count in it."),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
-    "mis_metrics": Key(read_metrics, "core", "core, all, or a list of names."),
+    "mis_metrics": Key(read_metrics, "core", "The metrics that are reported."),
     "mis_metric_max": Key(
-        partial(check_number, low=0.0, high=math.inf),
-        _default.metric_max,
-        "The most that a token counts in k3_kl, and a response in chi2_*.",
+        number(0.0, math.inf), _default.metric_max, "The most that a token counts in k3_kl, a response in chi2_*."
     ),
-    "mis_guard": Key(read_guards, "error", "error or warn, for all guards or as a mapping for each."),
+    "mis_guard": Key(read_guards, "error", "What a guard does, for all or for each."),
     "mis_compile": Key(read_compile, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
     "mis_max_reject_fraction": Key(
-        partial(check_number, low=0.0, high=1.0), _default.max_reject_fraction, "Warns when more is rejected.", "share"
+        number(0.0, 1.0), _default.max_reject_fraction, "Warns when more is rejected.", "share"
     ),
 }
 """Keys of a correction."""
 CORRECTION_KEYS = tuple(CORRECTION_ROWS)
 GROUP_ROWS: dict[str, Key] = {
-    "mis_group_baseline": Key(
-        partial(check_choice, choices=get_args(Baseline)), "mean", "What a reward is compared with."
-    ),
-    "mis_group_over": Key(
-        partial(check_choice, choices=get_args(BaselineOver)), "trained", "Which trajectories of a prompt count in it."
-    ),
+    "mis_group_baseline": Key(one_of(*get_args(Baseline)), "mean", "What a reward is compared with."),
+    "mis_group_over": Key(one_of(*get_args(BaselineOver)), "trained", "Which trajectories of a prompt count in it."),
     "mis_prompt_mean": Key(check_bool, False, "Gives every prompt the same weight."),
 }
 """Of what responses to one prompt share; functions of the whole rollout read them, in slime and Miles."""

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from mis_ext.keys.flat import LOSS_KEYS
@@ -21,17 +20,13 @@ from mis_ext.loss.settings import (
     Proximal,
     Ratios,
 )
-from mis_ext.validation import Errors, Key, check_bool, check_choice, check_number
+from mis_ext.validation import Errors, Key, check_bool, check_number, number, one_of
 
 DEFAULT_SCORING: Scoring = "fused"
 """Where neither a key nor a flag of the host says who scores."""
 
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
 _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
-
-
-def _words(choices: Any) -> Callable[[str, Any], str]:
-    return partial(check_choice, choices=get_args(choices))
 
 
 def _method(key: str, value: Any) -> Any:
@@ -46,19 +41,19 @@ LOSS_ROWS: dict[str, Key] = {
         None,
         "A published method that replaces mis_loss_mode, by its name or with parameters.",
     ),
-    "mis_loss_mode": Key(_words(Mode), "baseline", "What the full policy loss computes."),
-    "mis_loss_denominator": Key(_words(LossDenominator), "original", "What the sum of a response is divided by."),
+    "mis_loss_mode": Key(one_of(*get_args(Mode)), "baseline", "What the full policy loss computes."),
+    "mis_loss_denominator": Key(one_of(*get_args(LossDenominator)), "original", "The divisor of a response's sum."),
     "mis_loss_constant": Key(
-        partial(check_number, low=0.0, high=math.inf, open_low=True, open_high=True),
+        number(0.0, math.inf, open_low=True, open_high=True),
         None,
         "The divisor of mis_loss_denominator: constant.",
         "tokens",
     ),
-    "mis_loss_kl_tokens": Key(_words(PenaltyTokens), "kept", "Tokens that have a KL penalty."),
-    "mis_loss_entropy_tokens": Key(_words(PenaltyTokens), "kept", "Tokens that have an entropy bonus."),
+    "mis_loss_kl_tokens": Key(one_of(*get_args(PenaltyTokens)), "kept", "Tokens that have a KL penalty."),
+    "mis_loss_entropy_tokens": Key(one_of(*get_args(PenaltyTokens)), "kept", "Tokens that have an entropy bonus."),
     "mis_loss_unbiased_kl": Key(check_bool, False, "Multiplies the KL penalty by current / behavior."),
-    "mis_loss_proximal": Key(_words(Proximal), "stored", "Where the proximal log-probs come from."),
-    "mis_loss_scoring": Key(_words(Scoring), DEFAULT_SCORING, "Who turns logits into log-probs."),
+    "mis_loss_proximal": Key(one_of(*get_args(Proximal)), "stored", "Where the proximal log-probs come from."),
+    "mis_loss_scoring": Key(one_of(*get_args(Scoring)), DEFAULT_SCORING, "Who turns logits into log-probs."),
     "mis_loss_inplace": Key(check_bool, False, "The gradient replaces the logits in memory."),
 }
 """Keys of the full policy loss; what else it reads are flags of the frameworks."""

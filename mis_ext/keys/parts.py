@@ -8,7 +8,6 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, get_args
 
 from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
@@ -22,8 +21,9 @@ from mis_ext.validation import (
     check_known,
     check_list,
     check_mapping,
-    check_number,
     check_text,
+    number,
+    one_of,
 )
 
 LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
@@ -33,16 +33,12 @@ LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(Hook
 """What the hosts' word for a level says about the tokens of a sequence."""
 
 GATE_ROWS: dict[str, Key] = {
-    "statistic": Key(partial(check_choice, choices=STATISTICS), "ratio", "What is compared with the bounds."),
-    "reduce": Key(
-        partial(check_choice, choices=get_args(HookReduce)), "token", "Reduction over the tokens of a response."
-    ),
-    "level": Key(partial(check_choice, choices=LEVELS), None, "Replaces reduce, in the words of rs_level."),
-    "low": Key(partial(check_number, low=-math.inf, high=math.inf), None, "Smallest value that is kept."),
-    "high": Key(partial(check_number, low=-math.inf, high=math.inf), None, "Largest value that is kept."),
-    "action": Key(
-        partial(check_choice, choices=get_args(Action)), "reject", "reject: masks the token; zero: gives it weight 0."
-    ),
+    "statistic": Key(one_of(*STATISTICS), "ratio", "What is compared with the bounds."),
+    "reduce": Key(one_of(*get_args(HookReduce)), "token", "Reduction over the tokens of a response."),
+    "level": Key(one_of(*LEVELS), None, "Replaces reduce, in the words of rs_level."),
+    "low": Key(number(-math.inf, math.inf), None, "Smallest value that is kept."),
+    "high": Key(number(-math.inf, math.inf), None, "Largest value that is kept."),
+    "action": Key(one_of(*get_args(Action)), "reject", "reject: masks the token; zero: gives it weight 0."),
     "after": Key(check_text, None, "Name of the filter whose tokens this one ignores."),
     "name": Key(check_text, None, "First part of the names of its metrics."),
 }

@@ -182,7 +182,7 @@ def test_doubts_are_voiced_by_the_first_rank_alone() -> None:
 
 def test_rejection_is_watched_by_the_first_rank_alone() -> None:
     (message,) = said_on_ranks({"use_rs": True, "rs_lower_bound": 0.999, "rs_upper_bound": 1.1})
-    assert "of the tokens of a micro-batch were rejected" in message
+    assert "of the tokens in a micro-batch were rejected" in message
 
 
 def test_lengths_of_padding_count_for_padded_sequences_alone() -> None:

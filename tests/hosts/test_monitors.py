@@ -45,7 +45,7 @@ def test_too_much_rejection_is_said_a_call_late_and_once() -> None:
     assert observe(monitor, [much]) == []
     (message,) = observe(monitor, [much])
     assert "60.0% of the tokens" in message
-    assert "mis_max_reject_fraction = 0.3" in message
+    assert "mis_max_reject_fraction=0.3" in message
     assert observe(monitor, [much] * 40) == []
 
 
