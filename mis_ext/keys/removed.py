@@ -9,9 +9,10 @@ from typing import Any
 REMOVED: dict[str, str] = {
     "mis_loss_compile": "remove the key",
     "--reasoning": "remove the flag: a turn without its reasoning is of the class different",
-    "mis-ext panel": "import docs/guide/grafana.json into Grafana",
+    "mis-ext panel": "import docs/guide/grafana.json into Grafana; for W&B see docs/guide/watch.md",
     "--log": "remove the flag: correlate logged metrics with mis_k3_kl on your dashboard",
     "mis_ext.diagnosis": "use mis_ext.tools.diagnosis",
+    "mis_ext.cli": "use mis_ext.tools.cli",
     "mis_ext.dumps": "use mis_ext.tools.dumps",
     "mis_ext.explain": "use mis_ext.tools.explain",
     "mis_ext.report": "use mis_ext.tools.report",
@@ -43,8 +44,10 @@ REMOVED: dict[str, str] = {
     ),
     "preset token_tis": "take mis, which has its numbers",
     "mis_ext.dither_weights": "raise the learning rate two or three times, or round stochastically in your optimizer",
-    "mis_ext.dither_master_weights": "raise the learning rate two or three times, or round stochastically",
-    "mis_ext.WeightScale": "nothing takes it any more",
+    "mis_ext.dither_master_weights": (
+        "raise the learning rate two or three times, or round stochastically in your optimizer"
+    ),
+    "mis_ext.WeightScale": "use tis_normalize_scope: data_parallel",
 }
 """What to write instead, by the name as users write it.
 

@@ -203,9 +203,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.sort.default: sort,
     aten.sort.stable: sort,
 }
-# Torch 2.6 has none yet.
-if hasattr(aten, "_grouped_mm"):
-    OVERRIDES[aten._grouped_mm.default] = grouped_mm
+OVERRIDES[aten._grouped_mm.default] = grouped_mm
 
 OVERRIDES_OF_LIBRARIES = {"transformers::grouped_mm_fallback": grouped_mm}
 """Operators that would hide their products from the mode, by name: their library may come later, or never."""
