@@ -69,6 +69,11 @@ class Groups(NamedTuple):
         return self._replace(dp_rank=0, dp_size=1, dp_group=None)
 
     @property
+    def shared(self) -> list[Group]:
+        """The groups of more than one rank."""
+        return [group for group in (self.cp_group, self.dp_group) if group is not None]
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other rank waits for this one."""
         return self.cp_group is None and self.dp_group is None

@@ -23,7 +23,7 @@ from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
-from mis_ext.hosts.runs import Run, chosen_loss, current_run
+from mis_ext.hosts.runs import Run, chosen_loss, shared_run
 from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
 from mis_ext.keys.run_config import RunConfig, WholeLoss
 from mis_ext.loss.objective import LossTokens
@@ -76,7 +76,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
         correction count only the samples in which they were measured.
     """
     host = Host(find_groups() if groups is None else groups, plain_scores)
-    run, cp_size = current_run(args, whole_loss=True), host.groups.cp_size
+    run, cp_size = shared_run(args, host.groups, device=device_of(), whole_loss=True), host.groups.cp_size
     per_token = run.config.correction.per_token_loss
 
     def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -14,8 +14,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.session import Session
+from mis_ext.hosts.session import Session, status_of_ranks
 from mis_ext.keys.flat import STRAY_KEYS
 from mis_ext.keys.removed import REMOVED
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config
@@ -111,6 +113,23 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
         return before
     run = _new_run(read_config(all_arguments(args), whole_loss=whole_loss), before)
     _keep(args, run)
+    return run
+
+
+def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
+    """:func:`current_run` of ranks that share a call: all of them hear if one cannot read its keys in the first one.
+
+    Raises:
+        ValueError: A key is wrong.
+        TypeError: A key has the wrong type.
+        RuntimeError: Another rank failed.
+    """
+    try:
+        run = current_run(args, whole_loss=whole_loss)
+    except Exception:
+        status_of_ranks(groups.shared, device=device, fails=True)
+        raise
+    run.session.meet(groups, device=device)
     return run
 
 

@@ -22,6 +22,8 @@ from mis_ext.hosts.guards import (
     RangeMonitor,
     RejectionMonitor,
     StatusMonitor,
+    is_capturing,
+    raise_if_failed,
 )
 from mis_ext.hosts.packing import TokenLags, pack, refuse_divisors, refuse_mask, refuse_mask_sums
 from mis_ext.keys.flat import config_given
@@ -53,6 +55,7 @@ class Session:
         self._divisors = RangeMonitor(refuse_divisors)
         self._mask_sums = RangeMonitor(refuse_mask_sums)
         self._told: set[str] = set()
+        self._has_met = False
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -131,13 +134,22 @@ class Session:
         """
         if not groups:
             return
-        status = torch.full((1,), torch.inf, device=device)
-        if fails:
-            mark_failed(status, global_rank())
-        for group in groups:
-            status = min_over_ranks(status, group)
+        status = status_of_ranks(groups, device=device, fails=fails)
         if not fails:
-            self._status.observe(status.squeeze(0))
+            self._status.observe(status)
+
+    def meet(self, groups: Groups, *, device: torch.device) -> None:
+        """In the first call, hear of ranks that could not read their keys: on these the collectives depend.
+
+        Raises:
+            RuntimeError: Another rank failed.
+        """
+        if self._has_met or groups.is_alone:
+            return
+        self._has_met = True
+        status = status_of_ranks(groups.shared, device=device)
+        if not is_capturing(status):
+            raise_if_failed(float(status))
 
     def check_mask(self, mask: Tensor) -> None:
         """Refuse a mask with values below 0 or not finite, in the first call and now and then.
@@ -239,3 +251,13 @@ class Session:
                 self.warn(found.message)
             else:
                 self.report(found.guard, found.message)
+
+
+def status_of_ranks(groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> Tensor:
+    """0-dim, which of the ranks that call this has failed; in every call of the same shape."""
+    status = torch.full((1,), torch.inf, device=device)
+    if fails:
+        mark_failed(status, global_rank())
+    for group in groups:
+        status = min_over_ranks(status, group)
+    return status.squeeze(0)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.correction.statistics import Policy
 from mis_ext.hosts.groups import ALONE, Groups, device_of
-from mis_ext.hosts.runs import current_run, read_argument
+from mis_ext.hosts.runs import read_argument, shared_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import refuse_group_keys
 from mis_ext.keys.run_config import WholeLoss
@@ -99,19 +100,19 @@ def policy_loss_from_log_probs(
         TypeError: A key has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    run = current_run(args, whole_loss=True)
-    loss, settings = run.loss, run.loss.settings
-    if run.config.group is not None:
-        refuse_group_keys(run.config.group.said)
-    if loss.reducer_path is not None:
-        raise ValueError(
-            "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
-        )
-    if loss.scoring.said is not None or loss.scoring.inplace:
-        raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
-    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
     device = device_of(response_mask, current_logprobs)
+    run = shared_run(args, groups, device=device, whole_loss=True)
+    loss, settings = run.loss, run.loss.settings
+    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
     with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
+        if run.config.group is not None:
+            refuse_group_keys(run.config.group.said)
+        if loss.reducer_path is not None:
+            raise ValueError(
+                "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
+            )
+        if loss.scoring.said is not None or loss.scoring.inplace:
+            raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
         needed = {"current_logprobs": current_logprobs, "advantages": advantages, "response_mask": response_mask}
         check_tensors(needed if divisors is None else needed | {"divisors": divisors})
         whole = _padded_layout(current_logprobs, response_mask) if layout is None else layout
@@ -220,10 +221,11 @@ def policy_loss_from_hidden(
         RuntimeError: Another rank failed; it is named, and its own error says why. Tensor-parallel ranks hear only what
             :func:`~mis_ext.score_hidden` refuses; after an earlier error they wait, as no message has their size yet.
     """
-    run = current_run(args, whole_loss=True)
+    device = device_of(hidden, weight)
+    run = shared_run(args, groups, device=device, whole_loss=True)
     loss = run.loss
     lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
-    with run.session.local_work(lengths, groups=groups, device=device_of(hidden, weight), status_groups=told):
+    with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
         check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
@@ -247,16 +249,17 @@ def policy_loss_from_hidden(
             return values_T.new_zeros(mask.numel()).index_copy(0, row_T, values_T).view(token_ids.shape)
 
         assert scores.entropy_T is not None
-        current, entropy = placed(scores.log_prob_T), placed(scores.entropy_T)
-    return policy_loss_from_log_probs(
-        args,
-        current_logprobs=current,
-        entropy=entropy,
-        response_mask=response_mask,
-        layout=layout,
-        groups=groups,
-        **given,
-    )
+        # Refuses what is missing, and what is no argument.
+        call = inspect.signature(policy_loss_from_log_probs).bind(
+            args,
+            current_logprobs=placed(scores.log_prob_T),
+            entropy=placed(scores.entropy_T),
+            response_mask=response_mask,
+            layout=layout,
+            groups=groups,
+            **given,
+        )
+    return policy_loss_from_log_probs(*call.args, **call.kwargs)
 
 
 def _temperature(given: float | None, args: Any, loss: WholeLoss) -> float:

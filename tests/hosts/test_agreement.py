@@ -18,7 +18,7 @@ from zigzag import take
 import mis_ext
 from mis_ext import prepare_rollout
 from mis_ext.correction import correct, passes
-from mis_ext.hosts.groups import find_groups
+from mis_ext.hosts.groups import Groups, find_groups
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 KEYS = {
@@ -161,6 +161,48 @@ def test_an_error_between_two_collectives_is_told_in_those_that_are_due(cp_size,
     assert_agreement(outcomes, failing, torch.OutOfMemoryError, "says the test")
 
 
+def _loss(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
+    ones = torch.ones(2, 4)
+    given = {"proximal_logprobs": -ones, "behavior_logprobs": -ones, "advantages": ones, "response_mask": ones}
+    return mis_ext.policy_loss_from_log_probs(keys, current_logprobs=-ones, groups=groups, **given | more)
+
+
+def _loss_from_hidden(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
+    ones, weight, ids = torch.ones(2, 4), torch.eye(5, 3), torch.zeros(2, 4, dtype=torch.long)
+    given = {"behavior_logprobs": -ones, "advantages": ones, "response_mask": ones, "hidden": torch.ones(2, 4, 3)}
+    return mis_ext.policy_loss_from_hidden(keys, weight=weight, token_ids=ids, groups=groups, **given | more)
+
+
+MISSPELLED = {"tis_levle": "token"}
+
+
+@for_each("compute, keys, more, kind, message", [
+    (_loss, MISSPELLED, {}, ValueError, "tis_levle"),
+    (_loss, {"mis_loss_inplace": True}, {}, ValueError, "mis_loss_inplace"),
+    (_loss, {}, {"response_mask": None}, TypeError, "response_mask"),
+    (_loss_from_hidden, MISSPELLED, {}, ValueError, "tis_levle"),
+    (_loss_from_hidden, {}, {"hidden": None}, TypeError, "hidden"),
+    (_loss_from_hidden, {}, {"nonsense": 1}, TypeError, "nonsense"),
+])  # fmt: skip
+def test_a_key_or_an_argument_that_one_rank_cannot_read_is_told(compute, keys, more, kind, message) -> None:
+    def work(rank: Rank) -> Any:
+        fails = rank.number == 1
+        given = {"use_tis": True, "tis_batch_normalize": True} | (keys if fails else {})
+        return compute(given, rank.groups, **more if fails else {})
+
+    assert_agreement(run_ranks(work, dp_size=2), 1, kind, message)
+
+
+@layouts
+def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
+    cp_size, dp_size = layout
+
+    def work(rank: Rank) -> tuple:
+        return call(rank, local_batch(rank), args_of(**MISSPELLED if rank.number == 1 else {}))
+
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
+
+
 def said_on_ranks(keys: dict[str, Any], **settings: Any) -> list[str]:
     """What two data-parallel ranks warn about in two calls."""
 
@@ -228,8 +270,11 @@ def test_a_rank_that_nobody_needs_fails_alone() -> None:
         batch = local_batch(rank)
         if rank.number == 1:
             batch["pg_loss"] = None
-        output = call(rank, batch, args_of(mis_metrics=["mis_k3_kl"]))
-        assert rank.num_collectives == 0
+        args = args_of(mis_metrics=["mis_k3_kl"])
+        call(rank, batch, args)
+        output = call(rank, batch, args)
+        # In the first call they hear that all of them could read their keys.
+        assert rank.num_collectives == 1
         return output
 
     outcomes = run_ranks(work, dp_size=2)

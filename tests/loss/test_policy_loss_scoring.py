@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import mis_ext
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
-from mis_ext.hosts.slime_miles.policy_loss import SLIME, find_host
+from mis_ext.hosts.slime_miles.policy_loss import SLIME, find_host, find_ranks
 
 OF_LARGEST = 2e-6
 """Both sum float32 logarithms of eight columns, in another order."""
@@ -278,11 +278,11 @@ def test_the_work_from_logits_to_gradient_does_not_depend_on_the_number_of_sampl
         for num_samples in (40, 8, 24):
             batch = of_lengths([64] * num_samples)
             for _ in range(3):
-                batch_loss(run, find_host(args, run.config), batch, torch.randn(1, 67 * num_samples, 8))
+                batch_loss(run, find_host(args, run.config, *find_ranks()), batch, torch.randn(1, 67 * num_samples, 8))
             logits = torch.randn(1, 67 * num_samples, 8, requires_grad=True)
             inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             with recorded(monkeypatch, logits, *inputs) as recorder:
-                batch_loss(run, find_host(args, run.config), batch, logits).loss.backward()
+                batch_loss(run, find_host(args, run.config, *find_ranks()), batch, logits).loss.backward()
             counts.append(len(recorder.names))
     # On a CPU rows of few tokens are reduced several at a time. A loop would ask for 32 operations more, at least.
     assert 100 < max(counts) < 1.02 * min(counts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
-from mis_ext.hosts.runs import Run, current_run
+from mis_ext.hosts.runs import Run, shared_run
 
 
 def compute_mis_weights_with_cp(
@@ -55,9 +55,10 @@ def compute_mis_weights_with_cp(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
+    groups = find_groups(kwargs.get("parallel_state"))
     return weigh_batch(
-        current_run(args),
-        find_groups(kwargs.get("parallel_state")),
+        shared_run(args, groups, device=device_of(pg_loss)),
+        groups,
         pg_loss=pg_loss,
         train_log_probs=train_log_probs,
         rollout_log_probs=rollout_log_probs,
@@ -81,7 +82,7 @@ def weigh_batch(
     max_seq_lens: Sequence[int] | None,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """What :func:`compute_mis_weights_with_cp` returns, of a run and its ranks."""
-    session, device = run.session, pg_loss.device if isinstance(pg_loss, Tensor) else device_of()
+    session, device = run.session, device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
         if run.config.group is not None or run.config.unplugged:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, runs, to_device
-from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.megatron import (
     Batch,
     Host,
@@ -35,7 +35,7 @@ from mis_ext.hosts.megatron import (
     refuse_host_scoring,
 )
 from mis_ext.hosts.packing import batch_layout, pack
-from mis_ext.hosts.runs import chosen_loss, current_run, read_argument
+from mis_ext.hosts.runs import chosen_loss, current_run, read_argument, shared_run
 from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
@@ -72,8 +72,9 @@ def policy_loss(
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    run = current_run(args, whole_loss=True)
-    found = batch_loss(run, find_host(args, run.config), batch, logits)
+    groups, part = find_ranks()
+    run = shared_run(args, groups, device=device_of(logits), whole_loss=True)
+    found = batch_loss(run, find_host(args, run.config, groups, part), batch, logits)
     return found.loss, on_host(found.metrics)
 
 
@@ -88,18 +89,22 @@ def is_miles() -> bool:
     return MILES in sys.modules
 
 
-def find_host(args: Any, config: RunConfig) -> Host:
+def find_ranks() -> tuple[Groups, VocabularyPart]:
+    """The ranks of this process, and of Miles those of the vocabulary."""
+    return _ranks_of_miles() if is_miles() else (find_groups(), VocabularyPart())
+
+
+def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart) -> Host:
     """Miles or slime, whose training modules this process has imported; else Megatron-Core, or nothing, by itself.
 
     The hosts' own functions for log-probs take their ``args``; nobody else sees them.
     """
     is_fused = chosen_loss(config).scoring.by == "fused"
     if is_miles():
-        groups, part = _ranks_of_miles()
         return Host(groups, partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args), MILES_METRICS)
     if SLIME in sys.modules:
-        return Host(find_groups(), _captured_scores if is_fused else partial(_scores_of_host, args))
-    return Host(find_groups(), plain_scores)
+        return Host(groups, _captured_scores if is_fused else partial(_scores_of_host, args))
+    return Host(groups, plain_scores)
 
 
 def _ranks_of_miles() -> tuple[Groups, VocabularyPart]:
