@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits and defaults that users read of, once more."""
 
-import inspect
 from typing import get_type_hints
 
 import pytest
-from naive_policy_loss import naive_policy_loss
 
 from mis_ext.checks import token_sums as limits
 from mis_ext.keys.flat import config_from_mapping
@@ -16,11 +14,6 @@ from mis_ext.methods.published import ChosenMethod
 
 def test_limits_of_the_guards() -> None:
     assert (limits.MAX_LOG_PROB, limits.MAX_MEAN_ABS_DIFF, limits.SHIFT_FACTOR) == (0.1, 0.3, 0.5)
-
-
-def test_terms_beside_the_policy_are_off_unless_asked_for() -> None:
-    assert LossSettings().entropy_coef == 0.0
-    assert inspect.signature(naive_policy_loss).parameters["entropy_coef"].default == 0.0
 
 
 def test_the_types_of_settings_are_found_at_run_time() -> None:

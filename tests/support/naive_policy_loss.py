@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loss in plain PyTorch, one sample after the other: read it before :mod:`mis_ext.loss.policy`.
-
-It begins where ``naive_correction.py`` ends. It is ``mis_loss_mode: decoupled`` with any correction, a k3
-penalty and an entropy bonus. The rest of this folder computes the same for every mode and method, in one pass, over
-ranks. A test holds both against each other.
-"""
+"""The full loss, one response after the other: ``mis_loss_mode: decoupled`` with any correction, k3 and entropy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from naive_correction import naive_correction
 from torch import Tensor
 
-from mis_ext.correction.config import CorrectionConfig
+import mis_ext
 
 
 def naive_policy_loss(
@@ -26,7 +20,7 @@ def naive_policy_loss(
     entropies: Sequence[Tensor],
     advantages: Sequence[Tensor],
     masks: Sequence[Tensor],
-    correction: CorrectionConfig,
+    correction: mis_ext.CorrectionConfig,
     eps_clip: float = 0.2,
     eps_clip_high: float = 0.2,
     kl_coef: float = 0.0,
@@ -51,7 +45,15 @@ def naive_policy_loss(
     References:
         Hilton et al., Batch size-invariance for policy optimization, arXiv:2110.00641 (decoupled PPO).
     """
-    weights, keeps = naive_correction(proximal=proximal, behavior=behavior, masks=masks, config=correction)
+    lengths = [len(mask) for mask in masks]
+    found = mis_ext.compute_correction(
+        proximal_logprobs_T=torch.cat([*proximal]),
+        behavior_logprobs_T=torch.cat([*behavior]),
+        response_mask_R=torch.cat([*masks]),
+        layout=mis_ext.PackedLayout.whole(lengths),
+        config=correction,
+    )
+    weights, keeps = found.weights_T.split(lengths), found.keep_mask_R.split(lengths)
     total = torch.zeros(())
     for i, keep in enumerate(keeps):
         # A rejected sample adds nothing, and still counts among the samples that the host divides by.
