@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,92 +88,80 @@ def is_capturing(values: Tensor) -> bool:
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class Monitor:
+    """Judges the numbers of one call in eight, from the first on, a call late: so it never waits for the device.
+
+    Args:
+        numbers_of: The numbers of what is observed; None where nothing can be wrong.
+        judge: Raises, or returns whether it has warned and need not look again.
+        waits_first: Whether the first call is judged at once, for which it waits.
+    """
+
+    def __init__(
+        self, numbers_of: Callable[[Any], Tensor | None], judge: Callable[[list[float]], Any], *, waits_first: bool
+    ) -> None:
+        self._numbers_of, self._judge, self._waits = numbers_of, judge, waits_first
+        self._readback = AsyncReadback()
+        self._is_done = False
+        self._num_calls = 0
+
+    def observe(self, seen: Any, *, on: Tensor) -> None:
+        """Judge what has arrived, and send the numbers of this call, which are on the device of ``on``, in its turn."""
+        if self._is_done or is_capturing(on):
+            return
+        self._num_calls += 1
+        arrived = self._readback.receive()
+        if arrived is not None:
+            self._is_done = bool(self._judge(arrived))
+        if not self._readback.is_empty or self._num_calls % _CALLS_PER_LOOK != 1:
+            return
+        numbers = self._numbers_of(seen)
+        if numbers is not None and self._waits and self._num_calls == 1:
+            self._judge(numbers.tolist())
+        elif numbers is not None:
+            self._readback.send(numbers)
+
+
+def range_monitor(refuse: Callable[[Sequence[float]], None]) -> Monitor:
+    """Of tensors whose smallest and largest value ``refuse`` judges."""
+    return Monitor(extremes_of, refuse, waits_first=True)
+
+
+def rejection_monitor(max_fraction: float) -> Monitor:
+    """Of corrections: it warns, once, when they reject more than the user thought possible."""
+    return Monitor(_rejection_totals, partial(_warn_of_rejection, max_fraction), waits_first=False)
+
+
 _WATCHED = ("generated", "n", "kept", "kept responses", "responses")
 
 
-class RejectionMonitor:
-    """Warns, once, when more is rejected than the user thought possible.
-
-    Looks at one call in eight, from the first on, and is a call late: so it never waits for the device.
-    """
-
-    def __init__(self, max_fraction: float) -> None:
-        self._max_fraction = max_fraction
-        self._readback = AsyncReadback()
-        self._warned = False
-        self._num_calls = 0
-
-    def observe(self, correction: Correction) -> None:
-        """Look at what was sent for if it has arrived, and send for this call's totals if it is their turn."""
-        if self._warned or is_capturing(correction.weights_T):
-            return
-        self._num_calls += 1
-        arrived = self._readback.receive()
-        if arrived is not None:
-            self._warn_above(dict(zip(_WATCHED, arrived, strict=True)))
-        if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
-            self._readback.send(torch.stack([correction.totals[name] for name in _WATCHED]))
-
-    def _warn_above(self, totals: dict[str, float]) -> None:
-        unknown = 1.0 - totals["n"] / totals["generated"] if totals["generated"] else 0.0
-        if unknown > self._max_fraction:
-            self._warned = True
-            warnings.warn(
-                f"{unknown:.1%} of the response tokens in a micro-batch have a non-finite log-prob and were masked "
-                f"(limit: mis_max_reject_fraction={self._max_fraction:g}). Check that the engine returns log-probs for "
-                "sampled tokens (SGLang: return_logprob, vLLM: logprobs). See mis_nonfinite_token_fraction. Shown "
-                "once.",
-                MismatchWarning,
-                stacklevel=5,
-            )
-            return
-        for what, kept, original in (
-            ("tokens", totals["kept"], totals["generated"]),
-            ("sequences", totals["kept responses"], totals["responses"]),
-        ):
-            share = 1.0 - kept / original if original else 0.0
-            if share > self._max_fraction:
-                self._warned = True
-                warnings.warn(
-                    f"{share:.1%} of the {what} in a micro-batch were rejected (limit: "
-                    f"mis_max_reject_fraction={self._max_fraction:g}). Widen the bounds or use the mis preset. See "
-                    "mis_kept_token_fraction and mis_kept_seq_fraction. Shown once.",
-                    MismatchWarning,
-                    stacklevel=5,
-                )
+def _rejection_totals(correction: Correction) -> Tensor:
+    return torch.stack([correction.totals[name] for name in _WATCHED])
 
 
-class RangeMonitor:
-    """Refuses values by the smallest and the largest of them.
-
-    The first look waits for the device. Then it looks at one call in eight, and is a call late.
-
-    Args:
-        refuse: Raises for a smallest and a largest value that are not legal.
-    """
-
-    def __init__(self, refuse: Callable[[Sequence[float]], None]) -> None:
-        self._refuse = refuse
-        self._readback = AsyncReadback()
-        self._num_calls = 0
-
-    def observe(self, values: Tensor) -> None:
-        """Look at what was sent for if it has arrived, and send for the extremes of these if it is their turn."""
-        if is_capturing(values):
-            return
-        self._num_calls += 1
-        if self._num_calls == 1:
-            extremes = extremes_of(values)
-            if extremes is not None:
-                self._refuse(extremes.tolist())
-            return
-        arrived = self._readback.receive()
-        if arrived is not None:
-            self._refuse(arrived)
-        if self._readback.is_empty and self._num_calls % _CALLS_PER_LOOK == 1:
-            extremes = extremes_of(values)
-            if extremes is not None:
-                self._readback.send(extremes)
+def _warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
+    tokens, valid, kept, kept_responses, responses = totals
+    limit = f"(limit: mis_max_reject_fraction={max_fraction:g})"
+    unknown, rejected, lost = (
+        1.0 - part / whole if whole else 0.0
+        for part, whole in ((valid, tokens), (kept, tokens), (kept_responses, responses))
+    )
+    if unknown > max_fraction:
+        message = (
+            f"{unknown:.1%} of the response tokens in a micro-batch have a non-finite log-prob and were masked "
+            f"{limit}. Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: "
+            "logprobs). See mis_nonfinite_token_fraction. Shown once."
+        )
+    elif max(rejected, lost) > max_fraction:
+        share = f"{rejected:.1%} of the tokens" if rejected > max_fraction else f"{lost:.1%} of the sequences"
+        message = (
+            f"{share} in a micro-batch were rejected {limit}. Widen the bounds or use the mis preset. See "
+            "mis_kept_token_fraction and mis_kept_seq_fraction. Shown once."
+        )
+    else:
+        return False
+    warnings.warn(message, MismatchWarning, stacklevel=5)
+    return True
 
 
 class StatusMonitor:

@@ -19,11 +19,11 @@ from mis_ext.hosts.groups import ALONE, Groups, device_of, global_rank
 from mis_ext.hosts.guards import (
     DataGuards,
     MismatchWarning,
-    RangeMonitor,
-    RejectionMonitor,
     StatusMonitor,
     is_capturing,
     raise_if_failed,
+    range_monitor,
+    rejection_monitor,
 )
 from mis_ext.hosts.packing import TokenLags, pack, refuse_divisors, refuse_mask, refuse_mask_sums
 from mis_ext.keys.flat import config_given
@@ -49,11 +49,11 @@ class Session:
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
         self._guards = DataGuards(self.config)
-        self._rejection = RejectionMonitor(self.config.max_reject_fraction)
+        self._rejection = rejection_monitor(self.config.max_reject_fraction)
         self._status = StatusMonitor()
-        self._masks = RangeMonitor(refuse_mask)
-        self._divisors = RangeMonitor(refuse_divisors)
-        self._mask_sums = RangeMonitor(refuse_mask_sums)
+        self._masks = range_monitor(refuse_mask)
+        self._divisors = range_monitor(refuse_divisors)
+        self._mask_sums = range_monitor(refuse_mask_sums)
         self._told: set[str] = set()
         self._has_met = False
 
@@ -69,7 +69,7 @@ class Session:
         mask_R = streams.response_mask_R
         with self.local_work(layout.response_lengths, groups=groups, device=device_of(mask_R)):
             check_tensors({"response_mask_R": mask_R})
-            self._masks.observe(mask_R)
+            self._masks.observe(mask_R, on=mask_R)
             check_streams(streams, self.config, groups.cp_group)
             if self._guards.armed:
                 self._inspect(streams, groups)
@@ -77,7 +77,7 @@ class Session:
         if not groups.is_alone:
             self._status.observe(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
-            self._rejection.observe(correction)
+            self._rejection.observe(correction, on=correction.weights_T)
         return correction
 
     def lags_of(
@@ -157,7 +157,7 @@ class Session:
         Raises:
             ValueError: A value is below 0 or not finite.
         """
-        self._masks.observe(mask)
+        self._masks.observe(mask, on=mask)
 
     def check_divisors(self, divisors: Tensor) -> None:
         """Refuse divisors that are not finite and above 0; on a GPU in the first call and now and then.
@@ -168,7 +168,7 @@ class Session:
         if not divisors.is_cuda and divisors.numel() > 0:
             refuse_divisors(torch.stack(divisors.aminmax()).tolist())
         else:
-            self._divisors.observe(divisors)
+            self._divisors.observe(divisors, on=divisors)
 
     def check_mask_sums(self, sums: Tensor) -> None:
         """Refuse sums of masks that are below 0 or not finite, in the first call and now and then.
@@ -176,7 +176,7 @@ class Session:
         Raises:
             ValueError: A value is below 0 or not finite.
         """
-        self._mask_sums.observe(sums)
+        self._mask_sums.observe(sums, on=sums)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""

@@ -12,7 +12,14 @@ import torch
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.correction.collectives import failed_rank, mark_failed
-from mis_ext.hosts.guards import AsyncReadback, RejectionMonitor, RunningReadback, StatusMonitor, raise_if_failed
+from mis_ext.hosts.guards import (
+    AsyncReadback,
+    Monitor,
+    RunningReadback,
+    StatusMonitor,
+    raise_if_failed,
+    rejection_monitor,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -31,17 +38,17 @@ def totals(
     return SimpleNamespace(totals={name: torch.tensor(x) for name, x in numbers.items()}, weights_T=torch.ones(2))
 
 
-def observe(monitor: RejectionMonitor, corrections: list) -> list[str]:
+def observe(monitor: Monitor, corrections: list) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for correction in corrections:
-            monitor.observe(correction)
+            monitor.observe(correction, on=correction.weights_T)
     assert all(issubclass(warning.category, MismatchWarning) for warning in caught)
     return [str(warning.message) for warning in caught]
 
 
 def test_too_much_rejection_is_said_a_call_late_and_once() -> None:
-    monitor, much = RejectionMonitor(0.3), totals(100.0, 40.0)
+    monitor, much = rejection_monitor(0.3), totals(100.0, 40.0)
     assert observe(monitor, [much]) == []
     (message,) = observe(monitor, [much])
     assert "60.0% of the tokens" in message
@@ -50,7 +57,7 @@ def test_too_much_rejection_is_said_a_call_late_and_once() -> None:
 
 
 def test_tokens_without_a_ratio_are_not_blamed_on_the_bounds() -> None:
-    (message,) = observe(RejectionMonitor(0.3), [totals(100.0, 40.0, valid_tokens=40.0)] * 2)
+    (message,) = observe(rejection_monitor(0.3), [totals(100.0, 40.0, valid_tokens=40.0)] * 2)
     assert "60.0% of the response tokens" in message
     assert "mis_nonfinite_token_fraction" in message
 
@@ -66,25 +73,25 @@ def test_a_session_without_metrics_counts_tokens_without_a_ratio() -> None:
 
 
 def test_rejected_sequences_count_like_rejected_tokens() -> None:
-    monitor = RejectionMonitor(0.3)
+    monitor = rejection_monitor(0.3)
     (message,) = observe(monitor, [totals(100.0, 90.0, 4.0, 2.0)] * 2)
     assert "50.0% of the sequences" in message
 
 
 @pytest.mark.parametrize(("max_fraction", "num_warnings"), [(0.6, 0), (0.59, 1), (1.0, 0)])
 def test_only_more_than_the_largest_fraction_warns(max_fraction, num_warnings) -> None:
-    assert len(observe(RejectionMonitor(max_fraction), [totals(100.0, 40.0)] * 20)) == num_warnings
+    assert len(observe(rejection_monitor(max_fraction), [totals(100.0, 40.0)] * 20)) == num_warnings
 
 
 def test_one_call_in_eight_is_looked_at() -> None:
     fine, much = totals(100.0, 99.0), totals(100.0, 1.0)
     for bad_call in range(24):
         calls = [much if call == bad_call else fine for call in range(25)]
-        assert len(observe(RejectionMonitor(0.5), calls)) == (bad_call % 8 == 0)
+        assert len(observe(rejection_monitor(0.5), calls)) == (bad_call % 8 == 0)
 
 
 def test_calls_without_response_tokens_reject_nothing() -> None:
-    assert observe(RejectionMonitor(0.0), [totals(0.0, 0.0, 0.0, 0.0)] * 20) == []
+    assert observe(rejection_monitor(0.0), [totals(0.0, 0.0, 0.0, 0.0)] * 20) == []
 
 
 # --- status
