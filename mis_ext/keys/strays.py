@@ -81,23 +81,25 @@ def near_miss(name: str, *, keys: Collection[str]) -> str | None:
         return next(iter(difflib.get_close_matches(candidate, keys, n=1, cutoff=0.6)), None)
     if candidate.startswith(_OTHER_WORDS):
         return None
-    return next((key for key in keys if _is_typo(candidate, key)), None)
+    # Length and letters are cheap, and enough for nearly all of the frameworks' names.
+    size, letters = len(candidate), {*candidate}
+    for key in keys:
+        num_slips = len(key) // _LETTERS_PER_MISTAKE
+        is_alike = abs(size - len(key)) <= num_slips and len(letters.symmetric_difference(key)) <= num_slips
+        if is_alike and _is_typo(candidate, key):
+            return key
+    return None
 
 
 def _is_typo(name: str, key: str) -> bool:
     """Whether few letters are missing, added or exchanged; a word of two letters must stand there, as in ``use_rs``."""
     num_slips = len(key) // _LETTERS_PER_MISTAKE
-    # Cheap, and enough for nearly all of the hosts' names.
-    if abs(len(name) - len(key)) > num_slips:
-        return False
     last_word = key.rpartition("_")[2]
     is_right = name.endswith(f"_{last_word}") or name.startswith(key)
     if "_" not in key or (len(last_word) < 3 and not is_right):
         return False
     if sorted(name) == sorted(key):
         return True
-    if len(set(name) ^ set(key)) > num_slips:
-        return False
     num_same = sum(block.size for block in SequenceMatcher(None, name, key, autojunk=False).get_matching_blocks())
     return len(name) + len(key) - 2 * num_same <= num_slips
 
