@@ -193,7 +193,6 @@ _FP16_ADAPTS = replace(
     name="fp16_adapts",
     title="three flags, `--fp16`, a loss scale that adapts",
     flags=(*_FP16.flags[:-2], "--initial-loss-scale", "65536"),
-    says=(CALLED, "divides gradients by the scale twice"),
     is_alike=False,
     close=SAME,
 )
