@@ -176,7 +176,14 @@ _SLACK = 1e-6
 """A share times a count is a whole number up to rounding, and must not become the next one."""
 
 
-def covering_value(values_N: Tensor, counted_N: Tensor, *, share: Tensor, groups: Sequence[Group | None]) -> Tensor:
+def covering_value(
+    values_N: Tensor,
+    counted_N: Tensor,
+    *,
+    share: Tensor,
+    groups: Sequence[Group | None],
+    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
+) -> Tensor:
     """0-dim: the smallest counted value, over all ranks, that at least ``share`` of the counted values do not exceed.
 
     A radix selection: numbers sort as their bits do, those of negative ones turned around. So counts are all that ranks
@@ -188,6 +195,7 @@ def covering_value(values_N: Tensor, counted_N: Tensor, *, share: Tensor, groups
         counted_N: ``[N]`` bool, which of them count; elsewhere a value may be anything.
         share: 0-dim float64, in (0, 1].
         groups: The values lie on the ranks of all of these; None is a group of one.
+        gather: What gathers rows of all ranks.
 
     Returns:
         NaN where nothing counts.
@@ -202,7 +210,7 @@ def covering_value(values_N: Tensor, counted_N: Tensor, *, share: Tensor, groups
         # Integers, whose sum does not depend on the order.
         counts = counts.index_add(0, digit_N, matches_N.long())
         for group in groups:
-            counts = sum_over_ranks(counts, group)
+            counts = counts if group is None else gather(counts, group).sum(0)
         if rank is None:
             num_counted = counts.sum()
             rank = (num_counted.double() * share - _SLACK).ceil().long().clamp_min(1)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -78,6 +78,19 @@ class PackedLayout:
             device=torch.device(device),
             num_local_tokens=0,
             num_whole_tokens=sum(lengths),
+        )
+
+    @property
+    def emptied(self) -> PackedLayout:
+        """The layout of a rank that shares these responses and has no token of them."""
+        if self.is_whole:
+            return PackedLayout.whole((), device=self.device)
+        nothing = (0,) * len(self.pieces.lengths)
+        return replace(
+            self,
+            local_lengths=(0,) * self.num_sequences,
+            pieces=self.pieces._replace(lengths=nothing, whole_starts=nothing),
+            num_local_tokens=0,
         )
 
     @classmethod

@@ -363,11 +363,16 @@ def packed_loss(
         with session.local_work(layout.response_lengths, groups=groups, device=mask_R.device, status_groups=told):
             reducer = make_reducer(correction)
     session.exchange_status(told, device=mask_R.device)
-    return compute_policy_loss(
+    # Who has waited in the sums of the loss hears behind them of an error between two.
+    told = _waiting(settings, groups, extra_metrics)
+    found = compute_policy_loss(
         settings,
         tokens,
         correction=correction,
         token_metrics=token_metrics,
         reducer=reducer,
         extra_metrics=extra_metrics,
+        telling=session.local_work(layout.response_lengths, groups=groups, device=mask_R.device, status_groups=told),
     )
+    session.exchange_status(told, device=mask_R.device)
+    return found

@@ -123,6 +123,25 @@ class LossTokens(NamedTuple):
         log_probs = {policy: values_T.detach() for policy, values_T in self.log_probs.items()}
         return self._replace(log_probs=log_probs, entropy_T=entropy_T)
 
+    def emptied(self) -> LossTokens:
+        """What a rank without a token of these responses has."""
+
+        def nothing(values_T: Tensor | None) -> Tensor | None:
+            return None if values_T is None else values_T[:0]
+
+        layout = self.layout.emptied
+        return self._replace(
+            log_probs={policy: values_T[:0] for policy, values_T in self.log_probs.items()},
+            advantages_T=self.advantages_T[:0],
+            response_mask_R=self.response_mask_R[: layout.num_whole_tokens],
+            divisor_S=self.divisor_S[: layout.num_sequences],
+            layout=layout,
+            entropy_T=nothing(self.entropy_T),
+            reverse_kl_T=nothing(self.reverse_kl_T),
+            state_values_T=nothing(self.state_values_T),
+            lag_T=nothing(self.lag_T),
+        )
+
 
 class Evaluation(NamedTuple):
     """``[T]`` each, 0 or False where a token is not valid.
@@ -168,6 +187,10 @@ class Corrected(NamedTuple):
         if correction is None or correction.config.metrics_only:
             return None
         return cls(correction.weights_T, correction.keep_mask_T, correction.config.weight is not None)
+
+    def emptied(self) -> Corrected:
+        """The same of no token."""
+        return self._replace(weights_T=self.weights_T[:0], kept_T=self.kept_T[:0])
 
 
 def evaluate(

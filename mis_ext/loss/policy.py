@@ -22,6 +22,7 @@ the host divides by the tokens of the whole batch. Penalty and entropy keep ``D_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mis_ext.correction.collectives import Group, sum_over_ranks
+from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.statistics import Pair
@@ -82,6 +83,7 @@ def compute_policy_loss(
     token_metrics: Mapping[str, Tensor] | None = None,
     reducer: Reducer | None = None,
     extra_metrics: frozenset[str] = frozenset(),
+    telling: contextlib.AbstractContextManager[None] | None = None,
 ) -> PolicyLoss:
     """Loss and metrics of a micro-batch.
 
@@ -92,11 +94,46 @@ def compute_policy_loss(
         token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
         reducer: From the loss of each local token to its sum, in place of ``settings.denominator``.
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
+        telling: Around the sums: after an error a rank joins those that are left, and leaves it to this to tell.
     """
+    dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
+    reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
+    corrected, metrics = Corrected.by(correction), token_metrics or {}
+    with telling or contextlib.nullcontext():
+        try:
+            totals, passed, share_T, response_T = _sums(
+                settings, tokens, reductions, correction, corrected, token_metrics, reducer, extra_metrics
+            )
+        except Exception:
+            # What was wrong first is raised, also where a group itself is broken.
+            with contextlib.suppress(Exception):
+                nothing = None if corrected is None else corrected.emptied()
+                no_metrics = None if token_metrics is None else {name: metrics[name][:0] for name in metrics}
+                left = reductions.left_over()
+                _sums(settings, tokens.emptied(), left, None, nothing, no_metrics, None, extra_metrics)
+            raise
+    # Outside of that: recomputation ends here by an exception of torch, which is no error.
+    loss: Tensor = _WithSlopes.apply(  # type: ignore[no-untyped-call]
+        totals["loss"], tokens.log_probs["current"], passed.slope_T, tokens.entropy_T, passed.entropy_slope_T
+    )
+    names = [*ORDER, *metrics, *LAST]
+    measured = functools.partial(measured_totals, correction, metrics, share_T, response_T)
+    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T, measured)
+
+
+def _sums(
+    settings: LossSettings,
+    tokens: LossTokens,
+    reductions: Reductions,
+    correction: Correction | None,
+    corrected: Corrected | None,
+    token_metrics: Mapping[str, Tensor] | None,
+    reducer: Reducer | None,
+    extra_metrics: frozenset[str],
+) -> tuple[dict[str, Tensor], _Passed, Tensor, Tensor]:
+    """All totals, the slopes, and ``[T]`` each the share of a token, and whether the policy generated it."""
     layout = tokens.layout
     objective = objective_of(settings)
-    dp_group = tokens.dp_group if objective.method.averages_over_batch else None
-    errors: list[Exception] = []
     with torch.no_grad():
         share_T = _share(settings, tokens, tokens.divisor_S)
         policy_share_T = share_T
@@ -107,29 +144,21 @@ def compute_policy_loss(
             settings,
             objective,
             tokens.detached(),
-            corrected=Corrected.by(correction),
+            corrected=corrected,
             response_T=response_T,
-            reductions=Reductions(layout, cp_group=tokens.cp_group, dp_group=dp_group),
+            reductions=reductions,
             share_T=share_T,
             policy_share_T=policy_share_T,
-            reduce=None if reducer is None else functools.partial(_reduced, reducer, errors=errors),
+            reduce=None if reducer is None else functools.partial(_reduced, reducer),
             is_corrected=token_metrics is not None,
             with_kl="train_rollout_kl" in extra_metrics,
         )
         totals = passed.totals | correction_totals(token_metrics or {}, share_T)
         if "ess_ratio" in extra_metrics:
             totals["ess_ratio"] = effective_samples(
-                settings, tokens, log_ratio_T=passed.log_ratio_T, response_T=response_T
+                settings, tokens, reductions, log_ratio_T=passed.log_ratio_T, response_T=response_T
             )
-    if errors:
-        raise errors[0]
-    current_T = tokens.log_probs["current"]
-    loss: Tensor = _WithSlopes.apply(  # type: ignore[no-untyped-call]
-        totals["loss"], current_T, passed.slope_T, tokens.entropy_T, passed.entropy_slope_T
-    )
-    names = [*ORDER, *(token_metrics or ()), *LAST]
-    measured = functools.partial(measured_totals, correction, token_metrics or {}, share_T, response_T)
-    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T, measured)
+    return totals, passed, share_T, response_T
 
 
 def groups_of_sums(
@@ -192,20 +221,13 @@ def _token_pass(
     return _Passed(totals, slope_T, entropy_slope_T, found.log_ratio_T)
 
 
-def _reduced(reducer: Reducer, loss_T: Tensor, *, errors: list[Exception]) -> tuple[Tensor, Tensor]:
-    """The sum that a function of the user makes, and what it makes of each token; NaN after an error.
-
-    The error is kept until other ranks need no more sums of this one.
-    """
-    try:
-        with torch.enable_grad():
-            leaf_T = loss_T.detach().requires_grad_()
-            total = reducer(leaf_T)
-            (share_T,) = torch.autograd.grad(total, leaf_T)
-        return total.detach(), share_T
-    except Exception as error:
-        errors.append(error)
-        return loss_T.new_tensor(torch.nan), torch.full_like(loss_T, torch.nan)
+def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum that a function of the user makes, and what it makes of each token."""
+    with torch.enable_grad():
+        leaf_T = loss_T.detach().requires_grad_()
+        total = reducer(leaf_T)
+        (share_T,) = torch.autograd.grad(total, leaf_T)
+    return total.detach(), share_T
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:
@@ -363,14 +385,16 @@ def measured_totals(
     return found
 
 
-def effective_samples(settings: LossSettings, tokens: LossTokens, *, log_ratio_T: Tensor, response_T: Tensor) -> Tensor:
+def effective_samples(
+    settings: LossSettings, tokens: LossTokens, reductions: Reductions, *, log_ratio_T: Tensor, response_T: Tensor
+) -> Tensor:
     """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` of each sample, ``w`` current / old; of the first rank.
 
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
     ratio_T = torch.where(response_T, bounded_exp(log_ratio_T), 0.0)
-    local_3S = tokens.layout.sums([ratio_T, ratio_T.square(), response_T]).to(ratio_T.dtype)
-    sum_S, squares_S, count_S = sum_over_ranks(local_3S, tokens.cp_group).unbind()
+    rows_3T = torch.stack([ratio_T, ratio_T.square(), response_T.to(ratio_T.dtype)])
+    sum_S, squares_S, count_S = reductions.sums(rows_3T).unbind()
     count_S = count_S.clamp_min(1.0)
     share_S = sum_S.square() / (count_S * squares_S.clamp_min(1e-8))
     total = (share_S * count_S if settings.per_token_loss else share_S).sum()

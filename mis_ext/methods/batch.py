@@ -15,8 +15,6 @@ from mis_ext.correction.collectives import (
     covering_value,
     gather_rows,
     group_size,
-    min_over_ranks,
-    sum_over_ranks,
 )
 from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
@@ -36,14 +34,29 @@ class Reductions:
         layout: Where the local tokens lie.
         cp_group: Ranks that hold other parts of the same sequences.
         dp_group: Ranks that hold other sequences, without context parallelism.
+        num_joined: In so many gathers this rank has taken part before; of these it gets its own row back.
     """
 
-    def __init__(self, layout: PackedLayout, *, cp_group: Group | None = None, dp_group: Group | None = None) -> None:
+    def __init__(
+        self,
+        layout: PackedLayout,
+        *,
+        cp_group: Group | None = None,
+        dp_group: Group | None = None,
+        num_joined: int = 0,
+    ) -> None:
         if layout.is_whole != (group_size(cp_group) == 1):
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
         self.has_other_sequences = group_size(dp_group) > 1
         """Whether other ranks hold sequences that this one does not see."""
+        self._num_joined, self._num_gathers = num_joined, 0
+
+    def left_over(self) -> Reductions:
+        """The same gathers of a rank without tokens, which joins those that this one has not joined."""
+        return Reductions(
+            self._layout.emptied, cp_group=self._cp_group, dp_group=self._dp_group, num_joined=self._num_gathers
+        )
 
     def reduce(self, values_T: Tensor, mask_T: Tensor, reduce: Reduce) -> Tensor:
         """``[T]``: what ``reduce`` says, over the tokens of ``mask_T``."""
@@ -53,7 +66,9 @@ class Reductions:
             return -self.reduce(-values_T, mask_T, "min")
         if reduce == "min":
             (lowest_S,) = self._layout.minima([torch.where(mask_T, values_T, torch.inf)]).to(values_T.dtype)
-            return self.to_tokens(min_over_ranks(lowest_S, self._cp_group))
+            return self.to_tokens(
+                lowest_S if self._cp_group is None else self._gather(lowest_S, self._cp_group).amin(0)
+            )
         if reduce == "batch_rank_mean":
             return self._batch_rank_mean(values_T, mask_T)
         if reduce == "batch_mean":
@@ -69,24 +84,25 @@ class Reductions:
             # All tokens of a run are of the mask, so that its length is their number.
             return self._layout.local_part(total_R / segments.length_R if reduce == "segment_mean" else total_R)
         if reduce == "sum":
-            return self.to_tokens(self._sums(masked_T[None])[0])
-        total_S, count_S = self._sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
+            return self.to_tokens(self.sums(masked_T[None])[0])
+        total_S, count_S = self.sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
         return self.to_tokens(total_S / count_S.clamp_min(1.0))
 
     def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         """Of ``[..., T]``: the sums of the values under the mask over the tokens of all ranks."""
         total = torch.where(mask_T, values_T, 0.0).sum(-1)
         for group in (self._cp_group, self._dp_group):
-            total = sum_over_ranks(total, group)
+            total = self._sum_over(group, total)
         return total
 
     def covering_value(self, values_T: Tensor, mask_T: Tensor, share: Tensor) -> Tensor:
         """0-dim: the smallest value that this share of those under the mask, of all ranks, do not exceed."""
-        return covering_value(values_T.float(), mask_T, share=share, groups=(self._cp_group, self._dp_group))
+        groups = (self._cp_group, self._dp_group)
+        return covering_value(values_T.float(), mask_T, share=share, groups=groups, gather=self._gather)
 
     def count(self, mask_T: Tensor) -> Tensor:
         """``[T]``: how many tokens of the mask the sequence of each token has."""
-        return self.to_tokens(self._sums(mask_T.float()[None])[0])
+        return self.to_tokens(self.sums(mask_T.float()[None])[0])
 
     def position(self, mask_T: Tensor) -> Tensor:
         """``[T]``: its place among the tokens of the mask in its sequence, from 1."""
@@ -94,15 +110,23 @@ class Reductions:
 
     def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         """``[S]``: the sum of each sequence over the tokens of the mask."""
-        return self._sums(torch.where(mask_T, values_T, 0)[None])[0]
+        return self.sums(torch.where(mask_T, values_T, 0)[None])[0]
 
     def to_tokens(self, values_S: Tensor) -> Tensor:
         """``[T]``: the value of each token's sequence."""
         return self._layout.spread(values_S)
 
-    def _sums(self, rows_FT: Tensor) -> Tensor:
+    def sums(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over all tokens of each sequence."""
-        return sum_over_ranks(self._layout.sums(rows_FT).to(rows_FT.dtype), self._cp_group)
+        return self._sum_over(self._cp_group, self._layout.sums(rows_FT).to(rows_FT.dtype))
+
+    def _sum_over(self, group: Group | None, row: Tensor) -> Tensor:
+        return row if group is None else self._gather(row, group).sum(0)
+
+    def _gather(self, row: Tensor, group: Group | None) -> Tensor:
+        rows = gather_rows(row, group) if self._num_gathers >= self._num_joined else row.unsqueeze(0)
+        self._num_gathers += 1
+        return rows
 
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if self.has_other_sequences:
@@ -121,7 +145,7 @@ class Reductions:
         if self._layout.is_whole:
             return values_T, mask_T
         rows_FT = torch.stack([values_T, mask_T.to(values_T.dtype)])
-        values_R, mask_R = whole_rows(rows_FT, self._layout, cp_group=self._cp_group)
+        values_R, mask_R = whole_rows(rows_FT, self._layout, cp_group=self._cp_group, gather=self._gather)
         return values_R, mask_R > 0.0
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
@@ -135,8 +159,8 @@ class Reductions:
         # One token of each piece, so that the order of additions does not matter.
         total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0))
         mine_SP = start_P.view(-1, pieces.per_sequence)
-        starts_WSP = gather_rows(mine_SP, self._cp_group)
-        totals_WSP = gather_rows(total_P.view_as(mine_SP), self._cp_group)
+        starts_WSP = self._gather(mine_SP, self._cp_group)
+        totals_WSP = self._gather(total_P.view_as(mine_SP), self._cp_group)
         is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
         earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
         return values_T + earlier_SP.flatten().index_select(0, piece_T)

@@ -3,19 +3,23 @@
 
 from functools import partial
 from importlib.util import find_spec
+from unittest import mock
 
 import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
 from process_ranks import run_checks
-from thread_ranks import Rank, run_ranks
+from rows import for_each
+from thread_ranks import Rank, current_rank, run_ranks
 
 import mis_ext
+from mis_ext.correction import collectives
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_scores, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.policy import MILES_METRICS, groups_of_sums
+from mis_ext.methods import batch as batch_sums
 from mis_ext.scoring import Scores, score_tokens
 
 REDUCER = "custom_pg_loss_reducer_function_path"
@@ -133,7 +137,7 @@ def failing_on_rank_1(rank: Rank, keys: dict, extra: frozenset, *, spoiled: bool
     try:
         loss = batch_loss(run, Host(rank.groups, plain_scores, extra), local, logits).loss
         return torch.autograd.grad(loss, logits)[0], bool(sums)
-    except (ValueError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+    except Exception as error:
         return error, bool(sums)
 
 
@@ -169,12 +173,48 @@ def test_a_reducer_that_fails_on_one_rank_leaves_none_waiting(dp_size, keys, ext
         lambda rank: failing_on_rank_1(rank, keys, extra, reducer=reducer), cp_size=3 - dp_size, dp_size=dp_size
     )
     assert isinstance(bad[0], error)
-    # Masks are known after the correction, and a loss after most sums: who needs no more of others is done then.
-    is_waiting = good[1] and reducer != "loss_cases.refuse_loss"
-    assert_told(good[0], is_waiting, is_corrected="use_rs" in keys and error is AttributeError)
-    if reducer == "loss_cases.refuse_loss":
-        # Not a part of a gradient, with which it would train.
-        assert bool(good[0].isnan().any()) is ("advantage_estimator" in keys and dp_size == 1)
+    assert_told(*good, is_corrected="use_rs" in keys and error is AttributeError)
+
+
+OF_METHODS = {"eps_clip": 0.2, "eps_clip_high": None}
+OF_SKIPPED = OF_METHODS | {"use_rollout_logprobs": True}
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+@for_each("keys, extra", [
+    (GSPO, MILES_METRICS),
+    (AVERAGED, frozenset()),
+    ({"use_opsm": True, "opsm_delta": 1e-4}, MILES_METRICS),
+    *((OF_METHODS | {"mis_loss_method": name}, frozenset()) for name in ("segment_rs", "ctpo", "trm")),
+    *((OF_SKIPPED | {"mis_loss_method": name}, frozenset()) for name in ("p3o", "m2po", "vaco")),
+    (loss_cases.GATES | GSPO, frozenset()),
+])  # fmt: skip
+def test_an_error_between_two_sums_of_a_loss_is_told_behind_them(dp_size, keys, extra) -> None:
+    gather, num_sums = collectives.gather_rows, 0
+    for fails_before in range(20):
+        seen = 0
+
+        def gather_or_fail(row: torch.Tensor, group: object, fails_before=fails_before) -> torch.Tensor:
+            nonlocal seen
+            if current_rank() == 1:
+                seen += 1
+                if seen == fails_before + 1:
+                    raise torch.OutOfMemoryError("out of memory, says the test")
+            return gather(row, group)
+
+        with mock.patch.object(batch_sums, "gather_rows", gather_or_fail):
+            good, bad = run_ranks(
+                lambda rank: failing_on_rank_1(rank, keys, extra), cp_size=3 - dp_size, dp_size=dp_size
+            )
+        if seen <= fails_before:
+            # One sum more than there are.
+            break
+        num_sums += 1
+        assert isinstance(bad[0], torch.OutOfMemoryError)
+        assert str(good[0]) == "a call failed on rank 1; the error of that rank says why"
+    assert isinstance(good[0], torch.Tensor)
+    assert (num_sums > 0) is good[1]
+    assert fails_before == num_sums
 
 
 def assert_told(good, is_waiting, *, is_corrected) -> None:
