@@ -58,6 +58,8 @@ case "$1" in
         command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv
         "$python" -c "import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.device_count())"
         nproc --all && df -h "$place" | tail -n 1 && free -g | sed -n 2p
+        # The start waits for it, however late its process begins.
+        touch "$place/trying"
         setsid bash "$place/pilot.sh" try > "$place/logs/try.log" 2>&1 < /dev/null &
         ;;
     try)
