@@ -199,7 +199,9 @@ def due_of(
     """The collectives of a call, in the order in which it joins them."""
     plan, of_parts = plan_of(config), None if is_whole else cp_group
     num_segment_gates = sum(gate.is_of_segments for gate in plan.gates.values())
-    num_tokens, num_bytes = sum(response_lengths), -(-sum(response_lengths) // _BITS)
+    # A rank that tells of wrong lengths has them here.
+    num_tokens = sum(length for length in response_lengths if isinstance(length, int))
+    num_bytes = -(-num_tokens // _BITS)
     segments = Row((1 + num_segment_gates, num_tokens), torch.float32, of_parts, has_status=False)
     parts = Row((len(plan.sums) + len(plan.maxima) + 1, len(response_lengths)), torch.float64, cp_group)
     totals = Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group)
