@@ -69,9 +69,10 @@ class Groups(NamedTuple):
         return self._replace(dp_rank=0, dp_size=1, dp_group=None)
 
     @property
-    def shared(self) -> list[Group]:
-        """The groups of more than one rank."""
-        return [group for group in (self.cp_group, self.dp_group) if group is not None]
+    def started_together(self) -> list[Group]:
+        """The groups of more than one rank, all of which make their first call together: no replica joins later."""
+        groups = (self.cp_group, self.dp_group)
+        return [group for group in groups if group is not None and not is_fault_tolerant(group)]
 
     @property
     def is_alone(self) -> bool:
@@ -101,6 +102,11 @@ def device_of(*candidates: Any) -> torch.device:
             return candidate.device
     uses_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
+
+
+def is_fault_tolerant(group: Group) -> bool:
+    """Whether replicas leave the group and join it while it is in use, as Miles' can."""
+    return hasattr(group, "_replica_id")
 
 
 def _place(group: Group | None) -> tuple[int, int]:

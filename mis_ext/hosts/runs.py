@@ -127,7 +127,7 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     try:
         run = current_run(args, whole_loss=whole_loss)
     except Exception:
-        status_of_ranks(groups.shared, device=device, fails=True)
+        status_of_ranks(groups.started_together, device=device, fails=True)
         raise
     run.session.meet(groups, device=device)
     return run

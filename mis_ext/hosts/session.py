@@ -55,7 +55,7 @@ class Session:
         self._divisors = range_monitor(refuse_divisors)
         self._mask_sums = range_monitor(refuse_mask_sums)
         self._told: set[str] = set()
-        self._has_met = False
+        self._met: set[tuple[int, ...]] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -139,15 +139,19 @@ class Session:
             self._status.observe(status)
 
     def meet(self, groups: Groups, *, device: torch.device) -> None:
-        """In the first call, hear of ranks that could not read their keys: on these the collectives depend.
+        """In the first call with these groups, hear of ranks that could not read their keys.
 
         Raises:
             RuntimeError: Another rank failed.
         """
-        if self._has_met or groups.is_alone:
+        if groups.is_alone:
             return
-        self._has_met = True
-        status = status_of_ranks(groups.shared, device=device)
+        shared = groups.started_together
+        key = tuple(map(id, shared))
+        if key in self._met:
+            return
+        self._met.add(key)
+        status = status_of_ranks(shared, device=device)
         if not is_capturing(status):
             raise_if_failed(float(status))
 

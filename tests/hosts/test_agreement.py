@@ -203,6 +203,19 @@ def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
 
 
+def test_no_status_is_exchanged_in_later_calls_or_with_replicas_that_join_later() -> None:
+    def work(rank: Rank) -> list[int]:
+        args, counts = args_of(tis_batch_normalize=True), [0]
+        for _ in range(2):
+            call(rank, local_batch(rank), args)
+            counts.append(rank.num_collectives)
+        return [counts[1] - counts[0], counts[2] - counts[1]]
+
+    assert run_ranks(work, dp_size=2) == [[2, 1], [2, 1]]
+    replicas = SimpleNamespace(_replica_id=0)
+    assert Groups.of_places(0, 2, "cp", 0, 2, replicas).started_together == ["cp"]
+
+
 def said_on_ranks(keys: dict[str, Any], **settings: Any) -> list[str]:
     """What two data-parallel ranks warn about in two calls."""
 
