@@ -175,6 +175,9 @@ def correct(
     Other ranks hear of an error in it by :attr:`Correction.status`, if a collective is still due.
     """
     layout = streams.layout
+    if cp_group is None and dp_group is None:
+        # Nobody waits for this rank.
+        return _correct(streams, config, None, None, _NOTHING_DUE, token_metrics=token_metrics)
     due = due_of(
         config,
         layout.response_lengths,
@@ -185,6 +188,9 @@ def correct(
     )
     with due.told_of_errors():
         return _correct(streams, config, cp_group, dp_group, due, token_metrics=token_metrics)
+
+
+_NOTHING_DUE = Due((), torch.device("cpu"))
 
 
 def due_of(
