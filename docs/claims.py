@@ -4,7 +4,7 @@
     python docs/claims.py REVISION          # the claims that no page makes, with all of their numbers in one place
     python docs/claims.py REVISION --all    # every claim, and the page that makes it
 
-A claim is a sentence or a cell of a table with a number in it, or with "not tried" or "not measured". Links, emphasis
+A claim is a sentence or a cell of a table with a number in it, or with "not tested" or "not measured". Links, emphasis
 and line breaks do not count. A claim is made in other words where a paragraph or a row of today has all of its numbers
 and half of its long words. Whoever moves or shortens pages reads what is left: nothing goes in silence.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("README.md", "docs", "lab")
-CLAIM = re.compile(r"\d|not (?:yet )?(?:tried|measured|run)", re.IGNORECASE)
+CLAIM = re.compile(r"\d|not (?:yet )?(?:tried|tested|measured|run)", re.IGNORECASE)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 SENTENCE = re.compile(r"(?<=[.:;!?])\s+(?=[^a-z])|\s*\|\s*")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e-?\d+)?")

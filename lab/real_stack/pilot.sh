@@ -11,7 +11,7 @@
 # poll for as long as one command may take. A process that dies begins again, from its alert if it had one. ONLY at the
 # start: names of runs, else all of the study. STUDY, SMOKE, GPUS, PLACE and DEVICE are for tests.
 set -euo pipefail
-place="${PLACE:-/tmp/fork}" study="${STUDY:-alert_pilot}" smoke="${SMOKE:-alert_smoke}"
+place="${PLACE:-${TMPDIR:-/tmp}/fork}" study="${STUDY:-alert_pilot}" smoke="${SMOKE:-alert_smoke}"
 code="$place/code" python="${PYTHON:-python3}"
 export PYTHONPATH="$code:$place/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
