@@ -2,10 +2,11 @@
 """The correction on a GPU against another revision: times and numbers, in one run.
 
     git worktree add ../base 16a265ec
-    python lab/benchmarks/bench_passes.py ../base
+    python lab/benchmarks/bench_passes.py ../base [--presets mis]
 
 Each of three processes computes the same calls: the other revision, this one without graphs, this one with graphs. A
-call has lengths that the call before did not have, and its time begins and ends when the GPU is idle.
+call has lengths that the call before did not have, and its time begins and ends when the GPU is idle. The peak is that
+of the allocator above what the process held before the calls.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 PRESETS = ("mis", "geometric_mis")
@@ -25,8 +27,8 @@ SHAPES = ((8, 2048), (64, 2048), (256, 1024), (4096, 64))
 CALLS, WARM_UP, BATCHES = 26, 6, 12
 
 
-def measure(root: str, mode: str, out: str) -> None:
-    """Write times, numbers of the last call, and how many graphs 50 calls of drawn lengths made."""
+def measure(root: str, mode: str, out: str, presets: Sequence[str]) -> None:
+    """Write times, peaks, numbers of the last call, and how many graphs 50 calls of drawn lengths made."""
     sys.path.insert(0, root)
     warnings.simplefilter("ignore")
     import torch
@@ -51,7 +53,7 @@ def measure(root: str, mode: str, out: str) -> None:
         return time.perf_counter() - start, weights, loss_mask, found
 
     rows, numbers = {}, {}
-    for preset in PRESETS:
+    for preset in presets:
         for metrics in ("core", "all"):
             config = mis_ext.preset(preset).replace(metrics=metrics)
             if mode != "base":
@@ -61,14 +63,19 @@ def measure(root: str, mode: str, out: str) -> None:
                 for seed in range(BATCHES):
                     drawn = torch.empty(count).log_normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
                     batches.append((drawn * mean * 0.88).clamp(16, mean * 4).long().tolist())
-                found = [call(batches[k % BATCHES], config, k % BATCHES) for k in range(CALLS)]
+                first, *_ = call(batches[0], config, 0)
+                held = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                times = [call(batches[k % BATCHES], config, k % BATCHES)[0] for k in range(1, CALLS)]
+                peak = (torch.cuda.max_memory_allocated() - held) / 2**20
                 name = f"{preset}, {metrics}, {count} x {mean:,}"
-                rows[name] = (1e3 * statistics.median(x[0] for x in found[WARM_UP:]), found[0][0])
-                _, weights, loss_mask, last = found[-1]
+                rows[name] = (1e3 * statistics.median(times[WARM_UP - 1 :]), first, peak)
+                print(f"{mode}: {name}: {rows[name][0]:.2f} ms, first {first:.1f} s, {peak:.0f} MiB", flush=True)
+                _, weights, loss_mask, last = call(batches[(CALLS - 1) % BATCHES], config, (CALLS - 1) % BATCHES)
                 tokens = {key: values.cpu() for key, values in last.token_metrics.items()}
                 numbers[name] = (weights.cpu(), loss_mask.cpu(), tokens)
     graphs = None
-    if mode == "graphs":
+    if mode == "graphs" and "mis" in presets:
         from torch._dynamo.utils import counters
 
         draw, config = random.Random(0), mis_ext.preset("mis").replace(compile=True, metric_max=9.0)
@@ -84,13 +91,17 @@ def compare(paths: list[Path]) -> None:
     import torch
 
     base, eager, graphs = (torch.load(path) for path in paths)
-    print("| preset, metrics, responses x mean tokens | base | eager | graphs | graphs / base | first call, s |")
-    print("|---|---|---|---|---|---|")
-    for name, (before, _) in base[0].items():
-        with_graphs, first = graphs[0][name]
+    print(
+        "| preset, metrics, responses x mean tokens | base, ms | eager | graphs | graphs / base | first call, s "
+        "| peak, MiB: base, eager, graphs |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, (before, _, peak) in base[0].items():
+        with_graphs, first, peak_of_graphs = graphs[0][name]
+        peaks = f"{peak:.0f}, {eager[0][name][2]:.0f}, {peak_of_graphs:.0f}"
         print(
             f"| {name} | {before:.2f} | {eager[0][name][0]:.1f} | {with_graphs:.2f} | {with_graphs / before:.1f} "
-            f"| {first:.0f} |"
+            f"| {first:.0f} | {peaks} |"
         )
     worst = 0.0
     for mode, found in (("eager", eager), ("graphs", graphs)):
@@ -102,18 +113,21 @@ def compare(paths: list[Path]) -> None:
             for metric, values in tokens.items():
                 if not torch.allclose(values, new_tokens[metric], rtol=1e-5, atol=1e-6, equal_nan=True):
                     print(f"{mode}, {name}: {metric} differs by {float((values - new_tokens[metric]).abs().max()):.1e}")
-    print(f"largest relative difference of a weight: {worst:.1e}; graphs of 50 calls of drawn lengths: {graphs[2]}")
+    print(f"largest relative difference of a weight: {worst:.1e}")
+    if graphs[2] is not None:
+        print(f"graphs of 50 calls of drawn lengths: {graphs[2]}")
 
 
 def main() -> None:
     """Measure all three, each in a process of its own, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="checkout of the revision to compare with")
+    parser.add_argument("--presets", nargs="+", default=PRESETS, choices=PRESETS)
     parser.add_argument("--measure", choices=["base", "eager", "graphs"], help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        measure(arguments.base, arguments.measure, arguments.out)
+        measure(arguments.base, arguments.measure, arguments.out, arguments.presets)
         return
     here = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +135,7 @@ def main() -> None:
         for path in paths:
             root = arguments.base if path.stem == "base" else str(here)
             command = [sys.executable, __file__, str(Path(root).resolve()), "--measure", path.stem, "--out", str(path)]
-            subprocess.run(command, check=True)
+            subprocess.run([*command, "--presets", *arguments.presets], check=True)
         compare(paths)
 
 
