@@ -118,6 +118,10 @@ def loss_settings(keys: Mapping[str, Any]) -> LossSettings:
             f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
             "(tis_level: none for no weight)"
         )
+    if given.get("use_score_centering"):
+        raise ValueError(
+            "--use-score-centering: vime adds this term in its own loss, which mis_ext.policy_loss replaces; remove one"
+        )
     path = given.get("custom_tis_function_path", _OUR_HOOK)
     if path != _OUR_HOOK and (corrects or given.get("get_mismatch_metrics", False)):
         raise ValueError(

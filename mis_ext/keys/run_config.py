@@ -40,6 +40,7 @@ HOST_KEYS = (
     "use_unbiased_kl",
     "use_opsm",
     "opsm_delta",
+    "use_score_centering",
     "use_rollout_logprobs",
     "calculate_per_token_loss",
     "use_tis",

@@ -17,8 +17,8 @@ import yaml
 from hook_batches import make_batch
 
 import mis_ext
+from mis_ext.frameworks import MILES
 from mis_ext.hosts.runs import current_run
-from mis_ext.hosts.slime_miles.policy_loss import MILES
 
 PATH = "mis_ext.check_setup"
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
@@ -167,7 +167,7 @@ def test_a_flag_of_the_host_with_which_a_loss_fails_or_is_nan_is_refused(launch,
 
 
 def test_greedy_sampling_is_for_miles_with_the_hook_too(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    monkeypatch.setitem(sys.modules, MILES.loss, types.ModuleType(MILES.loss))
     start(HOOK | {"rollout_temperature": 0.0})
 
 
@@ -375,7 +375,7 @@ def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None
 def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_that_flag(
     path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    monkeypatch.setitem(sys.modules, MILES.loss, types.ModuleType(MILES.loss))
     for switches in (HOOK, LOSS | {"use_tis": True}):
         start(switches | {"rollout_data_postprocess_path": path})
         with pytest.raises(ValueError, match=r"prompt_mean: true.*Miles (passes no rollout data; remove|has nothing)"):
@@ -386,7 +386,7 @@ def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_t
 def test_in_miles_a_function_of_ours_gets_no_rollout_and_is_refused(path, monkeypatch: pytest.MonkeyPatch) -> None:
     for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
         start(switches | {"rollout_data_postprocess_path": path})
-    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    monkeypatch.setitem(sys.modules, MILES.loss, types.ModuleType(MILES.loss))
     for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
         with pytest.raises(ValueError, match=f"--rollout-data-postprocess-path {path}: Miles passes no rollout data"):
             start(switches | {"rollout_data_postprocess_path": path})

@@ -18,8 +18,8 @@ from rows import for_each
 from torch.overrides import TorchFunctionMode
 
 import mis_ext
+from mis_ext.frameworks import MILES, SLIME
 from mis_ext.hosts import runs
-from mis_ext.hosts.slime_miles.policy_loss import MILES, SLIME
 from mis_ext.keys.flat import flat_keys
 from mis_ext.methods import METHODS
 
@@ -95,7 +95,7 @@ def test_what_runs_passes_with_its_one_line(keys, capsys) -> None:
 
 
 def test_greedy_sampling_is_for_miles_to_know(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, MILES, types.ModuleType(MILES))
+    monkeypatch.setitem(sys.modules, MILES.loss, types.ModuleType(MILES.loss))
     start(LOSS | {"rollout_temperature": 0.0})
 
 
@@ -118,7 +118,7 @@ def test_what_could_not_be_tried_is_said_on_rank_0(monkeypatch, capsys) -> None:
         _, *lines = capsys.readouterr().out.splitlines()
         return [re.sub(".*in the first step: ", "", line) for line in lines]
 
-    monkeypatch.setitem(sys.modules, SLIME, types.ModuleType(SLIME))
+    monkeypatch.setitem(sys.modules, SLIME.loss, types.ModuleType(SLIME.loss))
     assert untried(LOSS) == []
     scored_by_host = LOSS | {"mis_loss_scoring": "host"}
     assert untried(scored_by_host) == ["the host's own function for log-probs"]

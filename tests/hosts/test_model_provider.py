@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slime and Miles with a model that hands over hidden states: their scoring passes, their loss, and what is refused."""
+"""Frameworks with a model that passes hidden states: their scoring passes, their loss, and what is refused."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -12,6 +12,7 @@ from host_stand_ins import HOSTS, running
 from torch.utils.checkpoint import checkpoint
 
 import mis_ext
+from mis_ext.frameworks import MILES, SLIME, find_framework
 from mis_ext.hosts.megatron import Head, NoLogits
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
@@ -44,11 +45,11 @@ def test_a_scoring_pass_gives_what_the_hosts_function_gives_from_logits(host, wi
     # Miles' own has a default for it, the stand-in has not; its pass gives the lengths of padded rows.
     given |= {"entropy_requires_grad": True, "max_seq_lens": None} if host == "miles" else {}
     with running(host), torch.no_grad():
-        of_host = sys.modules[hosts.SLIME if host == "slime" else hosts.MILES].get_log_probs_and_entropy
+        of_host = sys.modules[find_framework().loss].get_log_probs_and_entropy
         score = provider._scoring(of_host)
         wanted = score(logits, **given)
         found = score(handed_over(logits)[0], **given)
-    if host == "slime":
+    if host != "miles":
         assert found[0].shape == (0,)
         wanted, found = wanted[1], found[1]
     assert found.keys() == {"log_probs", "entropy"} if with_entropy else {"log_probs"}
@@ -87,7 +88,7 @@ def test_slimes_pass_replays_what_top_p_kept_where_it_is_told_to() -> None:
     kept = {"top_p_token_ids": batch[hosts.IDS], "top_p_token_offsets": batch[hosts.OFFSETS]}
     given = {"args": args} | {name: batch[name] for name in NAMES}
     with running("slime"), torch.no_grad():
-        score = provider._scoring(sys.modules[hosts.SLIME].get_log_probs_and_entropy)
+        score = provider._scoring(sys.modules[SLIME.loss].get_log_probs_and_entropy)
         pairs = [(score(handed_over(logits)[0], **given, **more), more) for more in ({}, kept)]
         plain = score(logits, **given, with_entropy=False)[1]["log_probs"]
         replayed = score(logits, **given, with_entropy=False, **kept)[1]["log_probs"]
@@ -156,7 +157,7 @@ def test_a_bias_is_added_and_main_grad_takes_the_gradient_of_the_weight() -> Non
 def test_the_hosts_function_is_called_where_there_are_logits() -> None:
     with running("miles") as asked:
         args, batch, logits = batch_of({})
-        score = provider._scoring(sys.modules[hosts.MILES].get_log_probs_and_entropy)
+        score = provider._scoring(sys.modules[MILES.loss].get_log_probs_and_entropy)
         given = {name: batch[name] for name in NAMES}
         score(logits, args=args, with_entropy=False, entropy_requires_grad=False, max_seq_lens=None, **given)
         assert len(asked.scored) == 1

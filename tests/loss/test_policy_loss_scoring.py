@@ -18,9 +18,10 @@ from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
+from mis_ext.frameworks import SLIME
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
-from mis_ext.hosts.slime_miles.policy_loss import SLIME, find_host, find_ranks
+from mis_ext.hosts.slime_miles.policy_loss import find_host, find_ranks
 
 OF_LARGEST = 2e-6
 """Both sum float32 logarithms of eight columns, in another order."""
@@ -56,7 +57,8 @@ def test_fused_scoring_gives_the_loss_with_the_hosts_own_log_probs(host, name) -
 
 
 @pytest.mark.parametrize(
-    ("host", "is_padded", "cp_sizes"), [("slime", False, [4]), ("miles", False, [2]), ("miles", True, [1, 4])]
+    ("host", "is_padded", "cp_sizes"),
+    [("slime", False, [4]), ("miles", False, [2]), ("miles", True, [1, 4]), ("vime", True, [2])],
 )
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_fused_scoring_gives_it_on_context_parallel_ranks_too(host, is_padded, cp_sizes, name) -> None:
@@ -241,7 +243,7 @@ def test_the_debug_dump_of_slime_gets_its_samples_and_else_none_is_made() -> Non
     with running("slime") as asked:
         called({"mis_loss_scoring": "fused"}, dict(batch))
         assert asked.captured == []
-        module = sys.modules[SLIME]
+        module = sys.modules[SLIME.loss]
         module._LOG_PROB_CAPTURE = {}
         for by in both({}, batch):
             assert by[0].isfinite()

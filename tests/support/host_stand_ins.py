@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the training modules of slime and Miles: what the whole loss takes from them, token by token.
+"""Stand-ins for the training modules of slime, vime, and Miles: what the full loss takes from them, token by token.
 
-Written anew from the host contract, in plain operations on one row after the other.
+Written anew from the host contract, in plain operations on one row after the other. vime's is that of 96e0e22e, with
+padded batches and without top-p; since 2b83ea20 its interface is slime's.
 """
 
 import math
@@ -18,10 +19,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mis_ext
+from mis_ext.frameworks import MILES, SLIME, VIME
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 
-HOSTS = ("slime", "miles")
+HOSTS = ("slime", "vime", "miles")
 
 
 def called(keys: dict, batch: dict, *, recompute: bool | None = None) -> tuple[torch.Tensor, dict, torch.Tensor]:
@@ -49,21 +51,22 @@ def running(host: str, *, tp: Any = None) -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         asked = SimpleNamespace(scored=[], captured=[])
         patch.setattr(hosts, "find_groups", lambda state=None: here())
-        if host == "slime":
-            patch.setitem(sys.modules, hosts.SLIME, _slime(asked))
+        if host != "miles":
+            module = _slime(asked) if host == "slime" else _vime(asked)
+            patch.setitem(sys.modules, module.__name__, module)
             if tp is not None:
                 patch.setitem(sys.modules, "megatron.core.parallel_state", _megatron(tp))
         else:
             parallel = ModuleType(hosts.MILES_PARALLEL)
             alone = SimpleNamespace(rank=0, size=1, group="of one rank, which nobody asks")
             parallel.get_parallel_state = lambda: SimpleNamespace(tp=alone if tp is None else tp)
-            patch.setitem(sys.modules, hosts.MILES, _miles(asked))
+            patch.setitem(sys.modules, MILES.loss, _miles(asked))
             patch.setitem(sys.modules, hosts.MILES_PARALLEL, parallel)
         yield asked
 
 
 def _slime(asked: SimpleNamespace) -> ModuleType:
-    module = ModuleType(hosts.SLIME)
+    module = ModuleType(SLIME.loss)
 
     def get_log_probs_and_entropy(logits, *, args, with_entropy, top_p_token_ids=None, top_p_token_offsets=None, **of):
         asked.scored.append({"with_entropy": with_entropy, "top_p_token_ids": top_p_token_ids})
@@ -84,6 +87,19 @@ def _slime(asked: SimpleNamespace) -> ModuleType:
     return module
 
 
+def _vime(asked: SimpleNamespace) -> ModuleType:
+    module = ModuleType(VIME.loss)
+
+    def get_log_probs_and_entropy(logits, *, args, with_entropy, max_seq_lens=None, **of):
+        asked.scored.append({"with_entropy": with_entropy, "max_seq_lens": max_seq_lens})
+        assert logits.dtype == torch.float32
+        found = scores(logits, args.rollout_temperature, kept=None, padded_lengths=max_seq_lens, **of)
+        return torch.empty(0), found if with_entropy else {"log_probs": found["log_probs"]}
+
+    module.get_log_probs_and_entropy = get_log_probs_and_entropy
+    return module
+
+
 def _megatron(tp: Any) -> ModuleType:
     module = ModuleType("megatron.core.parallel_state")
     module.model_parallel_is_initialized = lambda: True
@@ -94,7 +110,7 @@ def _megatron(tp: Any) -> ModuleType:
 
 
 def _miles(asked: SimpleNamespace) -> ModuleType:
-    module = ModuleType(hosts.MILES)
+    module = ModuleType(MILES.loss)
 
     def get_log_probs_and_entropy(logits, *, args, with_entropy, entropy_requires_grad, max_seq_lens, **of):
         asked.scored.append({"with_entropy": with_entropy, "entropy_requires_grad": entropy_requires_grad})

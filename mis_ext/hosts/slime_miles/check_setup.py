@@ -117,10 +117,10 @@ _CHECKS_OF_HOSTS: dict[str, Callable[[str, Any], Any]] = {
 def check_setup(args: Any) -> None:
     """Check every key before training starts, call once what the framework will call, and print what will run.
 
-    For ``--custom-megatron-init-path mis_ext.check_setup``. slime and Miles call it on every rank of Megatron, before
-    the model loads. Where ranks of ``torch.distributed`` have met, all of them have to call it: they exchange their
-    errors and what they have installed. Rank 0 prints what will run, a line for each warning, and one for what could
-    not be called. The call is on two short drawn responses on a CPU, and leaves nothing behind.
+    For ``--custom-megatron-init-path mis_ext.check_setup``. slime, vime, and Miles call it on every rank of Megatron,
+    before the model loads. Where ranks of ``torch.distributed`` have met, all of them have to call it: they exchange
+    their errors and what they have installed. Rank 0 prints what will run, a line for each warning, and one for what
+    could not be called. The call is on two short drawn responses on a CPU, and leaves nothing behind.
 
     Args:
         args: The framework's arguments, with the keys of mis_ext among them.
@@ -323,7 +323,7 @@ def _unread_keys(args: Any) -> list[str]:
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
     listed = []
     for key in keys:
-        if key in known or key.startswith("sglang_"):
+        if key in known or key.startswith(("sglang_", "vllm_")):
             continue
         advice = method_advice(key) or STRAY_KEYS.get(key)
         meant = None if advice else near_miss(key, keys=flags)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loss in slime and Miles: which of them runs, who scores the logits there, and what is handed back.
+"""The whole loss in slime, vime, and Miles: which of them runs, who scores the logits there, and what is handed back.
 
 Without logits: the model that their provider makes, and the pass that scores the rollout.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, runs, to_device
+from mis_ext.frameworks import MILES, SLIME, find_framework
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.megatron import (
     Batch,
@@ -40,8 +41,6 @@ from mis_ext.keys.run_config import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
 
-SLIME = "slime.backends.megatron_utils.loss"
-MILES = "miles.backends.training_utils.loss_hub.logit_processors"
 MILES_PARALLEL = "miles.backends.training_utils.parallel"
 MODEL_FLAG = "--custom-model-provider-path"
 _SCORES = "get_log_probs_and_entropy"
@@ -85,8 +84,8 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_miles() -> bool:
-    """Whether this process has imported Miles' training modules."""
-    return MILES in sys.modules
+    """Whether Miles trains in this process."""
+    return find_framework() is MILES
 
 
 def find_ranks() -> tuple[Groups, VocabularyPart]:
@@ -95,14 +94,14 @@ def find_ranks() -> tuple[Groups, VocabularyPart]:
 
 
 def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart) -> Host:
-    """Miles or slime, whose training modules this process has imported; else Megatron-Core, or nothing, by itself.
+    """Return how the framework scores and what it reports; without one, Megatron-Core or nothing by itself.
 
     The hosts' own functions for log-probs take their ``args``; nobody else sees them.
     """
     is_fused = chosen_loss(config).scoring.by == "fused"
     if is_miles():
         return Host(groups, partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args), MILES_METRICS)
-    if SLIME in sys.modules:
+    if find_framework() is not None:
         return Host(groups, _captured_scores if is_fused else partial(_scores_of_host, args))
     return Host(groups, plain_scores)
 
@@ -117,7 +116,7 @@ def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
 
     Where the host's own function scores, the fused pass of mis_ext stands for it.
     """
-    if not is_miles() and SLIME not in sys.modules:
+    if find_framework() is None:
         refuse_host_scoring(config)
     return Host(groups, partial(_fused_scores, VocabularyPart()), MILES_METRICS if is_miles() else frozenset())
 
@@ -218,16 +217,22 @@ def scores_without_logits(
 
 def _captured_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
     scores = _fused_scores(megatron_vocabulary(), config, batch, logits, layout, groups)
-    slime = sys.modules[SLIME]
-    # None while slime captures nothing: then there is no tensor per sample on the way.
-    if getattr(slime, "_LOG_PROB_CAPTURE", True) is not None:
-        _capture(slime, batch, torch.split(scores.log_prob_T.detach(), [*layout.local_lengths]))
+    module = _loss_module()
+    # None while the framework captures nothing: then there is no tensor per sample on the way.
+    if getattr(module, "_LOG_PROB_CAPTURE", True) is not None:
+        _capture(module, batch, torch.split(scores.log_prob_T.detach(), [*layout.local_lengths]))
     return scores
 
 
-def _capture(slime: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
-    """For the debug dump, which takes the log-probs from inside the loss where slime has skipped their own pass."""
-    capture = getattr(slime, "_maybe_capture_log_probs", None)
+def _loss_module() -> Any:
+    framework = find_framework()
+    assert framework is not None
+    return sys.modules[framework.loss]
+
+
+def _capture(module: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
+    """Keep log-probs for the debug dump of slime and vime, where they have skipped the scoring pass."""
+    capture = getattr(module, "_maybe_capture_log_probs", None)
     if capture is not None:
         capture(batch, log_probs)
 
@@ -242,7 +247,7 @@ def _scores_of_host(
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():
         entropy = entropy_use(loss, is_observed=loss.scoring.observes_entropy)
-        found = sys.modules[MILES].get_log_probs_and_entropy(
+        found = _loss_module().get_log_probs_and_entropy(
             logits,
             **given,
             with_entropy=entropy != "none",
@@ -250,15 +255,20 @@ def _scores_of_host(
             max_seq_lens=batch.get("max_seq_lens"),
         )
     else:
-        slime = sys.modules[SLIME]
-        kept = slime.get_rollout_top_p_logprob_kwargs(args, batch)
-        _, found = slime.get_log_probs_and_entropy(logits, **given, with_entropy=True, **kept)
-        _capture(slime, batch, found["log_probs"])
+        module = _loss_module()
+        # Before vime took this function from slime, it had padded batches.
+        kept = getattr(module, "get_rollout_top_p_logprob_kwargs", _padded_lengths)(args, batch)
+        _, found = module.get_log_probs_and_entropy(logits, **given, with_entropy=True, **kept)
+        _capture(module, batch, found["log_probs"])
 
     def packed(name: str) -> Tensor:
         return pack(name, found[name], layout.local_lengths, device=logits.device)
 
     return Scores(packed("log_probs"), packed("entropy") if found.get("entropy") else None)
+
+
+def _padded_lengths(_args: Any, batch: Batch) -> dict[str, Any]:
+    return {"max_seq_lens": batch.get("max_seq_lens")}
 
 
 def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
@@ -268,7 +278,8 @@ def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
     offsets any more, nothing was recorded. The index tensors are built on the host, where slime keeps these lists.
 
     Args:
-        batch: ``rollout_top_p_token_ids`` and ``rollout_top_p_token_offsets``, per sample a list or a tensor.
+        batch: ``rollout_top_p_token_ids`` and ``rollout_top_p_token_offsets``, per sample a list, a tensor, or an
+            object of vime that loads one.
         layout: The local response tokens.
     """
     ids, offsets = (_samples_under(key, batch, layout) for key in (IDS, OFFSETS))
@@ -306,7 +317,9 @@ def _samples_under(key: str, batch: Mapping[str, Any], layout: PackedLayout) -> 
         )
     if len(samples) != layout.num_sequences:
         raise ValueError(f"{key} has {len(samples)} samples, there are {layout.num_sequences}")
-    return [torch.as_tensor(sample, dtype=torch.int64, device="cpu") for sample in samples]
+    # vime may keep a sample in a file.
+    loaded = [sample.load() if hasattr(sample, "load") else sample for sample in samples]
+    return [torch.as_tensor(sample, dtype=torch.int64, device="cpu") for sample in loaded]
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
@@ -328,14 +341,14 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     # The hosts' Megatron-LM has it, Megatron-Core alone has not.
     args = import_module("megatron.training.global_vars").get_args()
     refuse_missing_logits(args, current_run(args, whole_loss=True).config)
-    host = "miles" if is_miles() else "slime"
+    backend = f"{(find_framework() or SLIME).name}.backends.megatron_utils"
     of_host = copy.copy(args)
     of_host.custom_model_provider_path = None
-    provider = import_module(f"{host}.backends.megatron_utils.model_provider").get_model_provider_func(of_host)
+    provider = import_module(f"{backend}.model_provider").get_model_provider_func(of_host)
     model = provider(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if post_process:
         hand_over_hidden_states(model)
-        _replace_scoring(import_module(f"{host}.backends.megatron_utils.actor"))
+        _replace_scoring(import_module(f"{backend}.actor"))
     return model
 
 
