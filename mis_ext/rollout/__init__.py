@@ -3,7 +3,8 @@
 
 The ``read_*`` functions read one response. :func:`build_samples` joins the calls of a conversation.
 :func:`detect_post_processing` says how a text was changed. :func:`define_log_probs` says from which distribution a
-log-prob is. :class:`Canary` says whether new weights arrived. :func:`generate` does all of it in slime and Miles.
+log-prob is. :class:`Canary` says whether new weights arrived. :func:`generate` does all of it in slime, vime,
+and Miles.
 """
 
 from typing import TYPE_CHECKING

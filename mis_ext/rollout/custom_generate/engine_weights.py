@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mis_ext.rollout.canary import Canary, CanaryResult, StaleWeightsError, StaleWeightsWarning, Verdict
+from mis_ext.rollout.custom_generate.endpoints import SGLANG
 from mis_ext.rollout.custom_generate.host import KEY, Settings, ask_json, was_aborted
 from mis_ext.rollout.generation import Tokenizer
 
@@ -134,7 +135,7 @@ async def engine_weights(args: Any, settings: Settings, tokenizer: Tokenizer) ->
     """The weights of the host's engines, if a setting asks for them."""
     if settings.canary is None and not settings.cache_by_version:
         return None
-    address = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    address = SGLANG.router(args)
     return await _WATCHES.setdefault(address, Watch(address)).read(settings, tokenizer)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom generate function for slime and Miles: ``--custom-generate-function-path mis_ext.rollout.generate``."""
+"""The custom generate function for slime, vime, and Miles, for ``--custom-generate-function-path``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of
 from mis_ext.rollout.custom_generate.engine_weights import VERDICTS, EngineWeights, engine_weights
 from mis_ext.rollout.custom_generate.host import (
     CANARY,
@@ -31,7 +32,6 @@ from mis_ext.rollout.custom_generate.host import (
 )
 from mis_ext.rollout.custom_generate.routed_experts import FLAG, join_rows, known_rows, read_rows
 from mis_ext.rollout.generation import AbortedRequest, Generation, MalformedResponse, Tokenizer
-from mis_ext.rollout.readers.servers import read_sglang_generate
 
 if TYPE_CHECKING:
     from mis_ext.rollout.custom_generate.routed_experts import Rows
@@ -43,12 +43,13 @@ UNFINISHED = f"{KEY}_unfinished"
 async def generate(
     input: Any, sample: Any = None, sampling_params: Mapping[str, Any] | None = None, evaluation: bool = False
 ) -> Any:
-    """``sample`` with the tokens of a conversation exactly as SGLang sampled them.
+    """``sample`` with the tokens of a conversation exactly as the engine sampled them: SGLang, or vLLM in vime.
 
     Each request holds the token ids of everything before it, those of earlier turns as they were sampled: no text is
-    tokenized twice. The responses are read by :func:`~mis_ext.rollout.read_sglang_generate` and put together by
-    :func:`~mis_ext.rollout.build_samples` with the policy ``strict``, whose counts are added to
-    ``sample.metadata["on_policy_tokens"]``. Observations get a loss mask of 0.
+    tokenized twice. The responses are read by :func:`~mis_ext.rollout.read_sglang_generate`, in vime by
+    :func:`~mis_ext.rollout.read_vllm_generate`, and put together by :func:`~mis_ext.rollout.build_samples` with the
+    policy ``strict``, whose counts are added to ``sample.metadata["on_policy_tokens"]``. Observations get a loss mask
+    of 0.
 
     A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` (in evaluation
     ``eval_max_context_len``) or ``max_turns``, make the sample truncated. An aborted request makes it aborted, and so
@@ -62,7 +63,8 @@ async def generate(
     without experts are not kept.
 
     Args:
-        input: slime's ``args``; of them ``sglang_router_ip``, ``sglang_router_port``, ``hf_checkpoint``,
+        input: slime's or vime's ``args``; of them the address of the router (``sglang_router_ip`` and ``_port``, or
+            ``vllm_router_ip`` and ``_port``), ``hf_checkpoint``,
             ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``,
             the router's policy, SGLang's speculative decoding, ``use_rollout_routing_replay`` and with it the layers
             and experts of the model are read, the last nine where they exist, and what
@@ -70,15 +72,15 @@ async def generate(
             calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
             the other arguments, and the state of its rollout.
         sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.
-        sampling_params: SGLang's, with ``max_new_tokens``.
+        sampling_params: Of the framework, with ``max_new_tokens``; for vLLM they are renamed.
         evaluation: Nothing will be trained.
 
     Returns:
         ``sample``; to Miles, its ``GenerateFnOutput``.
 
     Warns:
-        LogProbDefinitionWarning: SGLang's log-probs are not of the distribution that it draws from, as with top-p; or
-            it decodes speculatively.
+        LogProbDefinitionWarning: The log-probs are not of the distribution that the engine draws from, as with
+            SGLang's top-p; or SGLang decodes speculatively.
 
     Raises:
         ConnectionError: The server did not answer, or refused a request.
@@ -99,10 +101,10 @@ async def _generate(
     args: Any, sample: Any, sampling_params: Mapping[str, Any], *, evaluation: bool, state: Any | None
 ) -> Any:
     settings = Settings.from_args(args)
-    check_supported(args, sample)
+    check_supported(args, sample, settings)
     check_resumable(sample)
     if not evaluation:
-        warn_of_definition(args, sampling_params)
+        warn_of_definition(args, sample, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
     tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_name(sample))
     rows = known_rows(args, sample) if getattr(args, FLAG, False) and not evaluation else None
@@ -119,7 +121,7 @@ async def _generate(
     ended = await episode.run(prompt_ids, turn, num_rows)
     if not evaluation:
         returned = (call.meta_info for call in ended.calls if call.generation.sampled_ids)
-        warn_of_definition(args, sampling_params, returned)
+        warn_of_definition(args, sample, sampling_params, returned)
     num_aborted = sum(call.aborted for call in ended.calls)
     num_discarded = sum(call.num_discarded for call in ended.calls)
     if ended.aborted and not getattr(args, "partial_rollout", False):
@@ -260,7 +262,7 @@ def check_resumable(sample: Any) -> None:
 # --- an episode between SGLang and an environment, in token ids: what was sampled is sent back as it was sampled
 
 # With these the router sends an episode to the server that has its prefix cached.
-_STICKY_POLICIES = ("consistent_hashing", "manual")
+_STICKY_POLICIES = ("consistent_hash", "consistent_hashing", "manual")
 # Stands for an assistant's turn, to find where the template's text after such a turn begins.
 _MARK = "\N{REFERENCE MARK}assistant\N{REFERENCE MARK}"
 
@@ -286,7 +288,8 @@ class Turn(NamedTuple):
         """The turn with what one more request sampled."""
         sampled, match = call.generation.sampled_ids, call.generation.stop_match
         ended = not call.aborted and call.generation.finish_reason != "length"
-        end_id = sampled[-1] if sampled and match == sampled[-1] else None
+        # vLLM names no match where the model ended its turn with its own end token.
+        end_id = sampled[-1] if sampled and (match == sampled[-1] or (ended and match is None)) else None
         return Turn(self.number, self.num_sampled + len(sampled), self.text + call.text, ended, end_id)
 
 
@@ -400,10 +403,9 @@ class Episode:
         self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation, num_rows: int | None
     ) -> Call | None:
         """What came of the next request; None where the host aborted its rollout before it was sent."""
+        endpoint = endpoint_of(self.sample)
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
-        request = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
-        if num_rows is not None:
-            request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
+        request = endpoint.request(self.args.hf_checkpoint, prompt_ids, params, num_rows)
         policy = getattr(self.args, "router_policy", None) or getattr(self.args, "sglang_router_policy", None)
         key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
         for is_last in (False, True):
@@ -414,13 +416,13 @@ class Episode:
             if weights is not None and self.settings.cache_by_version:
                 request["extra_key"] = weights.cache_key
             response = await post_json(
-                f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}/generate",
+                endpoint.url(self.args),
                 request,
                 host=host_name(self.sample),
                 max_attempts=self.settings.max_attempts,
-                headers={"X-SMG-Routing-Key": key} if key and policy in _STICKY_POLICIES else {},
+                headers={endpoint.session_header: key} if key and policy in _STICKY_POLICIES else {},
             )
-            meta_info = response.get("meta_info") or {}
+            meta_info = endpoint.meta_info(response)
             is_outdated = "extra_key" in request and weights is not None and weights.is_outdated(meta_info)
             # Only when it began decides, and not what came of it: so asking again favours no answer. A server that does
             # not say when it began would favour the short ones.
@@ -428,38 +430,36 @@ class Episode:
                 break
         request_id = f"sample {self.sample.index}, turn {turn.number}"
         try:
-            generation = read_sglang_generate(request, response, request_id=request_id)
+            generation = endpoint.read(request, response, request_id=request_id)
         except AbortedRequest:
             if not was_aborted(meta_info):
                 raise
-            generation = _read_aborted(request, response, request_id)
-        if generation.text is None:
+            # What was sampled until then is as good as what is sampled up to a token limit.
+            length = len(meta_info.get("output_token_logprobs") or ())
+            generation = _nothing_sampled(prompt_ids, request_id)
+            if length:
+                finished = endpoint.finished(request, response, length)
+                generation = endpoint.read(request, finished, request_id=request_id)
+        text = generation.text
+        if text is None and endpoint is VLLM:
+            skips = bool(params.get("skip_special_tokens", True))
+            text = self.tokenizer.decode(generation.sampled_ids, skip_special_tokens=skips)
+        if text is None:
             raise MalformedResponse(request_id, "response.text is missing: start SGLang with its tokenizer")
         rows = None
         if num_rows is not None and generation.sampled_ids:
             # A request that waited, retracted, for its turn has tokens and no experts.
             if was_aborted(meta_info) and not meta_info.get("routed_experts"):
-                generation = _nothing_sampled(request, request_id)
+                generation, text = _nothing_sampled(prompt_ids, request_id), ""
             else:
                 rows = read_rows(self.args, meta_info, generation, num_rows)
-        return Call(generation, generation.text or "", meta_info, observation, rows, weights, is_outdated)
+        return Call(generation, text, meta_info, observation, rows, weights, is_outdated)
 
 
-def _read_aborted(request: Mapping[str, Any], response: Mapping[str, Any], request_id: str) -> Generation:
-    """What was sampled until the abort: as good as what is sampled up to a token limit."""
-    meta_info, ids = response["meta_info"], request["input_ids"]
-    length = len(meta_info.get("output_token_logprobs") or [])
-    if not length:
-        return _nothing_sampled(request, request_id)
-    # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
-    cut = {"prompt_tokens": len(ids), **meta_info, "finish_reason": {"type": "length", "length": length}}
-    return read_sglang_generate(request, {**response, "meta_info": cut}, request_id=request_id)
-
-
-def _nothing_sampled(request: Mapping[str, Any], request_id: str) -> Generation:
+def _nothing_sampled(prompt_ids: list[int], request_id: str) -> Generation:
     return Generation(
         request_id=request_id,
-        prompt_ids=request["input_ids"],
+        prompt_ids=prompt_ids,
         sampled_ids=[],
         log_probs=[],
         finish_reason="length",

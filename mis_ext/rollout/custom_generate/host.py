@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is taken from the host: what its ``args`` ask for, its client, its tokenizer, its flag of an abort.
 
-Without slime or Miles the last three are our own.
+Without a framework the last three are our own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
+from mis_ext.frameworks import find_framework
+from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of, vllm_parameters
 from mis_ext.rollout.custom_generate.routed_experts import check_replayable
-from mis_ext.rollout.definition import define_log_probs
+from mis_ext.rollout.definition import LogProbsMode, define_log_probs
 from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.validation import check_bool, check_known, check_number
@@ -38,7 +40,9 @@ CANARY = f"{KEY}_canary"
 Observation = str | Sequence[Mapping[str, Any]] | None
 Environment = Callable[[Any, str], Awaitable[Observation]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
-_UNSUPPORTED_FLAGS = ("use_rollout_indexer_replay", "use_sampling_support_replay", "rollout_top_logprobs_num")
+_UNSUPPORTED_FLAGS = (
+    *("use_rollout_indexer_replay", "use_sampling_support_replay", "rollout_top_logprobs_num", "use_score_centering"),
+)
 _LORA_FLAGS = ("lora_rank", "lora_adapter_path")
 
 
@@ -89,15 +93,15 @@ class Settings:
         """The most tokens of a prompt and its response together, None for no limit; the hosts' 0 means none too.
 
         Raises:
-            ValueError: There is an environment and no limit: SGLang would refuse what no longer fits its context.
+            ValueError: There is an environment and no limit: the engine would refuse what no longer fits its context.
         """
         training: int | None = getattr(args, "rollout_max_context_len", None) or None
         limit = (getattr(args, "eval_max_context_len", None) or training) if evaluation else training
         if self.environment is not None and limit is None:
             flag = "eval_max_context_len" if evaluation else "rollout_max_context_len"
             raise ValueError(
-                f"{KEY}.environment needs {flag}, at most the context length of SGLang, which refuses a request whose "
-                "prompt and max_new_tokens are longer together"
+                f"{KEY}.environment needs {flag}, at most the context length of the engine, which refuses a request "
+                "whose prompt and max_new_tokens are longer together"
             )
         return limit
 
@@ -117,9 +121,12 @@ def stores_versions(args: Any) -> bool:
     return bool(getattr(args, "mis_staleness", None))
 
 
-def check_supported(args: Any, sample: Any) -> None:
+def check_supported(args: Any, sample: Any, settings: Settings) -> None:
     """Refuse what needs more than token ids, masks, log-probs, versions and experts."""
     check_replayable(args)
+    for name in ("cache_by_version", "canary"):
+        if getattr(settings, name) and endpoint_of(sample) is VLLM:
+            raise ValueError(f"{KEY}.{name} asks SGLang for what vLLM does not answer: remove it, or compare_weights")
     if stores_versions(args) and getattr(args, "use_opd", None):
         raise ValueError(
             f"mis_{STALENESS} stores versions where use_opd has the teacher's log-probs: unset one of them"
@@ -182,21 +189,29 @@ class LogProbDefinitionWarning(UserWarning):
 
 
 def warn_of_definition(
-    args: Any, sampling_params: Mapping[str, Any], meta_infos: Iterable[Mapping[str, Any]] = ()
+    args: Any, sample: object, sampling_params: Mapping[str, Any], meta_infos: Iterable[Mapping[str, Any]] = ()
 ) -> None:
-    """Warn, once per process and definition, where SGLang's log-probs are not those of the behavior policy.
+    """Warn, once per process and definition, where the engine's log-probs are not those of the behavior policy.
 
     Also where it decodes speculatively. Greedy sampling is for evaluation, and no reason to warn. ``meta_infos`` are
     those of the responses that have tokens, as far as there are any.
     """
-    parameters = SamplingParameters.from_request(sampling_params, server="sglang")
-    definition = define_log_probs(parameters, server="sglang")
+    if endpoint_of(sample) is VLLM:
+        parameters = SamplingParameters.from_request(vllm_parameters(sampling_params), server="vllm")
+        # vime's own default; vLLM's is raw_logprobs.
+        mode: LogProbsMode = getattr(args, "vllm_logprobs_mode", None) or "processed_logprobs"
+        definition = define_log_probs(parameters, server="vllm", logprobs_mode=mode)
+        asks_for_kept_ids = True
+    else:
+        parameters = SamplingParameters.from_request(sampling_params, server="sglang")
+        definition = define_log_probs(parameters, server="sglang")
+        asks_for_kept_ids = parameters.returns_kept_ids
     if definition.is_greedy:
         return
     if getattr(args, "sglang_speculative_algorithm", None):
         _warn_once(_SPECULATION)
-    # The kept ids were asked for, and the server knows no such parameter.
-    is_ignored = parameters.returns_kept_ids and definition.returned.truncation is not None
+    # The kept ids were asked for, and the server does not return them.
+    is_ignored = asks_for_kept_ids and definition.returned.truncation is not None
     is_ignored = is_ignored and any(not any(key in meta for key in _KEPT_IDS) for meta in meta_infos)
     if is_ignored or not (definition.is_behavior and definition.is_comparable):
         _warn_once("; ".join(definition.explain()))
@@ -207,8 +222,6 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, LogProbDefinitionWarning, stacklevel=4)
 
 
-HOSTS = ("slime", "miles")
-"""Frameworks whose ``<host>.utils.http_utils.post`` is used for their samples."""
 # A request waits in the server's queue and then for its last token; a connection that says nothing longer is dead.
 _TIMEOUT_SECONDS = 3600.0
 # What a server says of itself waits for nothing.
@@ -228,9 +241,9 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 
 def host_name(sample: object) -> str | None:
-    """The framework that defines the class of a sample, or one of its base classes; None for anybody else's."""
-    roots = (cls.__module__.partition(".")[0] for cls in type(sample).__mro__)
-    return next((root for root in roots if root in HOSTS), None)
+    """The package of the framework that defines the class of a sample, or a base of it; None for other samples."""
+    framework = find_framework(sample)
+    return None if framework is None else framework.name
 
 
 @functools.cache
@@ -258,7 +271,8 @@ def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], boo
     the flag tells it. Newer versions of Miles hand over the ``state``, whose flag it is.
     """
     if state is None:
-        rollout = sys.modules.get(f"{host_name(sample)}.rollout.sglang_rollout")
+        framework = find_framework(sample)
+        rollout = None if framework is None else sys.modules.get(framework.rollout)
         if rollout is None:
             return lambda: False
         # The one that exists: its class makes no second one.

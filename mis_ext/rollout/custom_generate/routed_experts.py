@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +102,10 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
     if not meta_info.get("routed_experts"):
         raise MalformedResponse(
             request_id,
-            f"meta_info has no routed_experts, for which {FLAG} asks: start SGLang with --enable-return-routed-experts "
-            "(the hosts do so for their own servers), behind a router that passes return_routed_experts on (Miles' "
-            "--use-miles-router and PyPI's smg do; PyPI's sglang-router 0.3.2 does not)",
+            f"meta_info has no routed_experts, for which {FLAG} asks: start the engine with "
+            "--enable-return-routed-experts (the frameworks do so for their own servers), and SGLang behind a router "
+            "that passes return_routed_experts on (Miles' --use-miles-router and PyPI's smg do; PyPI's sglang-router "
+            "0.3.2 does not)",
         )
     if len(set(generation.weight_versions or ())) > 1:
         try:
@@ -115,7 +117,10 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
         raise MalformedResponse(request_id, f"routed_experts_dtype must be one of {SGLANG_DTYPES}, got {dtype!r}")
     try:
         data = base64.b64decode(meta_info["routed_experts"], validate=True)
-        values = numpy.frombuffer(data, dtype=dtype).astype(numpy.int32)
+        # vLLM sends a whole .npy file.
+        is_file = data.startswith(numpy.lib.format.MAGIC_PREFIX)
+        found = numpy.load(io.BytesIO(data)) if is_file else numpy.frombuffer(data, dtype=dtype)
+        values = found.astype(numpy.int32).ravel()
     except (TypeError, ValueError, binascii.Error) as error:
         raise MalformedResponse(request_id, f"routed_experts is no base64 of {dtype}: {error}") from error
     fed = len(generation.prompt_ids) + len(generation.sampled_ids) - 1

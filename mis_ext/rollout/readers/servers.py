@@ -235,6 +235,8 @@ def _read_vllm(
         prompt_advice="ask for them with return_token_ids: true, or give prompt_ids=",
         kept_ids=kept_ids,
         versions=body.get("weight_versions"),
+        # Of a server with vime's patch.
+        last_version=found.answer.get("weight_version"),
     )
 
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint that samples for a framework: its request, and its response with the metadata that samples take.
+
+slime and Miles ask SGLang's ``/generate``, vime asks ``/inference/v1/generate`` of vLLM. Both frameworks' samples read
+one ``meta_info``, with SGLang's names; for vLLM it is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from mis_ext.frameworks import find_framework
+from mis_ext.rollout.generation import Generation
+from mis_ext.rollout.readers.servers import read_sglang_generate, read_vllm_generate
+
+_Request = dict[str, Any]
+_Response = Mapping[str, Any]
+# What the frameworks' sampling parameters are called in vLLM, where the name differs.
+_VLLM_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+# A model that repeats itself has not ended its turn.
+_ENDINGS = {"abort": "abort", "length": "length", "repetition": "length"}
+
+
+class Endpoint(NamedTuple):
+    """One endpoint.
+
+    Attributes:
+        server: The engine; its name begins the arguments with the router's address.
+        path: Of the endpoint.
+        session_header: The header by which the router keeps a conversation on one engine.
+        request: Makes the request from the model, the prompt's ids, the sampling parameters, and the number of tokens
+            whose experts are known (None: no experts are asked for).
+        meta_info: Reads the metadata of a response.
+        read: Checks a response, and reads it.
+        finished: The response of an aborted request as that of one which reached its token limit, its number of
+            tokens given.
+    """
+
+    server: str
+    path: str
+    session_header: str
+    request: Callable[[str, list[int], Mapping[str, Any], int | None], _Request]
+    meta_info: Callable[[_Response], Mapping[str, Any]]
+    read: Callable[..., Generation]
+    finished: Callable[[_Request, _Response, int], _Response]
+
+    def url(self, args: Any) -> str:
+        """Where the router takes requests."""
+        return f"{self.router(args)}{self.path}"
+
+    def router(self, args: Any) -> str:
+        """The address of the router."""
+        host, port = (getattr(args, f"{self.server}_router_{part}") for part in ("ip", "port"))
+        return f"http://{host}:{port}"
+
+
+def _ask_sglang(_model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Request:
+    request = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+    if num_rows is not None:
+        request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
+    return request
+
+
+def _finished_sglang(request: _Request, response: _Response, length: int) -> _Response:
+    # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
+    ending = {"finish_reason": {"type": "length", "length": length}}
+    return {**response, "meta_info": {"prompt_tokens": len(request["input_ids"]), **response["meta_info"], **ending}}
+
+
+def vllm_parameters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The frameworks' sampling parameters as vLLM takes them. A stop string is kept only where there is one."""
+    given = {_VLLM_NAMES.get(name, name): value for name, value in params.items() if value is not None}
+    if not given.get("stop"):
+        for name in ("stop", "include_stop_str_in_output"):
+            given.pop(name, None)
+    return {**given, "logprobs": 1}
+
+
+def _ask_vllm(model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Request:
+    parameters = vllm_parameters(params)
+    # Servers that do not know it send all rows.
+    if num_rows:
+        parameters["routed_experts_prompt_start"] = num_rows
+    return {"model": model, "token_ids": ids, "sampling_params": parameters}
+
+
+def _meta_of_vllm(response: _Response) -> Mapping[str, Any]:
+    choice, usage = (response.get("choices") or [{}])[0], response.get("usage") or {}
+    reason, ids = choice.get("finish_reason"), choice.get("token_ids") or ()
+    rows = (choice.get("logprobs") or {}).get("content") or ()
+    spans = choice.get("weight_versions")
+    meta = {
+        "finish_reason": {"type": _ENDINGS.get(reason, "stop")},
+        "prompt_tokens": usage.get("prompt_tokens", 0),
+        "completion_tokens": usage.get("completion_tokens", 0),
+        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+        "output_token_logprobs": [[row.get("logprob"), token] for row, token in zip(rows, ids, strict=False)],
+        "routed_experts": choice.get("routed_experts"),
+        "weight_versions": spans,
+        "weight_version": spans[-1]["version"] if spans else response.get("weight_version"),
+    }
+    if kept := choice.get("sampling_mask"):
+        meta["top_p_token_ids"] = [token for row in kept for token in row]
+        meta["top_p_token_offsets"] = [*accumulate(map(len, kept), initial=0)]
+    return {name: value for name, value in meta.items() if value is not None}
+
+
+def _finished_vllm(_request: _Request, response: _Response, _length: int) -> _Response:
+    return {**response, "choices": [{**choice, "finish_reason": "length"} for choice in response["choices"]]}
+
+
+SGLANG = Endpoint(
+    server="sglang",
+    path="/generate",
+    session_header="X-SMG-Routing-Key",
+    request=_ask_sglang,
+    meta_info=lambda response: response.get("meta_info") or {},
+    read=read_sglang_generate,
+    finished=_finished_sglang,
+)
+VLLM = Endpoint(
+    server="vllm",
+    path="/inference/v1/generate",
+    session_header="x-session-id",
+    request=_ask_vllm,
+    meta_info=_meta_of_vllm,
+    read=read_vllm_generate,
+    finished=_finished_vllm,
+)
+
+
+def endpoint_of(sample: object) -> Endpoint:
+    """The endpoint for the samples of a framework; SGLang's where none runs."""
+    framework = find_framework(sample)
+    return VLLM if framework is not None and framework.engine == "vllm" else SGLANG
