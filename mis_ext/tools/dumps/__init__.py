@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples from files: what slime and Miles dump for debugging, and JSON lines.
+"""Samples from files: what slime, vime, and Miles dump for debugging, and JSON lines.
 
 ``.pt``, each with the keys of the table below, one entry per sample, among others:
 
-- slime's ``--save-debug-train-data`` since August 2026, ``format_version`` 2: one file of all ranks, whose ``samples``
-  are whole responses, in the order of the rollout. Where the host skips its pass of scoring, ``log_probs`` are those
-  of the training pass: with several optimizer steps per rollout, of weights that change meanwhile.
+- ``--save-debug-train-data`` of vime, and of slime since August 2026, ``format_version`` 2: one file of all ranks,
+  whose ``samples`` are whole responses, in the order of the rollout. Where the framework skips its scoring pass,
+  ``log_probs`` are those of the training pass: with several optimizer steps per rollout, of weights that change.
 - The same flag before, and Miles' ``--dump-details`` (its folder ``train_data``): a file per rank and rollout, whose
   ``rollout_data`` holds lists. Give the files of all ranks. Tensor-parallel ranks repeat each other's samples: one of
   them counts. Ranks of an earlier pipeline stage have no ``log_probs``: those that have count. Context-parallel ranks
