@@ -16,7 +16,7 @@ from public_names import public_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "guide/start.md": "index.md",
+    "../README.md": "index.md",
     "../lab/README.md": "lab.md",
     "../lab/MODELS.md": "zoo.md",
     "../lab/RESULTS.md": "results.md",
@@ -29,7 +29,7 @@ FOLDERS = {
     "../lab/real_stack/": "real_stack/",
     "../lab/benchmarks/results/": "results/",
 }
-LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png))")
+LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png|svg))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -51,7 +51,7 @@ REDIRECT = """<!doctype html>
 <p>This page has moved: <a href="{new}">{new}</a></p>
 <script>
 const to = {places}, place = location.hash.slice(1);
-location.replace(place in to ? to[place] : to[""] + location.hash);
+location.replace(place in to ? to[place] : to[""].split("#")[0] + location.hash);
 </script>
 """
 FURTHER = "Reference"

@@ -62,7 +62,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
     tokens. Log-probs and entropy are computed here, with Megatron-Core's tensor-parallel group if it is initialised.
 
     Args:
-        args: A namespace or a mapping with the keys of docs/reference/policy_loss.md; the same object for every
+        args: A namespace or a mapping with the keys of docs/reference/policy_loss_keys.md; the same object for every
             micro-batch of a run. ``calculate_per_token_loss`` must have the same value as in Megatron-Core's
             configuration.
         batch: The batch of :func:`~mis_ext.policy_loss`: lists per sample of ``unconcat_tokens``, ``loss_masks``,

@@ -88,7 +88,7 @@ def names_table(package: str) -> Table:
 TABLES = {
     "keys": (DOCS / "reference" / "configuration.md", partial(keys_table, *CORRECTION_ROWS)),
     "keys of prompts": (DOCS / "reference" / "configuration.md", partial(keys_table, *GROUP_ROWS)),
-    "keys of the loss": (DOCS / "reference" / "policy_loss.md", partial(keys_table, *LOSS_KEYS)),
+    "keys of the loss": (DOCS / "reference" / "policy_loss_keys.md", partial(keys_table, *LOSS_KEYS)),
     "metrics": (DOCS / "reference" / "metrics.md", metrics_table),
     "statistics": (DOCS / "reference" / "method.md", statistics_table),
     "bounds": (DOCS / "reference" / "method.md", bounds_table),
@@ -219,6 +219,15 @@ def test_links_lead_to_files_and_to_anchors_on_github_and_on_the_site(page) -> N
             there = shown(file)
             assert anchor in anchors_on_github(there), f"{target}: not on GitHub"
             assert anchor in anchors_on_the_site(there), f"{target}: not on the site"
+
+
+def test_old_addresses_lead_to_pages_and_to_places_in_them() -> None:
+    lines = (DOCS / "moved.txt").read_text(encoding="utf-8").splitlines()
+    for new in (line.split()[1] for line in lines if not line.startswith("#")):
+        path, _, anchor = new.partition("#")
+        assert (DOCS / path).is_file(), new
+        # A redirect that leads to another one has the place in its own line.
+        assert not anchor or anchor in anchors_on_the_site(shown(DOCS / path)), new
 
 
 def test_the_version_and_the_badges_are_true() -> None:
