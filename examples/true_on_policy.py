@@ -47,7 +47,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--engines", nargs="+", choices=PIECES, default=["transformers"])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, help="both by default; on a GPU with --engines sglang bfloat16"
+    )
     parser.add_argument("--size", choices=WORKLOADS, default="gpu" if on_gpu else "cpu")
     parser.add_argument(
         "--model",
@@ -71,6 +73,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/true_on_policy"))
     args = parser.parse_args()
+    if args.dtypes is None:
+        args.dtypes = ["bfloat16"] if on_gpu and "sglang" in args.engines else [*DTYPES]
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
     if {"sglang", "sglang-deterministic"} & {*args.engines} and find_spec("sglang") is None:

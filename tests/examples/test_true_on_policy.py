@@ -77,3 +77,12 @@ def test_a_forgotten_weight_sync_is_called_stale_weights(rows):
     (stale,) = of_kind(rows, "stale")
     assert stale["verdict"] == "DIFFERENT"
     assert "stale weights" in stale["hint"]
+
+
+@pytest.mark.parametrize(("on_gpu", "dtypes"), [(True, ["bfloat16"]), (False, ["bfloat16", "float32"])])
+def test_without_arguments_sglang_gets_the_dtypes_that_it_has(on_gpu, dtypes, monkeypatch):
+    module = importlib.import_module("true_on_policy")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: on_gpu)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(sys, "argv", ["true_on_policy.py", "--engines", "sglang"])
+    assert module.parse_args().dtypes == dtypes
