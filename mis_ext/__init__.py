@@ -11,17 +11,17 @@ from mis_ext.lazy import lazy_names
 __version__ = "0.6.0"
 
 if TYPE_CHECKING:
+    from mis_ext.correction.config import BOUNDS as BOUNDS
     from mis_ext.correction.config import CorrectionConfig as CorrectionConfig
+    from mis_ext.correction.config import Gate as Gate
+    from mis_ext.correction.config import Weight as Weight
     from mis_ext.correction.correct import Correction as Correction
     from mis_ext.correction.correct import compute_correction as compute_correction
-    from mis_ext.correction.gates import Gate as Gate
     from mis_ext.correction.layout import PackedLayout as PackedLayout
     from mis_ext.correction.layout import PackedStreams as PackedStreams
     from mis_ext.correction.metrics import GroupNumber as GroupNumber
     from mis_ext.correction.metrics import Mean as Mean
-    from mis_ext.correction.statistics import STATISTICS as STATISTICS
-    from mis_ext.correction.weights import BOUNDS as BOUNDS
-    from mis_ext.correction.weights import Weight as Weight
+    from mis_ext.correction.tokens import STATISTICS as STATISTICS
     from mis_ext.files import list_presets as list_presets
     from mis_ext.hosts.groups import Groups as Groups
     from mis_ext.hosts.guards import MismatchWarning as MismatchWarning

@@ -5,8 +5,12 @@ Everything is an all-gather of small rows, reduced locally in rank order: the sa
 A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
 called through its own methods; objects are gathered over the former only. None is a group of one.
 
-A rank with a local error joins the collectives of the call that are still due, says so there, and raises then: see
-:class:`Due`. Of several failed ranks the others name the highest that they hear of.
+A rank with a local error joins the collectives of the call that are still due, sends its status there, and raises
+then: see :class:`Due`. A status is one float, and the maximum over ranks counts:
+
+- ``rank + 1``: this rank failed. Of several, the others name the highest.
+- ``-inf``: it did not fail.
+- ``-(rank + 1)``, in the first call alone: it did not fail, and cannot compile its graphs.
 """
 
 from __future__ import annotations
@@ -77,9 +81,12 @@ def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
     return part
 
 
-def min_over_ranks(row: Tensor, group: Group | None) -> Tensor:
-    """The minimum of the rows of all ranks; NaN where one of them has it."""
-    return row if group is None else gather_rows(row, group).amin(0)
+def status_of_ranks(groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> Tensor:
+    """0-dim, the status of the ranks that call this, where no correction exchanges it; in every call of one shape."""
+    status = torch.full((1,), global_rank() + 1.0 if fails else -math.inf, device=device)
+    for group in groups:
+        status = gather_rows(status, group).amax(0)
+    return status.squeeze(0)
 
 
 def gather_objects(value: Any, group: Group | None) -> list[Any]:
@@ -94,10 +101,7 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
 
 
 class Row(NamedTuple):
-    """What a rank sends in a collective of a correction.
-
-    ``has_status``: whether the last number says which rank failed: its number + 1, or less than 1 for none.
-    """
+    """The tensor that a rank sends in a collective of a correction; ``has_status``: its last value is a status."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -123,27 +127,26 @@ class Due:
             del self._rows[0]
         return rows
 
-    def tell(self, rank: int) -> None:
-        """Join all that are left with nothing but the number of this rank, which failed: nobody waits for it."""
-        status = torch.tensor([rank + 1.0], device=self._device)
-        for shape, dtype, group, has_status in self._rows:
+    def tell(self) -> None:
+        """Join all that are left with nothing but the status of this rank, which failed: no rank waits for it."""
+        rows, self._rows = self._rows, []
+        for shape, dtype, group, has_status in rows:
             row = torch.zeros(shape, dtype=dtype, device=self._device)
-            if has_status and dtype == torch.uint8:
-                row[-STATUS_BYTES:] = status.view(dtype)
-            elif has_status:
-                row[-1:] = status
+            if has_status:
+                status = torch.tensor([global_rank() + 1.0], device=self._device)
+                is_bytes = dtype == torch.uint8
+                row[-STATUS_BYTES if is_bytes else -1 :] = status.view(dtype) if is_bytes else status
             gather_rows(row, group)
-        self._rows = []
 
     @contextlib.contextmanager
     def told_of_errors(self) -> Iterator[None]:
-        """An error in here is raised when those who wait for this rank know of it."""
+        """An error in this block is raised after the other ranks know of it."""
         try:
             yield
         except Exception:
-            # What was wrong first is raised, also where the group itself is broken.
+            # The first error is raised, also where the group itself is broken.
             with contextlib.suppress(Exception):
-                self.tell(global_rank())
+                self.tell()
             raise
 
 
@@ -157,78 +160,6 @@ def _is_wrapped(group: Group) -> bool:
     return hasattr(group, "_replica_id")
 
 
-def mark_failed(rows: Tensor, rank: int) -> Tensor:
-    """``rows`` with a last row that says that ``rank`` failed; changed in place."""
-    rows[-1:].clamp_(max=-(rank + 1.0))
-    return rows
-
-
 def failed_rank(status: float) -> int | None:
-    """Which rank a status names, or None: no rank failed."""
-    return None if math.isinf(status) else round(-status) - 1
-
-
-_DIGITS = ((21, 11), (10, 11), (0, 10))
-"""Place and width of the digits of 32 bits, from the leading one."""
-_SIGN = 1 << 31
-
-_SLACK = 1e-6
-"""A share times a count is a whole number up to rounding, and must not become the next one."""
-
-
-def covering_value(
-    values_N: Tensor,
-    counted_N: Tensor,
-    *,
-    share: Tensor,
-    groups: Sequence[Group | None],
-    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
-) -> Tensor:
-    """0-dim: the smallest counted value, over all ranks, that at least ``share`` of the counted values do not exceed.
-
-    A radix selection: numbers sort as their bits do, those of negative ones turned around. So counts are all that ranks
-    exchange, at most 16 KiB a gather, and every rank finds the same bits, however many numbers there are and wherever
-    they lie.
-
-    Args:
-        values_N: ``[N]`` float32; infinity is legal.
-        counted_N: ``[N]`` bool, which of them count; elsewhere a value may be anything.
-        share: 0-dim float64, in (0, 1].
-        groups: The values lie on the ranks of all of these; None is a group of one.
-        gather: What gathers rows of all ranks.
-
-    Returns:
-        NaN where nothing counts.
-    """
-    bits_N = _ordered(torch.where(counted_N, values_N, 0.0))
-    matches_N = counted_N
-    found = bits_N.new_zeros(())
-    rank = num_counted = None
-    for place, width in _DIGITS:
-        digit_N = (bits_N >> place) & ((1 << width) - 1)
-        counts = torch.zeros(1 << width, dtype=torch.int64, device=bits_N.device)
-        # Integers, whose sum does not depend on the order.
-        counts = counts.index_add(0, digit_N, matches_N.long())
-        for group in groups:
-            counts = counts if group is None else gather(counts, group).sum(0)
-        if rank is None:
-            num_counted = counts.sum()
-            rank = (num_counted.double() * share - _SLACK).ceil().long().clamp_min(1)
-        running = counts.cumsum(0)
-        digit = (running < rank).sum().clamp_max((1 << width) - 1)
-        rank = rank - (running - counts).index_select(0, digit.view(1)).squeeze(0)
-        matches_N = matches_N & (digit_N == digit)
-        found = (found << width) | digit
-    assert num_counted is not None
-    return torch.where(num_counted > 0, _number(found), torch.nan)
-
-
-def _ordered(values_N: Tensor) -> Tensor:
-    """32 bits of each float32, as int64, that sort as the numbers do; -0 is 0."""
-    bits_N = torch.where(values_N == 0.0, 0.0, values_N).view(torch.int32).long()
-    return torch.where(bits_N < 0, -1 - bits_N, bits_N + _SIGN)
-
-
-def _number(bits: Tensor) -> Tensor:
-    """The float32 of such bits."""
-    return torch.where(bits < _SIGN, -1 - bits, bits - _SIGN).to(torch.int32).view(torch.float32)
+    """The rank that a status names, or None: no rank failed."""
+    return round(status) - 1 if status > 0.0 else None

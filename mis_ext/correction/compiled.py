@@ -24,10 +24,24 @@ import torch
 import torch.fx.experimental._config as symbols
 from torch import Tensor
 
+from mis_ext.correction.collectives import global_rank
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.layout import PackedLayout, places_of
-from mis_ext.correction.passes import Inputs, Outputs, Passes, Plan, output_pass, plan_of, response_pass, token_pass
-from mis_ext.correction.tokens import Blocks, BlockSizes
+from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, places_of
+from mis_ext.correction.passes import (
+    Exchange,
+    Inputs,
+    Passed,
+    Plan,
+    Sums,
+    alone,
+    by_name,
+    decide,
+    output_pass,
+    plan_of,
+    response_pass,
+    run_passes,
+    token_pass,
+)
 
 _LOG = logging.getLogger("mis_ext")
 _PAD = 65
@@ -49,7 +63,7 @@ class Graphs:
 
     Ranks that share a call run in one mode: compiled code rounds differently, and context-parallel ranks have to agree
     on every keep mask. So the first call of ranks compiles, computes without graphs, and tells the other ranks in its
-    status whether compilation failed (:meth:`try_out`, :meth:`agree`).
+    status whether compilation failed (:meth:`run`).
 
     Attributes:
         obstacle: Why calls run without graphs; None while they do not.
@@ -66,55 +80,47 @@ class Graphs:
         self._responses = _compiled(_responses)
         self._outputs = _compiled(_outputs)
 
-    def whole(self, x: Inputs, layout: PackedLayout, *, token_metrics: bool) -> tuple[Tensor, Tensor, Outputs] | None:
-        """All passes of a rank alone: sums of responses, totals, outputs. None: this call has to run without graphs."""
+    def run(
+        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
+    ) -> Passed:
+        """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
+        if over_cp is alone and over_dp is alone:
+            padded, places, sizes = _padded(x, layout)
+            found = self._try(self._whole, padded, places, sizes, self._plan, token_metrics)
+            if found is not None:
+                return _cut(found, layout)
+        elif self.is_agreed and self.obstacle is None:
+            return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        elif not self.is_agreed:
+            # Compile on the data of this rank. The result is not used.
+            self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, alone, alone)
+            if self.obstacle is not None:
+                cannot_compile = -(global_rank() + 1.0)
+                over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)
+        out = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
+        if not self.is_agreed and not (over_cp is alone and over_dp is alone):
+            self._agree(float(out.group_A[-1]))
+        return out
+
+    def parts(
+        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
+    ) -> Passed:
+        """The passes as three graphs, with the exchanges between them."""
         padded, places, sizes = _padded(x, layout)
-        found = self._run(self._whole, padded, places, sizes, self._plan, token_metrics)
-        if found is None:
-            return None
-        parts_FS, own_A, out = found
-        if padded is x:
-            return parts_FS, own_A, out
-        return parts_FS[:, : layout.num_sequences], own_A, _cut(out, layout)
+        merged_FS = over_cp(self._tokens(padded, places, sizes, self._plan)[:, : layout.num_sequences])
+        columns_FS = _with_columns(merged_FS, places.shape[1], self._plan)
+        own_A = self._responses(columns_FS, self._plan)
+        sums = columns_FS, own_A, over_dp(own_A)
+        return _cut(self._outputs(padded, places, sizes, sums, self._plan, token_metrics), layout)
 
-    def passes(self, x: Inputs, layout: PackedLayout, *, token_metrics: bool) -> Passes:
-        """The passes of one call, between which ranks exchange numbers."""
-        padded, places, sizes = _padded(x, layout)
-        plan, num_columns = self._plan, places.shape[1]
-
-        def tokens() -> Tensor:
-            return cast("Tensor", self._tokens(padded, places, sizes, plan))[:, : layout.num_sequences]
-
-        def responses(merged_FS: Tensor) -> Tensor:
-            return cast("Tensor", self._responses(_with_columns(merged_FS, num_columns, plan), plan))
-
-        def outputs(merged_FS: Tensor, own_A: Tensor, group_A: Tensor) -> Outputs:
-            columns_FS = _with_columns(merged_FS, num_columns, plan)
-            out = self._outputs(padded, places, sizes, columns_FS, own_A, group_A, plan, token_metrics)
-            return _cut(out, layout)
-
-        return Passes(tokens, responses, outputs)
-
-    def try_out(self, x: Inputs, layout: PackedLayout, *, token_metrics: bool) -> None:
-        """Compile all passes on the data of this rank; their numbers are not used."""
-
-        def run() -> bool:
-            passes = self.passes(x, layout, token_metrics=token_metrics)
-            parts_FS = passes.tokens()
-            own_A = passes.responses(parts_FS)
-            passes.outputs(parts_FS, own_A, own_A)
-            return True
-
-        self._run(run)
-
-    def agree(self, status: float) -> None:
-        """Hear from the status of a call, which waited for nothing but this, whether a rank could not compile."""
+    def _agree(self, status: float) -> None:
+        """Learn from the status of a call, the only one that waits for it, whether a rank could not compile."""
         self.is_agreed = True
         if -math.inf < status < 0.0 and self.obstacle is None:
             self.obstacle = f"rank {round(-status) - 1} could not compile"
             self._warn()
 
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; None where it cannot be compiled, after which no call has graphs."""
         if self.obstacle is not None:
             return None
@@ -128,9 +134,8 @@ class Graphs:
         except Exception as error:
             if not is_first and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
                 raise
-            self.obstacle = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error) else repr(error)
-            )
+            said = str(error).strip().splitlines()
+            self.obstacle = f"{type(error).__name__}: {said[0]}" if said else repr(error)
             self._warn()
             return None
         self._has_run = True
@@ -146,13 +151,18 @@ class Graphs:
         )
 
 
-def _whole(
-    x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool
-) -> tuple[Tensor, Tensor, Outputs]:
-    blocks = Blocks(end_and_start_2S, sizes)
-    s, parts_FS = token_pass(x, blocks, plan)
-    r, own_A = response_pass(parts_FS, plan)
-    return parts_FS, own_A, output_pass(s, r, own_A, own_A, x.mask_T, blocks, plan, token_metrics=token_metrics)
+def _sending(status: float, exchange: Exchange) -> Exchange:
+    """An exchange in which this rank also sends a status."""
+
+    def run(own: Tensor) -> Tensor:
+        own[-1:].clamp_(min=status)
+        return exchange(own)
+
+    return run
+
+
+def _whole(x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
+    return run_passes(x, Blocks(end_and_start_2S, sizes), plan, alone, alone, token_metrics=token_metrics)
 
 
 def _tokens(x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
@@ -164,19 +174,12 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 
 
 def _outputs(
-    x: Inputs,
-    end_and_start_2S: Tensor,
-    sizes: BlockSizes,
-    merged_FS: Tensor,
-    own_A: Tensor,
-    group_A: Tensor,
-    plan: Plan,
-    token_metrics: bool,
-) -> Outputs:
+    x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool
+) -> Passed:
     blocks = Blocks(end_and_start_2S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r, _ = response_pass(merged_FS, plan)
-    return output_pass(s, r, own_A, group_A, x.mask_T, blocks, plan, token_metrics=token_metrics)
+    r = decide(by_name(sums[0], plan.sums, plan.maxima), plan)
+    return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,8 +223,12 @@ def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
     return torch.cat([pad(merged_FS[:num_sums]), pad(merged_FS[num_sums:], value=-math.inf)])
 
 
-def _cut(out: Outputs, layout: PackedLayout) -> Outputs:
-    num_tokens = layout.num_local_tokens
-    metrics_MT = None if out.metrics_MT is None else out.metrics_MT[:, :num_tokens]
-    keep_S = out.keep_S[: layout.num_sequences]
-    return Outputs(out.weights_T[:num_tokens], out.loss_mask_T[:num_tokens], keep_S, metrics_MT)
+def _cut(found: Passed, layout: PackedLayout) -> Passed:
+    num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
+    return found._replace(
+        merged_FS=found.merged_FS[:, :num_responses],
+        weights_T=found.weights_T[:num_tokens],
+        loss_mask_T=found.loss_mask_T[:num_tokens],
+        keep_S=found.keep_S[:num_responses],
+        metrics_MT=None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
+    )

@@ -1,24 +1,413 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed: a weight, gates, and how the result is normalised. Frozen, checked at construction."""
+"""What is computed: a weight, gates (rejection filters), and how weights are scaled. Frozen, checked at construction.
+
+Gates and weights of the correction compare the proximal with the behavior policy. A method can have more of them, and
+compare any two policies: ``hook_obstacle`` of a gate or weight is the reason why the correction cannot have it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
 
-from mis_ext.correction.gates import Gate, label_gates
+from torch import Tensor
+
 from mis_ext.correction.metrics import PREFIX, MetricRow, rows_of
-from mis_ext.correction.statistics import LAG
-from mis_ext.correction.weights import Denominator, NormalizeOver, Scope, Weight
+from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, MISMATCH, STATISTICS, Pair, Policy, Statistic, bounded_exp
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 
-DEFAULT_WEIGHT = Weight()
+Action = Literal["reject", "zero"]
+When = Literal["always", "positive", "negative", "outward"]
+"""All tokens, those whose advantage has a sign, or those that the update moves further from ratio 1."""
+
+HookReduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
+Reduce = HookReduce | Literal["prefix", "batch_mean", "batch_rank_mean"]
+"""The value at a token: its own; the sum, mean, maximum, or minimum over its response; the sum or mean over its
+segment, a run of tokens of the mask. In a method alone: the sum up to the token; the mean over the batch; the mean over
+all tokens of the batch whose value is no larger than its own."""
+REDUCES: tuple[Reduce, ...] = (*get_args(HookReduce), "prefix", "batch_mean", "batch_rank_mean")
+OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
+
+HookLevel = Literal["token", "sequence", "geometric"]
+Level = HookLevel | Literal["prefix", "segment"]
+HookWhen = Literal["always", "stale"]
+REDUCTIONS: dict[str, Reduce] = {
+    "token": "token",
+    "sequence": "sum",
+    "geometric": "mean",
+    "prefix": "prefix",
+    "segment": "segment_sum",
+}
+"""How a level of a weight reduces log-ratios: their sum is the product of ratios, their mean the geometric mean."""
+
+DEFAULT_UPPER_BOUND = 2.0
+"""The cap of a weight where no upper bound is given, as where the only key is ``use_tis: true``."""
+
+Scope = Literal["micro_batch", "data_parallel"]
+NormalizeOver = Literal["kept", "valid"]
+Denominator = Literal["fixed", "kept"]
 MetricChoice = Literal["core", "all"]
 GuardName = Literal["double_correction", "missing_log_probs", "degenerate_behavior", "shifted_log_probs"]
-
 GUARD_NAMES: tuple[str, ...] = get_args(GuardName)
+
+_FAR_FROM_ONE = 0.1
+_NO_BOUNDS = "a gate needs low or high: an open band rejects nothing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """Keep the tokens or responses whose statistic lies in the closed interval ``[low, high]``.
+
+    Args:
+        statistic: A name of :data:`~mis_ext.correction.tokens.STATISTICS`.
+        reduce: ``token``: the gate judges each token. ``sum``, ``mean``, ``max``, ``min``: it judges each response, by
+            this reduction over its tokens. ``segment_sum``, ``segment_mean``: it judges each segment, a run of
+            generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean. In a
+            method also ``prefix``, ``batch_mean`` and ``batch_rank_mean``, see :data:`Reduce`.
+        low: Lower bound, or None.
+        high: Upper bound, or None. A minimum with a lower bound alone, or a maximum with an upper one, is a veto: it
+            also finds every response in which a response token has no finite ratio.
+        action: What happens to tokens or responses outside of the bounds. ``reject`` sets their mask to 0. ``zero``
+            sets their weight to 0 and keeps the mask, so that the framework's KL and entropy terms keep the token.
+        after: Name of a gate on tokens. The statistic then ignores the tokens that this other gate removes, and is no
+            longer a likelihood ratio of the response. If no token is left, the response passes.
+        name: First part of the names of its metrics; by default ``rs_...``, from its place among the gates.
+        pair: The policies that are compared: numerator and denominator of the ratio.
+        when: Tokens that can be dropped; in a method alone.
+        of_tokens: Tokens that the statistic counts, where it is one of the batch; in a method alone.
+    """
+
+    statistic: str = "ratio"
+    reduce: Reduce = "token"
+    low: float | None = None
+    high: float | None = None
+    action: Action = "reject"
+    after: str | None = None
+    name: str | None = None
+    pair: Pair = MISMATCH
+    when: When = "always"
+    of_tokens: When = "always"
+
+    def __post_init__(self) -> None:
+        whens = get_args(When)
+        _check_choices(self, statistic=STATISTICS, reduce=REDUCES, action=get_args(Action), when=whens, of_tokens=whens)
+        _check_pair(self.pair)
+        if self.of_tokens != "always" and self.reduce == "token":
+            raise ValueError(f"of_tokens: {self.of_tokens} has no effect with reduce: token")
+        if self.low is None and self.high is None:
+            raise ValueError(_NO_BOUNDS)
+        # Types first: the truth value False equals 0, which is no bound.
+        self._check_bounds(-math.inf, math.inf)
+        smallest, largest = self.row.low, self.row.high
+        # The product of probabilities is one, but the sum of probability differences is none.
+        if self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log:
+            smallest, largest = -math.inf if smallest < 0.0 else smallest, math.inf
+        # A bound at the end of the legal range does nothing, and makes no other gate of it.
+        if self.low in (smallest, -math.inf):
+            object.__setattr__(self, "low", None)
+        if self.high in (largest, math.inf):
+            object.__setattr__(self, "high", None)
+        self._check_bounds(smallest, largest)
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
+        if self.after is not None and self.is_of_tokens:
+            raise ValueError(f"after: {self.after!r} needs a reduction over the sequence, got reduce: {self.reduce}")
+        if self.name is not None and not (
+            isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
+        ):
+            raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
+        if self.hook_obstacle is None:
+            self._warn_unusual_bounds()
+
+    @property
+    def hook_obstacle(self) -> str | None:
+        """Why the correction cannot have this gate, which a method can; None if it can."""
+        if self.pair != MISMATCH:
+            return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
+        for key, when in (("when", self.when), ("of_tokens", self.of_tokens)):
+            if when != "always":
+                return f"{key} must be always, got {when}: the hook does not see the advantage"
+        if self.reduce not in get_args(HookReduce):
+            return f"the hook has no gate with reduce: {self.reduce}; it has {', '.join(get_args(HookReduce))}"
+        if self.low is not None and self.low == self.high:
+            return f"low must be below high, got low={self.low} and high={self.high}"
+        return _NO_BOUNDS if self.low is None and self.high is None else None
+
+    @property
+    def row(self) -> Statistic:
+        """What is compared: formula, unit and legal range."""
+        return STATISTICS[self.statistic]
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        """The bounds on the scale of the statistic (of a ratio its log), ``-inf`` and ``inf`` where open."""
+        low = -math.inf if self.low is None else self.row.edge(self.low)
+        return low, math.inf if self.high is None else self.row.edge(self.high)
+
+    @property
+    def is_of_segments(self) -> bool:
+        """Whether it judges each run of generated tokens."""
+        return self.reduce in OF_SEGMENTS
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether a response can lose a part of its tokens by it: each token alone, or all of a segment."""
+        return self.reduce == "token" or self.is_of_segments
+
+    @property
+    def is_veto(self) -> bool:
+        """Whether a single token can reject its response; one without a finite ratio always does."""
+        return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
+
+    def _check_bounds(self, low: float, high: float) -> None:
+        for key, bound in (("low", self.low), ("high", self.high)):
+            if bound is not None:
+                check_number(key, bound, low=low, high=high)
+
+    def _warn_unusual_bounds(self) -> None:
+        low, high = self.low, self.high
+        center = self.row.on_policy
+        if center is not None and ((low is not None and low > center) or (high is not None and high < center)):
+            warnings.warn(
+                f"a gate on {self.statistic} with bounds {_text(low)} to {_text(high)} rejects what is on-policy "
+                f"(value {center:g})",
+                stacklevel=4,
+            )
+        if self.statistic == "ratio" and self.reduce == "mean":
+            _warn_far_from_one("a geometric gate", low, high)
+
+
+def _check_choices(part: object, **choices: Collection[str]) -> None:
+    for key, legal in choices.items():
+        check_choice(key, getattr(part, key), legal)
+
+
+def _check_pair(pair: Pair) -> None:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"pair must be two policies, numerator and denominator, got {pair!r}")
+    for policy in pair:
+        check_choice("pair", policy, get_args(Policy))
+
+
+def _warn_far_from_one(what: str, low: float | None, high: float | None) -> None:
+    """Warn where the bounds of a geometric mean are too wide to do anything."""
+    if any(edge not in (None, 0.0, math.inf) and abs(edge - 1.0) > _FAR_FROM_ONE for edge in (low, high)):
+        warnings.warn(
+            f"{what} with bounds {_text(low)} to {_text(high)} almost never fires: the geometric mean of a response is "
+            "about exp(-KL per token), far closer to 1",
+            stacklevel=5,
+        )
+
+
+def _text(bound: float | None) -> str:
+    return "none" if bound is None else f"{bound:g}"
+
+
+_VETO_NAMES = {
+    ("ratio", "min"): "rs_catastrophic",
+    ("ratio", "max"): "rs_veto_upper",
+    ("proximal_probability", "min"): "rs_veto_probability",
+    (LAG, "max"): "rs_staleness",
+}
+
+
+def label_gates(gates: Sequence[Gate]) -> dict[str, Gate]:
+    """The gates by the stem of their metrics: their own name, else one after their kind and place."""
+    labels: dict[str, Gate] = {}
+    bands = 0
+    for gate in gates:
+        bands += not gate.is_veto
+        band_name = "rs_mask" if bands == 1 else f"rs_gate{bands}"
+        veto_name = _VETO_NAMES.get((gate.statistic, gate.reduce), f"rs_veto_{gate.statistic}_{gate.reduce}")
+        name = gate.name or (veto_name if gate.is_veto else band_name)
+        if name in labels and gate.is_veto:
+            raise ValueError(f"two vetoes of the same kind ({name}): the stricter one decides, remove the other")
+        if name in labels:
+            raise ValueError(f"two gates are called {name!r}: give one of them another name")
+        labels[name] = gate
+    on_tokens = [name for name, gate in labels.items() if gate.is_of_tokens]
+    for name, gate in labels.items():
+        if gate.after is not None and gate.after not in on_tokens:
+            raise ValueError(
+                f"{name} looks at what is left after {gate.after!r}, which is no gate on tokens; "
+                f"there are {', '.join(on_tokens) or 'none'}"
+            )
+    return labels
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A ``mode`` of a weight.
+
+    Attributes:
+        name: The mode.
+        weight: Weight from a log-ratio and the log of both bounds; it never falls where the ratio grows.
+        has_low: Whether the low edge is used.
+        has_high: Whether the high edge is used.
+        rejects: Whether what lies outside the interval leaves the mask.
+        text: What it does, for the documentation.
+    """
+
+    name: str
+    weight: Callable[[Tensor, float, float], Tensor]
+    has_low: bool
+    has_high: bool
+    rejects: bool
+    text: str
+
+
+def _clamped(log_ratio: Tensor, log_low: float, log_high: float) -> Tensor:
+    # max(low, min(rho, high)), where a low of 0 does nothing
+    return log_ratio.clamp(max(log_low, -MAX_LOG_RATIO), min(log_high, MAX_LOG_RATIO)).exp()
+
+
+def _unbounded(log_ratio: Tensor, _log_low: float, _log_high: float) -> Tensor:
+    return bounded_exp(log_ratio)
+
+
+_ROWS = (
+    Bound("truncate", _clamped, False, True, False, "the ratio, at most `high`"),
+    Bound("clip", _clamped, True, True, False, "the ratio, clamped into `[low, high]`"),
+    Bound("mask", _unbounded, True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
+    Bound("unbounded", _unbounded, False, False, False, "the ratio"),
+)
+
+BOUNDS: dict[str, Bound] = {row.name: row for row in _ROWS}
+"""The bounds of a weight by name. Truncation: Ionides, Truncated Importance Sampling, 2008; masking: IcePop,
+arXiv:2510.18855."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """Importance weight: the ratio at ``level``, bounded by ``mode``. It carries no gradient, so no bound stops one.
+
+    The token ratio corrects the next token only; the prefix stays off-policy. The product over the response is
+    unbiased, and its variance grows exponentially with the length. The geometric mean is biased, but its size does not
+    depend on the length.
+
+    Args:
+        level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean). In a method also
+            ``prefix``, the product up to the token, and ``segment``, that over a run of generated tokens.
+        mode: A name of :data:`BOUNDS`.
+        low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
+        high: Upper bound of the ratio, for modes that have one; :data:`DEFAULT_UPPER_BOUND` by default.
+        pair: Numerator and denominator of the ratio.
+        power: The ratio is raised to it before it is bounded; in a method alone.
+        when: Tokens that are weighed, the others have weight 1. ``stale``: those whose lag is above 0 or unknown, at
+            ``level: token``. Signs of the advantage in a method alone.
+
+    Attributes:
+        gate: The gate that the mode implies.
+        action: None: a weight drops nothing, its gate does.
+
+    References:
+        Token: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Sequence: Liu,
+        Li et al., When Speed Kills Stability, 2025. Geometric: Zheng et al., Group Sequence Policy Optimization,
+        arXiv:2507.18071.
+    """
+
+    level: Level = "token"
+    mode: str = "truncate"
+    low: float | None = None
+    high: float | None = None
+    pair: Pair = MISMATCH
+    power: float = 1.0
+    when: When | HookWhen = "always"
+    action: ClassVar[None] = None
+    gate: Gate | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        whens = dict.fromkeys((*get_args(When), *get_args(HookWhen)))
+        _check_choices(self, level=REDUCTIONS, mode=BOUNDS, when=whens)
+        _check_pair(self.pair)
+        check_number("power", self.power, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+        bound = self.bound
+        # A bound at the open end of the interval does nothing.
+        if not bound.has_low and self.low == 0.0:
+            object.__setattr__(self, "low", None)
+        if not bound.has_high and self.high == math.inf:
+            object.__setattr__(self, "high", None)
+        if not bound.has_high and (self.low, self.high) != (None, None):
+            raise ValueError(f"mode: {self.mode} takes no bounds, got low={self.low} and high={self.high}")
+        if not bound.has_low and self.low is not None:
+            raise ValueError(f"mode: {self.mode} has no low bound, got low={self.low}; write mode: clip")
+        if bound.has_high:
+            self._fill_bounds(bound)
+        if self.when == "stale":
+            self._check_stale(bound)
+        if bound.rejects:
+            object.__setattr__(self, "gate", Gate(reduce=self.reduce, low=self.low, high=self.high, pair=self.pair))
+        elif self.hook_obstacle is None:
+            self._warn_unusual_bounds(bound)
+
+    def _fill_bounds(self, bound: Bound) -> None:
+        high = DEFAULT_UPPER_BOUND if self.high is None else self.high
+        check_number("high", high, low=0.0, high=math.inf, open_low=True)
+        object.__setattr__(self, "high", float(high))
+        if bound.has_low:
+            default, low = ("", self.low) if self.low is not None else (" (1 / high by default)", 1.0 / high)
+            object.__setattr__(self, "low", check_number("low", low, low=0.0, high=math.inf))
+            if not low <= high:
+                raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
+
+    def _check_stale(self, bound: Bound) -> None:
+        if self.level != "token":
+            raise ValueError(
+                f"when: stale is a choice between tokens, and level: {self.level} weighs all of them alike"
+            )
+        if bound.rejects:
+            raise ValueError(f"when: stale leaves fresh tokens as they are, and mode: {self.mode} rejects some of them")
+        if not (self.low or 0.0) <= 1.0 <= (math.inf if self.high is None else self.high):
+            raise ValueError(f"when: stale gives fresh tokens weight 1, got low={self.low} and high={self.high}")
+
+    def _warn_unusual_bounds(self, bound: Bound) -> None:
+        low, high = self.low or 0.0, math.inf if self.high is None else self.high
+        if not low <= 1.0 <= high:
+            warnings.warn(
+                f"the bounds {low:g} to {high:g} of the weight change what is on-policy (ratio 1)", stacklevel=4
+            )
+        if self.level == "geometric" and bound.has_low:
+            _warn_far_from_one(f"a geometric weight with mode: {self.mode}", self.low, self.high)
+
+    @property
+    def reduce(self) -> Reduce:
+        """How ``level`` reduces log-ratios over a response."""
+        return REDUCTIONS[self.level]
+
+    @property
+    def hook_obstacle(self) -> str | None:
+        """Why the correction cannot have this weight, which a method can; None if it can."""
+        if self.pair != MISMATCH:
+            return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
+        if self.level not in get_args(HookLevel):
+            return f"the hook has no weight of level: {self.level}; it has {', '.join(get_args(HookLevel))}"
+        if self.when not in get_args(HookWhen):
+            return f"when must be always or stale, got {self.when}: the hook does not see the advantage"
+        if self.power != 1.0:
+            return f"power must be 1, got {self.power:g}: the hook's weight is the ratio itself"
+        if self.bound.has_high and self.high == math.inf:
+            return f"mode: {self.mode} needs a finite high; write mode: unbounded for none"
+        if self.bound.has_low and self.low == self.high:
+            return f"low must be below high, got low={self.low} and high={self.high}"
+        return None
+
+    @property
+    def bound(self) -> Bound:
+        """The row of ``mode``."""
+        return BOUNDS[self.mode]
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        """Logs of the bounds, ``-inf`` and ``inf`` where open."""
+        return math.log(self.low) if self.low else -math.inf, math.log(self.high) if self.high else math.inf
+
+    def bounded(self, log_ratio: Tensor) -> Tensor:
+        """The weight of log-ratios (nats, any shape): their ``exp``, bounded by ``mode``."""
+        return BOUNDS[self.mode].weight(log_ratio, *self.edges)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,22 +418,22 @@ class CorrectionConfig:
         weight: The importance weight. None: only gates, and weight 1.
         gates: A token is kept only if all gates keep it. Each gate looks at the original response mask.
         normalize_over: ``kept`` or ``valid``: divide the weights by their mean over kept or over all valid tokens
-            (sequences). None: do not divide.
+            (responses). None: do not divide.
         scope: The samples over which this mean and the factor of ``denominator: kept`` are computed.
         denominator: ``fixed``: rejected tokens still count in the framework's denominator. ``kept``: all weights are
             multiplied by (all terms) / (kept terms), so that the loss is a mean over kept tokens or responses.
-        per_token_loss: True if the host averages over tokens, not over per-sample means.
+        per_token_loss: True if the framework averages over tokens, not over per-sample means.
         metrics: ``core``, ``all``, or names.
-        metric_max: Each token counts at most this much in ``k3_kl``, each sequence in ``chi2_token`` and ``chi2_seq``.
+        metric_max: Each token counts at most this much in ``k3_kl``, each response in ``chi2_token`` and ``chi2_seq``.
         warn_only: Guards that warn instead of raising an error.
-        max_reject_fraction: Warn when a larger share of tokens or sequences is rejected.
+        max_reject_fraction: Warn when a larger share of tokens or responses is rejected.
         metrics_only: Measure, and change nothing.
         compile: Run as graphs of ``torch.compile``: ``auto``, on a GPU; True; False.
-        staleness: Each token comes with its lag, and metrics tell fresh tokens from stale ones. True where a gate looks
-            at the lag, or the weight has ``when: stale``.
+        staleness: Each token comes with its lag, and metrics distinguish fresh tokens from stale ones. True where a
+            gate looks at the lag, or the weight has ``when: stale``.
     """
 
-    weight: Weight | None = DEFAULT_WEIGHT
+    weight: Weight | None = Weight()
     gates: tuple[Gate, ...] = ()
     normalize_over: NormalizeOver | None = None
     scope: Scope = "data_parallel"
@@ -57,39 +446,17 @@ class CorrectionConfig:
     metrics_only: bool = False
     compile: Literal["auto"] | bool = "auto"
     staleness: bool = False
-    _hash: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.weight is not None:
-            check_instance("weight", self.weight, Weight)
-        check_instance("gates", self.gates, (tuple, list))
-        check_instance("warn_only", self.warn_only, (frozenset, set, tuple, list))
-        for gate in self.gates:
-            check_instance("each of gates", gate, Gate)
+        self._check_types()
+        object.__setattr__(self, "gates", tuple(self.gates))
+        object.__setattr__(self, "warn_only", frozenset(self.warn_only))
         parts: dict[str, Weight | Gate] = {} if self.weight is None else {"weight": self.weight}
         for key, part in (parts | {f"gates[{i}]": gate for i, gate in enumerate(self.gates)}).items():
             if part.hook_obstacle is not None:
                 raise ValueError(f"{key}: {part.hook_obstacle}")
-        for guard in self.warn_only:
-            check_instance("each of warn_only", guard, str)
-        label_gates(tuple(self.gates))
-        object.__setattr__(self, "gates", tuple(self.gates))
-        object.__setattr__(self, "warn_only", frozenset(self.warn_only))
-        if self.normalize_over is not None:
-            check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
-        check_choice("scope", self.scope, get_args(Scope))
-        check_choice("denominator", self.denominator, get_args(Denominator))
-        check_bool("per_token_loss", self.per_token_loss)
-        check_bool("metrics_only", self.metrics_only)
-        check_bool("staleness", self.staleness)
-        if not isinstance(self.compile, bool) and self.compile != "auto":
-            raise ValueError(f"compile must be auto, true or false, got {self.compile!r}")
-        check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
-        check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)
-        check_known("guards", self.warn_only, GUARD_NAMES)
-        is_of_names = isinstance(self.metrics, tuple) and all(isinstance(name, str) for name in self.metrics)
-        if self.metrics not in ("all", "core") and not is_of_names:
-            raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
+        label_gates(self.gates)
         if self.normalize_over is not None and self.weight is None:
             raise ValueError("normalize_over has no effect without a weight")
         if self.metrics_only and (self.weight is not None or self.gates):
@@ -99,8 +466,8 @@ class CorrectionConfig:
         looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
         if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
             object.__setattr__(self, "staleness", True)
-        # A configuration is looked up at every call.
-        values = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.compare)
+        # Kept, because every call looks up what belongs to its configuration.
+        values = tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.compare)
         object.__setattr__(self, "_hash", hash(values))
         names = [row.name for row in self.available_rows]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -109,6 +476,29 @@ class CorrectionConfig:
                 f"the name of a gate gives two metrics one name ({', '.join(twice)}): give it another name"
             )
         _ = self.selected_rows
+
+    def _check_types(self) -> None:
+        if self.weight is not None:
+            check_instance("weight", self.weight, Weight)
+        check_instance("gates", self.gates, (tuple, list))
+        for gate in self.gates:
+            check_instance("each of gates", gate, Gate)
+        check_instance("warn_only", self.warn_only, (frozenset, set, tuple, list))
+        for guard in self.warn_only:
+            check_instance("each of warn_only", guard, str)
+        check_known("guards", self.warn_only, GUARD_NAMES)
+        if self.normalize_over is not None:
+            _check_choices(self, normalize_over=get_args(NormalizeOver))
+        _check_choices(self, scope=get_args(Scope), denominator=get_args(Denominator))
+        for key in ("per_token_loss", "metrics_only", "staleness"):
+            check_bool(key, getattr(self, key))
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise ValueError(f"compile must be auto, true or false, got {self.compile!r}")
+        check_number("metric_max", self.metric_max, low=0.0, high=math.inf)
+        check_number("max_reject_fraction", self.max_reject_fraction, low=0.0, high=1.0)
+        is_of_names = isinstance(self.metrics, tuple) and all(isinstance(name, str) for name in self.metrics)
+        if self.metrics not in ("all", "core") and not is_of_names:
+            raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
 
     def __hash__(self) -> int:
         return self._hash
@@ -132,14 +522,9 @@ class CorrectionConfig:
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether a token without a ratio leaves some statistic of its sequence unknown."""
+        """Whether a token without a ratio leaves some statistic of its response unknown."""
         has_sequence_weight = self.weight is not None and not self.has_token_weights
         return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates.values())
-
-    @property
-    def rejects_whole_sequences(self) -> bool:
-        """Whether a token without a ratio takes its sequence out of the mask: it is unknown, or a veto finds it."""
-        return self.needs_whole_sequences or any(gate.is_veto and gate.action == "reject" for gate in self.gates)
 
     @property
     def multiplies_ratios(self) -> bool:
@@ -149,9 +534,11 @@ class CorrectionConfig:
 
     @property
     def rejects_single_tokens(self) -> bool:
-        """Whether a sequence that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
-        gates_tokens = any(gate.is_of_tokens and gate.action == "reject" for gate in self.all_gates.values())
-        return not self.metrics_only and (gates_tokens or not self.rejects_whole_sequences)
+        """Whether a response that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
+        rejecting = [gate for gate in self.all_gates.values() if gate.action == "reject"]
+        # Elsewhere a token without a ratio takes its response out of the mask.
+        keeps_the_rest = not self.needs_whole_sequences and not any(gate.is_veto for gate in rejecting)
+        return not self.metrics_only and (keeps_the_rest or any(gate.is_of_tokens for gate in rejecting))
 
     @property
     def available_rows(self) -> tuple[MetricRow, ...]:
@@ -182,7 +569,7 @@ class CorrectionConfig:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether weights are multiplied by a number that belongs to the whole ``scope``."""
+        """Whether weights are multiplied by a factor that belongs to the whole ``scope``."""
         return self.normalize_over is not None or self.denominator == "kept"
 
     def stops(self, guard: GuardName) -> bool:

@@ -7,31 +7,23 @@ Read :mod:`mis_ext.correction.passes` for the formulas.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import STATUS_BYTES, Due, Group, Row, global_rank, group_size
+from mis_ext.correction.collectives import STATUS_BYTES, Due, Group, Row, group_size
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout, PackedStreams
-from mis_ext.correction.metrics import PREFIX, GroupNumber, Mean, Metric, Responses, Totals
-from mis_ext.correction.passes import (
-    Inputs,
-    Outputs,
-    Plan,
-    add_scale,
-    eager_passes,
-    merge,
-    named_totals,
-    plan_of,
-    response_pass,
-)
+from mis_ext.correction.metrics import GroupNumber, Mean, Metric, Responses, Totals
+from mis_ext.correction.passes import Exchange, Inputs, add_scale, alone, by_name, decide, plan_of, run_passes
 from mis_ext.correction.segments import segment_values
 from mis_ext.correction.tokens import Tokens
 from mis_ext.validation import check_instance, check_tensors
+
+_BITS = 8
+_NOTHING_DUE = Due((), torch.device("cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +44,7 @@ class Correction:
             is the metric; with a loss per token, its mean over all response tokens. So that this holds where a
             framework divides by all of them, a response without a token of the metric's population has the mean of the
             others of this call: NaN where there are none.
+        status: 0-dim, whether a rank failed whose data this call needed: see :mod:`mis_ext.correction.collectives`.
     """
 
     config: CorrectionConfig
@@ -59,6 +52,7 @@ class Correction:
     weights_T: Tensor
     loss_mask_R: Tensor
     token_metrics: dict[str, Tensor]
+    status: Tensor
     _merged_FS: Tensor
     _own_A: Tensor
     _group_A: Tensor
@@ -66,17 +60,20 @@ class Correction:
     @functools.cached_property
     def responses(self) -> Responses:
         """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
-        return response_pass(self._merged_FS, plan_of(self.config))[0]
+        plan = plan_of(self.config)
+        return decide(by_name(self._merged_FS, plan.sums, plan.maxima), plan)
 
     @functools.cached_property
     def totals(self) -> Totals:
         """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim, by name."""
-        return named_totals(self._own_A, plan_of(self.config))
+        plan = plan_of(self.config)
+        return by_name(self._own_A, plan.totals, plan.extremes)
 
     @functools.cached_property
     def group_totals(self) -> Totals:
-        """The same of all data-parallel ranks where a metric or the scale needs them, and the scale."""
-        return add_scale(named_totals(self._group_A, plan_of(self.config)), self.totals, self.config)
+        """The totals of all data-parallel ranks where a metric or the scale needs them, and the scale."""
+        plan = plan_of(self.config)
+        return add_scale(by_name(self._group_A, plan.totals, plan.extremes), self.totals, self.config)
 
     @property
     def keep_mask_T(self) -> Tensor:
@@ -89,37 +86,31 @@ class Correction:
         return self.loss_mask_R != 0
 
     @property
-    def status(self) -> Tensor:
-        """0-dim, whether a rank failed whose data this call needed, see :mod:`mis_ext.correction.collectives`."""
-        status = self._group_A[-1]
-        return torch.where(status > 0.0, -status, math.inf)
-
-    @property
     def measured(self) -> dict[str, Tensor]:
         """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
-        return {PREFIX + row.name: row.count_S(self.responses) > 0 for row in plan_of(self.config).rows}
+        return {name: row.count_S(self.responses) > 0 for name, row in plan_of(self.config).rows.items()}
 
     @property
     def metrics(self) -> dict[str, Metric]:
         """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
         r, total = self.responses, self.group_totals
         found: dict[str, Metric] = {}
-        for row in plan_of(self.config).rows:
-            if row.number is not None:
-                found[PREFIX + row.name] = GroupNumber(row.number(total).float())
+        for name, row in plan_of(self.config).rows.items():
+            if row.over == "group":
+                found[name] = GroupNumber(row.value(total).float())
                 continue
-            count_S, amount_S = row.count_S(r), row.amount_S(r).double()
+            count_S, amount_S = row.count_S(r), row.amount_S(r)
             if row.over in ("sequences", "responses"):
                 count_S = (count_S > 0.0).double()
             amount = torch.where(count_S > 0.0, amount_S, 0.0).sum()
             amount = amount * self.scale if row.is_scaled else amount
-            found[PREFIX + row.name] = Mean(amount.float(), count_S.sum().float())
+            found[name] = Mean(amount.float(), count_S.sum().float())
         return found
 
     @property
     def scale(self) -> Tensor:
         """0-dim: what all weights are multiplied by, see ``normalize_over`` and ``denominator``."""
-        return self.group_totals.scale
+        return self.group_totals["scale"]
 
     def weigh(self, loss_T: Tensor) -> Tensor:
         """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
@@ -170,51 +161,41 @@ def correct(
     dp_group: Group | None = None,
     token_metrics: bool = False,
 ) -> Correction:
-    """:func:`compute_correction` of streams that :func:`check_streams` has seen; the arguments are the same.
+    """:func:`compute_correction` of a micro-batch that :func:`check_streams` has checked; the arguments are the same.
 
-    Other ranks hear of an error in it by :attr:`Correction.status`, if a collective is still due.
+    Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
     """
-    layout = streams.layout
     if cp_group is None and dp_group is None:
-        # Nobody waits for this rank.
+        # No rank waits for this one.
         return _correct(streams, config, None, None, _NOTHING_DUE, token_metrics=token_metrics)
-    due = due_of(
-        config,
-        layout.response_lengths,
-        is_whole=layout.is_whole,
-        cp_group=cp_group,
-        dp_group=dp_group,
-        device=streams.response_mask_R.device,
-    )
+    layout, device = streams.layout, streams.response_mask_R.device
+    due = due_of(config, layout.response_lengths, cp_group, dp_group, is_whole=layout.is_whole, device=device)
     with due.told_of_errors():
         return _correct(streams, config, cp_group, dp_group, due, token_metrics=token_metrics)
-
-
-_NOTHING_DUE = Due((), torch.device("cpu"))
 
 
 def due_of(
     config: CorrectionConfig,
     response_lengths: Sequence[int],
-    *,
-    is_whole: bool,
     cp_group: Group | None,
     dp_group: Group | None,
+    *,
+    is_whole: bool,
     device: torch.device,
 ) -> Due:
     """The collectives of a call, in the order in which it joins them."""
     plan, of_parts = plan_of(config), None if is_whole else cp_group
-    num_segment_gates = sum(gate.is_of_segments for gate in plan.gates.values())
-    # A rank that tells of wrong lengths has them here.
+    # A rank that reports wrong lengths has them here.
     num_tokens = sum(length for length in response_lengths if isinstance(length, int))
-    num_bytes = -(-num_tokens // _BITS)
-    segments = Row((1 + num_segment_gates, num_tokens), torch.float32, of_parts, has_status=False)
-    parts = Row((len(plan.sums) + len(plan.maxima) + 1, len(response_lengths)), torch.float64, cp_group)
-    totals = Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group)
-    bits = Row((num_bytes + STATUS_BYTES,), torch.uint8, of_parts)
-    rows = [segments] if num_segment_gates > 0 else []
-    rows += [parts, totals] if plan.needs_group else [parts]
-    return Due([*rows, bits] if config.rejects_single_tokens else rows, device)
+    rows = []
+    if plan.segment_gates:
+        rows.append(Row((1 + len(plan.segment_gates), num_tokens), torch.float32, of_parts, has_status=False))
+    rows.append(Row((len(plan.sums) + len(plan.maxima) + 1, len(response_lengths)), torch.float64, cp_group))
+    if plan.needs_group:
+        rows.append(Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group))
+    if config.rejects_single_tokens:
+        rows.append(Row((-(-num_tokens // _BITS) + STATUS_BYTES,), torch.uint8, of_parts))
+    return Due(rows, device)
 
 
 def _correct(
@@ -227,109 +208,53 @@ def _correct(
     token_metrics: bool,
 ) -> Correction:
     plan, layout, mask_R = plan_of(config), streams.layout, streams.response_mask_R.float()
-    x = Inputs(
-        streams.proximal_logprobs_T.detach().float(),
-        streams.behavior_logprobs_T.detach().float(),
-        layout.local_part(mask_R),
-        streams.lag_T,
-        {},
-    )
-    if any(gate.is_of_segments for gate in plan.gates.values()):
-        tokens = Tokens.read(x.proximal_T, x.behavior_T, x.mask_T != 0.0, x.lag_T)
-        found = segment_values(tokens, plan.gates, layout, mask_R, cp_group=cp_group, gather=due.gather)
-        x = x._replace(segments=found)
-    merged_FS, own_A, group_A, out = _run_passes(x, layout, plan, cp_group, dp_group, due, token_metrics=token_metrics)
-    weights_T, loss_mask_R = out.weights_T, mask_R
-    if config.metrics_only:
-        weights_T = torch.ones_like(weights_T)
-    elif layout.is_whole:
-        loss_mask_R = out.loss_mask_T
-    else:
-        keep_R = _keep_of_all_ranks(out, streams, config, cp_group, due, group_A[-1:])
-        loss_mask_R = torch.where(keep_R, mask_R, 0.0)
-    names = (PREFIX + row.name for row in plan.rows)
-    metrics = {} if out.metrics_MT is None else dict(zip(names, out.metrics_MT.unbind(), strict=True))
-    return Correction(config, layout, weights_T, loss_mask_R, metrics, merged_FS, own_A, group_A)
-
-
-def _run_passes(
-    x: Inputs,
-    layout: PackedLayout,
-    plan: Plan,
-    cp_group: Group | None,
-    dp_group: Group | None,
-    due: Due,
-    *,
-    token_metrics: bool,
-) -> tuple[Tensor, Tensor, Tensor, Outputs]:
-    """Sums of responses, totals of this rank and of all, and outputs: with graphs or without, and the collectives."""
-    graphs, status = None, -math.inf
-    is_alone = cp_group is None and dp_group is None
-    if wants_graphs(plan.config, x.mask_T.device):
+    mask_T = layout.local_part(mask_R)
+    log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
+    x = Inputs(*log_probs, mask_T, streams.lag_T, {})
+    if plan.segment_gates:
+        tokens = Tokens.read(x.proximal_T, x.behavior_T, mask_T != 0.0, x.lag_T)
+        x = x._replace(
+            segments=segment_values(tokens, plan.segment_gates, layout, mask_R, cp_group=cp_group, gather=due.gather)
+        )
+    over_cp: Exchange = alone
+    over_dp: Exchange = alone
+    if cp_group is not None:
+        over_cp = functools.partial(_merged, due, cp_group, len(plan.sums))
+    if dp_group is not None and plan.needs_group:
+        over_dp = functools.partial(_merged, due, dp_group, len(plan.totals))
+    wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
+    if wants_graphs and not torch.compiler.is_compiling():
         # Loads the compiler's modules.
         from mis_ext.correction.compiled import graphs_of
 
-        graphs = graphs_of(plan.config)
-        if is_alone:
-            found = graphs.whole(x, layout, token_metrics=token_metrics)
-            if found is not None:
-                merged_FS, own_A, out = found
-                return merged_FS, own_A, own_A, out
-        elif not graphs.is_agreed:
-            graphs.try_out(x, layout, token_metrics=token_metrics)
-            # Below 0, and so below any failure: this rank cannot compile.
-            status = status if graphs.obstacle is None else -(global_rank() + 1.0)
-    if graphs is not None and graphs.is_agreed and graphs.obstacle is None:
-        passes = graphs.passes(x, layout, token_metrics=token_metrics)
+        found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
     else:
-        passes = eager_passes(x, layout.blocks, plan, token_metrics=token_metrics)
-    parts_FS = passes.tokens()
-    parts_FS[-1:].clamp_(min=status)
-    # A rank alone gathers nothing.
-    merged_FS = parts_FS if cp_group is None else merge(due.gather(parts_FS, cp_group), len(plan.sums))
-    own_A = passes.responses(merged_FS)
-    own_A[-1:].clamp_(min=status)
-    group_A = own_A
-    if dp_group is not None and plan.needs_group:
-        group_A = merge(due.gather(own_A, dp_group), len(plan.totals))
-    out = passes.outputs(merged_FS, own_A, group_A)
-    if graphs is not None and not is_alone and not graphs.is_agreed:
-        graphs.agree(float(group_A[-1]))
-    return merged_FS, own_A, group_A, out
+        found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
+    weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.group_A[-1:]
+    if config.metrics_only:
+        weights_T = torch.ones_like(weights_T)
+    elif layout.is_whole:
+        loss_mask_R = found.loss_mask_T
+    elif not config.rejects_single_tokens:
+        # All ranks find the same for whole responses, from the same sums.
+        loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
+    else:
+        # Only the rank that has a token knows whether it stays. It sends a bit for each, and its status.
+        own = torch.cat([pack_bits(layout, found.loss_mask_T != 0), status_1.float().view(torch.uint8)])
+        bits_W, status_W = due.gather(own, cp_group).tensor_split([-STATUS_BYTES], dim=1)
+        status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))
+        # At most one rank sets a bit: a sum has no carries.
+        keep_R = unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
+        loss_mask_R = torch.where(keep_R, mask_R, 0.0)
+    metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
+    sums = found.merged_FS, found.own_A, found.group_A
+    return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), *sums)
 
 
-def wants_graphs(config: CorrectionConfig, device: torch.device) -> bool:
-    """Whether ``compile`` of a configuration asks for graphs on a device."""
-    if torch.compiler.is_compiling():
-        return False
-    return device.type == "cuda" if config.compile == "auto" else bool(config.compile)
-
-
-def _keep_of_all_ranks(
-    out: Outputs,
-    streams: PackedStreams,
-    config: CorrectionConfig,
-    cp_group: Group | None,
-    due: Due,
-    status_1: Tensor,
-) -> Tensor:
-    """``[R]`` bool: the tokens of whole responses that stay, equal on all context-parallel ranks.
-
-    ``status_1`` is changed: what the other ranks know of a failure is then in it.
-    """
-    layout = streams.layout
-    if not config.rejects_single_tokens:
-        # What whole responses decide, all ranks decide alike from the same sums.
-        return (streams.response_mask_R != 0) & out.keep_S.index_select(0, layout.sequence_R)
-    # Only the rank that has a token knows whether it stays, and sends a bit for each.
-    own = torch.cat([pack_bits(layout, out.loss_mask_T != 0), status_1.float().view(torch.uint8)])
-    bits_W, status_W = due.gather(own, cp_group).tensor_split([-STATUS_BYTES], dim=1)
-    torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0), out=status_1)
-    # At most one rank sets a bit: a sum has no carries.
-    return unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
-
-
-_BITS = 8
+def _merged(due: Due, group: Group, num_sums: int, own: Tensor) -> Tensor:
+    """``[F, ...]`` of all ranks of a group: sums, and after ``num_sums`` rows maxima."""
+    parts = due.gather(own, group)
+    return torch.cat([parts[:, :num_sums].sum(0), parts[:, num_sums:].amax(0)])
 
 
 def pack_bits(layout: PackedLayout, flags_T: Tensor) -> Tensor:
@@ -354,14 +279,14 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
     num_local, num_whole = layout.num_local_tokens, layout.num_whole_tokens
     sizes = {"proximal_logprobs_T": num_local, "behavior_logprobs_T": num_local, "response_mask_R": num_whole}
     sizes |= {} if streams.lag_T is None else {"lag_T": num_local}
-    given = {name: getattr(streams, name) for name in sizes}
-    check_tensors(given)
-    for name, values in given.items():
+    for name, size in sizes.items():
+        values = getattr(streams, name)
+        check_tensors({name: values})
         if values.dim() != 1:
             raise ValueError(f"{name} must be a 1-D tensor, got shape {list(values.shape)}")
-        if len(values) != sizes[name]:
-            raise ValueError(f"{name} has {len(values)} tokens, the layout says {sizes[name]}")
-    ranks = group_size(cp_group)
+        if len(values) != size:
+            raise ValueError(f"{name} has {len(values)} tokens, the layout says {size}")
+    ranks = 1 if cp_group is None else group_size(cp_group)
     if layout.is_whole and ranks > 1:
         raise ValueError(
             f"the layout says that every rank holds whole responses, the cp_group has {ranks} ranks, over which their "

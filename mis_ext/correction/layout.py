@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed layout: which local token belongs to which sequence, and where in its response it lies."""
+"""The packed layout: which local token belongs to which response, where in it, and sums over the tokens of each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.tokens import Blocks, BlockSizes, Tokens
+from mis_ext.correction.tokens import Tokens
 from mis_ext.validation import check_lengths
+
+Partition = Literal["zigzag", "contiguous"]
 
 
 class Pieces(NamedTuple):
-    """Contiguous runs of local tokens, sequence after sequence; ``per_sequence`` of each, some of them empty.
+    """Contiguous runs of local tokens, response after response; ``per_sequence`` of each, some of them empty.
 
     ``lengths`` are in tokens, ``whole_starts`` say where a piece begins in the concatenated whole responses.
     """
@@ -34,25 +36,30 @@ class PackedLayout:
 
     Attributes:
         response_lengths: Tokens per whole response.
-        local_lengths: How many of them are on this rank.
-        is_whole: Whether the layout gives every rank whole responses, so that local tokens are all tokens.
         pieces: Where the local tokens lie.
+        is_whole: Whether every rank has whole responses, so that local tokens are all tokens.
         device: Where index tensors go.
+        local_lengths: Tokens of each response on this rank.
         num_local_tokens: ``T``.
         num_whole_tokens: ``R``.
         num_sequences: ``S``, the sequences of this call, also those without a token here.
     """
 
     response_lengths: tuple[int, ...]
-    local_lengths: tuple[int, ...]
-    is_whole: bool
     pieces: Pieces
+    is_whole: bool
     device: torch.device
-    num_local_tokens: int
-    num_whole_tokens: int
+    local_lengths: tuple[int, ...] = field(init=False)
+    num_local_tokens: int = field(init=False)
+    num_whole_tokens: int = field(init=False)
     num_sequences: int = field(init=False)
 
     def __post_init__(self) -> None:
+        count, lengths, _ = self.pieces
+        local = lengths if count == 1 else tuple(map(sum, zip(*(lengths[k::count] for k in range(count)), strict=True)))
+        object.__setattr__(self, "local_lengths", local)
+        object.__setattr__(self, "num_local_tokens", sum(local))
+        object.__setattr__(self, "num_whole_tokens", sum(self.response_lengths))
         object.__setattr__(self, "num_sequences", len(self.response_lengths))
 
     @classmethod
@@ -65,20 +72,11 @@ class PackedLayout:
         cls, response_lengths: Sequence[int], *, is_whole: bool, device: torch.device | str = "cpu"
     ) -> PackedLayout:
         """The layout of a rank that has no token of any response: the lengths are those on the other ranks."""
-        if is_whole:
-            # No other rank holds parts of the same responses.
-            return cls.whole((), device=device)
-        lengths = tuple(response_lengths)
+        # Where responses are whole, no other rank has these.
+        lengths = () if is_whole else tuple(response_lengths)
         nothing = (0,) * len(lengths)
-        return cls(
-            response_lengths=lengths,
-            local_lengths=nothing,
-            is_whole=False,
-            pieces=Pieces(per_sequence=1, lengths=nothing, whole_starts=nothing),
-            device=torch.device(device),
-            num_local_tokens=0,
-            num_whole_tokens=sum(lengths),
-        )
+        pieces = Pieces(1, nothing, nothing)
+        return cls(response_lengths=lengths, pieces=pieces, is_whole=is_whole, device=torch.device(device))
 
     @property
     def emptied(self) -> PackedLayout:
@@ -86,12 +84,7 @@ class PackedLayout:
         if self.is_whole:
             return PackedLayout.whole((), device=self.device)
         nothing = (0,) * len(self.pieces.lengths)
-        return replace(
-            self,
-            local_lengths=(0,) * self.num_sequences,
-            pieces=self.pieces._replace(lengths=nothing, whole_starts=nothing),
-            num_local_tokens=0,
-        )
+        return replace(self, pieces=self.pieces._replace(lengths=nothing, whole_starts=nothing))
 
     @classmethod
     def context_parallel(
@@ -116,13 +109,13 @@ class PackedLayout:
             total_lengths: Tokens per prompt and response.
             cp_rank: This rank within the context-parallel group.
             cp_size: Ranks in the context-parallel group.
-            partition: How positions are dealt out.
+            partition: How positions are distributed.
             padded_lengths: ``L`` per sequence where sequences are padded (``bshd``); by default ``total_lengths``.
             device: Where the index tensors live.
 
         Raises:
-            ValueError: A response has no prompt token before it: nobody would own its first log-prob. Or there are more
-                or fewer total or padded lengths than responses.
+            ValueError: A response has no prompt token before it: no rank would own its first log-prob. Or there are
+                more or fewer total or padded lengths than responses.
         """
         padded_lengths = total_lengths if padded_lengths is None else padded_lengths
         responses = check_lengths("response_lengths", response_lengths)
@@ -133,7 +126,8 @@ class PackedLayout:
             raise ValueError("there are {} response_lengths, {} total_lengths and {} padded_lengths".format(*numbers))
         if cp_size == 1:
             return _whole_layout(responses, torch.device(device))
-        return _context_parallel_layout(responses, totals, padded, cp_rank, cp_size, partition, torch.device(device))
+        chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size, partition=partition)
+        return _context_parallel_layout(responses, totals, padded, chunks, torch.device(device))
 
     @property
     def longest_response(self) -> int:
@@ -147,12 +141,12 @@ class PackedLayout:
 
     @functools.cached_property
     def places(self) -> tuple[Tensor, BlockSizes]:
-        """Where the local tokens of each response lie: :func:`places_of` their lengths."""
+        """End and start of the local tokens of each response, and sizes: see :func:`places_of`."""
         return places_of(self.local_lengths, self.device)
 
     @functools.cached_property
     def blocks(self) -> Blocks:
-        """The same for sums over responses."""
+        """The local tokens of each response in blocks, for sums over them."""
         return Blocks(*self.places)
 
     @functools.cached_property
@@ -208,16 +202,9 @@ class PackedLayout:
 
 @functools.lru_cache(maxsize=2)
 def _whole_layout(response_lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
-    starts = tuple(itertools.accumulate(response_lengths, initial=0))
-    return PackedLayout(
-        response_lengths=response_lengths,
-        local_lengths=response_lengths,
-        is_whole=True,
-        pieces=Pieces(per_sequence=1, lengths=response_lengths, whole_starts=starts[:-1]),
-        device=device,
-        num_local_tokens=starts[-1],
-        num_whole_tokens=starts[-1],
-    )
+    starts = tuple(itertools.accumulate(response_lengths, initial=0))[:-1]
+    pieces = Pieces(1, response_lengths, starts)
+    return PackedLayout(response_lengths=response_lengths, pieces=pieces, is_whole=True, device=device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -225,12 +212,9 @@ def _context_parallel_layout(
     response_lengths: tuple[int, ...],
     total_lengths: tuple[int, ...],
     padded_lengths: tuple[int, ...],
-    cp_rank: int,
-    cp_size: int,
-    partition: Partition,
+    chunks: Chunks,
     device: torch.device,
 ) -> PackedLayout:
-    chunks, owned = owned_chunks(cp_rank=cp_rank, cp_size=cp_size, partition=partition)
     lengths: list[int] = []
     whole_starts: list[int] = []
     whole_start = 0
@@ -239,31 +223,13 @@ def _context_parallel_layout(
         first_logit = total - response - 1
         if first_logit < 0 < response:
             raise ValueError("context parallelism needs a prompt token before every response: total > response length")
-        chunk_length = -(-padded // chunks)
-        for chunk in owned:
-            begin = chunk * chunk_length - first_logit
-            end = min(max(begin + chunk_length, 0), response)
-            begin = min(max(begin, 0), response)
-            lengths.append(end - begin)
+        for positions in chunks.ranges(padded):
+            begin = min(max(positions.start - first_logit, 0), response)
+            lengths.append(min(max(positions.stop - first_logit, 0), response) - begin)
             whole_starts.append(whole_start + begin)
         whole_start += response
-    per_sequence = len(owned)
-    local_lengths = tuple(map(sum, zip(*(lengths[part::per_sequence] for part in range(per_sequence)), strict=True)))
-    return PackedLayout(
-        response_lengths=response_lengths,
-        local_lengths=local_lengths,
-        is_whole=False,
-        pieces=Pieces(per_sequence=per_sequence, lengths=tuple(lengths), whole_starts=tuple(whole_starts)),
-        device=device,
-        num_local_tokens=sum(local_lengths),
-        num_whole_tokens=whole_start,
-    )
-
-
-def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
-    """``[2, S]``: end and start of responses of these lengths, on ``device``; and sizes for :class:`Blocks`."""
-    places_2S, sizes = Blocks.places(lengths)
-    return to_device([places_2S.flatten()], device)[0].view(2, len(lengths)), sizes
+    pieces = Pieces(len(chunks.owned), tuple(lengths), tuple(whole_starts))
+    return PackedLayout(response_lengths=response_lengths, pieces=pieces, is_whole=False, device=device)
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:
@@ -282,11 +248,6 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
     if device.type == "cuda":
         together = together.pin_memory()
     return torch.split(together.to(device, non_blocking=True), [*map(len, tensors)])
-
-
-# --- the positions of a sequence that a context-parallel rank holds
-
-Partition = Literal["zigzag", "contiguous"]
 
 
 class Chunks(NamedTuple):
@@ -349,3 +310,114 @@ class PackedStreams(NamedTuple):
         response_mask_T = self.layout.local_part(self.response_mask_R).bool()
         t = Tokens.read(self.proximal_logprobs_T, self.behavior_logprobs_T, response_mask_T)
         return TokenRatios(t.d, t.log_pi, t.log_mu, response_mask_T, t.valid)
+
+
+# --- sums over responses
+
+
+class BlockSizes(NamedTuple):
+    """Sizes of :class:`Blocks` that the host knows from the lengths, so that no size waits for the device."""
+
+    num_tokens: int
+    num_blocks: int
+    num_groups: int
+    most_groups: int
+
+
+def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
+    """``[2, S]`` on ``device``, end and start of responses of these lengths; and sizes. For :class:`Blocks`."""
+    length_S = torch.tensor(lengths, dtype=torch.int64)
+    end_S = length_S.cumsum(0)
+    blocks_S = (length_S + (Blocks.TOKENS - 1)) // Blocks.TOKENS
+    groups_S = (blocks_S + (Blocks.BLOCKS - 1)) // Blocks.BLOCKS
+    num_blocks, num_groups = torch.stack([blocks_S.sum(), groups_S.sum()]).tolist()
+    most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS * Blocks.BLOCKS)) or 1
+    (places_2S,) = to_device([torch.cat([end_S, end_S - length_S])], device)
+    return places_2S.view(2, len(lengths)), BlockSizes(sum(lengths), num_blocks, num_groups, most_groups)
+
+
+class Blocks:
+    """Where the tokens of each response lie, and sums over them in float64, the same bits on every run.
+
+    Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
+    tokens form a matrix ``[N, 64]``, and a sum over a block is a sum over a row. Sums of blocks are added up in groups
+    of 16 blocks (1,024 tokens), and the groups of a response, padded to the most that a response has, last. So one
+    response of 32,768 tokens among 4,096 of 64 makes few empty slots. An empty slot never counts: nothing was
+    generated there.
+
+    Args:
+        end_and_start_2S: int64: the token behind each response, and its first one, in the stream.
+        sizes: The sizes of :func:`places_of`.
+    """
+
+    TOKENS, BLOCKS = 64, 16
+
+    def __init__(self, end_and_start_2S: Tensor, sizes: BlockSizes) -> None:
+        self.sizes = sizes
+        end_S, start_S = end_and_start_2S
+        length_S = end_S - start_S
+        blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
+        groups_S = (blocks_S + (self.BLOCKS - 1)) // self.BLOCKS
+        block_end_S, group_end_S = blocks_S.cumsum(0), groups_S.cumsum(0)
+        first_block_S, first_group_S = block_end_S - blocks_S, group_end_S - groups_S
+
+        self.response_T = _owners(length_S, end_S, sizes.num_tokens)
+        self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
+        token_T = torch.arange(sizes.num_tokens, device=end_S.device)
+        # Token t of the stream is in this slot of the blocks, one block after the other.
+        self.slot_T = token_T + (first_block_S * self.TOKENS - start_S).index_select(0, self.response_T)
+        # And slot n of the blocks holds this token.
+        block_N = torch.arange(sizes.num_blocks, device=end_S.device)
+        offset_N = (block_N - first_block_S.index_select(0, self.response_N)) * self.TOKENS
+        token_NB = (start_S.index_select(0, self.response_N) + offset_N)[:, None]
+        token_NB = token_NB + torch.arange(self.TOKENS, device=end_S.device)
+        self.is_token_NB = token_NB < end_S.index_select(0, self.response_N)[:, None]
+        self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
+
+        response_G = _owners(groups_S, group_end_S, sizes.num_groups)
+        group_G = torch.arange(sizes.num_groups, device=end_S.device)
+        offset_G = (group_G - first_group_S.index_select(0, response_G)) * self.BLOCKS
+        block_GK = (first_block_S.index_select(0, response_G) + offset_G)[:, None]
+        block_GK = block_GK + torch.arange(self.BLOCKS, device=end_S.device)
+        self._blocks = block_GK, block_GK < block_end_S.index_select(0, response_G)[:, None]
+        group_SK = first_group_S[:, None] + torch.arange(sizes.most_groups, device=end_S.device)
+        self._groups = group_SK, group_SK < group_end_S[:, None]
+
+    def of_tokens(self, x_T: Tensor) -> Tensor:
+        """``[N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
+        return x_T.index_select(0, self._token_E).view(-1, self.TOKENS)
+
+    def to_tokens(self, x_NB: Tensor) -> Tensor:
+        """``[T]``: back from their slots to the stream."""
+        return x_NB.flatten().index_select(0, self.slot_T)
+
+    def spread_to_blocks(self, x_S: Tensor) -> Tensor:
+        """``[N, 1]``: the value of each block's response."""
+        return x_S.index_select(0, self.response_N)[:, None]
+
+    def sums(self, rows_NB: list[Tensor]) -> Tensor:
+        """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
+        sums_N = map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)
+        return self._of_responses(torch.stack([*sums_N]), 0.0)
+
+    def maxima(self, rows_NB: list[Tensor]) -> Tensor:
+        """``[F, S]`` float64: the largest value of each row in each response; an empty slot must hold ``-inf``."""
+        maxima_N = map(functools.partial(torch.amax, dim=-1), rows_NB)
+        return self._of_responses(torch.stack([*maxima_N]).double(), -math.inf)
+
+    def _of_responses(self, x_FN: Tensor, identity: float) -> Tensor:
+        if self.sizes.num_tokens == 0:
+            return x_FN.new_full((len(x_FN), len(self._groups[0])), identity)
+        for place, is_used in (self._blocks, self._groups):
+            at = place.clamp(max=x_FN.shape[-1] - 1).flatten()
+            parts = torch.where(is_used, x_FN.index_select(-1, at).view(len(x_FN), *place.shape), identity)
+            x_FN = parts.sum(-1) if identity == 0.0 else parts.amax(-1)
+        return x_FN
+
+
+def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:
+    """``[total]``: the response of each token, block, or group, of which each has ``count`` that end before ``end``."""
+    if torch.compiler.is_compiling():
+        # A search is part of a kernel; repeat_interleave is some of its own.
+        return torch.bucketize(torch.arange(total, device=end_S.device), end_S, right=True)
+    return torch.repeat_interleave(count_S, output_size=total)

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.config import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import KNOWN_SEGMENT, Tokens
+from mis_ext.correction.tokens import Tokens
+
+KNOWN_SEGMENT = "known segment"
+"""Key of the mask of segments in which every token has a ratio. No label of a gate has a space."""
 
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
 _FAN_IN = 16
@@ -65,14 +68,13 @@ def segment_values(
 
     It is known where every token of the segment has a ratio. The statistics count those that have one.
     """
-    on_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
-    rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in on_segments.values())]
+    rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates.values())]
     rows_FR = whole_rows(torch.stack(rows), layout, cp_group=cp_group, gather=gather)
     generated_R = mask_R != 0
     runs = Runs.of(generated_R, layout.sequence_R)
     size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout.longest_response)
     found = {}
-    for (label, gate), total_R in zip(on_segments.items(), totals, strict=True):
+    for (label, gate), total_R in zip(gates.items(), totals, strict=True):
         value_R = total_R / count_R.clamp(min=1.0) if gate.reduce == "segment_mean" else total_R
         found[label] = layout.local_part(value_R)
     return found | {KNOWN_SEGMENT: layout.local_part(count_R == size_R)}

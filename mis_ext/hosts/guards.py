@@ -180,9 +180,9 @@ class StatusMonitor:
         if not status.is_cuda:
             return
         if self._slots is None:
-            self._slots = torch.full((_SLOTS,), torch.inf, pin_memory=True)
+            self._slots = torch.full((_SLOTS,), -torch.inf, pin_memory=True)
         # Four bytes arrive whole, now or later; a status that has not arrived yet is seen by a later call.
-        raise_if_failed(float(self._slots.min()))
+        raise_if_failed(float(self._slots.max()))
         self._slots[self._next].copy_(status, non_blocking=True)
         self._next = (self._next + 1) % _SLOTS
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mis_ext.correction.collectives import status_of_ranks
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.session import Session, status_of_ranks
+from mis_ext.hosts.session import Session
 from mis_ext.keys.flat import STRAY_KEYS
 from mis_ext.keys.removed import REMOVED
 from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config

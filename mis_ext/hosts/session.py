@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, mark_failed, min_over_ranks
+from mis_ext.correction.collectives import Group, global_rank, status_of_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
-from mis_ext.hosts.groups import ALONE, Groups, device_of, global_rank
+from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.guards import (
     DataGuards,
     MismatchWarning,
@@ -231,16 +231,9 @@ class Session:
 
     def tell_failure(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Tensor:
         """Join the collectives of a call, in which the other ranks read that this one failed; 0-dim, its status."""
-        due = due_of(
-            self.config,
-            response_lengths,
-            is_whole=groups.cp_group is None,
-            cp_group=groups.cp_group,
-            dp_group=groups.dp_group,
-            device=device,
-        )
-        due.tell(global_rank())
-        return torch.tensor(-(global_rank() + 1.0), dtype=torch.float64, device=device)
+        is_whole = groups.cp_group is None
+        due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, is_whole=is_whole, device=device).tell()
+        return torch.tensor(global_rank() + 1.0, dtype=torch.float64, device=device)
 
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
         """A call to which this rank adds nothing but its presence."""
@@ -255,13 +248,3 @@ class Session:
                 self.warn(found.message)
             else:
                 self.report(found.guard, found.message)
-
-
-def status_of_ranks(groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> Tensor:
-    """0-dim, which of the ranks that call this has failed; in every call of the same shape."""
-    status = torch.full((1,), torch.inf, device=device)
-    if fails:
-        mark_failed(status, global_rank())
-    for group in groups:
-        status = min_over_ranks(status, group)
-    return status.squeeze(0)

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.config import CorrectionConfig, Weight
 from mis_ext.keys.flat import config_from_mapping, flat_keys
 from mis_ext.keys.parts import read_gates
 from mis_ext.validation import check_bool, check_choice, check_known

@@ -17,7 +17,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
-from mis_ext.correction.statistics import Policy
+from mis_ext.correction.tokens import Policy
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.runs import read_argument, shared_run
 from mis_ext.hosts.session import Session

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mis_ext.correction.weights import BOUNDS
+from mis_ext.correction.config import BOUNDS
 from mis_ext.validation import Errors
 
 

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import LAG, HookReduce
-from mis_ext.correction.tokens import UNKNOWN_LAG
-from mis_ext.correction.weights import (
+from mis_ext.correction.config import (
     BOUNDS,
     DEFAULT_UPPER_BOUND,
     REDUCTIONS,
+    CorrectionConfig,
     Denominator,
+    Gate,
     HookLevel,
+    HookReduce,
     HookWhen,
     NormalizeOver,
     Scope,
     Weight,
 )
+from mis_ext.correction.tokens import LAG, UNKNOWN_LAG
 from mis_ext.files import read_yaml
 from mis_ext.keys.effects import APPLIED, KeysInUse, refuse_idle_keys
 from mis_ext.keys.parts import (

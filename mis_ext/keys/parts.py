@@ -10,10 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-from mis_ext.correction.config import GUARD_NAMES, CorrectionConfig, MetricChoice
-from mis_ext.correction.gates import Action, Gate
-from mis_ext.correction.statistics import STATISTICS, HookReduce, Reduce
-from mis_ext.correction.weights import REDUCTIONS, HookLevel, Weight
+from mis_ext.correction.config import (
+    GUARD_NAMES,
+    REDUCTIONS,
+    Action,
+    CorrectionConfig,
+    Gate,
+    HookLevel,
+    HookReduce,
+    MetricChoice,
+    Reduce,
+    Weight,
+)
+from mis_ext.correction.tokens import STATISTICS
 from mis_ext.validation import (
     Errors,
     Key,

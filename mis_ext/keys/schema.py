@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.correction.statistics import STATISTICS
+from mis_ext.correction.tokens import STATISTICS
 from mis_ext.keys.flat import CORRECTION_ROWS, GROUP_ROWS, HOST_ROWS, INSTEAD_OF_NULL
 from mis_ext.keys.loss_keys import LOSS_ROWS
 from mis_ext.keys.parts import GATE_ROWS, read_compile, read_gates, read_guards, read_metrics

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, get_args
 
-from mis_ext.correction.weights import BOUNDS, HookLevel
+from mis_ext.correction.config import BOUNDS, HookLevel
 from mis_ext.files import list_presets
 from mis_ext.keys.parts import KEYS_OF_GATE
 

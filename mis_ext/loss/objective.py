@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
+from mis_ext.correction.config import Gate
 from mis_ext.correction.correct import Correction
-from mis_ext.correction.gates import Gate
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.statistics import STALENESS, STATISTICS, TOTAL, Pair, Policy
-from mis_ext.correction.tokens import bounded_exp
+from mis_ext.correction.tokens import STALENESS, STATISTICS, TOTAL, Pair, Policy, bounded_exp
 from mis_ext.loss.settings import LossSettings, PenaltyTokens
 from mis_ext.methods.batch import Batch, Reductions
 from mis_ext.methods.method import Method

@@ -34,8 +34,7 @@ from torch.autograd.function import once_differentiable
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.statistics import Pair
-from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_exp, k3
+from mis_ext.correction.tokens import MAX_LOG_RATIO, Pair, bounded_exp, k3
 from mis_ext.loss.objective import LOW_VAR_CAP, Corrected, Evaluation, LossTokens, Objective, evaluate, objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.batch import Reductions

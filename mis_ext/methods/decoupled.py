@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import MISMATCH, Pair
-from mis_ext.correction.tokens import bounded_exp
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.config import Gate, Weight
+from mis_ext.correction.tokens import MISMATCH, Pair, bounded_exp
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method, NormalizeOver
 from mis_ext.methods.parts import Factor, OtherFactor, Ratio

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.config import CorrectionConfig, Gate, Weight
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.statistics import STALENESS
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.tokens import STALENESS
 from mis_ext.methods.batch import Reductions
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import Ratio

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.config import Gate, Reduce, Weight
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.statistics import LAG, Policy, Reduce
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.tokens import LAG, Policy
 from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Over, Reductions, terms_of_mean
 from mis_ext.methods.parts import Factor, Surrogate, Term, evaluate
 

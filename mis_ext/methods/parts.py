@@ -19,10 +19,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.gates import Action, Gate
-from mis_ext.correction.statistics import STALENESS, STATISTICS, Pair, Reduce, When
-from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, bounded_exp, bounded_expm1
-from mis_ext.correction.weights import REDUCTIONS, Level, Weight
+from mis_ext.correction.config import REDUCTIONS, Action, Gate, Level, Reduce, Weight, When
+from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, STALENESS, STATISTICS, Pair, bounded_exp, bounded_expm1
 from mis_ext.methods.batch import Batch
 
 Spread = Literal["token", "sequence"]
@@ -240,12 +238,13 @@ def evaluate(factor: Factor, batch: Batch) -> Tensor:
     # low <= statistic <= high: one comparison for each bound that there is, and at least one, which NaN fails.
     reduced = batch.worst if factor.is_veto else batch.statistic
     value_T = reduced(factor.statistic, factor.pair, factor.reduce, of=factor.of_tokens)
+    low, high = factor.edges
     if factor.high is None:
-        is_inside_T = value_T >= factor.log_low
+        is_inside_T = value_T >= low
     elif factor.low is None:
-        is_inside_T = value_T <= factor.log_high
+        is_inside_T = value_T <= high
     else:
-        is_inside_T = (value_T >= factor.log_low) & (value_T <= factor.log_high)
+        is_inside_T = (value_T >= low) & (value_T <= high)
     return is_inside_T if factor.when == "always" else is_inside_T | ~batch.when(factor.when, factor.pair)
 
 

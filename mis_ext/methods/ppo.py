@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
+from mis_ext.correction.tokens import STALENESS, TOTAL, Pair
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import (

@@ -9,10 +9,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
-from mis_ext.correction.tokens import bounded_expm1
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.config import Gate, Weight
+from mis_ext.correction.tokens import STALENESS, TOTAL, Pair, bounded_expm1
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import GrowingBound, KlTerm, Penalty, Ratio, Score, Term

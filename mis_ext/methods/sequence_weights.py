@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.statistics import Pair
-from mis_ext.correction.tokens import bounded_exp
+from mis_ext.correction.tokens import Pair, bounded_exp
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.parts import OtherFactor
 

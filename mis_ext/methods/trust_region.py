@@ -10,10 +10,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import STALENESS, TOTAL, Pair
-from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_exp
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.config import Gate, Weight
+from mis_ext.correction.tokens import MAX_LOG_RATIO, STALENESS, TOTAL, Pair, bounded_exp
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term, ratio_and_slope

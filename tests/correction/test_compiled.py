@@ -11,7 +11,7 @@ from cases import args_of, random_samples
 from thread_ranks import run_ranks
 
 import mis_ext
-from mis_ext.correction import compiled, correct
+from mis_ext.correction import compiled
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.passes import plan_of
 
@@ -139,10 +139,10 @@ def test_ranks_have_graphs_from_the_second_call_on_or_none_has(fails, graphs, mo
             made.obstacle = "no compiler"
         return made
 
-    passes = compiled.Graphs.passes
-    monkeypatch.setattr(correct, "global_rank", lambda: here.number)
+    parts = compiled.Graphs.parts
+    monkeypatch.setattr(compiled, "global_rank", lambda: here.number)
     monkeypatch.setattr(compiled, "graphs_of", graphs_of_rank)
-    monkeypatch.setattr(compiled.Graphs, "passes", lambda *args, **named: (used.append(1), passes(*args, **named))[1])
+    monkeypatch.setattr(compiled.Graphs, "parts", lambda *args, **named: (used.append(1), parts(*args, **named))[1])
 
     def work(rank):
         here.number = rank.number

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext.correction.statistics import STATISTICS
+from mis_ext.correction.tokens import STATISTICS
 
 pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 # Of two responses the first has ratios of 4, which no band of tokens leaves, the second ratios of 1.

@@ -11,8 +11,8 @@ from thread_ranks import Rank, run_ranks
 from zigzag import take
 
 import mis_ext
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import MISMATCH
+from mis_ext.correction.config import Gate
+from mis_ext.correction.tokens import MISMATCH
 from mis_ext.methods import METHODS, Method, Score
 from mis_ext.methods.first_update import as_correction
 

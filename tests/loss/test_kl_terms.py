@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mis_ext import PackedLayout
-from mis_ext.correction.statistics import STALENESS, TOTAL
+from mis_ext.correction.tokens import STALENESS, TOTAL
 from mis_ext.methods import KlTerm
 from mis_ext.methods.batch import Batch, Reductions
 

@@ -15,8 +15,8 @@ from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import MISMATCH, TOTAL
+from mis_ext.correction.config import Gate
+from mis_ext.correction.tokens import MISMATCH, TOTAL
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings

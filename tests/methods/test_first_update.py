@@ -11,7 +11,7 @@ from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
-from mis_ext.correction.statistics import TOTAL
+from mis_ext.correction.tokens import TOTAL
 from mis_ext.methods import METHODS, Accept, Method, RatioWeight, Score
 from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 

@@ -10,8 +10,8 @@ from method_cases import apply, each_preset, make_data, parameters
 from rows import for_each
 
 from mis_ext import PackedLayout
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import MISMATCH, STALENESS
+from mis_ext.correction.config import Gate
+from mis_ext.correction.tokens import MISMATCH, STALENESS
 from mis_ext.methods import METHODS, KlTerm, Method, RatioWeight, Score
 from mis_ext.methods.batch import WHOLE_SEQUENCE, mean_weights
 

@@ -12,8 +12,8 @@ import torch
 from toy import Toy
 
 from mis_ext import PackedLayout
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import TOTAL
+from mis_ext.correction.config import Gate
+from mis_ext.correction.tokens import TOTAL
 from mis_ext.methods import METHODS, KlTerm, Method, RatioWeight, Score
 
 each_seed = pytest.mark.parametrize("seed", range(3))

@@ -17,8 +17,8 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
 import mis_ext
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import MISMATCH
+from mis_ext.correction.config import Gate
+from mis_ext.correction.tokens import MISMATCH
 from mis_ext.keys.flat import flat_keys
 from mis_ext.keys.loss_keys import loss_settings
 from mis_ext.keys.presets import method_yaml

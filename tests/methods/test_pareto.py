@@ -14,7 +14,7 @@ from thread_ranks import run_ranks
 from zigzag import local_tokens
 
 from mis_ext import PackedLayout
-from mis_ext.correction.statistics import MISMATCH
+from mis_ext.correction.tokens import MISMATCH
 from mis_ext.methods import Method, RatioWeight, Score
 from mis_ext.methods.sequence_weights import Accept, ParetoWeight, smooth_weights
 

@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.config import BOUNDS, CorrectionConfig, Gate, Weight
 from mis_ext.correction.metrics import MetricRow
-from mis_ext.correction.statistics import STATISTICS
-from mis_ext.correction.weights import BOUNDS, Weight
+from mis_ext.correction.tokens import STATISTICS
 from mis_ext.keys.schema import described
 from mis_ext.methods.catalogue import METHODS
 from mis_ext.tools.diagnosis.table import CAUSES

@@ -11,8 +11,8 @@ import torch
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
+from mis_ext.correction.config import Bound
 from mis_ext.correction.tokens import bounded_exp
-from mis_ext.correction.weights import Bound
 from mis_ext.tools.cli import main
 from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
 from mis_ext.tools.explain.traps import TRAPS

@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.weights import Weight
+from mis_ext.correction.config import CorrectionConfig, Gate, Weight
 from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval
 
 _OF_RATIOS = {"sum": "product", "mean": "geometric mean"}
@@ -62,7 +60,7 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
     means = {"valid": weight_mean, "kept": _ratio_or_one(first, live.share), None: 1.0}
     factor = _ratio_or_one(1.0, live.share) if config.denominator == "kept" else 1.0
     log_ratio = GaussianLaw(0.0, 1.0).token if weight is None else law.of_level(weight.level)
-    low, high = EVERYTHING if weight is None else (weight.log_low, weight.log_high)
+    low, high = EVERYTHING if weight is None else weight.edges
     return Effect(
         k3=k3,
         length=length,
@@ -111,9 +109,9 @@ class _Passed:
             accepted = law.acceptance(gate)
             if gate.statistic == "ratio" and gate.reduce in ("sum", "mean") and gate.after is None:
                 scale = law.length if gate.reduce == "mean" else 1.0
-                self.product = _common(self.product, (gate.log_low * scale, gate.log_high * scale))
+                self.product = _common(self.product, (gate.edges[0] * scale, gate.edges[1] * scale))
             elif not math.isnan(accepted) and gate.reduce == "token":
-                self.token = _common(self.token, (gate.log_low, gate.log_high))
+                self.token = _common(self.token, gate.edges)
             else:
                 self.others *= accepted
         self.share_token = law.token.between(*self.token)
@@ -135,7 +133,7 @@ class _Passed:
         else:
             scale = self.law.length if weight.level == "geometric" else 1.0
             within, rest = (self.product[0] / scale, self.product[1] / scale), self.share_token
-        log_ratio, kinks = self.law.of_level(weight.level), (weight.log_low, weight.log_high)
+        log_ratio, kinks = self.law.of_level(weight.level), weight.edges
         return log_ratio.moment(weight.bounded, power, within, kinks=kinks) * rest * self.others
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mis_ext.correction.gates import Gate
+from mis_ext.correction.config import Gate
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 
 Interval = tuple[float, float]
@@ -131,7 +131,7 @@ class GaussianLaw:
         """
         if gate.statistic != "ratio" or gate.after is not None or gate.is_of_segments:
             return math.nan
-        low, high = gate.log_low, gate.log_high
+        low, high = gate.edges
         if gate.reduce == "token":
             return self.token.between(low, high)
         if gate.reduce in ("min", "max"):

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mis_ext.checks.token_sums import FEW_SEQUENCES_ESS
-from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.config import DEFAULT_UPPER_BOUND, CorrectionConfig
 from mis_ext.correction.tokens import bounded_exp
-from mis_ext.correction.weights import DEFAULT_UPPER_BOUND
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import Effect, described_gates
 from mis_ext.tools.explain.law import GaussianLaw

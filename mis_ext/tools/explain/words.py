@@ -9,10 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.gates import Gate
-from mis_ext.correction.statistics import OF_SEGMENTS
-from mis_ext.correction.weights import REDUCTIONS, Weight
+from mis_ext.correction.config import OF_SEGMENTS, REDUCTIONS, CorrectionConfig, Gate, Weight
 from mis_ext.files import to_jsonable
 from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.correct import Correction, compute_correction
-from mis_ext.correction.passes import scale_of
+from mis_ext.correction.passes import add_scale
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import gate_label
@@ -121,7 +121,7 @@ class WhatIf:
         self._add_sequences(part, kept_T)
         self._add_removed(part, kept_T, passed_T)
         step = self._steps.setdefault(part.step, Counter())
-        step.update({name: float(value) for name, value in correction.totals.items() if name != "status"})
+        step.update({name: float(value) for name, value in correction.totals.items()})
         step.update({"factor": total, "squared": squared})
         return correction
 
@@ -223,7 +223,8 @@ class WhatIf:
         for step in self._steps.values():
             scale = 1.0
             if self.config.is_scaled:
-                scale = float(scale_of({name: torch.tensor(value) for name, value in step.items()}, self.config))
+                total = {name: torch.tensor(value) for name, value in step.items()}
+                scale = float(add_scale(total, total, self.config)["scale"])
             weighted += step["factor"] * scale
             squared += step["squared"] * scale**2
         return weighted, squared
