@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """True on-policy: prove that two engines agree bit for bit, find where they do not, and make them agree.
 
-Prove: :func:`audit_logprobs`. Find: :func:`record` and :func:`compare`, :func:`check_batch_invariance`. Make:
+Prove: :func:`audit_logprobs`. Find: :func:`record` and :func:`compare`, :func:`check_batch_invariance`,
+:func:`check_packing`. Make:
 :func:`batch_invariant_mode`, :func:`replay_routing`, :func:`simulate_kv_cache`.
 """
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.invariance import check_sequence_invariance as check_sequence_invariance
     from mis_ext.onpolicy.kv_cache import SimulatedKVCache as SimulatedKVCache
     from mis_ext.onpolicy.kv_cache import simulate_kv_cache as simulate_kv_cache
+    from mis_ext.onpolicy.packing import PackingReport as PackingReport
+    from mis_ext.onpolicy.packing import check_packing as check_packing
+    from mis_ext.onpolicy.packing import packed_megatron as packed_megatron
+    from mis_ext.onpolicy.packing import packed_transformers as packed_transformers
     from mis_ext.onpolicy.recording.compare import Comparison as Comparison
     from mis_ext.onpolicy.recording.compare import NameMap as NameMap
     from mis_ext.onpolicy.recording.compare import compare as compare

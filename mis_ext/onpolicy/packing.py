@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a sequence get the same log-probs alone and behind others in one packed row?
+
+Hybrid models (GRU, Mamba, gated delta net) keep a state and a window of a convolution from token to token. A packed row
+that does not reset them lets a sequence read the ones before it; so does attention without boundaries.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PackedFunction = Callable[[Tensor, list[int]], Tensor]
+"""``score(ids_T, lengths)``: token ids ``[T]`` of sequences that lie one after the other, and how long each is.
+
+Returns logits ``[T, V]`` or ``[1, T, V]`` as the model makes them; or ``[T]``, at each token its own log-prob, of which
+the first of a sequence is ignored.
+"""
+DEFAULT_LENGTHS = (29, 5, 64, 3, 17)
+# Rounding differs from place to place: no more than this many times what the first places show.
+_MARGIN = 4.0
+# Nats. Of float32, where the first places have equal bits and later ones need not.
+_LEAST = 1e-5
+# Nats. Above this the first places are not explained by rounding either.
+_MOST_ROUNDING = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSequence:
+    """One sequence, in the row where it differs most.
+
+    Attributes:
+        index: Its place in the list.
+        length: Its tokens.
+        max_abs_diff: Largest difference between its log-probs behind others and alone, in nats.
+        first_position: Position in the sequence from which log-probs differ by more than rounding; None: none does.
+        last_position: The last such position.
+        num_before: Sequences before it in that row.
+    """
+
+    index: int
+    length: int
+    max_abs_diff: float
+    first_position: int | None
+    last_position: int | None
+    num_before: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingReport:
+    """All sequences, and what was taken for rounding.
+
+    Attributes:
+        rounding: Largest difference, in nats, of a sequence that begins a row, or that is scored alone again.
+        allowed: What a sequence behind others may differ by.
+        sequences: In the order in which they were given.
+    """
+
+    rounding: float
+    allowed: float
+    sequences: tuple[PackedSequence, ...]
+
+    @property
+    def differing(self) -> list[PackedSequence]:
+        """The sequences with other log-probs behind others than alone."""
+        return [each for each in self.sequences if each.first_position is not None]
+
+    @property
+    def passed(self) -> bool:
+        """Whether packing changes nothing but rounding."""
+        return not self.differing and self.rounding <= _MOST_ROUNDING
+
+    def explain(self) -> str:
+        """What was found, in one sentence."""
+        if self.rounding > _MOST_ROUNDING:
+            return (
+                f"a sequence that begins a packed row, or is scored again, differs from itself alone by "
+                f"{self.rounding:.2g} nats: the function keeps a state between calls, draws (dropout), or reads what "
+                "comes after"
+            )
+        found = self.differing
+        if not found:
+            return "packed sequences have the log-probs that they have alone, up to rounding"
+        reach = max(each.last_position or 0 for each in found)
+        if reach < 8 and any(each.length > 2 * reach for each in found):
+            return f"only positions up to {reach} differ: a window at the start of a sequence, as of a convolution"
+        return "sequences read the ones before them, or have other positions: state, attention, or position ids"
+
+
+def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> PackingReport:
+    """Compare each sequence's log-probs alone with those in packed rows of all sequences, in every rotation.
+
+    Each sequence begins one row; what changes there is rounding. It lies behind others in all other rows: more than
+    four times the largest rounding, and more than 1e-5 nats, is a difference. Called without a gradient.
+
+    Args:
+        score: The model, as the trainer calls it on packed sequences; see :data:`PackedFunction`.
+        sequences: Token ids ``[n]`` of at least two sequences of at least two tokens each.
+
+    Raises:
+        ValueError: There are too few sequences or tokens, or ``score`` returns another shape, or no finite log-prob.
+        TypeError: ``score`` returns no tensor.
+    """
+    if len(sequences) < 2 or min(map(len, sequences)) < 2:
+        raise ValueError("check_packing needs at least 2 sequences of at least 2 tokens each")
+    count = len(sequences)
+    alone = [_log_probs(score, [each])[0] for each in sequences]
+    rounding = max(_largest(_log_probs(score, [each])[0], own) for each, own in zip(sequences, alone, strict=True))
+    behind: list[list[tuple[int, Tensor]]] = [[] for _ in sequences]
+    for shift in range(count):
+        order = [(shift + place) % count for place in range(count)]
+        packed = _log_probs(score, [sequences[index] for index in order])
+        rounding = max(rounding, _largest(packed[0], alone[shift]))
+        for place, index in enumerate(order[1:], start=1):
+            behind[index].append((place, (packed[place] - alone[index]).abs()))
+    allowed = _MARGIN * rounding + _LEAST
+    return PackingReport(
+        rounding=rounding,
+        allowed=allowed,
+        sequences=tuple(_worst(index, len(each), behind[index], allowed) for index, each in enumerate(sequences)),
+    )
+
+
+def _worst(index: int, length: int, rows: list[tuple[int, Tensor]], allowed: float) -> PackedSequence:
+    place, diff = max(rows, key=lambda row: float(row[1].max()))
+    # The first token has no log-prob.
+    positions = ((diff > allowed).nonzero().flatten() + 1).tolist()
+    return PackedSequence(
+        index=index,
+        length=length,
+        max_abs_diff=float(diff.max()),
+        first_position=positions[0] if positions else None,
+        last_position=positions[-1] if positions else None,
+        num_before=place,
+    )
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def _log_probs(score: PackedFunction, sequences: list[Tensor]) -> list[Tensor]:
+    """Per sequence the log-probs of all tokens but the first, float64."""
+    ids_T, lengths = torch.cat(sequences), [*map(len, sequences)]
+    with torch.no_grad():
+        found = score(ids_T, list(lengths))
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the function must return a tensor, got {type(found).__name__}")
+    found = found[0] if found.dim() == 3 and len(found) == 1 else found
+    if found.dim() not in (1, 2) or len(found) != len(ids_T):
+        raise ValueError(f"the function must return [T] or [T, V] with T = {len(ids_T)}, got shape {[*found.shape]}")
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    out = []
+    for start, end in pairwise(starts):
+        if found.dim() == 1:
+            values = found[start + 1 : end].double()
+        else:
+            rows, ids = found[start : end - 1].double(), ids_T[start + 1 : end].to(found.device)
+            values = rows.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        if not values.isfinite().all():
+            raise ValueError("the function returns a log-prob that is not finite")
+        out.append(values.cpu())
+    return out
+
+
+def packed_transformers(model: Any) -> PackedFunction:
+    """A transformers causal language model, called as trainers call it without padding.
+
+    It gets ``position_ids`` that begin anew with each sequence, and no mask. If your trainer gives more, such as
+    ``seq_idx``, write the function yourself.
+
+    Args:
+        model: A model in evaluation mode, on its device.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_positions = any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+    def score(ids_T: Tensor, lengths: list[int]) -> Tensor:
+        ids_T = ids_T.to(next(model.parameters()).device)
+        given = {"position_ids": _positions(lengths).to(ids_T.device)[None]} if takes_positions else {}
+        logits: Tensor = model(input_ids=ids_T[None], use_cache=False, **given).logits
+        return logits
+
+    return score
+
+
+def packed_megatron(model: Any) -> PackedFunction:
+    """A Megatron-Core model with its own embedding and output layer, called with ``PackedSeqParams`` (``thd``).
+
+    All ranks of a tensor-parallel group have to call it. Pipeline and context parallelism are not supported.
+
+    Args:
+        model: A ``GPTModel`` or ``MambaModel`` in evaluation mode, or a wrapper with its ``forward``.
+    """
+    packed_seq_params = import_module("megatron.core.packed_seq_params").PackedSeqParams
+
+    def score(ids_T: Tensor, lengths: list[int]) -> Tensor:
+        ids_T = ids_T.to(next(model.parameters()).device)
+        ends = torch.tensor([0, *lengths], device=ids_T.device).cumsum(0).int()
+        longest = max(lengths)
+        params = packed_seq_params(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        positions = _positions(lengths).to(ids_T.device)[None]
+        logits: Tensor = model(ids_T[None], positions, None, packed_seq_params=params, runtime_gather_output=True)
+        return logits
+
+    return score
+
+
+def _positions(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])

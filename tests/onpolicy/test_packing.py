@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of packed rows: leaks planted in three kinds of models are found, and the sound ones pass."""
+
+import dataclasses
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mis_ext.onpolicy import check_packing, packed_megatron, packed_transformers
+from mis_ext.onpolicy.packing import DEFAULT_LENGTHS
+from mis_ext.tools.cli import main
+
+VOCABULARY, WIDTH = 40, 16
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in DEFAULT_LENGTHS]
+
+
+class Tiny(nn.Module):
+    """Embedding, one mixer over the tokens, output layer; ``leak`` says what the mixer forgets at a boundary."""
+
+    def __init__(self, leak: str | None = None) -> None:
+        super().__init__()
+        self.leak = leak
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+            self.make()
+
+    def forward(self, ids_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return self.head(self.mix(self.embedding(ids_T), lengths))
+
+
+class Gru(Tiny):
+    def make(self) -> None:
+        self.gru = nn.GRU(WIDTH, WIDTH)
+
+    def mix(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        parts = [states] if self.leak == "state" else states.split(lengths)
+        return torch.cat([self.gru(part)[0] for part in parts])
+
+
+class MambaLike(Tiny):
+    """A causal convolution over four tokens, and a state that decays by a gate of the token."""
+
+    def make(self) -> None:
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH)
+        self.gate, self.into = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        def whole(leak: str) -> list[torch.Tensor]:
+            return [states] if self.leak == leak else list(states.split(lengths))
+
+        padded = [nn.functional.pad(part.T, (3, 0))[None] for part in whole("convolution")]
+        states = torch.cat([self.conv(part)[0].T for part in padded])
+        out = []
+        for part in whole("state"):
+            state = torch.zeros(WIDTH)
+            for keep, new in zip(self.gate(part).sigmoid(), self.into(part), strict=True):
+                state = keep * state + (1 - keep) * new
+                out.append(state)
+        return torch.stack(out)
+
+
+class Attention(Tiny):
+    def make(self) -> None:
+        self.qkv, self.place = nn.Linear(WIDTH, 3 * WIDTH), nn.Embedding(200, WIDTH)
+
+    def mix(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        total = sum(lengths)
+        ends = [total] if self.leak == "positions" else lengths
+        states = states + self.place(torch.cat([torch.arange(length) for length in ends]))
+        query, key, value = self.qkv(states).chunk(3, -1)
+        index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        mask = torch.ones(total, total).tril().bool()
+        if self.leak != "mask":
+            mask &= index[:, None] == index
+        scores = (query @ key.T / WIDTH**0.5).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Gru, MambaLike, Attention])
+def test_a_sound_model_passes(kind, dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16) if dtype == torch.bfloat16 else nullcontext():
+        report = check_packing(kind(), sequences())
+    assert report.passed, report
+    assert report.differing == []
+    assert "up to rounding" in report.explain()
+
+
+LEAKS = [
+    *((Gru, "state"), (MambaLike, "state"), (MambaLike, "convolution"), (Attention, "mask"), (Attention, "positions")),
+]
+
+
+@pytest.mark.parametrize(("kind", "leak"), LEAKS)
+def test_a_planted_leak_is_found_with_its_sequences_and_positions(kind, leak) -> None:
+    report = check_packing(kind(leak), sequences())
+    assert not report.passed
+    assert len(report.differing) == len(DEFAULT_LENGTHS)
+    for each, length in zip(report.sequences, DEFAULT_LENGTHS, strict=True):
+        assert each.length == length
+        # The first log-prob is that of the second token, after the first.
+        assert each.first_position == 1
+        assert each.max_abs_diff > 100 * report.rounding
+        assert each.num_before > 0
+    if leak == "convolution":
+        # Its output at one token reaches back three; then the state carries it on.
+        assert report.sequences[2].max_abs_diff > 1e-3
+    assert "read the ones before them" in report.explain()
+
+
+class Window(Tiny):
+    """A convolution alone."""
+
+    make = MambaLike.make
+
+    def mix(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return self.conv(nn.functional.pad(states.T, (3, 0))[None])[0].T
+
+
+def test_a_window_at_the_start_is_told_from_a_state() -> None:
+    report = check_packing(Window(), sequences())
+    # A window of four tokens: the outputs at 0, 1, and 2 are those of the log-probs at 1, 2, and 3.
+    assert [(each.first_position, each.last_position) for each in report.sequences] == [
+        (1, min(3, length - 1)) for length in DEFAULT_LENGTHS
+    ]
+    assert "positions up to 3 differ" in report.explain()
+
+
+def test_log_probs_may_be_returned_and_only_those_that_leak_are_named() -> None:
+    model = Attention()
+
+    def score(ids_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        log_probs = model(ids_T, lengths)[:-1].log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0]
+        out = torch.cat([torch.zeros(1), log_probs])
+        # The third sequence reads from position 10 on.
+        if len(lengths) > 1 and lengths.index(64) > 0:
+            start = sum(lengths[: lengths.index(64)])
+            out[start + 10 : start + 20] += 0.01
+        return out
+
+    report = check_packing(score, sequences())
+    assert [(each.index, each.first_position, each.last_position) for each in report.differing] == [(2, 10, 19)]
+
+
+def test_a_function_that_keeps_or_draws_something_is_no_leak_and_does_not_pass() -> None:
+    generator, model = torch.Generator().manual_seed(0), Attention()
+    report = check_packing(
+        lambda ids, lengths: model(ids, lengths) + torch.randn(len(ids), VOCABULARY, generator=generator), sequences()
+    )
+    assert not report.passed
+    assert "keeps a state between calls, draws" in report.explain()
+
+
+@pytest.mark.parametrize(
+    ("score", "error", "message"),
+    [
+        (lambda ids, lengths: None, TypeError, "must return a tensor"),
+        (lambda ids, lengths: torch.zeros(3, 4), ValueError, "must return .T."),
+        (lambda ids, lengths: torch.full((len(ids),), torch.nan), ValueError, "not finite"),
+    ],
+)
+def test_what_is_no_log_prob_is_refused(score, error, message) -> None:
+    with pytest.raises(error, match=message):
+        check_packing(score, sequences())
+    with pytest.raises(ValueError, match="at least 2 sequences"):
+        check_packing(score, sequences()[:1])
+
+
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+PASSES = {
+    "Qwen3Config": HEADS,
+    "Qwen3MoeConfig": HEADS | EXPERTS,
+    "GPT2Config": {"n_embd": 32, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0},
+}
+FAILS = {
+    "MambaConfig": {"state_size": 8},
+    "Mamba2Config": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "Qwen3NextConfig": HEADS | EXPERTS | DELTA | {"layer_types": ["linear_attention", "full_attention"]},
+    "Lfm2Config": HEADS | {"layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*PASSES, *FAILS])
+def test_transformers_models_as_they_are(name) -> None:
+    """Attention finds the boundaries in the positions; states and convolutions do not look for them."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**SHAPE, **(PASSES | FAILS)[name])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    report = check_packing(packed_transformers(model), sequences())
+    assert report.passed is (name in PASSES)
+    assert bool(report.differing) is (name in FAILS)
+
+
+@pytest.fixture
+def megatron(tmp_path, monkeypatch):
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_megatron_core_model_gets_its_boundaries(megatron, leaks) -> None:
+    from grpo.attention import GatheredAttention
+    from grpo.cpu import megatron_device
+    from grpo.model import ModelShape, build_model, transformer_config
+
+    class OneSequence(GatheredAttention):
+        def forward(self, query, key, value, attention_mask, *given, packed_seq_params=None, **others):
+            ends = packed_seq_params.cu_seqlens_q[[0, -1]]
+            whole = dataclasses.replace(packed_seq_params, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+            return super().forward(query, key, value, attention_mask, *given, packed_seq_params=whole, **others)
+
+    shape = ModelShape(vocab_size=64, num_layers=2, hidden_size=32, ffn_hidden_size=64, num_heads=2, num_kv_heads=1)
+    config = transformer_config(shape, context_parallel_size=1, calculate_per_token_loss=False)
+    with megatron_device(torch.device("cpu")):
+        model = build_model(shape, config, seed=0, core_attention=OneSequence if leaks else GatheredAttention).eval()
+        report = check_packing(packed_megatron(model), sequences())
+    assert report.passed is not leaks
+
+
+def test_the_command_says_which_differ_and_from_where(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "my_models.py").write_text(
+        "from test_packing import Gru\n\ndef sound():\n    return Gru()\n\ndef leaky():\n    return Gru('state')\n"
+    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    few = ["--vocabulary", str(VOCABULARY), "--lengths", "6,4", "--json"]
+    assert main(["check-packing", "my_models.sound", *few]) == 0
+    assert main(["check-packing", "my_models.leaky", *few]) == 1
+    passed, found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert passed["passed"]
+    assert [row["first_position"] for row in found["report"]["sequences"]] == [1, 1]
+    assert main(["check-packing", "my_models.leaky", *few[:-1]]) == 1
+    assert "FAILED" in capsys.readouterr().out
+    for wrong in (["my_models.absent"], [], ["my_models.sound", "--transformers", str(tmp_path)]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["check-packing", *wrong])
+        assert stopped.value.code == 2
+
+
+def test_the_command_loads_a_transformers_model(tmp_path, capsys) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert main(["check-packing", "--transformers", str(tmp_path), "--vocabulary", "64", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
+
+
+@pytest.mark.parametrize(("shift", "passed"), [(1e-6, True), (1e-4, False)])
+def test_where_first_places_have_equal_bits_the_last_digits_of_float32_are_rounding(shift, passed) -> None:
+    def score(ids_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        out = torch.full((len(ids_T),), -2.0, dtype=torch.float64)
+        out[lengths[0] :] -= shift
+        return out
+
+    report = check_packing(score, sequences())
+    assert report.rounding == 0.0
+    assert report.passed is passed
