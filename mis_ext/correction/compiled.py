@@ -33,7 +33,6 @@ from mis_ext.correction.passes import (
     Passed,
     Plan,
     Sums,
-    alone,
     by_name,
     decide,
     output_pass,
@@ -84,7 +83,7 @@ class Graphs:
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
     ) -> Passed:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
-        if over_cp is alone and over_dp is alone:
+        if over_cp is None and over_dp is None:
             padded, places, sizes = _padded(x, layout)
             found = self._try(self._whole, padded, places, sizes, self._plan, token_metrics)
             if found is not None:
@@ -93,12 +92,12 @@ class Graphs:
             return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
         elif not self.is_agreed:
             # Compile on the data of this rank. The result is not used.
-            self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, alone, alone)
+            self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, None, None)
             if self.obstacle is not None:
                 cannot_compile = -(global_rank() + 1.0)
                 over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)
         out = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
-        if not self.is_agreed and not (over_cp is alone and over_dp is alone):
+        if not self.is_agreed and not (over_cp is None and over_dp is None):
             self._agree(float(out.group_A[-1]))
         return out
 
@@ -107,10 +106,11 @@ class Graphs:
     ) -> Passed:
         """The passes as three graphs, with the exchanges between them."""
         padded, places, sizes = _padded(x, layout)
-        merged_FS = over_cp(self._tokens(padded, places, sizes, self._plan)[:, : layout.num_sequences])
+        parts_FS = self._tokens(padded, places, sizes, self._plan)[:, : layout.num_sequences]
+        merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
         columns_FS = _with_columns(merged_FS, places.shape[1], self._plan)
         own_A = self._responses(columns_FS, self._plan)
-        sums = columns_FS, own_A, over_dp(own_A)
+        sums = columns_FS, own_A, own_A if over_dp is None else over_dp(own_A)
         return _cut(self._outputs(padded, places, sizes, sums, self._plan, token_metrics), layout)
 
     def _agree(self, status: float) -> None:
@@ -156,13 +156,13 @@ def _sending(status: float, exchange: Exchange) -> Exchange:
 
     def run(own: Tensor) -> Tensor:
         own[-1:].clamp_(min=status)
-        return exchange(own)
+        return own if exchange is None else exchange(own)
 
     return run
 
 
 def _whole(x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
-    return run_passes(x, Blocks(end_and_start_2S, sizes), plan, alone, alone, token_metrics=token_metrics)
+    return run_passes(x, Blocks(end_and_start_2S, sizes), plan, None, None, token_metrics=token_metrics)
 
 
 def _tokens(x: Inputs, end_and_start_2S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:

@@ -6,6 +6,7 @@ Read :mod:`mis_ext.correction.passes` for the formulas.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from mis_ext.correction.collectives import STATUS_BYTES, Due, Group, Row, group_
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import GroupNumber, Mean, Metric, Responses, Totals
-from mis_ext.correction.passes import Exchange, Inputs, add_scale, alone, by_name, decide, plan_of, run_passes
+from mis_ext.correction.passes import Exchange, Inputs, add_scale, by_name, decide, plan_of, run_passes
 from mis_ext.correction.segments import segment_values
 from mis_ext.correction.tokens import Tokens
 from mis_ext.validation import check_instance, check_tensors
 
 _BITS = 8
-_NOTHING_DUE = Due((), torch.device("cpu"))
+_ALONE = Due((), torch.device("cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,8 @@ class Correction:
     @property
     def measured(self) -> dict[str, Tensor]:
         """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
-        return {name: row.count_S(self.responses) > 0 for name, row in plan_of(self.config).rows.items()}
+        r, total = self.responses, self.group_totals
+        return {name: row.measure(r, total)[1] > 0 for name, row in plan_of(self.config).rows.items()}
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -96,10 +98,10 @@ class Correction:
         r, total = self.responses, self.group_totals
         found: dict[str, Metric] = {}
         for name, row in plan_of(self.config).rows.items():
+            amount_S, count_S = row.measure(r, total)
             if row.over == "group":
-                found[name] = GroupNumber(row.value(total).float())
+                found[name] = GroupNumber(amount_S.float())
                 continue
-            count_S, amount_S = row.count_S(r), row.amount_S(r)
             if row.over in ("sequences", "responses"):
                 count_S = (count_S > 0.0).double()
             amount = torch.where(count_S > 0.0, amount_S, 0.0).sum()
@@ -165,13 +167,53 @@ def correct(
 
     Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
     """
-    if cp_group is None and dp_group is None:
-        # No rank waits for this one.
-        return _correct(streams, config, None, None, _NOTHING_DUE, token_metrics=token_metrics)
     layout, device = streams.layout, streams.response_mask_R.device
-    due = due_of(config, layout.response_lengths, cp_group, dp_group, is_whole=layout.is_whole, device=device)
-    with due.told_of_errors():
-        return _correct(streams, config, cp_group, dp_group, due, token_metrics=token_metrics)
+    due = _ALONE
+    if cp_group is not None or dp_group is not None:
+        due = due_of(config, layout.response_lengths, cp_group, dp_group, is_whole=layout.is_whole, device=device)
+    # No rank waits for one that is alone.
+    with contextlib.nullcontext() if due is _ALONE else due.told_of_errors():
+        plan, mask_R = plan_of(config), streams.response_mask_R.float()
+        mask_T = layout.local_part(mask_R)
+        log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
+        x = Inputs(*log_probs, mask_T, streams.lag_T, {})
+        if plan.segment_gates:
+            tokens = Tokens.read(x.proximal_T, x.behavior_T, mask_T != 0.0, x.lag_T)
+            gates, gather = plan.segment_gates, due.gather
+            x = x._replace(segments=segment_values(tokens, gates, layout, mask_R, cp_group=cp_group, gather=gather))
+        over_cp: Exchange = None
+        over_dp: Exchange = None
+        if cp_group is not None:
+            over_cp = functools.partial(_merged, due, cp_group, len(plan.sums))
+        if dp_group is not None and plan.needs_group:
+            over_dp = functools.partial(_merged, due, dp_group, len(plan.totals))
+        wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
+        if wants_graphs and not torch.compiler.is_compiling():
+            # Loads the compiler's modules.
+            from mis_ext.correction.compiled import graphs_of
+
+            found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        else:
+            found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
+        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.group_A[-1:]
+        if config.metrics_only:
+            weights_T = torch.ones_like(weights_T)
+        elif layout.is_whole:
+            loss_mask_R = found.loss_mask_T
+        elif not config.rejects_single_tokens:
+            # All ranks find the same for whole responses, from the same sums.
+            loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
+        else:
+            # Only the rank that has a token knows whether it stays. It sends a bit for each, and its status.
+            own = torch.cat([pack_bits(layout, found.loss_mask_T != 0), status_1.float().view(torch.uint8)])
+            bits_W, status_W = due.gather(own, cp_group).tensor_split([-STATUS_BYTES], dim=1)
+            status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))
+            # At most one rank sets a bit: a sum has no carries.
+            keep_R = unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
+            loss_mask_R = torch.where(keep_R, mask_R, 0.0)
+        metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
+        sums = found.merged_FS, found.own_A, found.group_A
+        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), *sums)
 
 
 def due_of(
@@ -196,59 +238,6 @@ def due_of(
     if config.rejects_single_tokens:
         rows.append(Row((-(-num_tokens // _BITS) + STATUS_BYTES,), torch.uint8, of_parts))
     return Due(rows, device)
-
-
-def _correct(
-    streams: PackedStreams,
-    config: CorrectionConfig,
-    cp_group: Group | None,
-    dp_group: Group | None,
-    due: Due,
-    *,
-    token_metrics: bool,
-) -> Correction:
-    plan, layout, mask_R = plan_of(config), streams.layout, streams.response_mask_R.float()
-    mask_T = layout.local_part(mask_R)
-    log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
-    x = Inputs(*log_probs, mask_T, streams.lag_T, {})
-    if plan.segment_gates:
-        tokens = Tokens.read(x.proximal_T, x.behavior_T, mask_T != 0.0, x.lag_T)
-        x = x._replace(
-            segments=segment_values(tokens, plan.segment_gates, layout, mask_R, cp_group=cp_group, gather=due.gather)
-        )
-    over_cp: Exchange = alone
-    over_dp: Exchange = alone
-    if cp_group is not None:
-        over_cp = functools.partial(_merged, due, cp_group, len(plan.sums))
-    if dp_group is not None and plan.needs_group:
-        over_dp = functools.partial(_merged, due, dp_group, len(plan.totals))
-    wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
-    if wants_graphs and not torch.compiler.is_compiling():
-        # Loads the compiler's modules.
-        from mis_ext.correction.compiled import graphs_of
-
-        found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
-    else:
-        found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
-    weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.group_A[-1:]
-    if config.metrics_only:
-        weights_T = torch.ones_like(weights_T)
-    elif layout.is_whole:
-        loss_mask_R = found.loss_mask_T
-    elif not config.rejects_single_tokens:
-        # All ranks find the same for whole responses, from the same sums.
-        loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
-    else:
-        # Only the rank that has a token knows whether it stays. It sends a bit for each, and its status.
-        own = torch.cat([pack_bits(layout, found.loss_mask_T != 0), status_1.float().view(torch.uint8)])
-        bits_W, status_W = due.gather(own, cp_group).tensor_split([-STATUS_BYTES], dim=1)
-        status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))
-        # At most one rank sets a bit: a sum has no carries.
-        keep_R = unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
-        loss_mask_R = torch.where(keep_R, mask_R, 0.0)
-    metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
-    sums = found.merged_FS, found.own_A, found.group_A
-    return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), *sums)
 
 
 def _merged(due: Due, group: Group, num_sums: int, own: Tensor) -> Tensor:

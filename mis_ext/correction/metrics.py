@@ -68,30 +68,23 @@ Metric = Mean | GroupNumber
 
 
 class Decided(NamedTuple):
-    """What single tokens decide; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid."""
+    """What single tokens decide; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid.
+
+    ``log_ratio``: what a weight of tokens bounds, nats: 0, and so weight 1, of a fresh token with ``when: stale``.
+    """
 
     keep: Tensor
     weighted: Tensor
     weight: Tensor
+    log_ratio: Tensor
     config: CorrectionConfig
 
-    @property
-    def log_ratio_edges(self) -> tuple[float, float]:
-        """Log-ratios between which a weight is the ratio itself."""
-        assert self.config.weight is not None
-        return edges_of(self.config.weight)
 
-
-def edges_of(weight: Weight) -> tuple[float, float]:
+def edges_of(weight: Weight | None) -> tuple[float, float]:
     """Log-ratios between which a weight is the ratio itself; ``-high`` and ``high`` where nothing clips from below."""
+    assert weight is not None
     low, high = weight.edges
     return (low if weight.bound.has_low else -high), high
-
-
-def weighed(t: Tokens, config: CorrectionConfig) -> Tensor:
-    """The log-ratio that a weight of tokens bounds, nats: 0, and so weight 1, of a fresh token with ``when: stale``."""
-    is_of_stale = config.weight is not None and config.weight.when == "stale"
-    return torch.where(t.lag > 0.0, t.d, 0.0) if is_of_stale else t.d
 
 
 def _valid(t: Tokens, x: Tensor) -> Tensor:
@@ -139,9 +132,9 @@ TOKEN_SUMS: dict[str, Callable[[Tokens, Decided], Tensor]] = {
     "w - 1": lambda t, s: _valid(t, s.weight - 1.0),
     # In float64: of equal weights the scatter is a difference of equal numbers.
     "(w - 1)^2": lambda t, s: _valid(t, (s.weight - 1.0).double().square()),
-    "w ratio": lambda t, s: _valid(t, bounded_exp(weighed(t, s.config))),
-    "w low": lambda t, s: t.valid & (weighed(t, s.config) < s.log_ratio_edges[0]),
-    "w high": lambda t, s: t.valid & (weighed(t, s.config) > s.log_ratio_edges[1]),
+    "w ratio": lambda t, s: _valid(t, bounded_exp(s.log_ratio)),
+    "w low": lambda t, s: t.valid & (s.log_ratio < edges_of(s.config.weight)[0]),
+    "w high": lambda t, s: t.valid & (s.log_ratio > edges_of(s.config.weight)[1]),
     # By age. A token of unknown age is not fresh.
     "dated": lambda t, s: _dated(t),
     "lag": lambda t, s: torch.where(_dated(t), t.lag, 0.0),
@@ -271,13 +264,15 @@ class MetricRow:
     count: Key = "n"
     is_scaled: bool = False
 
-    def count_S(self, r: Responses) -> Tensor:
-        """``[S]``: how many tokens of a response count."""
-        return r.generated if self.over in ("response_tokens", "responses", "group") else r.of[self.count]
+    def measure(self, r: Responses, total: Totals) -> tuple[Tensor, Tensor]:
+        """``[S]`` float64, the sum over the tokens of a response or its value; and how many tokens count.
 
-    def amount_S(self, r: Responses) -> Tensor:
-        """``[S]`` float64: the sum over the tokens of a response, or the value of the response."""
-        return (self.value(r) if callable(self.value) else r.of[self.value]).double()
+        Of the group the first is 0-dim, the value.
+        """
+        count_S = r.generated if self.over in ("response_tokens", "responses", "group") else r.of[self.count]
+        if self.over == "group":
+            return self.value(total), count_S
+        return (self.value(r) if callable(self.value) else r.of[self.value]).double(), count_S
 
 
 def highest(total: Totals, name: str) -> Tensor:
@@ -285,13 +280,15 @@ def highest(total: Totals, name: str) -> Tensor:
     return torch.where(total["n"] > 0.0, total[name], math.nan)
 
 
-def effective_share(total: Totals, weights: str, squares: str, count: str) -> Tensor:
+def effective_share(weights: str, squares: str, count: str) -> Callable[[Totals], Tensor]:
     """Kish's effective sample size over the sample size, ``(sum w)^2 / (n sum w^2)``; NaN of no sample."""
-    return (total[weights] / total[count] * (total[weights] / total[squares])).clamp(max=1.0)
+    # From left to right, because the square of a sum can be infinite.
+    return lambda total: (total[weights] / total[count] * (total[weights] / total[squares])).clamp(max=1.0)
 
 
-def _share(weights: str, squares: str, count: str) -> Callable[[Totals], Tensor]:
-    return lambda total: effective_share(total, weights, squares, count)
+ESS_TOKEN = effective_share("rho", "rho^2", "n")
+ESS_SEQUENCE = effective_share("W", "W^2", "measured")
+"""Of ``W = exp(sum d)`` of the responses that have a valid token."""
 
 
 def _weight_std(total: Totals) -> Tensor:
@@ -320,7 +317,6 @@ _PHANTOM = (
     "advantage has that sign"
 )
 _RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
-_ESS = "`(sum w)^2 / (n sum w^2)` of {}"
 _UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
 _NONZERO = "tokens whose two log-probs are different float32 numbers (+0 equals -0)"
 _INVALID = "`nonfinite_token_fraction` under the name that goes with these two"
@@ -339,8 +335,8 @@ MISMATCH_ROWS = (
     _Row("log_ppl_abs_diff", "sequences", "`abs mean d`", lambda r: r.mean("d").abs()),
     _Row("ppl_ratio", "sequences", "`exp(-mean d)`", lambda r: bounded_exp(-r.mean("d"))),
     # The smallest -mean d is minus the largest mean d.
-    _Row("log_ppl_diff_min", "group", "smallest `-mean d` of a sequence", lambda total: -highest(total, "max mean d")),
-    _Row("log_ppl_diff_max", "group", "largest `-mean d` of a sequence", lambda total: highest(total, "max mean -d")),
+    _Row("log_ppl_diff_min", "group", "smallest `-mean d` of a sequence", lambda t: -highest(t, "max mean d")),
+    _Row("log_ppl_diff_max", "group", "largest `-mean d` of a sequence", lambda t: highest(t, "max mean -d")),
     _Row("chi2_token", "sequences", _CHI2, _chi2_token),
     _Row("chi2_seq", "sequences", "`exp(2 sum d) - 1`, at most `mis_metric_max`", _chi2_seq),
     _Row("logprob_abs_diff", "valid_tokens", "`abs d`", "|d|", True),
@@ -348,43 +344,42 @@ MISMATCH_ROWS = (
     _Row("ratio_above_2_fraction", "valid_tokens", "`exp d` above 2", "rho > 2"),
     _Row("ratio_below_half_fraction", "valid_tokens", "`exp d` below 1/2", "rho < 1/2"),
     _Row("phantom_clip_fraction", "valid_tokens", _PHANTOM, "outside PPO"),
-    _Row("raised_fraction", "group", _RAISED, lambda total: total["raised"] / total["open"]),
+    _Row("raised_fraction", "group", _RAISED, lambda t: t["raised"] / t["open"]),
     _Row(
         "ess_ratio_token",
         "group",
-        _ESS.format("the unbounded token ratios: 1 on-policy"),
-        _share("rho", "rho^2", "n"),
+        "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
+        ESS_TOKEN,
         True,
     ),
-    # W = exp(sum d) of a response, "measured" the number of responses.
     _Row(
         "ess_ratio_seq",
         "group",
         "the same of `exp(sum d)` of sequences, the sum between -20 and 20",
-        _share("W", "W^2", "measured"),
+        ESS_SEQUENCE,
         True,
     ),
     _Row(
         "lr_multiplier_token",
         "group",
         "root of `ess_ratio_token`: what to multiply the learning rate by",
-        lambda total: effective_share(total, "rho", "rho^2", "n").sqrt(),
+        lambda t: ESS_TOKEN(t).sqrt(),
     ),
     _Row(
         "lr_multiplier_seq",
         "group",
         "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
-        lambda total: effective_share(total, "W", "W^2", "measured").sqrt(),
+        lambda t: ESS_SEQUENCE(t).sqrt(),
     ),
-    _Row("ratio_max", "group", "largest `exp d`", lambda total: bounded_exp(highest(total, "max d")), True),
-    _Row("ratio_min", "group", "smallest `exp d`", lambda total: bounded_exp(-highest(total, "max -d"))),
+    _Row("ratio_max", "group", "largest `exp d`", lambda t: bounded_exp(highest(t, "max d")), True),
+    _Row("ratio_min", "group", "smallest `exp d`", lambda t: bounded_exp(-highest(t, "max -d"))),
     _Row("nonfinite_token_fraction", "response_tokens", "response tokens without a finite ratio", _no_ratio, True),
     _Row("unmeasured_seq_fraction", "responses", _UNMEASURED, lambda r: r.n == 0.0),
     _Row(
         "train_rollout_logprob_abs_diff_max",
         "group",
         "largest `abs d`",
-        lambda total: torch.maximum(highest(total, "max d"), highest(total, "max -d")),
+        lambda t: torch.maximum(highest(t, "max d"), highest(t, "max -d")),
     ),
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, "d != 0"),
@@ -401,11 +396,7 @@ follows from the run.
 AGE_ROWS = (
     _Row("lag_mean", "valid_tokens", "mean lag, of tokens with a known one", "lag", True, "dated"),
     _Row(
-        "lag_max",
-        "group",
-        "largest known lag",
-        lambda total: torch.where(total["dated"] > 0.0, total["max lag"], math.nan),
-        True,
+        "lag_max", "group", "largest known lag", lambda t: torch.where(t["dated"] > 0.0, t["max lag"], math.nan), True
     ),
     _Row(
         "unknown_lag_token_fraction",
@@ -420,7 +411,7 @@ AGE_ROWS = (
         "ess_ratio_token_fresh",
         "group",
         "`ess_ratio_token` if stale tokens had the ratio 1",
-        _share("rho fresh", "rho^2 fresh", "n"),
+        effective_share("rho fresh", "rho^2 fresh", "n"),
         True,
     ),
     _Row("k3_kl_stale", "valid_tokens", "what stale tokens add to `k3_kl`", "k3 stale", True),
@@ -428,7 +419,7 @@ AGE_ROWS = (
         "ess_ratio_token_stale",
         "group",
         "`ess_ratio_token` if fresh tokens had the ratio 1",
-        _share("rho stale", "rho^2 stale", "n"),
+        effective_share("rho stale", "rho^2 stale", "n"),
         True,
     ),
 )
@@ -457,7 +448,12 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     yield _Row("tis_weight_after_bound", over, "the bounded weight", bounded)
     yield _Row("is_ratio_mean_after_tis_rs", over, "the same, under the reference's name", bounded)
     yield _Row("tis_weight_std", "group", "standard deviation of the bounded weights", _weight_std)
-    yield _Row("tis_weight_ess", "group", _ESS.format("the bounded weights"), _share("w", "w^2", "weights"))
+    yield _Row(
+        "tis_weight_ess",
+        "group",
+        "`(sum w)^2 / (n sum w^2)` of the bounded weights",
+        effective_share("w", "w^2", "weights"),
+    )
 
 
 def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
@@ -491,7 +487,7 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
 def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
     """What the weights are in the end, and what the gates left."""
     if config.normalize_over is not None:
-        yield _Row("batch_norm_factor", "group", "the mean weight divided by", lambda total: total["mean weight"])
+        yield _Row("batch_norm_factor", "group", "the mean weight divided by", lambda t: t["mean weight"])
     if config.weight is not None:
         # Means and extremes over a response, before they are scaled.
         mean = smallest = largest = lambda r: r.weight
@@ -509,7 +505,7 @@ def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
     yield _Row("kept_seq_fraction", "responses", text, lambda r: r.num_kept > 0.0, True)
     if config.denominator == "kept":
         text = "the factor of `mis_denominator: kept`"
-        yield _Row("denominator_factor", "group", text, lambda total: total["denominator factor"])
+        yield _Row("denominator_factor", "group", text, lambda t: t["denominator factor"])
 
 
 @functools.lru_cache(maxsize=32)
@@ -535,8 +531,8 @@ def response_metrics(r: Responses, total: Totals, rows: Collection[MetricRow]) -
         return r.n.new_empty(0, len(r.n)).float()
     values, counts = [], []
     for row in rows:
-        counts.append(count_S := row.count_S(r))
-        value = row.value(total) if row.over == "group" else row.amount_S(r)
+        value, count_S = row.measure(r, total)
+        counts.append(count_S)
         if row.over in ("valid_tokens", "response_tokens"):
             value = value / count_S
         values.append(torch.where(count_S > 0.0, value * total["scale"] if row.is_scaled else value, 0.0))

@@ -48,7 +48,6 @@ from mis_ext.correction.metrics import (
     Responses,
     Totals,
     response_metrics,
-    weighed,
 )
 from mis_ext.correction.segments import KNOWN_SEGMENT
 from mis_ext.correction.tokens import Tokens, bounded_exp
@@ -183,9 +182,11 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
         None if x.lag_T is None else blocks.of_tokens(x.lag_T),
     )
     keep = weighted = t.valid
-    weight = t.valid.float()
+    weight, log_ratio = t.valid.float(), t.d
     if plan.config.weight is not None and plan.config.weight.level == "token":
-        weight = torch.where(t.valid, plan.config.weight.bounded(weighed(t, plan.config)), 0.0)
+        if plan.config.weight.when == "stale":
+            log_ratio = torch.where(t.lag > 0.0, t.d, 0.0)
+        weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
     judged: Mapping[str, Judged] = {}
     if plan.gates:
         judged = judge(t, plan.gates, {label: blocks.of_tokens(value_T) for label, value_T in x.segments.items()})
@@ -194,7 +195,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
             keep = keep & judged[label].passes
         elif gate.is_of_tokens:
             weighted = weighted & judged[label].passes
-    s = Decided(keep, weighted, weight, plan.config)
+    s = Decided(keep, weighted, weight, log_ratio, plan.config)
     rows = []
     for key in (*plan.sums, *plan.maxima):
         if isinstance(key, tuple):
@@ -337,13 +338,8 @@ def output_pass(
     return Passed(*sums, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
 
 
-Exchange = Callable[[Tensor], Tensor]
-"""From the sums or totals of this rank to those of all ranks."""
-
-
-def alone(own: Tensor) -> Tensor:
-    """The exchange of a rank alone."""
-    return own
+Exchange = Callable[[Tensor], Tensor] | None
+"""From the sums or totals of this rank to those of all ranks; None for a rank alone."""
 
 
 def run_passes(
@@ -351,7 +347,7 @@ def run_passes(
 ) -> Passed:
     """All passes, operation by operation."""
     s, parts_FS = token_pass(x, blocks, plan)
-    merged_FS = over_cp(parts_FS)
+    merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
     r, own_A = response_pass(merged_FS, plan)
-    sums = merged_FS, own_A, over_dp(own_A)
+    sums = merged_FS, own_A, own_A if over_dp is None else over_dp(own_A)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)

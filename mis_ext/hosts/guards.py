@@ -110,7 +110,7 @@ class Monitor:
         if self._is_done or is_capturing(on):
             return
         self._num_calls += 1
-        arrived = self._readback.receive()
+        arrived = None if self._readback.is_empty else self._readback.receive()
         if arrived is not None:
             self._is_done = bool(self._judge(arrived))
         if not self._readback.is_empty or self._num_calls % _CALLS_PER_LOOK != 1:

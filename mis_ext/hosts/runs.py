@@ -130,7 +130,8 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     except Exception:
         status_of_ranks(groups.started_together, device=device, fails=True)
         raise
-    run.session.meet(groups, device=device)
+    if not groups.is_alone:
+        run.session.meet(groups, device=device)
     return run
 
 

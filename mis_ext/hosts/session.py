@@ -73,7 +73,9 @@ class Session:
             check_streams(streams, self.config, groups.cp_group)
             if self._guards.armed:
                 self._inspect(streams, groups)
-        correction = self._correct(streams, groups=groups, token_metrics=token_metrics)
+        correction = correct(
+            streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group, token_metrics=token_metrics
+        )
         if not groups.is_alone:
             self._status.observe(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
@@ -144,8 +146,6 @@ class Session:
         Raises:
             RuntimeError: Another rank failed.
         """
-        if groups.is_alone:
-            return
         shared = groups.started_together
         key = tuple(map(id, shared))
         if key in self._met:
@@ -218,16 +218,7 @@ class Session:
         """
         with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(streams.response_mask_R)):
             check_streams(streams, self.config, groups.cp_group)
-        return self._correct(streams, groups=groups)
-
-    def _correct(self, streams: PackedStreams, *, groups: Groups, token_metrics: bool = False) -> Correction:
-        return correct(
-            streams,
-            self.config,
-            cp_group=groups.cp_group,
-            dp_group=groups.dp_group,
-            token_metrics=token_metrics,
-        )
+        return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def tell_failure(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Tensor:
         """Join the collectives of a call, in which the other ranks read that this one failed; 0-dim, its status."""
@@ -240,7 +231,8 @@ class Session:
         layout = PackedLayout.without_tokens(response_lengths, is_whole=groups.cp_group is None, device=device)
         nothing_T = torch.empty(0, device=device)
         mask_R = torch.zeros(layout.num_whole_tokens, device=device)
-        return self._correct(PackedStreams(nothing_T, nothing_T, mask_R, layout), groups=groups)
+        streams = PackedStreams(nothing_T, nothing_T, mask_R, layout)
+        return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
         for found in self._guards.inspect(streams.tokens, streams, groups):
