@@ -60,10 +60,9 @@ def batch_invariant_mode() -> Iterator[None]:
 
     The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
     changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
-    use :func:`batch_invariant_forward`, and for gradient checkpointing too: with the mode alone, the backward pass must
-    be inside the block, and torch must have ``torch.overrides.redispatch_function``; without it torch hides what is
-    computed again from the mode, and attention there is an error. Compiled code (``torch.compile``, captured graphs,
-    custom kernels) runs as it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is
+    use :func:`batch_invariant_forward`, and for gradient checkpointing too: torch hides attention from the mode in what
+    a backward pass computes again, where it is an error. Compiled code (``torch.compile``, captured graphs, custom
+    kernels) runs as it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is
     imported when the block begins; its functions, called without a module, are not seen.
 
     Raises:

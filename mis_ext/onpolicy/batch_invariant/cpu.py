@@ -31,11 +31,6 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return _bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
-def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``mm(a, b) + bias``: rounded after the product, and again after the addition."""
-    return mm(a, b) + bias
-
-
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """``[B, M, N]``: ``a [B, M, K]`` times ``b [B, K, N]``; terms of 0 at the ends of a sum change no bit.
 

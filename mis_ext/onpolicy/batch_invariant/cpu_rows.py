@@ -11,7 +11,6 @@ a long one is never alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -90,67 +89,26 @@ def _unflat(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> T
     return torch.empty_strided(shape, strides, dtype=flat.dtype).copy_(flat.as_strided(shape, strides))
 
 
-# A sum of fewer numbers is never cut.
-_LONG = 1 << 15
-
-
-def is_over_rows(x: Tensor, dim: int | Sequence[int] | None) -> bool:
-    """Whether the reduction is over the last dimension, or leaves one before it; any other is over the batch.
-
-    So a sum of ``[experts, tokens, width]`` over the experts is about tokens, and one over experts and tokens is not.
-    """
-    dims, last = _dims(x, dim), x.dim() - 1
-    return bool(dims) and (dims == [last] or not {*range(last)} <= {*dims})
-
-
-def _rows(x: Tensor, dim: int | Sequence[int]) -> Tensor:
-    """``[..., E]``, contiguous: the dimensions of the reduction made one, the last."""
-    dims = _dims(x, dim)
-    moved = x if dims == [x.dim() - 1] else x.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))
-    return moved.contiguous()
-
-
-def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    dims = [] if dim is None else [dim] if isinstance(dim, int) else dim
-    return sorted(axis % x.dim() for axis in dims) if x.dim() else []
-
-
-def reduce(func: Any, x: Tensor, dim: int | Sequence[int], keepdim: bool = False, **dtype: Any) -> Any:
-    """What ``func`` returns, a sum, mean or logsumexp."""
-    is_safe = x.numel() > x.shape[-1] or x.numel() < _LONG if x.dim() else True
-    dims = _dims(x, dim)
-    if x.numel() == 0 or (is_safe and x.is_contiguous() and dims == [x.dim() - 1]):
-        return func(x, dim, keepdim, **dtype)
-    rows = _rows(x, dim)
-    shape = rows.shape[:-1]
-    rows = rows.view(-1, rows.shape[-1])
-    is_alone = len(rows) == 1 and rows.numel() >= _LONG
-    result = func(rows.expand(2, -1) if is_alone else rows, [1], False, **dtype)
-    result = (result[:1].clone() if is_alone else result).view(shape)
-    for axis in dims if keepdim else ():
-        result = result.unsqueeze(axis)
-    return result
+def sum(rows: Tensor, *, is_mean: bool) -> Tensor:
+    """Sum, or mean, of contiguous rows ``[..., E]``; torch would share out a single one between threads."""
+    flat = rows.view(-1, rows.shape[-1])
+    flat = flat.expand(2, -1) if len(flat) == 1 else flat
+    result = flat.mean(1) if is_mean else flat.sum(1)
+    return result[: rows.shape[:-1].numel()].clone().view(rows.shape[:-1])
 
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
 _SHARE_BITS = 42
-MOST_COLUMNS = 1 << 20
 _PART = 1 << 16
 
 
-def softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """``aten._softmax``; columns at -infinity change no bit, wherever they are.
+def softmax(rows: Tensor, dtype: torch.dtype, *, is_log: bool) -> Tensor:
+    """Softmax of contiguous rows ``[..., E]``, or its logarithm; columns at -infinity change no bit, wherever they are.
 
     The shares are added up as integers, in which no order matters: an attention sink comes after the keys, masked ones
     too, so nothing else gives it one place in the sum.
     """
-    if x.dim() == 0 or x.numel() == 0:
-        return torch._softmax(x, dim, half_to_float)
-    if x.shape[dim] > MOST_COLUMNS:
-        raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
-
-    rows = _rows(x, dim)
-    out, num_columns = torch.empty_like(rows, dtype=torch.float32 if half_to_float else x.dtype), rows.shape[-1]
+    out, num_columns = torch.empty_like(rows, dtype=dtype), rows.shape[-1]
     # Some at a time, so that what a part needs stays in the cache.
     size = max(1, _PART // num_columns)
     for start in range(0, out.numel() // num_columns, size):
@@ -159,16 +117,9 @@ def softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         highest = scores.amax(-1, keepdim=True)
         shares: Tensor = elementwise(aten.exp.default, scores - highest)
         # Without a number, or with an infinite one, all shares are NaN.
-        into.copy_(shares / torch.where(highest.isfinite(), _exact_sum(shares), torch.nan))
-    return out.movedim(-1, dim).contiguous()
-
-
-def log_softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
-    """Stands in for ``aten._log_softmax``: over contiguous rows, so strides change no bit."""
-    if x.dim() == 0 or x.numel() == 0:
-        return func(x, dim, half_to_float)
-    rows = _rows(x, dim)
-    return func(rows, rows.dim() - 1, half_to_float).movedim(-1, dim).contiguous()
+        total = torch.where(highest.isfinite(), _exact_sum(shares), torch.nan)
+        into.copy_(scores - highest - elementwise(aten.log.default, total) if is_log else shares / total)
+    return out
 
 
 def _exact_sum(shares: Tensor) -> Tensor:

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant import cpu
+from mis_ext.onpolicy.batch_invariant import cpu, cpu_rows
 from mis_ext.scoring.backend import triton_obstacle
 
 
 def products_on(x: Tensor) -> Any:
     """The module with products and sums of rows for the device of ``x``: ``cpu`` or ``triton_products``."""
-    check_device_type(x.device.type)
-    if x.device.type == "cpu":
+    check(x)
+    if x.is_cpu:
         return cpu
     from mis_ext.onpolicy.batch_invariant import triton_products
 
@@ -25,13 +24,22 @@ def products_on(x: Tensor) -> Any:
 
 
 def attention_on(x: Tensor) -> Any:
-    """The module with ``attention_forward``, likewise: ``cpu`` or ``triton_attention``."""
-    check_device_type(x.device.type)
-    if x.device.type == "cpu":
+    """The module with ``attention_forward``: ``cpu`` or ``triton_attention``."""
+    check(x)
+    if x.is_cpu:
         return cpu
     from mis_ext.onpolicy.batch_invariant import triton_attention
 
     return triton_attention
+
+
+def rows_on(x: Tensor) -> Any:
+    """The module with ``softmax`` and ``sum`` of rows: ``cpu_rows`` or ``triton_reductions``."""
+    if x.is_cpu:
+        return cpu_rows
+    from mis_ext.onpolicy.batch_invariant import triton_reductions
+
+    return triton_reductions
 
 
 # Every product asks.
@@ -45,40 +53,18 @@ def check_device_type(device_type: str) -> None:
         raise RuntimeError(f"no batch-invariant execution on {device_type}: {problem}")
 
 
-def check_dtype(x: Tensor) -> None:
-    """Refuse float64 on CUDA, for which there are no kernels.
+def check(x: Tensor) -> None:
+    """Refuse a device or a dtype without kernels.
 
     Raises:
-        NotImplementedError: So it is. ``a @ b`` would take a TypeError for a refusal of the operand.
+        RuntimeError: The device has none.
+        NotImplementedError: The dtype has none. ``a @ b`` would take a TypeError for a refusal of the operand.
     """
-    if x.is_cuda and x.dtype == torch.float64:
+    check_device_type(x.device.type)
+    if x.is_cuda and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise NotImplementedError(
-            "no batch-invariant execution of float64 on cuda: take float32, bfloat16 or float16, or leave the mode"
+            f"no batch-invariant execution of {x.dtype} on cuda: take float32, bfloat16 or float16, or leave the mode"
         )
-
-
-def check_tensors(tensors: Mapping[str, Tensor], *, one_dtype: bool = True, has_products: bool = False) -> None:
-    """Refuse what the Triton kernels cannot compute, by the name that a message gives a tensor.
-
-    Raises:
-        RuntimeError: Triton cannot run on the device.
-        TypeError: A dtype has no kernels, or, with ``one_dtype``, is not that of the first tensor; or products of
-            bfloat16 in Triton's interpreter, which multiplies the bit patterns.
-        ValueError: The tensors are on several devices.
-    """
-    (first_name, first), *others = tensors.items()
-    if not first.is_cuda and (obstacle := triton_obstacle(first.device.type)) is not None:
-        raise RuntimeError(f"{first_name}: {obstacle}")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-    for name, tensor in others:
-        if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device}, {first_name} on {first.device}")
-        if one_dtype and tensor.dtype != first.dtype:
-            raise TypeError(f"{name} is {tensor.dtype}, {first_name} {first.dtype}")
-    if has_products and first.dtype == torch.bfloat16 and not first.is_cuda:
-        raise TypeError("Triton's interpreter has no products of bfloat16; take float16 or float32 on a CPU")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,6 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: Added to the mean square.
     """
     if x.is_cuda:
+        check(x)
         from mis_ext.onpolicy.batch_invariant import triton_reductions
 
         return triton_reductions.rms_norm(x, weight, eps)

@@ -34,38 +34,26 @@ def grouped_mm(
 
     Args:
         func: The operator.
-        a: ``[M, K]``, or ``[G, M, K]``.
-        b: ``[K, N]``, or ``[G, K, N]``.
-        offs: ``[G]`` int32, where the groups end along the dimension that the factor without G shares with the result;
-            None if both have G. Rows and columns after the last group are zeros.
+        a: ``[M, K]``.
+        b: ``[G, K, N]``; ``[K, N]`` for the gradient of the experts' matrices, which is torch's own.
+        offs: ``[G]`` int32, where the groups of rows end. Rows after the last group are zeros.
         bias: None.
         out_dtype: None, or the dtype of the factors.
     """
     if a.dim() == b.dim() == 2:
-        # The gradient of the experts' matrices, a sum over the tokens of a group.
         return func(a, b, offs, bias, out_dtype)
-    if bias is not None or out_dtype not in (None, a.dtype):
-        raise NotImplementedError(f"{func} in the mode takes no bias and no out_dtype but {a.dtype}, got {out_dtype}")
-    _check_groups(a, b, offs)
-    products = devices.products_on(a)
-    if offs is None:
-        return products.bmm(a, b)
-    if a.dim() == 3 and b.dim() == 2:
-        return products.grouped_rows(b.t(), a.transpose(1, 2), offs).t()
-    return products.grouped_rows(a, b, offs)
-
-
-def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
-    if a.dtype != b.dtype:
-        raise RuntimeError(f"the factors of a grouped product must have one dtype, got {a.dtype} and {b.dtype}")
-    groups = {x.shape[0] for x in (a, b) if x.dim() == 3} | (set() if offs is None else {len(offs)})
-    fits = a.shape[-1] == b.shape[-2] and len(groups) == 1 and (2 in (a.dim(), b.dim())) == (offs is not None)
-    if not fits or (offs is not None and offs.dtype != torch.int32):
-        shapes = [None if x is None else [*x.shape] for x in (a, b, offs)]
-        raise RuntimeError(
-            f"a grouped product takes [M, K] or [G, M, K], [K, N] or [G, K, N], and int32 offs [G] unless both have G, "
-            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+    if (a.dim(), b.dim()) != (2, 3) or offs is None or bias is not None or out_dtype not in (None, a.dtype):
+        raise NotImplementedError(
+            f"{func} in the mode takes [M, K], [G, K, N] and offs, no bias and no out_dtype but {a.dtype}, got "
+            f"{[*a.shape]}, {[*b.shape]} and {out_dtype}"
         )
+    fits = a.shape[1] == b.shape[1] and offs.shape == b.shape[:1] and offs.dtype == torch.int32
+    if not fits or a.dtype != b.dtype:
+        raise RuntimeError(
+            f"a grouped product takes [M, K] and [G, K, N] of one dtype and int32 offs [G], got {[*a.shape]} of "
+            f"{a.dtype}, {[*b.shape]} of {b.dtype} and {[*offs.shape]} of {offs.dtype}"
+        )
+    return devices.products_on(a).grouped_rows(a, b, offs)
 
 
 # torch adds rows of one destination in an order that depends on the other rows: by atomic additions on CUDA, and on a
@@ -73,29 +61,17 @@ def _check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> None:
 # rounded once.
 def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     """``aten.index_add`` and ``aten.index_add_``."""
-    out = _output(func, x, source)
-    target, rows = (t.view(1) if t.dim() == 0 else t.movedim(dim, 0) for t in (out, source))
-    index = index.reshape(-1)
-    if rows.shape != (len(index), *target.shape[1:]):
-        raise RuntimeError(f"index_add takes a row for each index: got {[*index.shape]}, {dim}, {[*source.shape]}")
-    _add(target, [index], rows if alpha == 1 else rows * alpha)
+    out, rows = _output(func, x, source), source.movedim(dim, 0)
+    _add(out.movedim(dim, 0), [index.reshape(-1)], rows if alpha == 1 else rows * alpha)
     return out
 
 
 def scatter_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """``aten.scatter_add`` and ``aten.scatter_add_``."""
-    if index.dim() == 0 or index.dim() != x.dim() or index.dim() != source.dim():
-        return func(x, dim, index, source)  # type: ignore[no-any-return]
-    dim = dim % x.dim()
-    others = [axis for axis in range(x.dim()) if axis != dim]
-    fits_source = all(n <= m for n, m in zip(index.shape, source.shape, strict=True))
-    if not fits_source or any(index.shape[axis] > x.shape[axis] for axis in others):
-        raise RuntimeError(f"scatter_add got an index {[*index.shape]}, {[*x.shape]} and {[*source.shape]}")
-    out = _output(func, x, source)
+    """``aten.scatter_add`` and ``aten.scatter_add_``; with an index that is one for each row, of whole rows."""
+    out, dim = _output(func, x, source), dim % x.dim()
     source = source[tuple(slice(length) for length in index.shape)]
-    if index.numel() and all(
-        index.shape[axis] == x.shape[axis] and (index.stride(axis) == 0 or x.shape[axis] == 1) for axis in others
-    ):
+    others = [axis for axis in range(x.dim()) if axis != dim]
+    if index.numel() and all(index.shape[axis] == x.shape[axis] and index.stride(axis) == 0 for axis in others):
         for axis in reversed(others):
             index = index.select(axis, 0)
         _add(out.movedim(dim, 0), [index], source.movedim(dim, 0))
@@ -118,15 +94,13 @@ def index_put(
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     if dims[-1] - dims[0] >= len(dims) or any(index is not None and index.dtype in _MASKS for index in indices):
         raise NotImplementedError(f"{func} has no batch-invariant form here for masks beside indices, and for gaps")
-    out = _output(func, x, values)
-    others = [dim for dim in range(x.dim()) if dim not in dims]
+    out, first, end = _output(func, x, values), dims[0], dims[-1] + 1
     places = torch.broadcast_tensors(*(i.to(x.device) for i in indices if i is not None))  # type: ignore[no-untyped-call]
     # Counted from the front.
     places = [torch.where(n < 0, n + x.shape[dim], n) for dim, n in zip(dims, places, strict=True)]
-    lengths, num_dims, first = [x.shape[dim] for dim in others], places[0].dim(), dims[0]
-    values = values.to(x.device).expand(*lengths[:first], *places[0].shape, *lengths[first:])
-    values = values.movedim(tuple(range(first, first + num_dims)), tuple(range(num_dims)))
-    _add(out.permute(*dims, *others), places, values)
+    values = values.to(x.device).expand(*x.shape[:first], *places[0].shape, *x.shape[end:])
+    moved = [*range(first, first + places[0].dim())], [*range(places[0].dim())]
+    _add(out.movedim(dims, [*range(len(dims))]), places, values.movedim(*moved))
     return out
 
 
@@ -168,24 +142,16 @@ def _check_range(index: Tensor, length: int) -> None:
         raise IndexError(f"index {int(index[~is_inside][0])} is not in [0, {length})")
 
 
-def sort(
-    func: Any, x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = True
-) -> tuple[Tensor, Tensor]:
-    """Stands in for ``aten.sort``: always stable, so the first of equal values comes first."""
+def sort(func: Any, x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = True) -> Any:
+    """``aten.sort``: always stable, so the first of equal values comes first."""
     return x.sort(dim=dim, descending=descending, stable=True)
 
 
-def topk(
-    func: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[Tensor, Tensor]:
+def topk(func: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """``aten.topk``, always sorted: of equal numbers at the border, those with the lowest places are taken.
 
     A row with equal numbers is one in which torch may choose by the other rows, and two engines differently.
     """
-    if x.dim() == 0:
-        return func(x, k, dim, largest, sorted)  # type: ignore[no-any-return]
-    if not 0 <= k <= x.shape[dim]:
-        raise RuntimeError(f"topk takes k in [0, {x.shape[dim]}], got {k}")
     ordered, places = x.sort(dim=dim, descending=largest, stable=True)
     return ordered.narrow(dim, 0, k).contiguous(), places.narrow(dim, 0, k).contiguous()
 
@@ -202,8 +168,8 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.topk.default: topk,
     aten.sort.default: sort,
     aten.sort.stable: sort,
+    aten._grouped_mm.default: grouped_mm,
 }
-OVERRIDES[aten._grouped_mm.default] = grouped_mm
 
 OVERRIDES_OF_LIBRARIES = {"transformers::grouped_mm_fallback": grouped_mm}
 """Operators that would hide their products from the mode, by name: their library may come later, or never."""

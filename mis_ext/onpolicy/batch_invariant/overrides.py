@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -19,23 +19,11 @@ from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attent
 
 aten = torch.ops.aten
 
-# Torch 2.11 has none yet.
-_redispatch = getattr(torch.overrides, "redispatch_function", None)
-
-_CALLERS_OF_ATTENTION = frozenset(
-    {Tensor.backward, torch.autograd.backward, torch.autograd.grad, F.multi_head_attention_forward}
-)
-"""Functions written in Python, for whose length torch takes the mode off: attention in them, also that of a checkpoint
-which a backward pass computes again, would run unseen."""
-
-
 _CHAINS = frozenset(
     {torch.linalg.multi_dot, torch.chain_matmul, torch.tensordot, torch.inner, Tensor.inner}
     | {aten.linalg_multi_dot, aten.chain_matmul, aten.tensordot, aten.inner}
 )
 """Made of products that torch chooses by the number of rows: with autograd only these arrive below."""
-
-_SEEN = _CALLERS_OF_ATTENTION | _CHAINS | {F.scaled_dot_product_attention, torch.einsum}
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -50,16 +38,11 @@ class FunctionOverrides(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        packet = getattr(func, "overloadpacket", func)
-        if packet not in _SEEN:
-            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **kwargs)
-        if packet in _CHAINS or (func is torch.einsum and sum(isinstance(x, Tensor) for x in tree_leaves(args)) > 2):
+        is_long = func is torch.einsum and sum(isinstance(x, Tensor) for x in tree_leaves(args)) > 2
+        if is_long or getattr(func, "overloadpacket", func) in _CHAINS:
             raise _refusal(getattr(func, "__name__", func))
-        if func in _CALLERS_OF_ATTENTION and _redispatch is not None:
-            with self:
-                return _redispatch(func, types, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -93,7 +76,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "refused" or x.is_complex():
             raise _refusal(func, "" if kind == "refused" else "of complex numbers ")
         if kind == "override":
-            devices.check_dtype(x)
+            devices.check(x)
             return _override_of(func)(func, *args, **kwargs)  # type: ignore[misc]
         if kind == "exact" and x.is_cpu:
             # A 16-bit number times integers: torch rounds them to 16 bits, but not one that is alone.
@@ -160,17 +143,6 @@ def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     return devices.products_on(a).bmm(a, b)
 
 
-def _mv(func: Any, a: Tensor, b: Tensor) -> Any:
-    return _mm(func, a, b.unsqueeze(-1)).squeeze(-1)
-
-
-def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if alpha == beta == 1 and bias.dtype == a.dtype:
-        _check_factors(a, b, num_dims=2)
-        return devices.products_on(a).addmm(bias.expand(a.shape[0], b.shape[1]), a, b)
-    return _plus_bias(_mm)(func, bias, a, b, beta=beta, alpha=alpha)
-
-
 def _plus_bias(multiply: Callable[..., Any]) -> Callable[..., Any]:
     """The product times ``alpha``, and ``beta`` times a bias of its dtype that broadcasts to it."""
 
@@ -188,17 +160,14 @@ def _plus_bias(multiply: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_factors(a: Tensor, b: Tensor, *, num_dims: int) -> None:
     """Refuse what torch refuses, with its class of error; a TypeError would make ``a @ b`` blame the operator."""
-    if a.dtype != b.dtype:
-        raise RuntimeError(f"the factors of a product must have one dtype, got {a.dtype} and {b.dtype}")
+    if (a.dtype, a.device) != (b.dtype, b.device):
+        raise RuntimeError(
+            f"the factors of a product must have one dtype and device, got {a.dtype} on {a.device} and {b.dtype} on "
+            f"{b.device}"
+        )
     fit = a.dim() == b.dim() == num_dims and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
     if not fit:
         raise RuntimeError(f"shapes {[*a.shape]} and {[*b.shape]} cannot be multiplied")
-
-
-def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
-    if x.is_cuda and x.dim() > 2 and dim % x.dim() == x.dim() - 1:
-        refuse_masked_beginning(x)
-    return _row(cpu_rows.softmax, "softmax")(func, x, dim, half_to_float)
 
 
 # No score is as low. Masks have minus infinity, or the least number of the dtype, 65,504 in float16.
@@ -223,43 +192,63 @@ def refuse_masked_beginning(scores: Tensor) -> None:
         )
 
 
-def _row(on_cpu: Callable[..., Any], on_cuda: str) -> Callable[..., Any]:
-    """What the function returns on a CPU, and the one of that name on CUDA."""
-
-    def override(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not x.is_cuda:
-            return on_cpu(func, x, *args, **kwargs)
-        from mis_ext.onpolicy.batch_invariant import triton_reductions
-
-        return getattr(triton_reductions, on_cuda)(x, *args, **kwargs)
-
-    return override
+# The integers that a softmax adds up hold so many.
+MOST_COLUMNS = 1 << 20
 
 
-def _sums(on_cuda: str) -> Callable[..., Any]:
-    """Sums over the first dimension and others are over the batch, and no concern of a row."""
-    reduce_rows = _row(cpu_rows.reduce, on_cuda)
+def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
+    """``aten._softmax`` and ``aten._log_softmax``, of contiguous rows, so strides change no bit."""
+    is_log = func is aten._log_softmax.default
+    if x.is_cuda and x.dim() > 2 and dim % x.dim() == x.dim() - 1 and not is_log:
+        refuse_masked_beginning(x)
+    if x.dim() == 0 or x.numel() == 0:
+        return func(x, dim, half_to_float)
+    if x.shape[dim] > MOST_COLUMNS:
+        raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
+    softmax = devices.rows_on(x).softmax
+    out = softmax(x.movedim(dim, -1).contiguous(), torch.float32 if half_to_float else x.dtype, is_log=is_log)
+    return out.movedim(-1, dim).contiguous()
 
-    def override(func: Any, x: Tensor, dim: list[int] | None, *args: Any, **kwargs: Any) -> Any:
-        if not cpu_rows.is_over_rows(x, dim):
-            return func(x, dim, *args, **kwargs)
-        return reduce_rows(func, x, dim, *args, **kwargs)
 
-    return override
+def _sum(func: Any, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """``aten.sum`` and ``aten.mean`` over the last dimension, or over some that leave one before it.
+
+    Any other is over the batch, and no concern of a row. So a sum of ``[experts, tokens, width]`` over the experts is
+    about tokens, and one over experts and tokens is not.
+    """
+    dims, last = sorted(axis % x.dim() for axis in dim or ()) if x.dim() else [], x.dim() - 1
+    is_over_rows = bool(dims) and (dims == [last] or not {*range(last)} <= {*dims})
+    if not is_over_rows or x.numel() == 0:
+        return func(x, dim, keepdim, dtype=dtype)
+    rows = x if dtype is None else x.to(dtype)
+    rows = rows.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims)).contiguous()
+    out = devices.rows_on(x).sum(rows, is_mean=func is aten.mean.dim)
+    for axis in dims if keepdim else ():
+        out = out.unsqueeze(axis)
+    return out
+
+
+def _logsumexp(func: Any, x: Tensor, dim: list[int], keepdim: bool = False) -> Any:
+    elementwise = cpu_rows.elementwise if x.is_cpu else lambda function, y: function(y)
+    wide = x if x.dtype == torch.float64 else x.float()
+    highest = wide.amax(dim, keepdim=True)
+    # Of an infinity no difference may be taken.
+    origin = torch.where(highest.isfinite(), highest, 0.0)
+    total = _sum(aten.sum.dim_IntList, elementwise(aten.exp.default, wide - origin), dim, True)
+    result = elementwise(aten.log.default, total) + origin
+    return (result if keepdim else result.squeeze(tuple(dim))).to(x.dtype)
 
 
 _OVERRIDES: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _mm,
     aten.bmm.default: _bmm,
-    aten.mv.default: _mv,
-    aten.dot.default: lambda func, a, b: _mm(func, a.unsqueeze(0), b.unsqueeze(-1)).view(()),
-    aten.addmm.default: _addmm,
+    aten.addmm.default: _plus_bias(_mm),
     aten.baddbmm.default: _plus_bias(_bmm),
     aten._softmax.default: _softmax,
-    aten._log_softmax.default: _row(cpu_rows.log_softmax, "log_softmax"),
-    aten.mean.dim: _sums("mean"),
-    aten.sum.dim_IntList: _sums("sum"),
-    aten.logsumexp.default: _row(cpu_rows.reduce, "logsumexp"),
+    aten._log_softmax.default: _softmax,
+    aten.mean.dim: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.logsumexp.default: _logsumexp,
     **mixtures.OVERRIDES,
 }
 

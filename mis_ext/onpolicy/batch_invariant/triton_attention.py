@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mis_ext.onpolicy.batch_invariant.devices import check_tensors
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, seen_keys, split_runs
 from mis_ext.onpolicy.batch_invariant.triton_products import FLOAT32_PRODUCTS
 from mis_ext.scoring.launch import IS_HIP, Launcher, launching_on
@@ -245,7 +244,6 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
     queries may see.
     """
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, slots = packing
-    check_tensors({"query": query, "key": key, "value": value}, has_products=True)
     value_dim, head_dim, device = value.shape[2], max(query.shape[2], value.shape[2]), query.device
     if not 1 <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(f"the last dimensions must be in [1, {_MAX_HEAD_DIM}], got {head_dim}")

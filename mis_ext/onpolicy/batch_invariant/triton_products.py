@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.devices import check_tensors
 from mis_ext.scoring.launch import IS_HIP, Launcher, launching_on
 
 # Three products of TF32 for one of float32, as exact as float32's own and several times as fast: Ootomo and Yokota,
@@ -57,7 +56,6 @@ def sum_of_products(
 def matmul_kernel(
     a,
     b,
-    bias,
     out,
     M,
     N,
@@ -68,9 +66,6 @@ def matmul_kernel(
     b_batch_stride,
     b_row_stride,
     b_column_stride,
-    bias_row_stride,
-    bias_column_stride,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     K_IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -98,13 +93,7 @@ def matmul_kernel(
     b_tile = b + batch * b_batch_stride + inner[:, None] * b_row_stride + columns * b_column_stride
     a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
     total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, K, PRECISION, K_IS_EVEN)
-    product = total.to(out.dtype.element_ty)
-    if HAS_BIAS:
-        # From the rounded product, so that a layer with its bias has the bits of a product and an addition.
-        place = bias + rows * bias_row_stride + columns * bias_column_stride
-        shift = tl.load(place, mask=is_row & is_column, other=0.0)
-        product = (product.to(tl.float32) + shift.to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + (batch * M + rows) * N + columns, product, mask=is_row & is_column)
+    tl.store(out + (batch * M + rows) * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
 class Tile(NamedTuple):
@@ -164,41 +153,21 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     LLM Inference", Thinking Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32. The
     factors have one dtype, any strides.
     """
-    _check(a, b, dim=2)
     return _product(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Batches ``[B, M, N]`` of :func:`mm`, of ``a [B, M, K]`` and ``b [B, K, N]``, with the bits of each on its own."""
-    _check(a, b, dim=3)
     # A query that sees one key: the share times the value, as where more keys are there and have no share.
     return _product(a, b, is_outer=a.shape[1:] != (1, 1))
 
 
-def addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The bits of ``mm(a, b) + bias`` in one kernel: rounded after the product, and again after the addition.
-
-    The bias has the dtype of ``a`` and broadcasts to ``[M, N]``.
-    """
-    _check(a, b, dim=2)
-    check_tensors({"a": a, "bias": bias})
-    return _product(a.unsqueeze(0), b.unsqueeze(0), bias.expand(a.shape[0], b.shape[1])).squeeze(0)
-
-
-def _check(a: Tensor, b: Tensor, *, dim: int) -> None:
-    check_tensors({"a": a, "b": b}, has_products=True)
-    if a.dim() != dim or b.dim() != dim or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
-        names = "[M, K] and [K, N]" if dim == 2 else "[B, M, K] and [B, K, N]"
-        raise ValueError(f"a and b must be {names}, got {[*a.shape]} and {[*b.shape]}")
-
-
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, is_outer: bool = True) -> Tensor:
+def _product(a: Tensor, b: Tensor, *, is_outer: bool = True) -> Tensor:
     num_batches, M, K = a.shape
     N = b.shape[2]
     if K == 1 and is_outer:
         # One rounding, as anyone expects of an outer product; three products of TF32 would be another last bit.
-        product = (a * b).contiguous()
-        return product if bias is None else product + bias
+        return (a * b).contiguous()
     tile = choose_tile(a, num_batches * N)
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
     num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
@@ -208,10 +177,9 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, is_outer: bool
     with launching_on(a):
         _launch(
             num_programs,
-            (a, b, out if bias is None else bias, out),
-            (M, N, K, *a.stride(), *b.stride(), *((0, 0) if bias is None else bias.stride())),
+            (a, b, out),
+            (M, N, K, *a.stride(), *b.stride()),
             {
-                "HAS_BIAS": bias is not None,
                 "PRECISION": FLOAT32_PRODUCTS,
                 "K_IS_EVEN": K % tile.BLOCK_K == 0,
                 **dict(zip(Tile._fields, blocks, strict=False)),
@@ -284,7 +252,6 @@ def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
     ``b`` is ``[G, K, N]``, ``ends`` ``[G]`` int32 and not decreasing; factors have one dtype, any strides.
     """
-    check_tensors({"a": a, "b": b}, has_products=True)
     (M, K), (num_groups, _, N), tile = a.shape, b.shape, TILES[a.dtype]._asdict()
     # The order in which the tiles of one matrix are computed.
     del tile["GROUP_M"]
@@ -356,7 +323,6 @@ def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
     Sums are float32 from the value in ``out`` on, and rounded once. The index, int64 in [0, D), is not checked: the
     host would wait. ``out`` is contiguous, and changed in place.
     """
-    check_tensors({"out": out, "source": source})
     num_rows, num_columns = source.shape
     if source.numel() == 0:
         return

@@ -5,14 +5,11 @@ Each lane of a block adds up its own column of the blocks, and the lanes are add
 so depends on the width of a row alone. For the same reason nothing but softmax, whose sum is one of integers, is
 specialised for alignment, which changes how lanes are spread over threads.
 
-float32, bfloat16 and float16; sums and exponentials are float32 within a row. All but RMSNorm have the arguments of the
-ATen operators for which they stand in.
+float32, bfloat16 and float16; sums and exponentials are float32 within a row.
 """
 
 # Annotations are no strings here: kernel() looks for those of compile-time arguments.
-import math
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.devices import check_tensors
 from mis_ext.scoring.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
@@ -28,8 +24,8 @@ SHARE = tl.constexpr(2.0**42)
 
 
 @triton.jit
-def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
-    """Softmax of contiguous rows ``[R, num_columns]``; columns at minus infinity change no bit, wherever they are.
+def softmax_kernel(x, out, num_columns, IS_LOG: tl.constexpr, BLOCK: tl.constexpr):
+    """Softmax of contiguous rows ``[R, num_columns]``, or its logarithm; columns at minus infinity change no bit.
 
     The shares are added up as integers, in which no order matters, and so no width of a block. Sums of floats would not
     do: masked keys before or between the others, as padding on the left or an attention sink has them, move a share to
@@ -53,40 +49,14 @@ def softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
         value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
         total += (tl.exp(value - origin) * SHARE).to(tl.int64)
     row_total = tl.where(is_finite, tl.sum(total, 0).to(tl.float32) / SHARE, float("nan"))
-    for start in range(0, num_columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        is_column = column < num_columns
-        value = tl.load(x + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
-        share = tl.exp(value.to(tl.float32) - origin) / row_total
-        tl.store(out + first + column, share.to(out.dtype.element_ty), mask=is_column, eviction_policy="evict_first")
-
-
-@kernel
-def log_softmax_kernel(x, out, num_columns, BLOCK: tl.constexpr):
-    """Logarithm of the softmax of contiguous rows ``[R, num_columns]``, in one pass over the row and one to write.
-
-    Each lane keeps the largest value of its columns and the sum below it, and the lanes are brought to one origin last.
-    All rows have blocks of one width, so columns at minus infinity behind the others change no bit.
-    """
-    first = tl.program_id(0).to(tl.int64) * num_columns
-    highest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, num_columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        value = tl.load(x + first + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(highest, value)
-        # Minus infinity until the lane has seen a number, of which no difference may be taken.
-        origin = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(highest - origin) + tl.exp(value - origin)
-        highest = higher
-    row_highest = tl.max(highest, 0)
-    row_total = tl.sum(total * tl.exp(highest - tl.where(row_highest == float("-inf"), 0.0, row_highest)), 0)
     log_total = tl.log(row_total)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         is_column = column < num_columns
-        shifted = tl.load(x + first + column, mask=is_column, other=0.0).to(tl.float32) - row_highest
-        tl.store(out + first + column, (shifted - log_total).to(out.dtype.element_ty), mask=is_column)
+        value = tl.load(x + first + column, mask=is_column, other=0.0, eviction_policy="evict_first")
+        value = value.to(tl.float32) - origin
+        result = value - log_total if IS_LOG else tl.exp(value) / row_total
+        tl.store(out + first + column, result.to(out.dtype.element_ty), mask=is_column, eviction_policy="evict_first")
 
 
 @kernel
@@ -130,76 +100,29 @@ def rms_norm_kernel(x, weight, out, eps, num_columns, BLOCK: tl.constexpr):
 
 
 BLOCK = 2048
-# The integers that softmax adds up hold so many.
-MOST_COLUMNS = 1 << 20
 _NARROWEST = 128
 
 # The width of its blocks changes no bit. 32 warps have more bytes of such a row on their way at a time.
 _softmax = Launcher(softmax_kernel)
 _WIDE_BYTES, _WIDE_BLOCK = 1 << 16, 16_384
-# Blocks of one width for rows of any length, so that a tail of minus infinities changes no bit.
-_log_softmax = BoundKernel(log_softmax_kernel, BLOCK=BLOCK)
 
 
-def log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    """Logarithm of the softmax over one dimension, contiguous; ``half_to_float``: in float32, whatever the dtype."""
-    check_tensors({"x": x})
-    return _over_rows(partial(_launch, _log_softmax), x, dim, torch.float32 if half_to_float else x.dtype)
-
-
-def softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    """Softmax over one dimension of at most 2**20 numbers, contiguous."""
-    if x.dim() and x.shape[dim] > MOST_COLUMNS:
-        raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
-    check_tensors({"x": x})
-    return _over_rows(_launch_softmax, x, dim, torch.float32 if half_to_float else x.dtype)
-
-
-def _over_rows(launch: Callable[..., None], x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """What a kernel of rows makes of a tensor over one dimension."""
-    if x.dim() == 0:
-        return _over_rows(launch, x.unsqueeze(0), dim, dtype).squeeze(0)
-    rows = x.movedim(dim, -1).contiguous()
-    out = torch.empty_like(rows, dtype=dtype)
-    launch(rows, out)
-    return out.movedim(-1, dim).contiguous()
-
-
-def _reduce(
-    x: Tensor,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    is_mean: bool,
-) -> Tensor:
-    """What ``torch.mean`` or ``torch.sum`` returns, rounded once from a sum in float32; one program adds up a row."""
-    x = x if dtype is None else x.to(dtype)
-    check_tensors({"x": x})
-    if x.dim() == 0:
-        return _reduce(x.unsqueeze(0), dim, is_mean=is_mean)
-    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
-    rows = x.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).contiguous()
-    out = torch.empty(rows.shape[:-1], dtype=x.dtype, device=x.device)
-    _launch(_bound(sum_kernel, IS_MEAN=is_mean, BLOCK=_block(rows.shape[-1])), rows, out)
-    if keepdim:
-        for axis in sorted(axis % x.dim() for axis in dims):
-            out = out.unsqueeze(axis)
+def softmax(rows: Tensor, dtype: torch.dtype, *, is_log: bool) -> Tensor:
+    """Softmax of contiguous rows ``[..., E]`` of at most 2**20 numbers, or its logarithm."""
+    out, num_columns = torch.empty_like(rows, dtype=dtype), rows.shape[-1]
+    is_wide = num_columns * rows.element_size() > _WIDE_BYTES
+    block = _WIDE_BLOCK if is_wide else _block(num_columns)
+    with launching_on(rows):
+        options = {"num_warps": max(block // 512, 4)}
+        _softmax(rows.shape[:-1].numel(), (rows, out), (num_columns,), {"IS_LOG": is_log, "BLOCK": block}, options)
     return out
 
 
-mean, sum = partial(_reduce, is_mean=True), partial(_reduce, is_mean=False)
-
-
-def logsumexp(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
-    """Logarithm of the sum of exponentials over dimensions."""
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    wide = x.float()
-    highest = wide.amax(dims, keepdim=True)
-    # Of an infinity no difference may be taken.
-    origin = torch.where(highest.isfinite(), highest, 0.0)
-    result = sum((wide - origin).exp(), dims, True).log() + origin
-    return (result if keepdim else result.squeeze(tuple(dims))).to(x.dtype)
+def sum(rows: Tensor, *, is_mean: bool) -> Tensor:
+    """Sum, or mean, of contiguous rows ``[..., E]``, rounded once from a sum in float32; one program adds up a row."""
+    out = torch.empty(rows.shape[:-1], dtype=rows.dtype, device=rows.device)
+    _launch(_bound(sum_kernel, IS_MEAN=is_mean, BLOCK=_block(rows.shape[-1])), rows, out)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,7 +130,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     It is multiplied in the wider of the two dtypes, which is that of the result.
     """
-    check_tensors({"x": x, "weight": weight}, one_dtype=False)
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be [D] for x [..., D], got {[*weight.shape]} and {[*x.shape]}")
     normed: Tensor = _RMSNorm.apply(x, weight, float(eps))  # type: ignore[no-untyped-call]
@@ -241,16 +163,6 @@ _bound = cache(BoundKernel)
 
 def _block(num_columns: int) -> int:
     return min(max(1 << (num_columns - 1).bit_length(), _NARROWEST), BLOCK)
-
-
-def _launch_softmax(rows: Tensor, out: Tensor) -> None:
-    *shape, num_columns = rows.shape
-    is_wide = num_columns * rows.element_size() > _WIDE_BYTES
-    block = _WIDE_BLOCK if is_wide else _block(num_columns)
-    if num_programs := math.prod(shape):
-        with launching_on(rows):
-            options = {"num_warps": max(block // 512, 4)}
-            _softmax(num_programs, (rows, out), (num_columns,), {"BLOCK": block}, options)
 
 
 def _launch(kernel: BoundKernel, rows: Tensor, *others: Any) -> None:

@@ -15,7 +15,6 @@ from batch_invariant_support import randn
 from hypothesis import given
 from hypothesis import strategies as st
 from searching import searching
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode, overrides
 from mis_ext.onpolicy.bits import same_bits
@@ -86,28 +85,6 @@ def test_a_row_of_a_grouped_product_depends_on_itself_and_its_matrix(
 @needs_grouped_mm
 @each_device
 @each_dtype
-def test_every_form_of_a_grouped_product_is_right(device, dtype):
-    sizes, ends = [16, 0, 8, 40], ends_of([16, 0, 8, 40], device)
-    x, y, cube, other = (
-        randn(*shape, dtype=dtype, seed=i, device=device)
-        for i, shape in enumerate([(64, 48), (48, 64), (4, 24, 48), (4, 48, 32)])
-    )
-    with batch_invariant_mode():
-        columns = grouped_mm(cube, y, offs=ends)
-        sums = grouped_mm(x.t(), x, offs=ends)
-        both = grouped_mm(cube, other)
-    exact = [a.double() @ b.double() for a, b in zip(cube, y.split(sizes, dim=1), strict=True)]
-    assert_right(columns, torch.cat(exact, dim=1), 48)
-    assert_right(sums, torch.stack([part.double().t() @ part.double() for part in x.split(sizes)]), 64)
-    assert_right(both, cube.double() @ other.double(), 48)
-    with batch_invariant_mode():
-        assert_same_bits(both, torch.bmm(cube, other))
-        assert_same_bits(grouped_mm(cube[:, :1], y, offs=ends), columns[:1])
-
-
-@needs_grouped_mm
-@each_device
-@each_dtype
 def test_the_gradient_of_a_grouped_product_is_right(device, dtype):
     sizes, ends = [3, 0, 20, 9], ends_of([3, 0, 20, 9], device)
     a, b, slope = (
@@ -125,9 +102,10 @@ def test_the_gradient_of_a_grouped_product_is_right(device, dtype):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"a": torch.zeros(4, 9)}, RuntimeError, r"got \[4, 9\], \[2, 8, 16\] and \[2\]"),
-        ({"b": torch.zeros(3, 8, 16)}, RuntimeError, r"got \[4, 8\], \[3, 8, 16\] and \[2\]"),
-        ({"offs": None}, RuntimeError, r"int32 offs \[G\] unless both have G"),
+        ({"a": torch.zeros(4, 9)}, RuntimeError, r"got \[4, 9\] of .*, \[2, 8, 16\] of .* and \[2\]"),
+        ({"b": torch.zeros(3, 8, 16)}, RuntimeError, r"got \[4, 8\] of .*, \[3, 8, 16\] of .* and \[2\]"),
+        ({"offs": None}, NotImplementedError, r"takes \[M, K\], \[G, K, N\] and offs"),
+        ({"a": torch.zeros(2, 4, 8), "offs": None}, NotImplementedError, r"got \[2, 4, 8\], \[2, 8, 16\]"),
         ({"offs": torch.tensor([2, 4])}, RuntimeError, r"int32 offs"),
         (
             {"offs": torch.tensor([3, 2], dtype=torch.int32)},
@@ -135,9 +113,9 @@ def test_the_gradient_of_a_grouped_product_is_right(device, dtype):
             r"must not decrease, within \[0, 4\], got \[3, 2\]",
         ),
         ({"offs": torch.tensor([3, 5], dtype=torch.int32)}, RuntimeError, r"within \[0, 4\], got \[3, 5\]"),
-        ({"b": torch.zeros(2, 8, 16).bfloat16()}, RuntimeError, "one dtype, got torch.float32 and torch.bfloat16"),
-        ({"bias": torch.zeros(2, 16)}, NotImplementedError, "takes no bias"),
-        ({"out_dtype": torch.bfloat16}, NotImplementedError, "got torch.bfloat16"),
+        ({"b": torch.zeros(2, 8, 16).bfloat16()}, RuntimeError, r"one dtype .* of torch\.bfloat16"),
+        ({"bias": torch.zeros(2, 16)}, NotImplementedError, "no bias and no out_dtype"),
+        ({"out_dtype": torch.bfloat16}, NotImplementedError, "and torch.bfloat16"),
     ],
 )
 def test_what_a_grouped_product_cannot_take_is_named(change, error, message):
@@ -240,14 +218,12 @@ def test_rows_of_one_destination_are_added_in_their_order(device, dtype, seed):
 
 
 @each_device
-def test_a_factor_counts_and_numbers_without_dimensions_are_added(device):
+def test_a_factor_counts_and_a_number_without_dimensions_is_added(device):
     x = torch.zeros(3, 2, device=device)
     with batch_invariant_mode():
         x.index_add_(0, torch.tensor([2, 2], device=device), torch.ones(2, 2, device=device), alpha=0.5)
         assert x.tolist() == [[0, 0], [0, 0], [1, 1]]
         number, index = torch.tensor(1.0, device=device), torch.tensor(0, device=device)
-        assert number.index_add(0, index, number) == 2
-        assert number.scatter_add(0, index, number) == 2
         x.index_put_((index,), number, accumulate=True)
         assert x.tolist() == [[1, 1], [0, 0], [1, 1]]
         empty = torch.zeros(0, dtype=torch.long, device=device)
@@ -356,11 +332,9 @@ def test_of_equal_scores_the_first_are_chosen_in_their_order(device, columns, to
         assert (same_bits(actual.contiguous(), expected.contiguous()) | (actual.isnan() & expected.isnan())).all()
 
 
-def test_a_choice_of_more_than_there_are_is_an_error_and_one_number_can_be_chosen():
-    with batch_invariant_mode():
-        with pytest.raises(RuntimeError, match=r"k in \[0, 3\], got 4"):
-            randn(2, 3).topk(4)
-        assert torch.tensor(2.0).topk(1)[0] == 2
+def test_a_choice_of_more_than_there_are_is_an_error():
+    with batch_invariant_mode(), pytest.raises(RuntimeError, match=r"length \(4\) exceeds dimension size \(3\)"):
+        randn(2, 3).topk(4)
 
 
 def test_the_gradient_of_a_choice_goes_to_the_chosen():
@@ -374,15 +348,11 @@ def test_the_gradient_of_a_choice_goes_to_the_chosen():
     ("dims", "is_row"),
     [((1,), True), ((1, 2), True), ((-1,), True), ((0,), True), ((0, 1), False), ((-3, 2), True), ((0, 1, 2), False)],
 )
-def test_on_cuda_a_sum_that_leaves_a_dimension_before_the_last_is_that_of_a_row(dims, is_row, monkeypatch):
-    reductions = pytest.importorskip("mis_ext.onpolicy.batch_invariant.triton_reductions")
+def test_a_sum_that_leaves_a_dimension_before_the_last_is_that_of_a_row(dims, is_row, monkeypatch):
     seen = []
-    monkeypatch.setattr(reductions, "sum", lambda x, *_: seen.append(x) or x)
-    monkeypatch.setattr(overrides.devices, "check_device_type", lambda _: None)
-    with FakeTensorMode():
-        x = torch.empty(2, 3, 4, device="cuda")
+    monkeypatch.setattr(overrides.cpu_rows, "sum", lambda rows, is_mean: seen.append(rows) or rows[..., 0])
     with batch_invariant_mode():
-        x.sum(dims)
+        torch.ones(2, 3, 4).sum(dims)
     assert bool(seen) == is_row
 
 

@@ -66,8 +66,6 @@ def test_a_row_has_its_bits_in_a_group_of_any_size(dtype) -> None:
 def test_groups_of_nothing_are_empty_or_zeros() -> None:
     assert products.grouped_rows(random(0, 3), random(2, 3, 5), ends_of([0, 0])).shape == (0, 5)
     assert products.grouped_rows(random(4, 3), random(2, 3, 0), ends_of([1, 3])).shape == (4, 0)
-    with pytest.raises(TypeError, match=r"b is torch\.float16, a torch\.float32"):
-        products.grouped_rows(random(4, 3), random(1, 3, 5).half(), ends_of([4]))
 
 
 @pytest.mark.gpu
@@ -98,8 +96,6 @@ def test_adding_nothing_changes_nothing() -> None:
     before = out.clone()
     products.add_rows_(out, torch.zeros(0, dtype=torch.long, device=DEVICE), random(0, 3))
     assert_same_bits(out, before)
-    with pytest.raises(TypeError, match=r"source is torch\.float16, out torch\.float32"):
-        products.add_rows_(out, torch.zeros(4, dtype=torch.long, device=DEVICE), random(4, 3).half())
 
 
 @pytest.mark.parametrize("widths", [(24, 16), (16, 24), (16, 16)])

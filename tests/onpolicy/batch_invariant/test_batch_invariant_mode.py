@@ -96,6 +96,8 @@ def refused():
         "addmm_.default": lambda: out.addmm_(a, b),
         "baddbmm_.default": lambda: out3.baddbmm_(a3, b3),
         "addbmm.default": lambda: torch.addbmm(out, a3, b3),
+        "mv.default": lambda: torch.mv(a, vector),
+        "dot.default": lambda: torch.dot(vector, vector),
         "addmv.default": lambda: torch.addmv(randn(2), a, vector),
         "addr.default": lambda: torch.addr(square, vector, vector),
         "linear.out": lambda: torch.ops.aten.linear.out(a, b.t(), out=out),

@@ -149,7 +149,6 @@ ROW_FUNCTIONS = {
     "log-prob": lambda x: x - x.logsumexp(-1, keepdim=True),
     "RMS norm": lambda x: F.rms_norm(x, x.shape[-1:]),
     "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-    "dot": lambda x: torch.stack([torch.dot(row[0], row[-1]) for row in x]),
 }
 
 

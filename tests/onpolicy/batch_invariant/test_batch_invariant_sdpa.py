@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from batch_invariant_support import equal_bits, randn
 
-from mis_ext.onpolicy.batch_invariant import batch_invariant_mode, overrides
+from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.bits import same_bits
 
 SDPA_CASES = {
@@ -16,12 +16,10 @@ SDPA_CASES = {
     "causal, fewer queries: aligned with the first key": ((2, 4, 3, 16), (2, 4, 70, 16), {"is_causal": True}),
     "causal, more queries than keys": ((2, 4, 70, 16), (2, 4, 3, 16), {"is_causal": True}),
     "grouped queries": ((2, 4, 7, 16), (2, 2, 70, 16), {"enable_gqa": True}),
-    "no batch of heads": ((3, 7, 16), (3, 9, 16), {"scale": 0.3}),
+    "a scale": ((3, 2, 7, 16), (3, 2, 9, 16), {"scale": 0.3}),
     "a mask for all": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (7, 9)}),
     "a mask per sequence": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (2, 1, 7, 9)}),
     "a mask per head": ((2, 4, 7, 16), (2, 4, 9, 16), {"attn_mask": (4, 7, 9)}),
-    "a mask per sequence without heads": ((3, 7, 16), (3, 9, 16), {"attn_mask": (3, 7, 9)}),
-    "five dimensions": ((2, 3, 4, 7, 16), (2, 3, 4, 9, 16), {"attn_mask": (3, 1, 7, 9)}),
 }
 
 
@@ -45,18 +43,12 @@ def test_torch_attention_keeps_its_meaning_in_the_mode(case):
 
 
 SDPA_SHAPES = {
-    "one query sequence for all": ((1, 2, 4, 8), (3, 2, 5, 8), (3, 2, 5, 8)),
-    "one sequence of keys for all": ((3, 2, 4, 8), (1, 2, 5, 8), (1, 2, 5, 8)),
-    "one value for all": ((3, 2, 4, 8), (3, 2, 5, 8), (1, 1, 5, 8)),
     "one head of keys for all": ((3, 2, 4, 8), (3, 1, 5, 8), (3, 1, 5, 8)),
-    "two dimensions": ((4, 8), (5, 8), (5, 8)),
-    "fewer dimensions of keys": ((3, 2, 4, 8), (2, 5, 8), (2, 5, 8)),
     "shorter values": ((2, 2, 4, 8), (2, 2, 70, 8), (2, 2, 70, 6)),
     "longer values": ((2, 2, 4, 8), (2, 2, 70, 8), (2, 2, 70, 12)),
     "no keys": ((1, 2, 4, 8), (1, 2, 0, 8), (1, 2, 0, 8)),
     "no queries": ((1, 2, 0, 8), (1, 2, 3, 8), (1, 2, 3, 8)),
     "no sequences": ((0, 2, 4, 8), (0, 2, 3, 8), (0, 2, 3, 8)),
-    "no sequences, without heads": ((0, 4, 8), (0, 3, 8), (0, 3, 8)),
     "no heads": ((2, 0, 4, 8), (2, 0, 3, 8), (2, 0, 3, 8)),
 }
 
@@ -135,14 +127,11 @@ def test_eager_attention_is_blind_to_masked_keys_after_the_query(dtype):
         assert (columns.softmax(-1) - columns.double().softmax(-1)).abs().max() < 1e-7
 
 
-@pytest.mark.skipif(overrides._redispatch is None, reason="attention in this module is hidden from the mode")
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_torchs_own_transformer_layer_is_invariant_in_the_mode(context):
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).eval()
-    x = randn(3, 70, 64)
-    with context(), batch_invariant_mode():
-        whole = layer(x)
-        assert equal_bits(torch.cat([layer(row) for row in x.split(1)]), whole)
-        y = layer.self_attn(x, x, x, need_weights=False)[0]
-        assert equal_bits(layer.self_attn(x[:1], x[:1], x[:1], need_weights=False)[0], y[:1])
-    torch.testing.assert_close(whole, layer(x), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("shapes", [((4, 8), (5, 8)), ((3, 2, 4, 8), (1, 2, 5, 8))])
+def test_torch_attention_of_other_shapes_is_refused(shapes):
+    query, key = (randn(*shape) for shape in shapes)
+    with (
+        pytest.raises(NotImplementedError, match=r"takes \[batch, heads, tokens, dim\] of one"),
+        batch_invariant_mode(),
+    ):
+        F.scaled_dot_product_attention(query, key, key)
