@@ -17,8 +17,6 @@ from mis_ext.onpolicy.batch_invariant import devices
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 
-# torch.compile cannot look into it.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     query: Tensor,
     key: Tensor,
@@ -178,14 +176,15 @@ def scaled_dot_product_attention(
         raise NotImplementedError(f"batch-invariant attention takes boolean masks, got a {kind}")
     if attn_mask is not None and is_causal:
         raise ValueError("attention takes attn_mask or is_causal=True, not both")
-    shapes = [[*x.shape] for x in (query, key, value)]
-    if any(len(shape) != 4 or shape[0] != len(query) for shape in shapes):
+    shape, shapes = query.shape, [[*x.shape] for x in (query, key, value)]
+    query, key, value = (x[(None,) * (4 - x.dim())] for x in (query, key, value))
+    if any(x.dim() != 4 or len(x) != len(query) for x in (query, key, value)):
         raise NotImplementedError(
             f"batch-invariant attention takes [batch, heads, tokens, dim] of one batch, got {shapes}"
         )
     (batch, heads, num_q, _), num_k = query.shape, key.shape[2]
     if not enable_gqa and not {key.shape[1], value.shape[1]} <= {1, heads}:
-        raise ValueError("query has {} heads, key {}, value {}: pass enable_gqa=True".format(*(s[1] for s in shapes)))
+        raise ValueError(f"query has {heads} heads, key {key.shape[1]}, value {value.shape[1]}: pass enable_gqa=True")
     if is_causal and num_q != num_k:
         # torch aligns the mask with the first key, not the last.
         attn_mask = torch.ones(num_q, num_k, dtype=torch.bool, device=query.device).tril()
@@ -205,4 +204,4 @@ def scaled_dot_product_attention(
         is_causal=is_causal and num_q == num_k,
         mask=attn_mask,
     )
-    return output.view(batch, num_q, heads, value.shape[3]).transpose(1, 2)
+    return output.view(batch, num_q, heads, value.shape[3]).transpose(1, 2).reshape(*shape[:-1], value.shape[3])

@@ -10,20 +10,19 @@ rounded once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing, Runs, gather_keys, split_runs
+from mis_ext.onpolicy.batch_invariant.cpu_rows import softmax
+from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 TILE_ROWS = 16
 TILE_COLUMNS = 128
 # A BLAS with threads to spare cuts a long sum in two when it gets a single tile.
 SUM_BLOCK = 128
-KEY_BLOCK = 64
-VALUE_COLUMNS = 16
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -107,113 +106,31 @@ def add_rows_(out: Tensor, index: Tensor, source: Tensor) -> None:
     out[destinations] = total.to(out.dtype)
 
 
-class _Tiles(NamedTuple):
-    """Tiles of ``TILE_ROWS`` queries of one run each, those with the most key blocks first."""
-
-    run_N: Tensor
-    row_NQ: Tensor
-    query_NQ: Tensor
-    is_query_NQ: Tensor
-    position_NQ: Tensor
-    first_key_N: Tensor
-    num_keys_N: Tensor
-    num_blocks_N: Tensor
-
-
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
-    """Attention of packed sequences in fixed blocks of keys; see :func:`.attention.attention`.
+    """Attention of packed sequences, one after the other; see :func:`.attention.attention`.
 
-    Blocks start at the first key that a query sees. One of which it sees nothing changes no bit of its running maximum,
-    sum and output. So neither what was cached before, nor what follows, matters.
+    By :func:`bmm`, which skips the keys before those that a query sees, and a softmax in which masked keys change no
+    bit.
     """
-    key, value, packing = gather_keys(key, value, packing)
-    num_heads, dtype = query.shape[1], _compute_dtype(query)
-    runs = split_runs(packing)
-    tiles = _make_tiles(runs, is_causal=packing.is_causal)
-    num_tiles, group = len(tiles.run_N), num_heads // max(key.shape[1], 1)
-    query_NHQD = _gathered(_by_head(query, dtype), tiles.query_NQ)
-    maximum = query_NHQD.new_full((num_tiles, num_heads, TILE_ROWS, 1), -torch.inf)
-    total = torch.zeros_like(maximum)
-    # A BLAS has other functions for the columns that are left over, and takes them for one matrix, not for many.
-    value_dim = value.shape[-1]
-    key, value = _by_head(key, dtype), _by_head(value, dtype, VALUE_COLUMNS)
-    output = query_NHQD.new_zeros(num_tiles, num_heads, TILE_ROWS, value.shape[-1])
-    for block in range(int(tiles.num_blocks_N.max()) if num_tiles else 0):
-        live = int((tiles.num_blocks_N > block).sum())
-        key_position_J = torch.arange(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
-        key_NJ, seen = _tile_keys(tiles, slice(live), key_position_J, runs, packing)
-        keys, values = (_gathered(x, key_NJ, group) for x in (key, value))
-        scores = torch.matmul(query_NHQD[:live], keys.transpose(-1, -2).contiguous()) * packing.scale
-        scores = torch.where(seen, scores, -torch.inf)
-        new_maximum = torch.maximum(maximum[:live], scores.amax(-1, keepdim=True))
-        # A row that has seen nothing yet stays at -inf without computing -inf - -inf.
-        finite = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
-        weights = torch.exp(scores - finite)
-        shrink = torch.exp(maximum[:live] - finite)
-        total[:live] = total[:live] * shrink + weights.sum(-1, keepdim=True)
-        output[:live] = output[:live] * shrink + torch.matmul(weights, values)
-        maximum[:live] = new_maximum
-    output = torch.where(total > 0, output / total, 0.0)
-    return _packed(output, tiles, query.new_zeros(*query.shape[:2], value_dim))
-
-
-def _make_tiles(runs: Runs, *, is_causal: bool) -> _Tiles:
-    num_q_R, num_k_R = runs.cu_seqlens_q.diff().long(), (runs.key_end_R - runs.key_start_R).long()
-    tiles_R = (num_q_R + TILE_ROWS - 1) // TILE_ROWS
-    run_N = torch.repeat_interleave(torch.arange(len(tiles_R)), tiles_R)
-    tile_of_run_N = torch.arange(len(run_N)) - (tiles_R.cumsum(0) - tiles_R)[run_N]
-    row_NQ = (tile_of_run_N * TILE_ROWS)[:, None] + torch.arange(TILE_ROWS)
-    is_query_NQ = row_NQ < num_q_R[run_N, None]
-    query_NQ = torch.where(is_query_NQ, runs.cu_seqlens_q.long()[run_N, None] + row_NQ, -1)
-    position_NQ = row_NQ + (num_k_R - num_q_R)[run_N, None]
-    last_N = torch.where(is_query_NQ, position_NQ, -1).amax(1) + 1 if len(run_N) else run_N
-    num_keys_N = num_k_R[run_N]
-    num_blocks_N = ((last_N.clamp(min=0) if is_causal else num_keys_N) + KEY_BLOCK - 1) // KEY_BLOCK
-    first_key_N = runs.key_start_R.long()[run_N]
-    tiles = _Tiles(run_N, row_NQ, query_NQ, is_query_NQ, position_NQ, first_key_N, num_keys_N, num_blocks_N)
-    order_N = num_blocks_N.argsort(descending=True, stable=True)
-    return _Tiles._make(part[order_N] for part in tiles)
-
-
-def _by_head(x: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
-    """``[G, U + 1, D]`` of ``x [U, G, D]``, with zeros at the ends of rows, and a last row of zeros."""
-    return F.pad(x.to(dtype).transpose(0, 1), (0, -x.shape[2] % multiple, 0, 1)).contiguous()
-
-
-def _gathered(x: Tensor, row_NJ: Tensor, group: int = 1) -> Tensor:
-    """``[N, H, J, D]``: rows of ``x [G, U + 1, D]``, -1 for that of zeros; each head ``group`` times."""
-    num_heads, num_rows, dim = x.shape
-    first_H = torch.arange(num_heads).repeat_interleave(group) * num_rows
-    index = (row_NJ % num_rows)[:, None] + first_H[:, None]
-    return x.view(-1, dim).index_select(0, index.flatten()).view(*index.shape, dim)
-
-
-def _packed(x_NHQD: Tensor, tiles: _Tiles, into: Tensor) -> Tensor:
-    """``into [T, H, D]`` with the rows of the tiles."""
-    rows = x_NHQD[..., : into.shape[2]].transpose(1, 2)[tiles.is_query_NQ]
-    into[tiles.query_NQ[tiles.is_query_NQ]] = rows.to(into.dtype)
-    return into
-
-
-def _tile_keys(
-    tiles: _Tiles, part: slice, key_position_J: Tensor, runs: Runs, packing: Packing
-) -> tuple[Tensor, Tensor]:
-    """Of some tiles, ``[N, J]`` which keys stand there, -1 for none, and ``[N, 1 or H, Q, J]`` which a query sees."""
-    is_key_NJ = key_position_J < tiles.num_keys_N[part, None]
-    seen = is_key_NJ[:, None, None, :]
-    if packing.is_causal:
-        seen = seen & (key_position_J <= tiles.position_NQ[part, :, None])[:, None]
-    if packing.mask is not None:
-        seen = seen & _mask_tile(packing.mask, runs, tiles, part, key_position_J)
-    return torch.where(is_key_NJ, tiles.first_key_N[part, None] + key_position_J, -1), seen
-
-
-def _mask_tile(mask: Tensor, runs: Runs, tiles: _Tiles, part: slice, key_position_J: Tensor) -> Tensor:
-    """``[N, 1 or H, TILE_ROWS, KEY_BLOCK]``; what lies beyond the mask's edges is no query and no key."""
-    run_N = tiles.run_N[part]
-    row_NQ = (tiles.row_NQ[part] + runs.row_R[run_N, None]).clamp(0, mask.shape[2] - 1)
-    key_NJ = (key_position_J + runs.origin_R[run_N, None]).clamp(max=mask.shape[3] - 1)
-    return mask[runs.sequence_R[run_N, None, None], :, row_NQ[:, :, None], key_NJ[:, None]].movedim(-1, 1).contiguous()
+    dtype, output = _compute_dtype(query), query.new_zeros(*query.shape[:2], value.shape[2])
+    spans = (pairwise(bounds.tolist()) for bounds in (packing.cu_seqlens_q, packing.cu_seqlens_k))
+    for sequence, ((start, stop), (first_key, end)) in enumerate(zip(*spans, strict=True)):
+        num_q, num_k = stop - start, end - first_key
+        if num_q == 0 or num_k == 0:
+            continue
+        slots = packing.key_slots
+        keys = slice(first_key, end) if slots is None else slots[sequence, :num_k].long()
+        q, k, v = (x.to(dtype).transpose(0, 1) for x in (query[start:stop], key[keys], value[keys]))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        seen = torch.ones(1, num_q, num_k, dtype=torch.bool)
+        if packing.is_causal:
+            seen = seen.tril(num_k - num_q)
+        if packing.mask is not None:
+            seen = seen & packing.mask[sequence, :, :num_q, :num_k]
+        scores = torch.where(seen, bmm(q, k.transpose(1, 2)) * packing.scale, -torch.inf)
+        shares = torch.where(seen.any(-1, keepdim=True), softmax(scores, dtype, is_log=False), 0.0)
+        output[start:stop] = bmm(shares, v).transpose(0, 1)
+    return output
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -86,13 +86,3 @@ def seen_keys(mask: Tensor) -> tuple[Tensor, Tensor]:
     first, num_after_last = any_head.argmax(-1), any_head.flip(-1).argmax(-1)
     sees = any_head.amax(-1).bool()
     return first * sees, (mask.shape[-1] - num_after_last) * sees
-
-
-def gather_keys(key: Tensor, value: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Packing]:
-    """Keys and values of a paged cache one sequence after the other, without slots."""
-    if packing.key_slots is None:
-        return key, value, packing
-    num_keys_S = packing.cu_seqlens_k.diff()
-    is_key_SK = torch.arange(packing.key_slots.shape[1], device=num_keys_S.device) < num_keys_S[:, None]
-    slots_U = packing.key_slots[is_key_SK]
-    return key[slots_U], value[slots_U], packing._replace(key_slots=None)

@@ -25,37 +25,15 @@ from mis_ext.scoring.launch import IS_HIP, Launcher, launching_on
 FLOAT32_PRODUCTS = "ieee" if IS_HIP else "tf32x3"
 
 
-@triton.jit
-def sum_of_products(
-    a_tile, b_tile, a_step, b_step, is_row, is_column, length, PRECISION: tl.constexpr, LENGTH_IS_EVEN: tl.constexpr
-):
-    """A tile ``[BLOCK_M, BLOCK_N]`` in float32 from pointers to the first blocks of its factors.
-
-    The order is that of the blocks, and within a block that of the matrix instruction. It adds up each element by
-    itself, so other rows of the tile, or none, change nothing. What is loaded beyond an edge is 0.
-    """
-    depth: tl.constexpr = a_tile.shape[1]
-    inner = tl.arange(0, depth)
-    total = tl.zeros([a_tile.shape[0], b_tile.shape[1]], tl.float32)
-    for start in range(0, length, depth):
-        if LENGTH_IS_EVEN:
-            # K alone decides which branch is compiled, so no row is computed both ways.
-            a_values = tl.load(a_tile, mask=is_row, other=0.0)
-            b_values = tl.load(b_tile, mask=is_column, other=0.0)
-        else:
-            is_inner = inner < length - start
-            a_values = tl.load(a_tile, mask=is_row & is_inner[None, :], other=0.0)
-            b_values = tl.load(b_tile, mask=is_column & is_inner[:, None], other=0.0)
-        total = tl.dot(a_values, b_values, total, input_precision=PRECISION)
-        a_tile += a_step
-        b_tile += b_step
-    return total
+# A number of groups, of which more make another kernel.
+_LEAST_GROUPS = 32
 
 
 @triton.jit
 def matmul_kernel(
     a,
     b,
+    ends,
     out,
     M,
     N,
@@ -66,6 +44,8 @@ def matmul_kernel(
     b_batch_stride,
     b_row_stride,
     b_column_stride,
+    num_groups,
+    GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
     K_IS_EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -73,27 +53,67 @@ def matmul_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile of ``out [B, M, N]``, contiguous: sums over K in float32, rounded once to the dtype of ``out``.
+    """One tile of ``out``, contiguous: sums over K in float32, rounded once to the dtype of ``out``.
 
-    Strides are arguments: a transposed factor is read as it lies, and gives the bits of its copy.
+    ``out [B, M, N]`` has a product of each batch. With ``GROUPS`` ``out [M, N]`` has the rows that end at ``ends[g]``
+    times ``b[g]``. No tile has rows of two groups. Which rows share a tile depends on the other tokens of the batch,
+    but changes no bit. There are programs to spare, as many as any way to share out the rows needs, because the host
+    would have to wait for the real number.
+
+    The order of a sum is that of the blocks, and within a block that of the matrix instruction. It adds up each element
+    by itself, so other rows of the tile, or none, change nothing. Strides are arguments: a transposed factor is read as
+    it lies, and gives the bits of its copy.
     """
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
-    tile = tl.program_id(0) % (tiles_m * tiles_n)
-    # Neighbours in time share rows of a and columns of b in the cache. Which program has which tile changes no bit.
-    group = tile // (GROUP_M * tiles_n)
-    group_height = min(tiles_m - group * GROUP_M, GROUP_M)
-    tile_in_group = tile % (GROUP_M * tiles_n)
-    rows = (group * GROUP_M + tile_in_group % group_height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile_in_group // group_height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = (rows < M)[:, None], (columns < N)[None, :]
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    if GROUPS:
+        tile = tl.program_id(0) // tiles_n
+        # Every program finds its group by itself: the tiles of all groups, counted from the first one on.
+        groups = tl.arange(0, GROUPS)
+        is_group = groups < num_groups
+        end = tl.minimum(tl.load(ends + groups, mask=is_group, other=0), M)
+        begin = tl.minimum(tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0), M)
+        num_tiles = tl.where(is_group & (end > begin), tl.cdiv(end - begin, BLOCK_M), 0)
+        after = tl.cumsum(num_tiles)
+        is_mine = (tile < after) & (tile >= after - num_tiles)
+        batch = tl.sum(tl.where(is_mine, groups, 0)).to(tl.int64)
+        first_row = tl.sum(tl.where(is_mine, begin + (tile - after + num_tiles) * BLOCK_M, 0))
+        end_row = tl.sum(tl.where(is_mine, end, 0))
+        first_column = (tl.program_id(0) % tiles_n) * BLOCK_N
+        if first_row >= end_row:
+            return
+    else:
+        tiles_m = tl.cdiv(M, BLOCK_M)
+        batch = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
+        tile = tl.program_id(0) % (tiles_m * tiles_n)
+        # Neighbours in time share rows of a and columns of b in the cache. Which program has which tile changes no bit.
+        group = tile // (GROUP_M * tiles_n)
+        group_height = min(tiles_m - group * GROUP_M, GROUP_M)
+        tile_in_group = tile % (GROUP_M * tiles_n)
+        first_row, end_row = (group * GROUP_M + tile_in_group % group_height) * BLOCK_M, M
+        first_column = (tile_in_group // group_height) * BLOCK_N
+        a += batch * a_batch_stride
+        out += batch * M * N
+    rows, columns = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    is_row, is_column = (rows < end_row)[:, None], (columns < N)[None, :]
     # int64: a matrix may have more than 2**31 elements.
-    rows, columns, inner = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], tl.arange(0, BLOCK_K).to(tl.int64)
-    a_tile = a + batch * a_batch_stride + rows * a_row_stride + inner[None, :] * a_column_stride
-    b_tile = b + batch * b_batch_stride + inner[:, None] * b_row_stride + columns * b_column_stride
+    rows, columns, inner = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :], tl.arange(0, BLOCK_K)
+    a_tile = a + rows * a_row_stride + inner.to(tl.int64)[None, :] * a_column_stride
+    b_tile = b + batch * b_batch_stride + inner.to(tl.int64)[:, None] * b_row_stride + columns * b_column_stride
     a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
-    total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, K, PRECISION, K_IS_EVEN)
-    tl.store(out + (batch * M + rows) * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K_IS_EVEN:
+            # K alone decides which branch is compiled, so no row is computed both ways.
+            a_values = tl.load(a_tile, mask=is_row, other=0.0)
+            b_values = tl.load(b_tile, mask=is_column, other=0.0)
+        else:
+            is_inner = inner < K - start
+            a_values = tl.load(a_tile, mask=is_row & is_inner[None, :], other=0.0)
+            b_values = tl.load(b_tile, mask=is_column & is_inner[:, None], other=0.0)
+        total = tl.dot(a_values, b_values, total, input_precision=PRECISION)
+        a_tile += a_step
+        b_tile += b_step
+    tl.store(out + rows * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
 class Tile(NamedTuple):
@@ -170,81 +190,8 @@ def _product(a: Tensor, b: Tensor, *, is_outer: bool = True) -> Tensor:
         return (a * b).contiguous()
     tile = choose_tile(a, num_batches * N)
     out = torch.empty(num_batches, M, N, dtype=a.dtype, device=a.device)
-    num_programs = num_batches * -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
-    if num_programs == 0:
-        return out
-    *blocks, num_warps, num_stages = tile
-    with launching_on(a):
-        _launch(
-            num_programs,
-            (a, b, out),
-            (M, N, K, *a.stride(), *b.stride()),
-            {
-                "PRECISION": FLOAT32_PRODUCTS,
-                "K_IS_EVEN": K % tile.BLOCK_K == 0,
-                **dict(zip(Tile._fields, blocks, strict=False)),
-            },
-            {"num_warps": num_warps, "num_stages": num_stages},
-        )
+    _launch_tiles(tile, num_batches * -(-M // tile.BLOCK_M), a, b, out)
     return out
-
-
-# How many rows an expert has is known on the device only: the host waits for nothing.
-_LEAST_GROUPS = 32
-
-
-@triton.jit
-def rows_kernel(
-    a,
-    b,
-    ends,
-    out,
-    M,
-    N,
-    K,
-    a_row_stride,
-    a_column_stride,
-    b_group_stride,
-    b_row_stride,
-    b_column_stride,
-    num_groups,
-    PRECISION: tl.constexpr,
-    K_IS_EVEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """``out [M, N]``, contiguous: the rows that end at ``ends[g]`` times ``b[g]``.
-
-    No tile has rows of two groups. Which rows share a tile depends on the other tokens of the batch, but changes no
-    bit: each row is summed over K by itself. There are programs to spare, as many as any way to share out the rows
-    needs, because the host would have to wait for the real number.
-    """
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tile = tl.program_id(0) // tiles_n
-    # Every program finds its group by itself: the tiles of all groups, counted from the first one on.
-    groups = tl.arange(0, GROUPS)
-    is_group = groups < num_groups
-    end = tl.minimum(tl.load(ends + groups, mask=is_group, other=0), M)
-    begin = tl.minimum(tl.load(ends + groups - 1, mask=is_group & (groups > 0), other=0), M)
-    num_tiles = tl.where(is_group & (end > begin), tl.cdiv(end - begin, BLOCK_M), 0)
-    after = tl.cumsum(num_tiles)
-    is_mine = (tile < after) & (tile >= after - num_tiles)
-    group = tl.sum(tl.where(is_mine, groups, 0)).to(tl.int64)
-    first_row = tl.sum(tl.where(is_mine, begin + (tile - after + num_tiles) * BLOCK_M, 0))
-    end_row = tl.sum(tl.where(is_mine, end, 0))
-    if first_row < end_row:
-        rows = first_row + tl.arange(0, BLOCK_M)
-        columns = (tl.program_id(0) % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_row, is_column = (rows < end_row)[:, None], (columns < N)[None, :]
-        rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
-        inner = tl.arange(0, BLOCK_K).to(tl.int64)
-        a_tile = a + rows * a_row_stride + inner[None, :] * a_column_stride
-        b_tile = b + group * b_group_stride + inner[:, None] * b_row_stride + columns * b_column_stride
-        a_step, b_step = tl.cast(a_column_stride, tl.int64) * BLOCK_K, tl.cast(b_row_stride, tl.int64) * BLOCK_K
-        total = sum_of_products(a_tile, b_tile, a_step, b_step, is_row, is_column, K, PRECISION, K_IS_EVEN)
-        tl.store(out + rows * N + columns, total.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
 def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -252,23 +199,31 @@ def grouped_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
     ``b`` is ``[G, K, N]``, ``ends`` ``[G]`` int32 and not decreasing; factors have one dtype, any strides.
     """
-    (M, K), (num_groups, _, N), tile = a.shape, b.shape, TILES[a.dtype]._asdict()
-    # The order in which the tiles of one matrix are computed.
-    del tile["GROUP_M"]
-    out = torch.zeros(M, N, dtype=a.dtype, device=a.device)
+    tile, out = TILES[a.dtype], torch.zeros(a.shape[0], b.shape[2], dtype=a.dtype, device=a.device)
     # Each group has at most one tile that is not full.
-    num_tiles = M // tile["BLOCK_M"] + min(num_groups, M)
-    if num_programs := num_tiles * -(-N // tile["BLOCK_N"]):
-        with launching_on(a):
-            rows_kernel[(num_programs,)](
-                *(a, b, ends.contiguous(), out),
-                *(M, N, K, *a.stride(), *b.stride(), num_groups),
-                PRECISION=FLOAT32_PRODUCTS,
-                K_IS_EVEN=K % tile["BLOCK_K"] == 0,
-                GROUPS=max(1 << (num_groups - 1).bit_length(), _LEAST_GROUPS),
-                **tile,
-            )
+    _launch_tiles(tile, len(a) // tile.BLOCK_M + min(len(b), len(a)), a[None], b, out, ends.contiguous())
     return out
+
+
+def _launch_tiles(tile: Tile, num_tiles: int, a: Tensor, b: Tensor, out: Tensor, ends: Tensor | None = None) -> None:
+    """Compute all of ``out`` by ``num_tiles`` tiles down."""
+    (M, K), (num_groups, _, N), (*blocks, num_warps, num_stages) = a.shape[1:], b.shape, tile
+    num_programs = num_tiles * -(-N // tile.BLOCK_N)
+    if num_programs == 0:
+        return
+    with launching_on(a):
+        _launch(
+            num_programs,
+            (a, b, out if ends is None else ends, out),
+            (M, N, K, *a.stride(), *b.stride(), 0 if ends is None else num_groups),
+            {
+                "GROUPS": 0 if ends is None else max(1 << (num_groups - 1).bit_length(), _LEAST_GROUPS),
+                "PRECISION": FLOAT32_PRODUCTS,
+                "K_IS_EVEN": K % tile.BLOCK_K == 0,
+                **dict(zip(Tile._fields, blocks, strict=False)),
+            },
+            {"num_warps": num_warps, "num_stages": num_stages},
+        )
 
 
 @triton.jit
