@@ -7,10 +7,10 @@ import difflib
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -42,16 +42,13 @@ class Errors:
             raise kind("\n".join(dict.fromkeys(map(str, self._found)))) from None
 
 
-class Key(NamedTuple):
-    """One key of a file: its check, which is its type and range, its default, a sentence, and a unit.
-
-    A default of None is unset, or follows from other keys, as the sentence says.
-    """
-
-    check: Callable[[str, Any], Any]
-    default: Any
-    text: str
-    unit: str = ""
+@contextmanager
+def errors_of(key: str) -> Iterator[None]:
+    """Say in which mapping an error is."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{key}: {error}") from None
 
 
 def interval(*, low: float, high: float, open_low: bool = False, open_high: bool = False) -> str:
@@ -119,30 +116,16 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
         if isinstance(value, str) and value == choice:
             return choice
     legal = " | ".join(choices) if len(choices) <= _FEW else f"{len(choices)} words"
-    raise ValueError(f"{key} must be one of {legal}, got {value!a}{_hint(value, choices)}")
+    raise ValueError(f"{key} must be one of {legal}, got {value!a}{did_you_mean(value, choices)}")
 
 
-def one_of(*choices: str) -> Callable[[str, Any], str]:
-    """The check of a row that takes one of these words."""
-    return partial(check_choice, choices=choices)
-
-
-def number(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> Callable[[str, Any], float]:
-    """The check of a row that takes a number of this interval."""
-    return partial(check_number, low=low, high=high, open_low=open_low, open_high=open_high)
-
-
-def check_known(
-    where: str, keys: Iterable[str], known: Collection[str], *, meant: Mapping[str, str] | None = None
-) -> None:
-    """Refuse keys outside ``known``; one of ``meant`` gets what it stands for, a misspelling the nearest known key."""
-    unknown = [key for key in keys if key not in known]
-    if unknown:
-        meant = meant or {}
-        # In ASCII: a Cyrillic letter would look like the one that is meant.
-        hints = "; ".join(f"{key!a}{_hint(meant.get(key, key), known)}" for key in unknown)
+def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
+    """Refuse keys outside ``known``, each with the nearest known key."""
+    # In ASCII: a Cyrillic letter would look like the one that is meant.
+    hints = [f"{key!a}{did_you_mean(key, known)}" for key in keys if key not in known]
+    if hints:
         listed = f". Known: {', '.join(sorted(known))}" if len(known) <= _FEW else ""
-        raise ValueError(f"unknown {where}: {hints}{listed}")
+        raise ValueError(f"unknown {where}: {'; '.join(hints)}{listed}")
 
 
 def check_mapping(key: str, value: Any) -> dict[str, Any]:
@@ -197,15 +180,10 @@ _LIKE = 0.65
 
 
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
-    """A suggestion to append to an error message, or nothing."""
+    """The name that was meant, to append to an error; if none is like it, the three nearest of many."""
     near = _near(value, choices, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def _hint(value: Any, choices: Collection[str]) -> str:
-    """The name that was meant; if none is like it, the three nearest of many."""
-    if len(choices) <= _FEW or _near(value, choices, 1):
-        return did_you_mean(value, choices)
+    if near or len(choices) <= _FEW:
+        return f" (did you mean {near[0]!r}?)" if near else ""
     return f" (nearest: {', '.join(difflib.get_close_matches(str(value).casefold(), choices, 3, 0.0))})"
 
 

@@ -18,7 +18,7 @@ from scoring_work import Batches, Logits, Rows
 from workload import Shape, World
 
 import mis_ext
-from mis_ext.keys.flat import LOSS_KEYS
+from mis_ext.keys.rows import LOSS_ROWS
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def run_part_a(host: scoring_hosts.Host, *more: str) -> list[dict]:
     return [*scoring_whole.part({"slime": host}, world, options)]
 
 
-@pytest.mark.skipif("mis_loss_inplace" not in LOSS_KEYS, reason="policy_loss has no mis_loss_inplace")
+@pytest.mark.skipif("mis_loss_inplace" not in LOSS_ROWS, reason="policy_loss has no mis_loss_inplace")
 def test_what_differs_is_named_and_ends_the_run() -> None:
     rows = {row["contender"]: row for row in run_part_a(plain_host(1.0))}
     assert rows["policy_loss, fused, in place"]["gradient_differs"] <= 2e-6

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, interned_keys, read_keys
+from mis_ext.keys.reading import Keys, interned_keys, read_keys
 
 
 class MisLoss:

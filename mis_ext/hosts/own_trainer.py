@@ -17,7 +17,7 @@ from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
-from mis_ext.keys.flat import Keys, config_given, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
 from mis_ext.validation import check_tensors
 
 

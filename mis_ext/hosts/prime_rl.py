@@ -7,7 +7,7 @@ from typing import Any
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, interned_keys
+from mis_ext.keys.reading import Keys, interned_keys
 
 
 def loss(inputs: Any, *, keys: Keys) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mis_ext.hosts.own_trainer import correct_padded, scalars, session_beside
-from mis_ext.keys.flat import Keys
+from mis_ext.keys.reading import Keys
 
 
 def register(keys: Keys) -> None:

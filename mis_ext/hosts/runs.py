@@ -19,9 +19,9 @@ import torch
 from mis_ext.correction.collectives import status_of_ranks
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
-from mis_ext.keys.flat import STRAY_KEYS
-from mis_ext.keys.removed import REMOVED
-from mis_ext.keys.run_config import ARGUMENTS, RunConfig, WholeLoss, read_config
+from mis_ext.keys.reading import RunConfig, WholeLoss, read_config
+from mis_ext.keys.refusals import OF_OTHERS
+from mis_ext.keys.rows import ARGUMENTS
 
 NOT_READ = "not read"
 """Stands for the value of an argument that is none of ours: only its name counts, which may be a misspelling."""
@@ -39,12 +39,11 @@ def all_arguments(args: Any) -> dict[str, Any]:
 
     Attributes of classes and properties count too, and what a wrapper passes on. Others' properties are not called.
     """
-    is_mapping = isinstance(args, Mapping)
-    names = [*args] if is_mapping else [name for name in dir(args) if not name.startswith("_")]
+    names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
     values = {name: read_argument(args, name) for name in ARGUMENTS}
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
-    ours |= {name: read_argument(args, name) for name in names if name in STRAY_KEYS or name in REMOVED}
+    ours |= {name: read_argument(args, name) for name in names if name in OF_OTHERS}
     return dict.fromkeys(names, NOT_READ) | ours
 
 
@@ -56,13 +55,13 @@ class Run(NamedTuple):
 
     @property
     def loss(self) -> WholeLoss:
-        """The whole loss, of a run that was asked for it."""
+        """The full policy loss, of a run that was asked for it."""
         return chosen_loss(self.config)
 
     def check_rollout(self, groups: Groups) -> None:
         """Refuse in the loss what nobody prepared, and warn once, on one rank, of what perhaps nobody did.
 
-        Where the host calls a function of the user's, at the flag for ours, it may not have called ours.
+        Where the framework calls a function of the user's, at the flag for ours, it may not have called ours.
         """
         key = self.config.group and self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
@@ -151,7 +150,7 @@ def _new_run(config: RunConfig, before: Run | None) -> Run:
 
 
 def _keep(args: Any, run: Run) -> None:
-    """Keep the run as long as ``args`` lives; of objects whose end cannot be watched the last ones."""
+    """Keep the run as long as ``args`` lives; of mappings, whose end cannot be watched, the last ones."""
     key, read = id(args), copy.deepcopy(dict(args)) if isinstance(args, Mapping) else None
     _kept.pop(key, None)
     try:

@@ -26,7 +26,7 @@ from mis_ext.hosts.guards import (
     rejection_monitor,
 )
 from mis_ext.hosts.packing import TokenLags, pack, refuse_divisors, refuse_mask, refuse_mask_sums
-from mis_ext.keys.flat import config_given
+from mis_ext.keys.reading import config_given
 from mis_ext.validation import check_tensors
 
 _NO_LAGS = (

@@ -18,7 +18,7 @@ from mis_ext.hosts.own_trainer import correct_padded
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, config_given, interned_keys, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, config_given, interned_keys, read_keys, says_whole_loss
 
 _TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")
 _LOST = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_ext.hosts.own_trainer import correct_padded, scalars
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.flat import Keys, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, read_keys, says_whole_loss
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.validation import check_choice
 

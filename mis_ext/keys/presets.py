@@ -15,14 +15,13 @@ import yaml
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import preset_path, read_yaml
-from mis_ext.keys.flat import config_from_mapping, flat_keys, says_whole_loss
-from mis_ext.keys.parts import errors_of
-from mis_ext.keys.run_config import read_config
+from mis_ext.keys.reading import config_from_mapping, flat_keys, read_config, says_whole_loss
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.method import Method
 from mis_ext.methods.published import PublishedMethod
+from mis_ext.validation import errors_of
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 """Measures, and changes nothing."""

@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.tokens import STATISTICS
-from mis_ext.keys.flat import CORRECTION_ROWS, GROUP_ROWS, HOST_ROWS, INSTEAD_OF_NULL
-from mis_ext.keys.loss_keys import LOSS_ROWS
-from mis_ext.keys.parts import GATE_ROWS, read_compile, read_gates, read_guards, read_metrics
-from mis_ext.keys.strays import HOST_CLIPS, PREFIXES
-from mis_ext.validation import Key, check_bool, check_choice, check_number, check_text, interval
+from mis_ext.keys.refusals import INSTEAD_OF_NULL, TIS_OF_FRAMEWORKS
+from mis_ext.keys.rows import GATE_ROWS, PREFIXES, ROWS, Key, read_compile, read_gates, read_guards, read_metrics
+from mis_ext.methods.catalogue import METHODS
+from mis_ext.validation import check_bool, check_choice, check_text
 
 _Node = dict[str, Any]
-ROWS: dict[str, Key] = CORRECTION_ROWS | GROUP_ROWS | LOSS_ROWS | HOST_ROWS
-"""Every key of a file."""
 
 
 def json_schema() -> _Node:
     """The schema (draft 7) of a file for ``--custom-config-path``."""
     keys = {key: _node(row, nullable=key not in INSTEAD_OF_NULL) for key, row in ROWS.items()}
-    ours = "|".join([*keys, *HOST_CLIPS])
+    ours = "|".join([*keys, *TIS_OF_FRAMEWORKS])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of mis_ext",
@@ -57,64 +53,42 @@ def schema_text() -> str:
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in parts.items()) + "\n}\n"
 
 
-def legal(row: Key) -> str:
-    """The type and the range of a key, in words."""
-    check = row.check
-    if isinstance(check, partial):
-        words = check.keywords.get("choices")
-        return f"number in {interval(**check.keywords)}" if words is None else " | ".join(words)
-    return _IN_WORDS.get(check, "name, or mapping with name and parameters")
-
-
 def described(name: str) -> dict[str, Any]:
     """All that is known of a key."""
     row = ROWS[name]
     default = json.dumps(row.default) if isinstance(row.default, bool) else row.default
-    return {"key": name, "legal": legal(row), "default": default or None, "unit": row.unit or None, "what": row.text}
-
-
-_IN_WORDS: dict[Callable[[str, Any], Any], str] = {
-    check_bool: "true | false",
-    check_text: "text",
-    read_compile: "auto | true | false",
-    read_gates: "list of mappings",
-    read_guards: "error | warn, or mapping from guard to one of them",
-    read_metrics: "core | all, or list of names",
-}
+    return {"key": name, "legal": row.legal, "default": default or None, "unit": row.unit or None, "what": row.text}
 
 
 def _node(row: Key, *, nullable: bool = True) -> _Node:
     """What the check of a row lets pass."""
     check = row.check
-    if check is check_bool or check is check_text:
+    if check in (check_bool, check_text):
         node: _Node = {"type": ["boolean" if check is check_bool else "string", "null"]}
     elif isinstance(check, partial) and check.func is check_choice:
         node = {"enum": [*check.keywords["choices"], *[None] * nullable]}
     elif isinstance(check, partial):
-        assert check.func is check_number, check
         node = _number(**check.keywords)
     else:
-        node = {"anyOf": [_read(check), {"type": "null"}]}
+        node = {"anyOf": [_OF_READERS.get(check, _METHOD), {"type": "null"}]}
     text = f"{row.text} In {row.unit}." if row.unit else row.text
     default = {} if row.default in (None, ()) else {"default": row.default}
     return node | {"description": text} | default
 
 
-def _read(check: Callable[[str, Any], Any]) -> _Node:
-    """What a function that reads a value lets pass."""
-    from mis_ext.methods.catalogue import METHODS  # All methods: no call of the hook needs them.
-
-    how: _Node = {"enum": ["error", "warn"]}
-    guards = {"type": "object", "properties": dict.fromkeys(GUARD_NAMES, how), "additionalProperties": False}
-    if check is read_gates:
-        return {"type": "array", "items": {"$ref": "#/definitions/gate"}}
-    if check is read_metrics:
-        return {"anyOf": [{"enum": ["core", "all"]}, {"type": "array", "items": {"type": "string"}}]}
-    if check is read_guards:
-        return {"anyOf": [how, guards]}
-    if check is read_compile:
-        return {"enum": ["auto", True, False]}
-    return {"anyOf": [{"enum": [*METHODS]}, *({"$ref": f"#/definitions/{name}"} for name in _methods())]}
+_HOW: _Node = {"enum": ["error", "warn"]}
+_OF_READERS: dict[Any, _Node] = {
+    read_gates: {"type": "array", "items": {"$ref": "#/definitions/gate"}},
+    read_metrics: {"anyOf": [{"enum": ["core", "all"]}, {"type": "array", "items": {"type": "string"}}]},
+    read_guards: {
+        "anyOf": [
+            _HOW,
+            {"type": "object", "properties": dict.fromkeys(GUARD_NAMES, _HOW), "additionalProperties": False},
+        ]
+    },
+    read_compile: {"enum": ["auto", True, False]},
+}
+_METHOD: _Node = {"anyOf": [{"enum": [*METHODS]}, *({"$ref": f"#/definitions/method_{name}"} for name in METHODS)]}
 
 
 def _gate() -> _Node:
@@ -125,8 +99,6 @@ def _gate() -> _Node:
 
 
 def _methods() -> dict[str, _Node]:
-    from mis_ext.methods.catalogue import METHODS
-
     return {
         f"method_{name}": _object(
             {"name": {"const": name}} | {key: _parameter(hint) for key, hint in _parameters(row.make).items()},

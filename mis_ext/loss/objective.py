@@ -20,7 +20,8 @@ from mis_ext.correction.config import Gate
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import STALENESS, STATISTICS, TOTAL, Pair, Policy, bounded_exp
-from mis_ext.loss.settings import LossSettings, PenaltyTokens
+from mis_ext.loss.settings import LossSettings
+from mis_ext.loss.words import PenaltyTokens
 from mis_ext.methods.batch import Batch, Reductions
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import Estimator, KlTerm, Penalty, Ratio, RatioWeight, Score, Slope

@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from mis_ext.loss.words import KlType, LossDenominator, Mode, PenaltyTokens, Proximal
 from mis_ext.methods.published import ChosenMethod
 from mis_ext.validation import check_bool, check_choice, check_instance, check_number
 
-Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
 Ratios = Literal["token", "sequence", "detached"]
-KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 KlRatio = Literal["none", "old", "behavior"]
-LossDenominator = Literal["original", "kept", "sequence", "constant"]
-PenaltyTokens = Literal["kept", "all"]
-Proximal = Literal["stored", "current"]
 
 _finite = partial(check_number, low=-math.inf, high=math.inf, open_low=True, open_high=True)
 _clip = partial(check_number, low=0.0, high=math.inf)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import mis_ext
 from mis_ext.frameworks import MILES, SLIME
 from mis_ext.hosts import runs
-from mis_ext.keys.flat import flat_keys
+from mis_ext.keys.reading import flat_keys
 from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
@@ -62,7 +62,7 @@ REFUSED = {
     "state values": (LOSS | {"mis_loss_method": "drift_control"}, "state_values are missing in the batch"),
     "reference": (LOSS | {"mis_loss_method": "grpo_k3"}, r"ref_log_probs are missing \(--use-kl-loss"),
     "loss keys of the hook": (HOOK | {"mis_loss_mode": "bypass"}, "mis_loss_mode: no effect"),
-    "greedy": (LOSS | {"rollout_temperature": 0.0}, r"rollout_temperature must be in \(0, inf\], got 0.0"),
+    "greedy": (LOSS | {"rollout_temperature": 0.0}, r"rollout_temperature must be in \(0, inf\), got 0"),
     "no scoring": (LOSS | {"mis_loss_scoring": "host"}, "neither slime nor Miles runs here"),
 }
 

@@ -15,7 +15,7 @@ from zigzag import take
 
 import mis_ext
 from mis_ext import group_advantages, group_rewards, prepare_rollout
-from mis_ext.keys.run_config import read_config
+from mis_ext.keys.reading import read_config
 from mis_ext.loss.groups import refuse_uncentered
 
 pytestmark = pytest.mark.filterwarnings("ignore:a geometric gate with bounds")
@@ -491,7 +491,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None},
         "mis_group_baseline: leave_one_out needs --custom-reward-post-process-path mis_ext.group_rewards",
     ),
-    "a critic": ({"mis_group_baseline": "mean", "advantage_estimator": "ppo"}, "compares no answers to one prompt"),
+    "a critic": ({"mis_group_baseline": "mean", "advantage_estimator": "ppo"}, "compares no responses to one prompt"),
     "no normalization": ({"mis_group_over": "all", "rewards_normalization": False}, "no effect with"),
     "whitened": ({"mis_group_over": "kept", "normalize_advantages": True}, "with normalize_advantages an advantage"),
     "whitened by name": (

@@ -240,10 +240,10 @@ def test_a_session_outlives_a_change_that_is_not_the_corrections() -> None:
     assert runs.current_run(args, whole_loss=True).session is not first.session
 
 
-def test_the_flags_of_the_whole_loss_are_checked_where_it_runs() -> None:
-    args = argparse.Namespace(use_tis=True, entropy_coef=float("nan"))
+def test_the_keys_of_the_whole_loss_are_checked_where_it_runs() -> None:
+    args = argparse.Namespace(use_tis=True, mis_loss_mode="bypas")
     assert runs.current_run(args).config.whole_loss is None
-    with pytest.raises(ValueError, match="entropy_coef must be in"):
+    with pytest.raises(ValueError, match="mis_loss_mode must be one of"):
         runs.current_run(args, whole_loss=True)
 
 

@@ -20,7 +20,7 @@ from flat_keys import keys_of
 import mis_ext
 from mis_ext.hosts.verl import register, whole_loss
 from mis_ext.hosts.verl_options import convert_verl
-from mis_ext.keys.flat import read_keys
+from mis_ext.keys.reading import read_keys
 from mis_ext.tools.cli import main
 
 with lzma.open(Path(__file__).parents[1] / "data" / "verl" / "numbers.json.xz", "rt") as file:

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from rows import for_each
 
 import mis_ext
-from mis_ext.keys.flat import FLAT_KEYS, LOSS_KEYS, READ_KEYS, flat_keys
-from mis_ext.keys.loss_keys import LOSS_ROWS
-from mis_ext.keys.parts import KEYS_OF_GATE
 from mis_ext.keys.presets import method_yaml
-from mis_ext.keys.schema import ROWS, json_schema, legal, schema_text
-from mis_ext.keys.strays import PREFIXES
+from mis_ext.keys.reading import flat_keys
+from mis_ext.keys.rows import FLAT_KEYS, GATE_ROWS, PREFIXES, ROWS
+from mis_ext.keys.schema import json_schema, schema_text
 from mis_ext.methods import METHODS
 from mis_ext.tools.cli import main
 
@@ -67,8 +65,8 @@ def test_the_file_beside_the_presets_is_what_the_command_prints() -> None:
 
 def test_every_key_is_there_with_what_it_is() -> None:
     keys = json_schema()["properties"]
-    assert keys.keys() == {*READ_KEYS}
-    assert json_schema()["definitions"]["gate"]["properties"].keys() == {*KEYS_OF_GATE}
+    assert keys.keys() == {*ROWS}
+    assert json_schema()["definitions"]["gate"]["properties"].keys() == {*GATE_ROWS}
     assert all(node["description"] for node in keys.values())
     for name, row in METHODS.items():
         assert json_schema()["definitions"][f"method_{name}"]["properties"].keys() == {"name", *row.defaults}
@@ -88,11 +86,10 @@ def test_the_defaults_are_those_of_the_loader() -> None:
 @for_each("key", FLAT_KEYS)
 def test_a_row_says_what_is_legal_and_the_error_says_the_same(key: str) -> None:
     assert ROWS[key].text
-    assert {*LOSS_ROWS} == {*LOSS_KEYS}
     with pytest.raises((TypeError, ValueError)) as raised:
         ROWS[key].check(key, {"a": 1})
     assert key in str(raised.value)
-    words = legal(ROWS[key])
+    words = ROWS[key].legal
     if " | " in words and "," not in words:
         assert all(word in str(raised.value) for word in words.split(" | "))
     elif words.startswith("number in "):
@@ -175,7 +172,7 @@ def test_what_is_the_hosts_or_unset_is_taken(text: str) -> None:
 
 
 VALUES = st.sampled_from([*WORDS, *NUMBERS, True, False, None])
-GATES = st.lists(st.dictionaries(st.sampled_from(KEYS_OF_GATE), VALUES, min_size=1, max_size=3), max_size=2)
+GATES = st.lists(st.dictionaries(st.sampled_from([*GATE_ROWS]), VALUES, min_size=1, max_size=3), max_size=2)
 
 
 @given(st.dictionaries(st.sampled_from(FLAT_KEYS), VALUES, max_size=3), GATES)

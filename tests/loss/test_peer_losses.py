@@ -16,7 +16,7 @@ import torch
 
 from mis_ext.hosts.nemo_rl import MisLoss
 from mis_ext.hosts.prime_rl import loss
-from mis_ext.keys.flat import interned_keys
+from mis_ext.keys.reading import interned_keys
 
 with lzma.open(Path(__file__).parents[1] / "data" / "peer_losses" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)

@@ -8,12 +8,12 @@ from host_stand_ins import HOSTS, called, running
 
 import mis_ext
 from mis_ext.hosts.runs import current_run
-from mis_ext.keys.loss_keys import DEFAULT_SCORING
+from mis_ext.keys.rows import DEFAULT_SCORING
 from mis_ext.loss.policy import MILES_METRICS
 
 KEPT = [
     ({"true_on_policy_mode": True}, "--true-on-policy-mode: Miles' own function has the bits of SGLang's"),
-    ({"allgather_cp": True}, "--allgather-cp: the host's own function knows the contiguous parts"),
+    ({"allgather_cp": True}, "--allgather-cp: the framework's function knows the contiguous parts"),
     ({"allgather_cp": True, "context_parallel_size": 2}, "--allgather-cp: "),
 ]
 QUOTIENTS = {"train_backend": "fsdp", "rollout_temperature": 0.7}
@@ -36,7 +36,7 @@ def test_the_hosts_function_is_kept_where_only_it_gives_its_numbers(flags, reaso
     assert who(flags) == who(flags | {"mis_loss_scoring": "host"}) == "host"
     with pytest.raises(ValueError, match=f"mis_loss_scoring: fused with {reason}.*; write mis_loss_scoring: host"):
         who(flags | {"mis_loss_scoring": "fused"})
-    with pytest.raises(ValueError, match=f"mis_loss_inplace: true: no effect, because the host's .* \\({reason}"):
+    with pytest.raises(ValueError, match=f"mis_loss_inplace: true: no effect, because the framework's .* \\({reason}"):
         who(flags | {"mis_loss_inplace": True})
     batch = loss_cases.local_batch(loss_cases.whole_batch())
     for host in HOSTS:
@@ -58,7 +58,10 @@ REFUSED = [
     ({"mis_loss_scoring": "fuse"}, "mis_loss_scoring must be one of fused | host, got 'fuse' .did you mean 'fused'"),
     ({"mis_loss_scoring": True}, "mis_loss_scoring must be one of fused | host, got True"),
     ({"mis_loss_inplace": "true"}, "mis_loss_inplace must be true or false, got 'true' .remove the quotes"),
-    ({"mis_loss_inplace": True, "mis_loss_scoring": "host"}, "no effect, because the host's own .*scoring: host.; rem"),
+    (
+        {"mis_loss_inplace": True, "mis_loss_scoring": "host"},
+        "the framework's function scores .mis_loss_scoring: host.; rem",
+    ),
     ({"mis_loss_scoring": "host"}, "mis_loss_scoring: host: neither slime nor Miles runs here"),
     ({"mis_loss_scoring": "fused", "loss_type": "policy_loss"}, "mis_loss_scoring: no effect, because --loss-type"),
     ({"mis_loss_inplace": False, "loss_type": "policy_loss"}, "mis_loss_inplace: no effect, because --loss-type"),

@@ -6,8 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from mis_ext.checks import token_sums as limits
-from mis_ext.keys.flat import config_from_mapping
-from mis_ext.keys.run_config import RunConfig, ScoringChoice, WholeLoss
+from mis_ext.keys.reading import RunConfig, ScoringChoice, WholeLoss, config_from_mapping
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.published import ChosenMethod
 

@@ -19,7 +19,7 @@ import yaml
 import mis_ext
 import mis_ext.tools.cli
 from mis_ext.files import PresetRemarks, preset_remarks
-from mis_ext.keys.flat import CORRECTION_ROWS, GROUP_ROWS, LOSS_KEYS
+from mis_ext.keys.rows import CORRECTION_ROWS, GROUP_ROWS, LOSS_ROWS
 from mis_ext.tools.explain import explain_config
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def names_table(package: str) -> Table:
 TABLES = {
     "keys": (DOCS / "reference" / "configuration.md", partial(keys_table, *CORRECTION_ROWS)),
     "keys of prompts": (DOCS / "reference" / "configuration.md", partial(keys_table, *GROUP_ROWS)),
-    "keys of the loss": (DOCS / "reference" / "policy_loss_keys.md", partial(keys_table, *LOSS_KEYS)),
+    "keys of the loss": (DOCS / "reference" / "policy_loss_keys.md", partial(keys_table, *LOSS_ROWS)),
     "metrics": (DOCS / "reference" / "metrics.md", metrics_table),
     "statistics": (DOCS / "reference" / "method.md", statistics_table),
     "bounds": (DOCS / "reference" / "method.md", bounds_table),

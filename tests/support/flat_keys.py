@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from mis_ext import CorrectionConfig, Weight, config_from_mapping
-from mis_ext.keys.flat import flat_keys
-from mis_ext.keys.parts import read_gates
+from mis_ext.keys.reading import flat_keys
+from mis_ext.keys.rows import read_gates
 
 
 def from_yaml(text: str) -> CorrectionConfig:

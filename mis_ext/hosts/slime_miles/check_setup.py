@@ -6,15 +6,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import inspect
-import math
 import platform
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,13 +40,11 @@ from mis_ext.hosts.slime_miles.policy_loss import (
     policy_loss,
     refuse_missing_logits,
 )
-from mis_ext.keys.flat import FLAT_KEYS, STRAY_KEYS
-from mis_ext.keys.run_config import ARGUMENTS, RunConfig, refuse_keys_of_loss
-from mis_ext.keys.strays import method_advice, near_miss
-from mis_ext.loss.settings import CHECKS, KlType
+from mis_ext.keys.reading import RunConfig
+from mis_ext.keys.refusals import near_miss, refuse_loss_keys
+from mis_ext.keys.rows import ARGUMENTS, FLAT_KEYS
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
-from mis_ext.validation import check_bool, check_choice, check_integer, check_number
 
 
 class _EntryPoint(NamedTuple):
@@ -69,12 +65,7 @@ _HOOK = _EntryPoint(
 )
 _LOSS = _EntryPoint("--custom-loss-function-path", "mis_ext.policy_loss", policy_loss, "custom_loss")
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
-_LAUNCHES = (
-    f"give --use-tis (or --get-mismatch-metrics) {_HOOK.flag} {_HOOK.name}, or --loss-type {_LOSS.loss_type} "
-    f"{_LOSS.flag} {_LOSS.name}. slime ignores a misspelt flag without a message: compare yours letter by letter"
-)
 _ROLLOUT_FLAG = "--rollout-data-postprocess-path"
-_REPLAYED = "load_debug_rollout_data"
 _PREPARE = f"{_ROLLOUT_FLAG} mis_ext.prepare_rollout"
 
 _TAKEN: dict[str, tuple[str, ...]] = {
@@ -83,35 +74,10 @@ _TAKEN: dict[str, tuple[str, ...]] = {
     MODEL_FLAG: ("mis_ext.model_provider",),
     _ROLLOUT_FLAG: ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"),
     "--custom-megatron-init-path": ("mis_ext.check_setup",),
-    "--custom-megatron-before-train-step-hook-path": (),
-    "--custom-megatron-before-log-prob-hook-path": (),
     "--custom-generate-function-path": ("mis_ext.rollout.generate",),
     "--custom-reward-post-process-path": ("mis_ext.group_rewards",),
 }
-"""Which functions of ours a flag takes. The last two are called in a process that may have other packages."""
-_CALLED_HERE = [*_TAKEN][:-2]
-_FUNCTION_SUFFIXES = ("_function_path", "_hook_path", "_postprocess_path", "_filter_path")
-
-_SWITCHES_OF_HOSTS = (
-    *("allgather_cp", "calculate_per_token_loss", "get_mismatch_metrics", "grpo_std_normalization", "keep_old_actor"),
-    *("normalize_advantages", "observe_training_entropy", "recompute_loss_function", "rewards_normalization"),
-    *("skip_actor_forward_only", "true_on_policy_mode", "use_critic", "use_dynamic_global_batch_size", "use_kl_loss"),
-    *("use_opd", "use_opsm", "use_rollout_logprobs", "use_tis", "use_unbiased_kl"),
-)
-_COUNTS_OF_HOSTS = (
-    *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
-    *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
-)
-_finite = partial(check_number, low=-math.inf, high=math.inf, open_low=True, open_high=True)
-_CHECKS_OF_HOSTS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(_SWITCHES_OF_HOSTS, check_bool),
-    **dict.fromkeys(_COUNTS_OF_HOSTS, partial(check_integer, low=1)),
-    **{key: CHECKS[key][1] for key in ("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "opsm_delta")},
-    **dict.fromkeys(("kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"), _finite),
-    "kl_loss_type": partial(check_choice, choices=get_args(KlType)),
-    "rollout_top_p": partial(check_number, low=0.0, high=1.0, open_low=True),
-}
-"""Flags of the frameworks whose type or value makes a loss fail or NaN: a file can set them to anything."""
+"""Which functions of ours a flag takes."""
 
 
 def check_setup(args: Any) -> None:
@@ -148,11 +114,12 @@ def check_setup(args: Any) -> None:
 def _checked(args: Any) -> list[str]:
     """What rank 0 prints, of this rank's own findings."""
     entry = _entry_point(args)
-    _refuse_wrong_flags(args)
     run = current_run(args, whole_loss=entry is _LOSS)
     config = run.config
     if entry is _HOOK:
-        refuse_keys_of_loss(all_arguments(args))
+        refuse_loss_keys(all_arguments(args))
+    if not is_miles() and read_argument(args, "rollout_temperature") == 0:
+        raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
     _refuse_missing_rollout(args, config)
     _refuse_wrong_paths(args)
     said = [summary(config)]
@@ -162,7 +129,8 @@ def _checked(args: Any) -> list[str]:
         said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
     # Printed here, and not again in the first call.
     said += [f"warning: {found}" for found in config.unplugged if run.session.is_news(found)]
-    return [*said, *_warnings(args, config), *_unread_keys(args), *_rehearse(args, entry, config)]
+    said += [f"warning: {found}" for found in _doubts(args, config)]
+    return [*said, *_unread_keys(args), *_rehearse(args, entry, config)]
 
 
 # --- the entry point: which function of ours the framework will call, and functions of ours at other flags
@@ -178,24 +146,25 @@ def _entry_point(args: Any) -> _EntryPoint:
         raise _not_called(args, "neither use_tis nor get_mismatch_metrics is set")
     path = read_argument(args, entry.argument)
     if path is None:
-        instead = ", so the host's own TIS would run" if entry is _HOOK and read_argument(args, "use_tis") else ""
-        raise _not_called(args, f"{entry.flag} is not set{instead}")
+        raise _not_called(args, f"{entry.flag} is not set")
     try:
         found = _found_at(path)
     except (ImportError, AttributeError) as error:
-        raise type(error)(f"{entry.flag} {path}: {error}; {_LAUNCHES}") from error
+        raise type(error)(f"{entry.flag} {path}: {error}") from error
     if found is not entry.function:
-        wrapped = "your own function that calls it passes with functools.wraps"
+        wrapped = "a function of yours that calls it passes with functools.wraps"
         raise _not_called(args, f"{entry.flag} {path} is not {entry.name} ({wrapped})")
     return entry
 
 
 def _not_called(args: Any, why: str) -> ValueError:
     flags = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
-    others = [name for name in all_arguments(args) if name not in (*flags, *FLAT_KEYS)]
-    meant = {name: near_miss(name, keys=flags) for name in others}
+    meant = {name: near_miss(name, flags) for name in all_arguments(args) if name not in (*flags, *FLAT_KEYS)}
     why += "".join(f"; {name!a}: did you mean {key!r}?" for name, key in meant.items() if key is not None)
-    return ValueError(f"mis_ext would not be called: {why}; {_LAUNCHES}")
+    return ValueError(
+        f"mis_ext would not be called: {why}. Give --use-tis {_HOOK.flag} {_HOOK.name}, or --loss-type "
+        f"{_LOSS.loss_type} {_LOSS.flag} {_LOSS.name}"
+    )
 
 
 def _found_at(path: str) -> Any:
@@ -205,57 +174,40 @@ def _found_at(path: str) -> Any:
 
 
 def _refuse_wrong_paths(args: Any) -> None:
-    """Refuse a function of ours that is misspelt or given to another flag than its own, under whatever path."""
-    taken = {flag: [_found_at(name) for name in names] for flag, names in _TAKEN.items()}
+    """Refuse a function of ours that is misspelt, or given to another flag than its own."""
     for argument in all_arguments(args):
         path, flag = read_argument(args, argument), "--" + argument.replace("_", "-")
         # The frameworks' other paths are of files and folders.
-        takes_function = argument.endswith("_path") and argument.startswith("custom_")
-        takes_function |= argument.endswith(_FUNCTION_SUFFIXES)
-        if not takes_function or not isinstance(path, str) or not (flag in _CALLED_HERE or "mis_ext." in path):
+        takes_function = argument.endswith(("_function_path", "_hook_path", "_postprocess_path"))
+        if not (takes_function or flag in _TAKEN) or not str(path).startswith("mis_ext."):
             continue
         try:
             found = _found_at(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            if flag in _TAKEN and path:
-                raise type(error)(f"{flag} {path}: {error}") from error
-            continue  # A file may well be named mis_ext.yaml.
-        owner = str(getattr(found, "__module__", None) or getattr(found, "__name__", ""))
-        own = [other for other, functions in taken.items() if any(found is each for each in functions)]
-        if owner.startswith("mis_ext.") and flag not in own:
+        except (ImportError, AttributeError) as error:
+            raise type(error)(f"{flag} {path}: {error}") from error
+        own = [each for each, names in _TAKEN.items() if any(found is _found_at(name) for name in names)]
+        if flag not in own:
             takes = " or ".join(_TAKEN.get(flag, ())) or "no function of mis_ext"
-            known = "".join(f"; this one is for {other}" for other in own)
-            raise ValueError(f"{flag} {path}: the flag takes {takes}{known}")
+            raise ValueError(
+                f"{flag} {path}: the flag takes {takes}" + "".join(f"; this one is for {each}" for each in own)
+            )
 
 
-# --- keys and flags
-
-
-def _refuse_wrong_flags(args: Any) -> None:
-    """Refuse values of the frameworks' flags with which their own loss or ours fails, or is NaN."""
-    # slime divides logits by the temperature, Miles does not where it is 0.
-    temperature = partial(check_number, low=0.0, high=math.inf, open_low=not is_miles())
-    checks = _CHECKS_OF_HOSTS | {"rollout_temperature": temperature}
-    for flag, check in checks.items():
-        value = read_argument(args, flag)
-        if value is not None:
-            check(flag, value)
+# --- keys that need a launch
 
 
 def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
-    """Refuse keys that need the whole rollout where no function sees it; one of the user's may call ours.
-
-    Miles passes that function its arguments alone.
-    """
+    """Refuse keys that need the whole rollout where no function sees it; Miles passes that function ``args`` alone."""
     path = read_argument(args, "rollout_data_postprocess_path")
     of_prompts = config.group and config.group.needs_rollout
     is_ours, is_prepared = str(path).startswith("mis_ext."), str(path).endswith(".prepare_rollout")
-    staleness = config.correction.staleness
-    is_counted = staleness and (config.whole_loss is None or config.whole_loss.has_correction)
-    stores_versions = read_argument(args, "custom_generate_function_path") or read_argument(args, _REPLAYED)
+    is_counted = config.correction.staleness and (config.whole_loss is None or config.whole_loss.has_correction)
+    stores_versions = any(
+        read_argument(args, name) for name in ("custom_generate_function_path", "load_debug_rollout_data")
+    )
     refused = {
         f"{_ROLLOUT_FLAG} {path}: Miles passes no rollout data to it; remove the flag": (
-            is_miles() and is_ours and not staleness
+            is_miles() and is_ours and not config.correction.staleness
         ),
         f"{of_prompts}: Miles passes no rollout data; remove it": is_miles() and of_prompts,
         f"{of_prompts}: {path} does nothing for it: give {_PREPARE}": of_prompts and is_ours and not is_prepared,
@@ -264,16 +216,15 @@ def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
         ),
         "mis_staleness: the framework's own generate function stores no version of each token: give "
         "--custom-generate-function-path mis_ext.rollout.generate": is_counted and not stores_versions,
-        f"mis_staleness: needs {_PREPARE}, which counts the lags": (
-            is_counted and path in (None, "mis_ext.log_mismatch")
-        ),
+        f"mis_staleness: needs {_PREPARE}, which counts the lags": (is_counted and not is_prepared and path is None)
+        or (is_counted and path == "mis_ext.log_mismatch"),
     }
     for why, is_wrong in refused.items():
         if is_wrong:
             raise ValueError(why)
 
 
-def _warnings(args: Any, config: RunConfig) -> list[str]:
+def _doubts(args: Any, config: RunConfig) -> list[str]:
     """What is wrong only if a function of the user's leaves something out, or with this schedule of weight updates."""
     path, generates = (
         read_argument(args, name) for name in ("rollout_data_postprocess_path", "custom_generate_function_path")
@@ -281,8 +232,11 @@ def _warnings(args: Any, config: RunConfig) -> list[str]:
     of_prompts, said = config.group and config.group.needs_rollout, []
     if of_prompts and not str(path).startswith("mis_ext."):
         said.append(f"{of_prompts} does nothing unless {_ROLLOUT_FLAG} {path} calls mis_ext.prepare_rollout")
-    is_foreign = path is None and not str(generates or "mis_ext.").startswith("mis_ext.")
-    if config.correction.denominator == "kept" and is_foreign:
+    if (
+        config.correction.denominator == "kept"
+        and path is None
+        and not str(generates or "mis_ext.").startswith("mis_ext.")
+    ):
         why = f"is wrong if {generates} makes several samples of a rollout"
         said.append(f"mis_denominator: kept {why}; {_PREPARE} refuses them")
     interval = read_argument(args, "update_weights_interval") or 1
@@ -291,7 +245,7 @@ def _warnings(args: Any, config: RunConfig) -> list[str]:
             f"with --update-weights-interval {interval} the trainer is up to {interval - 1} rollouts ahead of the "
             "newest version: a lag of 0 does not mean current weights"
         )
-    return [f"warning: {each}" for each in said]
+    return said
 
 
 def _unread_keys(args: Any) -> list[str]:
@@ -303,38 +257,32 @@ def _unread_keys(args: Any) -> list[str]:
     Raises:
         ValueError: The file has a key of ours twice, of which the frameworks take the last.
     """
-    path = read_argument(args, "custom_config_path") or ""
+    path = read_argument(args, "custom_config_path")
+    if not path:
+        return []
     is_inline = path.startswith("base64:")  # Miles takes the content of a file, too.
     name = "base64:..." if is_inline else path
-    names, said = [*all_arguments(args)] if isinstance(args, Mapping) else [*getattr(args, "__dict__", ())], []
+    names = [*args] if isinstance(args, Mapping) else [*getattr(args, "__dict__", ())]
     flags = names[: names.index("custom_config_path")] if "custom_config_path" in names else []
-    # Of names that may well be meant for us, also those that no file has.
-    keys = [key for key in names if key in STRAY_KEYS or method_advice(key)]
-    keys = [key for key in keys if read_argument(args, key) not in (None, False)]
     try:
-        if path:
-            text = base64.b64decode(path.removeprefix("base64:")) if is_inline else Path(path).read_bytes()
-            keys = [*dict.fromkeys([*names_in_yaml(text, once=FLAT_KEYS), *keys])]
+        text = base64.b64decode(path.removeprefix("base64:")) if is_inline else Path(path).read_bytes()
+        keys = names_in_yaml(text, once=FLAT_KEYS)
     except (OSError, yaml.YAMLError, RecursionError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        said = [f"{name} cannot be read here ({why}): not every key in it that nobody reads is named"]
+        return [f"{name} cannot be read here ({why}): keys in it that nobody reads are not named"]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
-    listed = []
-    for key in keys:
-        if key in known or key.startswith(("sglang_", "vllm_")):
-            continue
-        advice = method_advice(key) or STRAY_KEYS.get(key)
-        meant = None if advice else near_miss(key, keys=flags)
-        hint = f" (if it is meant for mis_ext: {advice})" if advice else f" (did you mean {meant!r}?)" if meant else ""
-        listed.append(f"{key!a}{hint}")
-    if listed:
-        said.append(
-            f"warning: keys{f' of {name}' * bool(name)} that neither mis_ext nor the host has, without effect unless "
-            f"a function of yours reads them: {', '.join(listed)}"
-        )
-    return said
+    unread = {
+        key: near_miss(key, flags) for key in keys if key not in known and not key.startswith(("sglang_", "vllm_"))
+    }
+    if not unread:
+        return []
+    hints = [f"{key!a} (did you mean {meant!r}?)" if meant else ascii(key) for key, meant in unread.items()]
+    return [
+        f"warning: keys of {name} that neither mis_ext nor the framework has, without effect unless a function of "
+        f"yours reads them: {', '.join(hints)}"
+    ]
 
 
 def summary(config: RunConfig) -> str:

@@ -37,7 +37,7 @@ from mis_ext.hosts.megatron import (
 )
 from mis_ext.hosts.packing import batch_layout, pack
 from mis_ext.hosts.runs import chosen_loss, current_run, read_argument, shared_run
-from mis_ext.keys.run_config import RunConfig
+from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
 

@@ -207,7 +207,8 @@ def add_keys(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_keys(parsed: argparse.Namespace) -> Result:
     """One key, or all."""
     from mis_ext.files import hanging
-    from mis_ext.keys.schema import ROWS, described
+    from mis_ext.keys.rows import ROWS
+    from mis_ext.keys.schema import described
     from mis_ext.validation import check_known
 
     check_known("keys", [parsed.name] if parsed.name else [], ROWS)
@@ -293,7 +294,7 @@ def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run_convert(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
     from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
-    from mis_ext.keys.flat import read_keys
+    from mis_ext.keys.reading import read_keys
 
     try:
         content = read_keys(arguments.file)

@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that are no keys, keys that have no effect beside the others, and keys that contradict each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mis_ext.correction.config import BOUNDS, Bound
+from mis_ext.keys.removed import REMOVED, refuse_removed
+from mis_ext.keys.rows import CORRECTION_ROWS, FLAT_KEYS, LOSS_ROWS, PREFIXES, ROWS
+from mis_ext.validation import Errors, check_known
+
+if TYPE_CHECKING:
+    from mis_ext.keys.reading import GroupConfig, RunConfig
+
+# --- names
+
+_OF_PEERS = {
+    "use_mis": "use_tis: true, and use_rs: true for a filter",
+    # verl
+    "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
+    "rollout_is": "tis_level",
+    "rollout_is_threshold": "tis_upper_bound",
+    "rollout_is_batch_normalize": "tis_batch_normalize",
+    "rollout_rs": "use_rs: true and rs_level",
+    "rollout_rs_threshold": "rs_upper_bound and rs_lower_bound",
+    "rollout_token_veto_threshold": "rs_veto_threshold",
+    "bypass_mode": "mis_loss_mode: bypass",
+    # TRL
+    "vllm_importance_sampling_correction": "use_tis: true",
+    "vllm_importance_sampling_mode": "tis_level and tis_mode",
+    "vllm_importance_sampling_cap": "tis_upper_bound",
+}
+TIS_OF_FRAMEWORKS = {
+    "tis_clip": (2.0, "tis_upper_bound"),
+    "tis_clip_low": (0, "tis_mode: clip with tis_lower_bound"),
+}
+"""The bounds of the frameworks' built-in correction: their default, which is on every ``args``, and ours."""
+INSTEAD_OF_NULL = {
+    "tis_level": "tis_level: none for no weight",
+    "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
+    "rs_level": "rs_level: none for rs_gates alone, use_rs: false for no gate",
+}
+
+
+OF_OTHERS = (*_OF_PEERS, *REMOVED)
+"""Names that are refused whatever is known of the frameworks."""
+
+
+def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
+    """Refuse names that are no keys and can only be meant for us; null and false of another framework are nothing."""
+    with wrong:
+        refuse_removed(given)
+    names = [name for name in given if name not in ROWS and name not in REMOVED and name not in TIS_OF_FRAMEWORKS]
+    with wrong:
+        check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
+    meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
+    hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
+    hints += [f"{name!r} (write {key})" for name, key in _OF_PEERS.items() if given.get(name) not in (None, False)]
+    with wrong:
+        if hints:
+            raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")
+    for key, instead in INSTEAD_OF_NULL.items():
+        if key in given and given[key] is None:
+            with wrong:
+                raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
+
+
+def refuse_built_in_bounds(given: Mapping[str, Any]) -> None:
+    """Refuse bounds of the framework's built-in correction, which ours replaces."""
+    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
+        if given.get(key) not in (None, default):
+            raise ValueError(
+                f"{key}={given[key]!r}: no effect, because it belongs to the framework's built-in correction; write "
+                f"{instead}"
+            )
+
+
+_LETTERS_PER_SLIP = 6
+
+
+def near_miss(name: str, keys: Collection[str]) -> str | None:
+    """The key that ``name`` was probably meant to be: by a slip of the hand, or without its prefix."""
+    spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
+    if spelled in keys:
+        return spelled
+    if spelled.startswith("misc_"):
+        return None
+    # One word may be anybody's.
+    whole = [prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys]
+    # Length and letters are cheap, and enough for nearly all of the frameworks' names.
+    size, letters = len(spelled), {*spelled}
+    for key in keys:
+        num_slips = len(key) // _LETTERS_PER_SLIP
+        is_alike = abs(size - len(key)) <= num_slips and len(letters.symmetric_difference(key)) <= num_slips
+        if is_alike and _is_slip(spelled, key):
+            return key
+    return whole[0] if whole else None
+
+
+def _is_slip(name: str, key: str) -> bool:
+    """Whether few letters are missing, added or exchanged; a word of two letters must be there, as in ``use_rs``."""
+    last_word = key.rpartition("_")[2]
+    if len(last_word) < 3 and not name.endswith(f"_{last_word}") and not name.startswith(key):
+        return False
+    num_same = sum(block.size for block in SequenceMatcher(None, name, key, autojunk=False).get_matching_blocks())
+    return sorted(name) == sorted(key) or len(name) + len(key) - 2 * num_same <= len(key) // _LETTERS_PER_SLIP
+
+
+# --- keys without effect
+
+
+class KeysInUse:
+    """What is known of the keys where they are judged together.
+
+    Attributes:
+        given: The keys that are set.
+        values: Of every key of a correction its value or default.
+        corrects: The correction is applied.
+        measures: Its metrics are computed.
+        method_rejects: The method of the loss has a mask.
+        loses_tokens: A response of which the correction keeps a token can lose others.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        *,
+        corrects: bool,
+        measures: bool = True,
+        method_rejects: bool = False,
+        loses_tokens: bool = True,
+    ) -> None:
+        self.given = {key: value for key, value in given.items() if value is not None}
+        self.values = {key: row.default for key, row in CORRECTION_ROWS.items()} | self.given
+        self.corrects, self.measures = corrects, measures
+        self.method_rejects, self.loses_tokens = method_rejects, loses_tokens
+
+    @property
+    def bound(self) -> Bound | None:
+        """The row of the weight's mode, None without a weight."""
+        return None if self.values["tis_level"] == "none" else BOUNDS[self.values["tis_mode"]]
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens with a ratio can leave the mask."""
+        gates = [key for key in (*_VETOES, "rs_max_staleness") if key in self.given]
+        return bool(gates) or self.values["use_rs"] or bool(self.bound and self.bound.rejects)
+
+    def reports(self, *words: str) -> bool:
+        """Whether a metric with one of these words in its name is reported."""
+        names = self.values["mis_metrics"]
+        return isinstance(names, str) or any(word in name for name in names for word in words)
+
+    def bounds_gate(self, side: str) -> bool:
+        """Whether a bound of the weight is also one of the filter, which has none of its own."""
+        has_band = self.values["use_rs"] and self.values["rs_level"] != "none"
+        return bool(has_band) and f"rs_{side}_bound" not in self.given
+
+    @property
+    def reads_low(self) -> bool:
+        """Whether a lower bound of the weight is looked at."""
+        return self.bounds_gate("lower") or (self.bound is not None and self.bound.has_low)
+
+    @property
+    def reads_high(self) -> bool:
+        """Whether an upper bound of the weight is: also where the lower one is 1 by it."""
+        follows = self.reads_low and "tis_lower_bound" not in self.given
+        return follows or self.bounds_gate("upper") or (self.bound is not None and self.bound.has_high)
+
+
+class Idle(NamedTuple):
+    """``keys``, at the value ``at`` or any, do nothing where ``when`` holds; ``because`` says why."""
+
+    keys: tuple[str, ...]
+    when: Callable[[KeysInUse], bool]
+    because: str
+    advice: str = "remove it"
+    at: Any = None
+
+
+_VETOES = ("rs_veto_threshold", "rs_veto_upper_threshold", "rs_veto_probability")
+REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
+"""Keys of what is measured and watched."""
+APPLIED = tuple(key for key in CORRECTION_ROWS if key not in (*REPORTED, "use_tis"))
+"""Keys of what changes weights and masks."""
+_ON = "set use_tis: true (the flag --use-tis), or remove it"
+_ALL_KEPT = "nothing rejects a token, so that all are kept"
+IDLE = (
+    Idle(APPLIED, lambda keys: not keys.corrects, "use_tis is not true", _ON),
+    Idle(REPORTED, lambda keys: not keys.measures, "neither use_tis nor get_mismatch_metrics is true", _ON),
+    Idle(
+        ("mis_staleness",),
+        lambda keys: (
+            not (
+                keys.reports("lag_", "fresh", "stale")
+                or "rs_max_staleness" in keys.given
+                or keys.values["tis_when"] == "stale"
+                or any(gate.get("statistic") == "lag" for gate in keys.given.get("rs_gates", ()))
+            )
+        ),
+        "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag",
+    ),
+    Idle(("mis_metric_max",), lambda keys: not keys.reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
+    Idle(("tis_mode", "tis_when", "tis_batch_normalize"), lambda keys: keys.bound is None, "tis_level is none"),
+    # Existing files carry a lower bound with truncate, which warns.
+    Idle(
+        ("tis_lower_bound",),
+        lambda keys: not keys.reads_low and (keys.bound is None or not keys.bound.has_high),
+        "no weight and no gate has this bound",
+    ),
+    Idle(("tis_upper_bound",), lambda keys: not keys.reads_high, "no weight and no gate has this bound"),
+    Idle(
+        ("tis_normalize_over",), lambda keys: "tis_batch_normalize" not in keys.given, "tis_batch_normalize is not set"
+    ),
+    Idle(
+        ("tis_normalize_scope",),
+        lambda keys: "tis_batch_normalize" not in keys.given and keys.values["mis_denominator"] != "kept",
+        "tis_batch_normalize is not set",
+    ),
+    Idle(
+        ("use_rs",),
+        lambda keys: (
+            keys.bound is not None
+            and keys.bound.rejects
+            and keys.values["rs_level"] == keys.values["tis_level"]
+            and keys.bounds_gate("lower")
+            and keys.bounds_gate("upper")
+            and "rs_gates" not in keys.given
+        ),
+        "tis_mode rejects the same tokens",
+    ),
+    Idle(
+        ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates"),
+        lambda keys: "use_rs" not in keys.given,
+        "use_rs is not set",
+        "set use_rs: true, or remove it",
+    ),
+    Idle(("rs_lower_bound", "rs_upper_bound"), lambda keys: keys.values["rs_level"] == "none", "rs_level is none"),
+    Idle(
+        _VETOES,
+        lambda keys: keys.values["rs_veto_requires_rs"] and "use_rs" not in keys.given,
+        "rs_veto_requires_rs is true and use_rs is not set",
+        "set use_rs: true, or remove rs_veto_requires_rs",
+    ),
+    Idle(
+        ("rs_veto_requires_rs",),
+        lambda keys: keys.values["rs_veto_requires_rs"] and not any(key in keys.given for key in _VETOES),
+        "no veto is set",
+    ),
+    Idle(("rs_staleness_level",), lambda keys: "rs_max_staleness" not in keys.given, "rs_max_staleness is not set"),
+    Idle(
+        ("mis_loss_entropy_tokens", "mis_loss_kl_tokens"),
+        lambda keys: not (keys.method_rejects or (keys.corrects and keys.rejects)),
+        _ALL_KEPT,
+        at="all",
+    ),
+    Idle(
+        ("mis_loss_denominator",),
+        lambda keys: not (keys.corrects and keys.loses_tokens),
+        "no response keeps some of its tokens and loses others",
+        at="kept",
+    ),
+    Idle(("tis_normalize_over",), lambda keys: not keys.rejects, _ALL_KEPT, at="valid"),
+)
+"""A key that is false is none that does nothing: it says so."""
+
+
+def refuse_idle_keys(keys: KeysInUse) -> None:
+    """Refuse keys that are set although they would have no effect.
+
+    Raises:
+        ValueError: There are such keys; the message says why, and what to write.
+    """
+    wrong, named = Errors(), set[str]()
+    for row in IDLE:
+        given = {key: keys.given[key] for key in row.keys if key in keys.given and key not in named}
+        idle = {key: value for key, value in given.items() if value is not False and row.at in (None, value)}
+        if idle and row.when(keys):
+            named |= idle.keys()
+            with wrong:
+                shown = ", ".join(f"{key}={value!r}" for key, value in idle.items())
+                raise ValueError(f"{shown}: no effect, because {row.because}; {row.advice}")
+    wrong.raise_all()
+
+
+# --- keys and flags that contradict each other
+
+
+def refuse_loss_keys(given: Mapping[str, Any]) -> None:
+    """Refuse keys of the full policy loss where the framework's own loss runs."""
+    idle = [key for key in LOSS_ROWS if given.get(key) is not None]
+    if idle:
+        raise ValueError(
+            f"{', '.join(idle)}: no effect, because --loss-type is {given.get('loss_type') or 'policy_loss'}; write "
+            "--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
+        )
+
+
+def refuse_group_keys(keys: Collection[str]) -> None:
+    """Refuse what only a function of the whole rollout reads, where there is none."""
+    if keys:
+        raise ValueError(
+            f"{', '.join(keys)}: no effect here: slime and Miles alone show mis_ext the responses to a prompt; compute "
+            "advantages with mis_ext.group_advantages, and give the loss divisors"
+        )
+
+
+_COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
+"""Methods in which the gradient of a token is not linear in its advantage."""
+ESTIMATORS = ("grpo", "gspo", "cispo")
+"""Of the frameworks, those in which the advantage of every token is the normalized reward."""
+
+
+def refuse_groups(given: Mapping[str, Any], group: GroupConfig) -> None:
+    """Refuse flags with which keys of the responses to one prompt would be wrong, or do nothing.
+
+    Flags that are not there are not looked at.
+    """
+    rewards, estimator = group.of_rewards, given.get("advantage_estimator") or ESTIMATORS[0]
+    is_kept, method = group.over == "kept", given.get("mis_loss_method")
+    method = method.get("name") if isinstance(method, Mapping) else method
+    changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
+    denominators = [
+        f"{name}: {given[name]}"
+        for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
+        if given.get(name) not in (None, "fixed", "original")
+    ]
+
+    def is_unset(flag: str) -> bool:
+        return flag in given and given[flag] is None
+
+    _refuse_first(
+        {
+            f"{group.needs_rollout} needs --rollout-data-postprocess-path mis_ext.prepare_rollout, in slime; Miles has "
+            "nothing for it": group.needs_rollout and is_unset("rollout_data_postprocess_path"),
+            f"{rewards} needs --custom-reward-post-process-path mis_ext.group_rewards": (
+                rewards and not is_kept and is_unset("custom_reward_post_process_path")
+            ),
+            f"{rewards}: --advantage-estimator {estimator} compares no responses to one prompt": (
+                rewards and estimator not in (*ESTIMATORS, "reinforce_plus_plus_baseline")
+            ),
+            f"{rewards}: no effect with --disable-rewards-normalization; remove one of them": (
+                rewards and given.get("rewards_normalization") is False
+            ),
+            f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage is "
+            "not what the rewards of a prompt say; write trained": (
+                is_kept and (changes or estimator not in ESTIMATORS)
+            ),
+            f"mis_prompt_mean: true scales advantages, and mis_loss_method: {method} compares their size; remove one "
+            "of them": group.prompt_mean and method in _COMPARE_SIZES,
+            f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them": (
+                group.prompt_mean and denominators
+            ),
+        }
+    )
+
+
+def refuse_combinations(given: Mapping[str, Any], run: RunConfig) -> None:
+    """Refuse what keys and flags of a whole run cannot be together."""
+    loss, correction = run.whole_loss, run.correction
+    if given.get("loss_type") not in (None, "custom_loss"):
+        refuse_loss_keys(given)
+    if loss is not None:
+        _refuse_with_loss(given, run)
+        method = loss.settings.method
+        refuse_idle_keys(
+            KeysInUse(
+                {key: given.get(key) for key in (*APPLIED, *REPORTED, *LOSS_ROWS)},
+                corrects=given.get("use_tis") is True,
+                measures=loss.has_correction,
+                method_rejects=method is not None and any(each.action == "reject" for each in method.method.factors),
+                loses_tokens=correction.rejects_single_tokens,
+            )
+        )
+    rejects = any(gate.action == "reject" for gate in correction.all_gates.values())
+    _refuse_first(
+        {
+            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
+            "remove mis_denominator": run.divides_by_kept and correction.denominator == "kept",
+            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
+            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
+            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp": (
+                run.divides_by_kept and loss is not None and loss.has_correction and rejects
+            ),
+        }
+    )
+
+
+_OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
+
+
+def _refuse_with_loss(given: Mapping[str, Any], run: RunConfig) -> None:
+    assert run.whole_loss is not None
+    settings, steps = run.whole_loss.settings, steps_per_rollout(given)
+    path = given.get("custom_tis_function_path") or _OUR_HOOK
+    denominator, kl = settings.denominator, bool(given.get("use_kl_loss"))
+    idle = [key for key in ("mis_loss_unbiased_kl", "mis_loss_kl_tokens") if given.get(key) is not None]
+    _refuse_first(
+        {
+            f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
+            "(tis_level: none for no weight)": settings.needs_correction and not given.get("use_tis"),
+            "--use-score-centering: vime adds this term in its loss, which mis_ext.policy_loss replaces; remove one": (
+                given.get("use_score_centering")
+            ),
+            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext, and calls no "
+            "other; drop the flag, or keep the framework's loss": (path != _OUR_HOOK and run.whole_loss.has_correction),
+            f"mis_loss_denominator: {denominator}: no effect, because --custom-pg-loss-reducer-function-path reduces "
+            "the policy loss; drop one of them": run.whole_loss.reducer_path is not None and denominator != "original",
+            f"mis_denominator: kept and mis_loss_denominator: {denominator} are two denominators: drop one of them": (
+                given.get("mis_denominator") == "kept" and denominator in ("kept", "constant")
+            ),
+            # From the second step on the current policy is no longer the one before the update.
+            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
+            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
+            "key": settings.proximal == "current" and steps is not None and steps > 1,
+            f"{', '.join(idle)}: no effect, because --use-kl-loss is not set": idle and not kl,
+            "mis_loss_unbiased_kl (ratio current / behavior) and --use-unbiased-kl (ratio current / old) are two "
+            "ratios: drop one of them": kl and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"),
+        }
+    )
+
+
+def double_correction(given: Mapping[str, Any], run: RunConfig) -> str | None:
+    """How loss and correction together count the mismatch twice, or None; a guard, so that a user can allow it."""
+    loss, correction = run.whole_loss, run.correction
+    if given.get("mis_loss_method") is not None:
+        chosen = None if loss is None or not loss.has_correction else loss.settings.method
+        if chosen is None or correction.weight is None or not chosen.method.weighs_behavior:
+            return None
+        return (
+            f"mis_loss_method: {chosen.name} already corrects for the behavior policy: a weight of the correction "
+            "counts the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
+            "--get-mismatch-metrics to measure only"
+        )
+    # The other modes of the loss do not count it twice, and say so where they are computed.
+    is_baseline = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_proximal") != "current"
+    if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
+        return None
+    return (
+        "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs as PPO "
+        "denominator the ratio already corrects it; drop one of the two (also use_tis in the YAML)"
+    )
+
+
+def unplugged(given: Mapping[str, Any], group: GroupConfig | None) -> Iterator[str]:
+    """What keys ask of a function that the framework is not told to call: a user's function may call ours, or not."""
+    asked = {}
+    keys = given.get("on_policy_tokens")
+    if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
+        # What else it may be, and which keys there are, the function itself says.
+        asked[f"on_policy_tokens ({', '.join(map(str, keys))})"] = (
+            "custom_generate_function_path",
+            "mis_ext.rollout.generate",
+        )
+    if group is not None and group.of_rewards and group.over != "kept":
+        asked[group.of_rewards] = ("custom_reward_post_process_path", "mis_ext.group_rewards")
+    for what, (argument, function) in asked.items():
+        path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
+        if path is None and argument in given:
+            yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"
+        elif path is not None and not str(path).startswith("mis_ext."):
+            yield f"{what} does nothing unless {flag} {path} calls {function}"
+
+
+def _refuse_first(reasons: Mapping[str, Any]) -> None:
+    """Raise the first reason that holds."""
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
+
+
+def steps_per_rollout(given: Mapping[str, Any]) -> int | None:
+    """The optimizer steps of a rollout, None where the arguments do not say."""
+    steps = given.get("num_steps_per_rollout")
+    sizes = [given.get(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")]
+    if steps is None and not given.get("use_dynamic_global_batch_size"):
+        prompts, samples, per_step = sizes
+        if prompts is not None and samples is not None and per_step is not None:
+            steps = prompts * samples // per_step
+    return steps

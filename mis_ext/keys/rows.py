@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key of a file in one row: check, default, sentence, unit.
+
+The check is the type and the legal range. From the row come also the error, the JSON Schema, the reference page, and
+what ``mis-ext keys NAME`` prints. The other modules of this folder: ``reading`` makes configuration objects of keys,
+``refusals`` has what keys cannot be together, ``presets`` reads files, ``schema`` prints rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+from mis_ext.correction.config import (
+    BOUNDS,
+    DEFAULT_UPPER_BOUND,
+    GUARD_NAMES,
+    REDUCTIONS,
+    Action,
+    CorrectionConfig,
+    Denominator,
+    Gate,
+    HookLevel,
+    HookReduce,
+    HookWhen,
+    MetricChoice,
+    NormalizeOver,
+    Reduce,
+    Scope,
+)
+from mis_ext.correction.tokens import STATISTICS, UNKNOWN_LAG
+from mis_ext.loss.words import KlType, LossDenominator, Mode, PenaltyTokens, Proximal, Scoring
+from mis_ext.validation import (
+    Errors,
+    check_bool,
+    check_choice,
+    check_integer,
+    check_known,
+    check_list,
+    check_mapping,
+    check_number,
+    check_text,
+    errors_of,
+    interval,
+)
+
+Check = Callable[[str, Any], Any]
+Baseline = Literal["mean", "leave_one_out"]
+BaselineOver = Literal["all", "trained", "kept"]
+PREFIXES = ("tis_", "rs_", "mis_")
+
+
+class Key(NamedTuple):
+    """One key: ``check`` gives its value or raises an error with key, value, and legal range.
+
+    A default of None is unset, or follows from other keys, as the sentence says. ``values``: what is legal, where it is
+    no number, word, switch, or text.
+    """
+
+    check: Check
+    default: Any
+    text: str
+    unit: str = ""
+    values: str = ""
+
+    @property
+    def legal(self) -> str:
+        """Type and range, in words."""
+        if isinstance(self.check, partial):
+            choices = self.check.keywords.get("choices")
+            return f"number in {interval(**self.check.keywords)}" if choices is None else " | ".join(choices)
+        return self.values or ("true | false" if self.check is check_bool else "text")
+
+
+def number(legal: str) -> Check:
+    """The check of a number in an interval, such as ``(0, inf]``."""
+    low, high = map(float, legal[1:-1].split(","))
+    return partial(check_number, low=low, high=high, open_low=legal[0] == "(", open_high=legal[-1] == ")")
+
+
+def words(*choices: Any) -> Check:
+    """The check of words, or of those of a ``Literal``."""
+    return partial(
+        check_choice,
+        choices=[word for each in choices for word in ([each] if isinstance(each, str) else get_args(each))],
+    )
+
+
+# --- values that are no single number, word or switch
+
+LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
+    "sequence_min": "min",
+    "sequence_max": "max",
+}
+"""What ``level`` says about the tokens of a response."""
+
+
+def read_gates(key: str, value: Any) -> tuple[Gate, ...]:
+    """The filters that a list of mappings spells."""
+    gates, wrong = [], Errors()
+    for place, fields in enumerate(check_list(key, value)):
+        with wrong:
+            gates.append(_gate(f"{key}[{place}]", fields))
+    wrong.raise_all()
+    return tuple(gates)
+
+
+def _gate(key: str, value: Any) -> Gate:
+    fields = check_mapping(key, value)
+    check_known(f"keys of {key}", fields, GATE_ROWS)
+    if "level" in fields and "reduce" in fields:
+        raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
+    with errors_of(key):
+        if "reduce" in fields:  # A filter of a method can use more words.
+            GATE_ROWS["reduce"].check("reduce", fields["reduce"])
+        if "level" in fields:
+            fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
+        gate = Gate(**fields)
+        if gate.hook_obstacle is not None:
+            raise ValueError(gate.hook_obstacle)
+        return gate
+
+
+def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
+    """``core``, ``all``, or the names of a list."""
+    if isinstance(value, str) and value in get_args(MetricChoice):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"{key} must be all, core or a list of names, got {value!r}")
+
+
+def read_guards(key: str, value: Any) -> frozenset[str]:
+    """The guards that only warn."""
+    if not isinstance(value, Mapping):
+        return frozenset(GUARD_NAMES) if check_choice(key, value, ("error", "warn")) == "warn" else frozenset()
+    choices = check_mapping(key, value)
+    check_known(f"guards in {key}", choices, GUARD_NAMES)
+    for name, choice in choices.items():
+        check_choice(f"{key}.{name}", choice, ("error", "warn"))
+    return frozenset(name for name, choice in choices.items() if choice == "warn")
+
+
+def read_compile(key: str, value: Any) -> Any:
+    """``auto``, or whether graphs of ``torch.compile`` are used."""
+    if value == "auto" or isinstance(value, bool):
+        return value
+    raise TypeError(f"{key} must be auto, true or false, got {value!r}")
+
+
+def read_method(key: str, value: Any) -> Any:
+    """The method of this name, or with these parameters."""
+    from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
+
+    return choose_method(key, value)
+
+
+# --- the rows
+
+_MODES = "; ".join(f"{row.name}: {row.text}" for row in BOUNDS.values())
+_config = CorrectionConfig()
+CORRECTION_ROWS: dict[str, Key] = {
+    "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
+    "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
+    "tis_level": Key(words(HookLevel, "none"), "token", "What the weight is the ratio of."),
+    "tis_mode": Key(words(*BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
+    "tis_lower_bound": Key(
+        number("[0,inf)"), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
+    ),
+    "tis_upper_bound": Key(number("(0,inf]"), DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_when": Key(words(HookWhen), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
+    "rs_level": Key(words(HookLevel, "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."),
+    "rs_lower_bound": Key(
+        number("[0,inf)"), None, "Lower bound of what is kept. Default: that of the weight.", "ratio"
+    ),
+    "rs_upper_bound": Key(
+        number("(0,inf]"), None, "Upper bound of what is kept. Default: that of the weight.", "ratio"
+    ),
+    "rs_gates": Key(read_gates, (), "Further filters, each a mapping.", values="list of mappings"),
+    "rs_veto_threshold": Key(number("(0,1]"), None, "Rejects a response if any of its ratios is below.", "ratio"),
+    "rs_veto_upper_threshold": Key(
+        number("[1,inf)"), None, "Rejects a response if any of its ratios is above.", "ratio"
+    ),
+    "rs_veto_probability": Key(
+        number("(0,1]"), None, "Rejects a response if the trainer's probability of any token is below."
+    ),
+    "rs_veto_requires_rs": Key(check_bool, False, "Applies the vetoes only with use_rs."),
+    "rs_max_staleness": Key(
+        number(f"[0,{UNKNOWN_LAG})"), None, "Rejects tokens of staler weights. Needs mis_staleness.", "updates"
+    ),
+    "rs_staleness_level": Key(
+        words("token", "sequence_max"), "token", "Whether such a token is rejected alone or with its response."
+    ),
+    "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
+    "tis_normalize_scope": Key(words(Scope), "data_parallel", "The samples of that mean."),
+    "tis_normalize_over": Key(words(NormalizeOver), "kept", "The tokens of that mean."),
+    "mis_denominator": Key(words(Denominator), "fixed", "fixed: rejected tokens count in it."),
+    "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
+    "mis_metrics": Key(read_metrics, "core", "The metrics that are reported.", values="core | all, or list of names"),
+    "mis_metric_max": Key(
+        number("[0,inf]"), _config.metric_max, "The most that a token counts in k3_kl, a response in chi2_*."
+    ),
+    "mis_guard": Key(
+        read_guards,
+        "error",
+        "What a guard does, for all or for each.",
+        values="error | warn, or mapping from guard to one of them",
+    ),
+    "mis_compile": Key(
+        read_compile,
+        "auto",
+        "Runs the correction as graphs of torch.compile; auto: on a GPU.",
+        values="auto | true | false",
+    ),
+    "mis_max_reject_fraction": Key(
+        number("[0,1]"), _config.max_reject_fraction, "Warns when more is rejected.", "share"
+    ),
+}
+"""Keys of a correction."""
+
+GROUP_ROWS: dict[str, Key] = {
+    "mis_group_baseline": Key(words(Baseline), "mean", "What a reward is compared with."),
+    "mis_group_over": Key(words(BaselineOver), "trained", "Which trajectories of a prompt count in it."),
+    "mis_prompt_mean": Key(check_bool, False, "Gives every prompt the same weight."),
+}
+"""Of what responses to one prompt share; functions of the whole rollout read them, in slime and Miles."""
+
+DEFAULT_SCORING: Scoring = "fused"
+LOSS_ROWS: dict[str, Key] = {
+    "mis_loss_method": Key(
+        read_method,
+        None,
+        "A published method that replaces mis_loss_mode, by its name or with parameters.",
+        values="name, or mapping with name and parameters",
+    ),
+    "mis_loss_mode": Key(words(Mode), "baseline", "What the full policy loss computes."),
+    "mis_loss_denominator": Key(words(LossDenominator), "original", "The divisor of a response's sum."),
+    "mis_loss_constant": Key(number("(0,inf)"), None, "The divisor of mis_loss_denominator: constant.", "tokens"),
+    "mis_loss_kl_tokens": Key(words(PenaltyTokens), "kept", "Tokens that have a KL penalty."),
+    "mis_loss_entropy_tokens": Key(words(PenaltyTokens), "kept", "Tokens that have an entropy bonus."),
+    "mis_loss_unbiased_kl": Key(check_bool, False, "Multiplies the KL penalty by current / behavior."),
+    "mis_loss_proximal": Key(words(Proximal), "stored", "Where the proximal log-probs come from."),
+    "mis_loss_scoring": Key(words(Scoring), DEFAULT_SCORING, "Who turns logits into log-probs."),
+    "mis_loss_inplace": Key(check_bool, False, "The gradient replaces the logits in memory."),
+}
+"""Keys of the full policy loss; what else it reads are flags of the frameworks."""
+
+FRAMEWORK_ROWS: dict[str, Key] = {
+    "get_mismatch_metrics": Key(check_bool, False, "A flag of the framework: calls mis_ext for its metrics."),
+    "calculate_per_token_loss": Key(check_bool, False, "A flag of the framework: averages over tokens, not samples."),
+    "use_rollout_logprobs": Key(check_bool, False, "A flag of the framework: the engine is the old policy."),
+}
+"""Flags of the frameworks that a file of keys may set too."""
+
+ROWS = CORRECTION_ROWS | GROUP_ROWS | LOSS_ROWS | FRAMEWORK_ROWS
+FLAT_KEYS = (*CORRECTION_ROWS, *GROUP_ROWS, *LOSS_ROWS)
+
+GATE_ROWS: dict[str, Key] = {
+    "statistic": Key(words(*STATISTICS), "ratio", "What is compared with the bounds."),
+    "reduce": Key(words(HookReduce), "token", "Reduction over the tokens of a response."),
+    "level": Key(words(*LEVELS), None, "Replaces reduce, in the words of rs_level."),
+    "low": Key(number("[-inf,inf]"), None, "Smallest value that is kept."),
+    "high": Key(number("[-inf,inf]"), None, "Largest value that is kept."),
+    "action": Key(words(Action), "reject", "reject: masks the token; zero: gives it weight 0."),
+    "after": Key(check_text, None, "Name of the filter whose tokens this one ignores."),
+    "name": Key(check_text, None, "First part of the names of its metrics."),
+}
+"""Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
+
+_SWITCHES = (
+    *("allgather_cp", "grpo_std_normalization", "keep_old_actor", "normalize_advantages", "observe_training_entropy"),
+    *("recompute_loss_function", "rewards_normalization", "skip_actor_forward_only", "true_on_policy_mode"),
+    *(
+        "use_critic",
+        "use_dynamic_global_batch_size",
+        "use_kl_loss",
+        "use_opd",
+        "use_opsm",
+        "use_score_centering",
+        "use_unbiased_kl",
+    ),
+)
+_COUNTS = (
+    *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
+    *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
+)
+_PATHS = (
+    *("advantage_estimator", "custom_advantage_function_path", "custom_generate_function_path"),
+    *("custom_pg_loss_reducer_function_path", "custom_reward_post_process_path", "custom_tis_function_path"),
+    *("load_debug_rollout_data", "loss_type", "on_policy_tokens", "qkv_format", "rollout_data_postprocess_path"),
+    "train_backend",
+)
+FLAGS: dict[str, Check | None] = {
+    **dict.fromkeys(_SWITCHES, check_bool),
+    **dict.fromkeys(_COUNTS, partial(check_integer, low=1)),
+    **dict.fromkeys(_PATHS),
+    **dict.fromkeys(("eps_clip", "eps_clip_high"), number("[0,inf]")),
+    **dict.fromkeys(("entropy_coef", "kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"), number("(-inf,inf)")),
+    "eps_clip_c": number("(1,inf]"),
+    "opsm_delta": number("[-inf,inf]"),
+    "kl_loss_type": words(KlType),
+    "rollout_temperature": number("[0,inf)"),
+    "rollout_top_p": number("(0,1]"),
+}
+"""Other flags of the frameworks that are read, and with which of their values no loss fails or is NaN.
+
+A file can set them to anything. None: what it may be says the framework.
+"""
+ARGUMENTS = (*ROWS, *FLAGS)
+"""Every argument that is read; the names of all others are only compared with ours."""
+
+
+def read_rows(rows: Mapping[str, Key], given: Mapping[str, Any], wrong: Errors) -> dict[str, Any]:
+    """The values of these rows that are given, as they are read; errors of the others go to ``wrong``."""
+    read = {}
+    for key, row in rows.items():
+        if given.get(key) is not None:
+            with wrong:
+                read[key] = row.check(key, given[key])
+    return read
+
+
+def check_flags(given: Mapping[str, Any], wrong: Errors) -> None:
+    """Refuse values of the frameworks' flags with which their own loss or ours fails, or is NaN."""
+    for flag, check in FLAGS.items():
+        if check is not None and given.get(flag) is not None:
+            with wrong:
+                check(flag, given[flag])

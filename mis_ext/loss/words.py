@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words that keys and flags of a full policy loss take; a module of its own, so that the hook loads no loss."""
+
+from typing import Literal
+
+Mode = Literal["baseline", "decoupled", "bypass", "reinforce"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+LossDenominator = Literal["original", "kept", "sequence", "constant"]
+PenaltyTokens = Literal["kept", "all"]
+Proximal = Literal["stored", "current"]
+Scoring = Literal["fused", "host"]
