@@ -27,6 +27,7 @@ DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 from documented_tables import (  # noqa: E402
+    METRIC_GROUPS,
     Table,
     bounds_table,
     causes_table,
@@ -89,7 +90,10 @@ TABLES = {
     "keys": (DOCS / "reference" / "configuration.md", partial(keys_table, *CORRECTION_ROWS)),
     "keys of prompts": (DOCS / "reference" / "configuration.md", partial(keys_table, *GROUP_ROWS)),
     "keys of the loss": (DOCS / "reference" / "policy_loss_keys.md", partial(keys_table, *LOSS_ROWS)),
-    "metrics": (DOCS / "reference" / "metrics.md", metrics_table),
+    **{
+        f"metrics of {group}": (DOCS / "reference" / "metrics.md", partial(metrics_table, group))
+        for group in METRIC_GROUPS
+    },
     "statistics": (DOCS / "reference" / "method.md", statistics_table),
     "bounds": (DOCS / "reference" / "method.md", bounds_table),
     "methods": (DOCS / "reference" / "methods.md", methods_table),

@@ -64,15 +64,31 @@ def bounds_table() -> Table:
     )
 
 
-def metrics_table() -> Table:
-    """The metrics that configurations of every kind can emit; core ones carry a star."""
+METRIC_GROUPS = {
+    "staleness": re.compile(r"lag_|unknown_lag|stale_|.*_(fresh|stale)$"),
+    "weights": re.compile(r"tis_|is_ratio_|batch_norm_factor"),
+    "filters": re.compile(r"rs_|kept_|denominator_factor"),
+    "perplexity and equality": re.compile(r"(training|rollout)_(log_)?ppl|log_ppl|ppl_|train_rollout"),
+    "mismatch": re.compile(""),
+}
+"""The tables of metrics, each with the names that belong to it; a name belongs to the first that it begins with."""
+
+
+def metrics_table(group: str) -> Table:
+    """The metrics of a group that configurations of every kind can emit; core ones carry a star."""
     rows: dict[str, MetricRow] = {}
     for config in _one_of_every_kind():
         for row in config.available_rows:
             rows.setdefault(row.name, row)
+    # Vetoes have the same metrics under other names: they share a row.
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows.values():
+        if group == next(name for name, pattern in METRIC_GROUPS.items() if pattern.match(row.name)):
+            alone = "" if row.name.startswith("rs_") else row.name
+            names.setdefault((alone, row.over, row.text), []).append(f"`{row.name}`{' *' * row.is_core}")
     return Table(
         ("name (`mis_` +)", "over", "meaning"),
-        tuple((f"`{row.name}`{' *' * row.is_core}", row.over, row.text) for row in rows.values()),
+        tuple((", ".join(found), over, text) for (_, over, text), found in names.items()),
     )
 
 
