@@ -13,11 +13,12 @@ ROLE = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
 
 
 class PublicName(NamedTuple):
-    """A name that a package hands on; ``module`` defines it, ``summary`` is the first sentence about it."""
+    """A public name of a package, the module that defines it, the first sentence about it, its parameters if called."""
 
     name: str
     module: str
     summary: str
+    parameters: str
 
     @property
     def path(self) -> Path:
@@ -32,7 +33,10 @@ def public_names(package: str) -> list[PublicName]:
     imports = [(node.module, alias) for node in _imports(tree) for alias in node.names]
     module_of = {alias.name: module for module, alias in imports if alias.asname or alias.name in public}
     found = {name: _origin(module, name) for name, module in module_of.items()}
-    return [PublicName(name, module, _summary(_tree(module), name)) for name, module in found.items()]
+    return [
+        PublicName(name, module, _summary(_tree(module), name), _parameters(_tree(module), name))
+        for name, module in found.items()
+    ]
 
 
 def _origin(module: str, name: str) -> str:
@@ -55,6 +59,17 @@ def _summary(tree: ast.Module, name: str) -> str:
         sentence = re.split(r"(?<=\.)\s|\n\n", text or "", maxsplit=1)[0]
         return ROLE.sub(r"`\1`", " ".join(sentence.split()).replace("``", "`").rstrip("."))
     raise ValueError(f"{name}: a public name without a docstring, or one that is no function, class or assignment")
+
+
+def _parameters(tree: ast.Module, name: str) -> str:
+    """The parameters of a function without their types; empty for anything else."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            for each in ast.walk(node.args):
+                if isinstance(each, ast.arg):
+                    each.annotation = None
+            return f"({ast.unparse(node.args)})"
+    return ""
 
 
 def _source(module: str) -> Path:

@@ -82,8 +82,11 @@ API = {
 
 def names_table(package: str) -> Table:
     """The public names of a package, with links to their sources; on the site these lead to the entries below."""
-    rows = [(f"[`{each.name}`](../../../{each.path.as_posix()})", each.summary) for each in public_names(package)]
-    return Table(("name", "what it is"), tuple(rows))
+    rows = []
+    for each in public_names(package):
+        called = f" `{each.parameters}`" if each.parameters else ""
+        rows.append((f"[`{each.name}`](../../../{each.path.as_posix()}){called}", each.summary))
+    return Table(("name and parameters", "description"), tuple(rows))
 
 
 TABLES = {
