@@ -7,9 +7,6 @@ its sums as they were, to the bit: the maximum stays, so the sums are multiplied
 
 The keys of a query are never shared out to several programs, as flash decoding does for long caches: the number of
 parts, and with it the order of the sums, would follow from the batch.
-
-Slower in trials in bfloat16: 128 queries, and scores of the next block that are begun before the exponentials of this
-one; for heads of 128 also keys through the tensor memory accelerator, and 128 keys at a time.
 """
 
 from typing import NamedTuple
@@ -33,27 +30,9 @@ HEADS_AT_A_TIME = tl.constexpr(16)
 
 # What differs between a prefill and a decode must not choose other code: Triton compiles anew for arguments that are 1
 # or a multiple of 16, and another compilation may add up in another order.
-VARYING = ["mask", "mask_starts", "num_tiles", "num_rows", "mask_head_stride", "mask_query_stride"]
+VARYING = ["mask", "mask_starts", "num_tiles", "mask_head_stride", "mask_query_stride"]
 # Slices of bounds, which lie anywhere.
 UNALIGNED = ["cu_seqlens_q", "key_starts", "key_ends"]
-
-
-@triton.jit
-def load_rows(x, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows of one head, ``[rows, BLOCK_D]``; 0 where there are none."""
-    lane = tl.arange(0, BLOCK_D)
-    offset = (first + rows).to(tl.int64) * row_stride
-    is_there = (rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :]
-    return tl.load(x + offset[:, None] + lane[None, :], mask=is_there, other=0.0)
-
-
-@triton.jit
-def store_rows(x, value, first, rows, num_rows, row_stride, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The inverse of :func:`load_rows`."""
-    lane = tl.arange(0, BLOCK_D)
-    offset = (first + rows).to(tl.int64) * row_stride
-    is_there = (rows < num_rows)[:, None] & (lane < HEAD_DIM)[None, :]
-    tl.store(x + offset[:, None] + lane[None, :], value.to(x.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -118,7 +97,6 @@ def forward_kernel(
     mask_starts,
     num_tiles,
     num_heads,
-    num_rows,
     scale,
     query_stride,
     query_head_stride,
@@ -141,9 +119,8 @@ def forward_kernel(
     """``output [T, H, D]`` of one tile of queries; ``scale`` is positive.
 
     One loop takes the blocks from left to right, those that every query sees as a whole and the others, so that all
-    compute alike. With ``HAS_SLOTS`` keys are read from a paged cache by their slots.
-
-    There is one sequence more than there are: the rows after the last one, which become 0.
+    compute alike. With ``HAS_SLOTS`` keys are read from a paged cache by their slots. Rows of no sequence stay as they
+    are.
     """
     # Causal: the tiles with the most keys first, so that the last programs to start are short.
     sequence = tl.program_id(0) // (num_tiles * num_heads)
@@ -153,20 +130,13 @@ def forward_kernel(
     place -= first_head * num_tiles
     tile = num_tiles - 1 - place // heads
     head = first_head + place % heads
-    head_dim: tl.constexpr = HEAD_DIM
     wide_head = head.to(tl.int64)
-    output += wide_head * head_dim
-    if sequence == tl.num_programs(0) // (num_tiles * num_heads) - 1:
-        for first in range(tl.load(cu_seqlens_q + sequence) + tile * BLOCK_M, num_rows, num_tiles * BLOCK_M):
-            rows = first + tl.arange(0, BLOCK_M)
-            nothing = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            store_rows(output, nothing, 0, rows, num_rows, num_heads * head_dim, BLOCK_D, HEAD_DIM)
-        return
     first_query, first_key = tl.load(cu_seqlens_q + sequence), tl.load(key_starts + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - first_query
     num_keys = tl.load(key_ends + sequence) - first_key
     if tile * BLOCK_M >= num_queries:
         return
+    output += wide_head * HEAD_DIM
     query += wide_head * query_head_stride
     key += wide_head // QUERIES_PER_KEY * key_head_stride
     value += wide_head // QUERIES_PER_KEY * value_head_stride
@@ -175,7 +145,10 @@ def forward_kernel(
         mask += tl.load(mask_starts + sequence) + wide_head * mask_head_stride
 
     queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = load_rows(query, first_query, queries, num_queries, query_stride, BLOCK_D, HEAD_DIM)
+    lane = tl.arange(0, BLOCK_D)[None, :]
+    row = (first_query + queries).to(tl.int64)[:, None]
+    is_there = (queries < num_queries)[:, None] & (lane < HEAD_DIM)
+    q = tl.load(query + row * query_stride + lane, mask=is_there, other=0.0)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -208,7 +181,7 @@ def forward_kernel(
     is_empty = total == 0.0
     # Adding 0 makes -0 a +0, which the zeros of a block without a visible key would make it too.
     result = weighted / tl.where(is_empty, 1.0, total)[:, None] + 0.0
-    store_rows(output, result, first_query, queries, num_queries, num_heads * head_dim, BLOCK_D, HEAD_DIM)
+    tl.store(output + row * (num_heads * HEAD_DIM) + lane, result.to(output.dtype.element_ty), mask=is_there)
 
 
 _launch = Launcher(forward_kernel)
@@ -254,7 +227,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
     query, key, value = (
         x if x.shape[2] == head_dim else pad(x, (0, head_dim - x.shape[2])) for x in (query, key, value)
     )
-    num_rows, num_heads = query.shape[:2]
+    num_heads = query.shape[1]
     if mask is None:
         # Nothing is computed, for which a decode would wait.
         bounds = [cu_seqlens_q, cu_seqlens_k[:-1], cu_seqlens_k[1:], cu_seqlens_q]
@@ -271,14 +244,14 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
     query, key, value = (
         x if x.stride(2) == 1 and x.stride(0) < 2**31 // BLOCK_N.value else x.contiguous() for x in (query, key, value)
     )
-    output = torch.empty(query.shape, dtype=query.dtype, device=device)
+    output = torch.zeros(query.shape, dtype=query.dtype, device=device)
     BLOCK_M, num_warps, num_stages = choose_tile(query.dtype, head_dim)
-    # Those of the longest sequence. What is after the last sequence is one more.
+    # Those of the longest sequence.
     num_tiles = -(-max(max_seqlen_q, 1) // BLOCK_M)
-    num_programs = num_tiles * num_heads * bounds[0].numel()
+    num_programs = num_tiles * num_heads * bounds[1].numel()
     strides = [stride for x in (query, key, value) for stride in x.stride()[:2]]
     strides += (0, 0) if mask is None else mask.stride()[1:3]
-    if num_programs and num_rows:
+    if num_programs and len(query):
         with launching_on(query):
             _launch(
                 num_programs,
@@ -286,7 +259,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
                     *(query, key, value, query if mask is None else mask, output, query if slots is None else slots),
                     *(x.contiguous() for x in bounds),
                 ),
-                (num_tiles, num_heads, num_rows, float(scale), *strides, 0 if slots is None else slots.stride(0)),
+                (num_tiles, num_heads, float(scale), *strides, 0 if slots is None else slots.stride(0)),
                 {
                     "QUERIES_PER_KEY": num_heads // max(key.shape[1], 1),
                     "HEAD_DIM": head_dim,
