@@ -100,7 +100,7 @@ def _push_missing() -> _Overrides:
     overrides = _Overrides()
     if _TRANSFORMER_ENGINE in sys.modules:
         # Torch asks before the call of every module, which takes a microsecond.
-        overrides.enter_context(register_module_forward_pre_hook(_refuse_in_mode))
+        overrides.enter_context(register_module_forward_pre_hook(_refuse_transformer_engine))
     if not FunctionOverrides.is_on():
         overrides.enter_context(FunctionOverrides())
     if not OperatorOverrides.is_on():
@@ -140,12 +140,7 @@ def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: A module is wrapped already.
-        NotImplementedError: A module is one of Transformer Engine.
     """
-    for path, module in (named for model in modules for named in model.named_modules()):
-        kind: Any = type(module)
-        if _is_transformer_engine(kind):
-            raise NotImplementedError(_refusal(kind, path))
     wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
     for module in wrapped:
         if hasattr(module.forward, "__batch_invariant__"):
@@ -178,25 +173,19 @@ def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) 
         module.forward = own_forward
 
 
-# Kernels of Transformer Engine are reached past torch's operators, so the mode refuses its modules by name.
-def _refuse_in_mode(module: nn.Module, args: tuple[Any, ...]) -> None:
+def _refuse_transformer_engine(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuse its modules by name: they reach their kernels past torch's operators."""
     # The hook is the process's, the mode is its thread's.
-    kind: Any = type(module)
-    if _is_transformer_engine(kind) and OperatorOverrides.is_on():
-        raise NotImplementedError(_refusal(kind))
+    if OperatorOverrides.is_on() and _is_transformer_engine(type(module)):
+        raise NotImplementedError(
+            f"a {type(module).__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: "
+            "build the model of torch's modules (Megatron-Core: get_gpt_decoder_block_spec with "
+            "use_transformer_engine=False; a local layer spec alone gets Transformer Engine's final norm), or take "
+            "Megatron-Core's own mode for them, enable_batch_invariant_mode, on both sides without this one"
+        )
 
 
 @cache
 def _is_transformer_engine(kind: Any) -> bool:
     """By a base too: the modules of Megatron-Core's specification derive from Transformer Engine's."""
     return any(base.__module__.split(".")[0] == _TRANSFORMER_ENGINE for base in kind.__mro__)
-
-
-def _refusal(kind: type[nn.Module], path: str = "") -> str:
-    where = f"{path}, a" if path else "a"
-    return (
-        f"{where} {kind.__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: build "
-        "the model of torch's modules (Megatron-Core: get_gpt_decoder_block_spec with use_transformer_engine=False; a "
-        "local layer spec alone gets Transformer Engine's final norm), or take Megatron-Core's own mode for these "
-        "modules, enable_batch_invariant_mode, on both sides and without this one"
-    )
