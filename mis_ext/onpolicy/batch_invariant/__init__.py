@@ -176,9 +176,10 @@ def _restore_forward(module: nn.Module, own_forward: Callable[..., Any] | None) 
 def _refuse_transformer_engine(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Refuse its modules by name: they reach their kernels past torch's operators."""
     # The hook is the process's, the mode is its thread's.
-    if OperatorOverrides.is_on() and _is_transformer_engine(type(module)):
+    kind: Any = type(module)
+    if OperatorOverrides.is_on() and _is_transformer_engine(kind):
         raise NotImplementedError(
-            f"a {type(module).__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: "
+            f"a {kind.__name__}, runs kernels of Transformer Engine, which have no batch-invariant form here: "
             "build the model of torch's modules (Megatron-Core: get_gpt_decoder_block_spec with "
             "use_transformer_engine=False; a local layer spec alone gets Transformer Engine's final norm), or take "
             "Megatron-Core's own mode for them, enable_batch_invariant_mode, on both sides without this one"
