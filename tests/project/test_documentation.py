@@ -20,7 +20,6 @@ import mis_ext
 import mis_ext.tools.cli
 from mis_ext.files import PresetRemarks, preset_remarks
 from mis_ext.keys.rows import CORRECTION_ROWS, GROUP_ROWS, LOSS_ROWS
-from mis_ext.tools.explain import explain_config
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,25 +50,6 @@ def presets_table() -> Table:
     return Table(("preset", *PresetRemarks._fields), tuple(rows))
 
 
-CIRCUMSTANCES = {
-    "k3 0.0001, 2,048 tokens": {"k3": 1e-4, "length": 2048},
-    "k3 0.002, 64 tokens": {"k3": 2e-3, "length": 64},
-    "k3 0.002, 4,096 tokens": {"k3": 2e-3, "length": 4096},
-    "a step old, k3 0.08, 64 tokens": {"k3": 8e-2, "length": 64, "is_stale": True},
-}
-
-
-def traps_table() -> Table:
-    """What speaks against each preset, where the page says which to take."""
-    rows = []
-    for name in mis_ext.list_presets():
-        found = [explain_config(mis_ext.preset(name), **each).traps for each in CIRCUMSTANCES.values()]
-        # A trap may fire for each of several gates.
-        cells = [", ".join(dict.fromkeys(f"`{trap.name}`" for trap in traps)) or "-" for traps in found]
-        rows.append((f"`{name}`", *cells))
-    return Table(("preset", *CIRCUMSTANCES), tuple(rows))
-
-
 API = {
     "correction": ("mis_ext",),
     "methods": ("mis_ext.methods",),
@@ -84,9 +64,10 @@ def names_table(package: str) -> Table:
     """The public names of a package, with links to their sources; on the site these lead to the entries below."""
     rows = []
     for each in public_names(package):
-        called = f" `{each.parameters}`" if each.parameters else ""
+        # Those of other packages are on the site.
+        called = f" `{each.parameters}`" if each.parameters and package == "mis_ext" else ""
         rows.append((f"[`{each.name}`](../../../{each.path.as_posix()}){called}", each.summary))
-    return Table(("name and parameters", "description"), tuple(rows))
+    return Table(("name", "description"), tuple(rows))
 
 
 TABLES = {
@@ -105,7 +86,6 @@ TABLES = {
     "pairs": (ROOT / "lab" / "evidence" / "diagnosis.md", pairs_table),
     "pairs left out": (ROOT / "lab" / "evidence" / "diagnosis.md", never_table),
     "presets": (DOCS / "reference" / "presets.md", presets_table),
-    "traps": (DOCS / "reference" / "presets.md", traps_table),
     **{
         f"names of {package}": (DOCS / "reference" / "api" / f"{page}.md", partial(names_table, package))
         for page, packages in API.items()

@@ -116,7 +116,7 @@ print("torch" in sys.modules)
 def rooms() -> list[str]:
     """In the order of the developers' page."""
     page = (REPOSITORY / "docs" / "developers.md").read_text(encoding="utf-8")
-    listed = page.split("## Rooms")[1].split("```")[1]
+    listed = page.split("## Packages")[1].split("```")[1]
     return [line.split()[0].rstrip("/") for line in listed.strip().splitlines() if line[:1].isalpha()]
 
 

@@ -107,15 +107,17 @@ def _one_of_every_kind() -> Iterable[CorrectionConfig]:
 
 
 def methods_table() -> Table:
-    """Every method with its family, objective and source, whose title `mis-ext methods NAME` prints."""
-    rows = (
-        (row.family, f"`{row.name}`", f"`{row.formula}`", _TITLE.sub(r"\1, \2", row.paper)) for row in METHODS.values()
-    )
-    return Table(("family", "method", "objective of a token", "source"), tuple(rows))
+    """Every method with its objective and the first source, whose title `mis-ext methods NAME` prints."""
+    rows = ((f"`{row.name}`", f"`{row.formula}`", _source(row.paper)) for row in METHODS.values())
+    return Table(("method", "objective of a token", "source"), tuple(rows))
 
 
-_TITLE = re.compile(r"( et al\.), [^;]+?, (arXiv:)")
-"""Between authors and number of a paper."""
+def _source(paper: str) -> str:
+    """The authors of the first source, and its number on arXiv or its year; the whole text if it has neither."""
+    first = paper.split(";")[0]
+    found = re.search(r"arXiv:[\d.]+", paper) or re.search(r"\b\d{4}\b", first)
+    authors = re.match(r".*? et al\.|[^,:]+", first)
+    return f"{authors[0]}, {found[0]}" if found and authors else paper
 
 
 def causes_table() -> Table:
