@@ -62,12 +62,16 @@ API = {
 
 def names_table(package: str) -> Table:
     """The public names of a package, with links to their sources; on the site these lead to the entries below."""
-    rows = []
-    for each in public_names(package):
-        # Those of other packages are on the site.
-        called = f" `{each.parameters}`" if each.parameters and package == "mis_ext" else ""
-        rows.append((f"[`{each.name}`](../../../{each.path.as_posix()}){called}", each.summary))
-    return Table(("name", "description"), tuple(rows))
+    names = public_names(package)
+    links = {each: f"[`{each.name}`](../../../{each.path.as_posix()})" for each in names}
+    if package == "mis_ext":
+        rows = [(f"{link} `{each.parameters}`".removesuffix(" ``"), each.summary) for each, link in links.items()]
+        return Table(("name", "description"), tuple(rows))
+    # Most names of the others are looked up by those who know the module: the site has a description of each.
+    modules: dict[str, list[str]] = {}
+    for each, link in links.items():
+        modules.setdefault(each.module.removeprefix(f"{package}."), []).append(link)
+    return Table(("module", "names"), tuple((f"`{module}`", ", ".join(found)) for module, found in modules.items()))
 
 
 TABLES = {
