@@ -8,7 +8,6 @@ files; ``packed_sequences`` says how sequences lie, on both.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -66,9 +65,8 @@ def batch_invariant_mode() -> Iterator[None]:
     imported when the block begins; its functions, called without a module, are not seen.
 
     Raises:
-        RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on, or OpenMP
-            may take fewer threads than torch says; nothing is enabled then. Or the block ends in another thread than it
-            began in.
+        RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on; nothing is
+            enabled then. Or the block ends in another thread than it began in.
         NotImplementedError: In the block, an operator that has no batch-invariant form here, or a call of a module of
             Transformer Engine.
     """
@@ -109,15 +107,6 @@ def _push_missing() -> _Overrides:
 
 
 def _check_environment() -> None:
-    # Elementwise functions are cut for the threads that torch says it has.
-    dynamic, limit = os.environ.get("OMP_DYNAMIC", ""), os.environ.get("OMP_THREAD_LIMIT", "")
-    if dynamic.lower() in ("true", "1"):
-        raise RuntimeError(f"OMP_DYNAMIC={dynamic} lets OpenMP take fewer threads than torch says: unset it")
-    if limit.isdigit() and int(limit) < torch.get_num_threads():
-        raise RuntimeError(
-            f"OMP_THREAD_LIMIT={limit} is less than torch's {torch.get_num_threads()} threads: "
-            f"call torch.set_num_threads({limit})"
-        )
     if torch.cuda.is_available():
         check_device_type("cuda")
     megatron = sys.modules.get(_MEGATRON_KERNELS)

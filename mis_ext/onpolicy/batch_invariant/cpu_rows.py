@@ -3,9 +3,9 @@
 
 torch computes whole vectors with other instructions than the elements that are left over at the end of each thread's
 share, so silu, gelu, pow and others round differently there. Here the operands of an elementwise function lie one after
-the other in memory and are filled up until nothing is left over, however many threads there are. And torch adds up
+the other in memory, are filled up to whole vectors, and come in pieces that one thread computes. And torch adds up
 columns in another order than rows, and cuts a sum whose only result is one number in two. Here rows are contiguous, and
-a long one is never alone.
+never alone.
 """
 
 from __future__ import annotations
@@ -21,25 +21,40 @@ aten = torch.ops.aten
 
 # What torch computes at once is at most two registers of 512 bits, with 16-bit numbers.
 _VECTOR = 64
-# The least share of a thread. Gelu takes as many threads as there are once it has more elements than a number.
-_SHARE, _SHARE_OF_GELU = 1 << 15, 1 << 14
+# Of more torch would give each thread a share: of gelu first.
+_PIECE = 1 << 14
 
 
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``func`` returns, or writes into its first argument; in the layout that torch gives it."""
+    """What ``func`` returns, or writes into its first argument; in the layout of the first operand of its shape."""
     if func._schema.is_mutable:
         return args[0].copy_(elementwise(functional(func), *args, **kwargs))
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     # One without dimensions stays as it is beside others: torch takes it for a Python number.
     operands = [x for x in tensors if x.dim() > 0] or tensors
-    shape, strides, fits = _layout(operands)
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))  # type: ignore[no-untyped-call]
     numel = math.prod(shape)
-    length = filled(numel, is_gelu=func is aten.gelu.default)
-    if fits and length == numel:
-        return func(*args, **kwargs)
-    flat = {id(x): _flat(x, shape, strides, length) for x in operands}
-    named = {name: flat.get(id(x), x) for name, x in kwargs.items()}
-    return _unflat(func(*(flat.get(id(x), x) for x in args), **named), shape, strides)
+    pieces = {id(x): _pieces(x, shape) for x in operands}
+
+    def piece(place: int) -> Tensor:
+        chosen = [pieces[id(x)][place] if id(x) in pieces else x for x in (*args, *kwargs.values())]
+        result: Tensor = func(*chosen[: len(args)], **dict(zip(kwargs, chosen[len(args) :], strict=True)))
+        return result
+
+    flat = torch.cat([piece(place) for place in range(len(pieces[id(operands[0])]))])
+    result = flat[:numel].view(shape)
+    like = next((x for x in operands if x.shape == shape), result)
+    return result if like.is_contiguous() else torch.empty_like(like, dtype=result.dtype).copy_(result)
+
+
+def _pieces(x: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    numel = math.prod(shape)
+    if x.shape == shape and x.is_contiguous() and numel % _VECTOR == 0:
+        flat = x.view(-1)
+    else:
+        flat = x.new_ones(-(-numel // _VECTOR) * _VECTOR)
+        flat[:numel].view(shape).copy_(x)
+    return flat.split(_PIECE)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @cache
@@ -50,43 +65,6 @@ def functional(func: Any) -> Any:
     name = func.overloadpacket.__name__
     is_in_place = name.endswith("_") and len(func._schema.returns) == 1
     return getattr(getattr(aten, name[:-1], None), func._overloadname, None) if is_in_place else None
-
-
-def filled(numel: int, *, is_gelu: bool = False) -> int:
-    """The least number of elements, not less than ``numel``, of which every thread computes whole vectors."""
-    while missing := -numel % _multiple(numel, is_gelu):
-        numel += missing
-    return numel
-
-
-def _multiple(numel: int, is_gelu: bool) -> int:
-    num_threads = torch.get_num_threads()
-    if is_gelu:
-        return _VECTOR * (num_threads if numel > _SHARE_OF_GELU else 1)
-    return _VECTOR * max(1, min(num_threads, -(-numel // _SHARE)))
-
-
-def _layout(operands: list[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """Shape and strides of the result, and whether all operands have them already."""
-    first = operands[0]
-    shape, strides = first.shape, first.stride()
-    if all(x.shape == shape and x.stride() == strides for x in operands) and first.is_contiguous():
-        return shape, strides, True
-    shape = torch.broadcast_shapes(*(x.shape for x in operands))  # type: ignore[no-untyped-call]
-    largest = next((x for x in operands if x.shape == shape), None)
-    like = torch.empty(shape, device="meta") if largest is None else torch.empty_like(largest, device="meta")
-    return shape, like.stride(), False
-
-
-def _flat(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], length: int) -> Tensor:
-    flat = x.new_empty(length)
-    flat.as_strided(shape, strides).copy_(x)
-    flat[math.prod(shape) :] = 1
-    return flat
-
-
-def _unflat(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=flat.dtype).copy_(flat.as_strided(shape, strides))
 
 
 def sum(rows: Tensor, *, is_mean: bool) -> Tensor:

@@ -7,14 +7,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from rows import for_each
-from searching import searching
 from torch import Tensor
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.batch_invariant.cpu_rows import filled
 from mis_ext.onpolicy.bits import as_real, same_bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,17 +117,6 @@ def test_functions_in_place_are_those_that_return():
         assert equal_bits(x.t().clone().t().exp_(), x.exp())
         assert torch.exp(torch.tensor(0.0)) == 1
         assert F.silu(torch.empty(0, 4)).shape == (0, 4)
-
-
-@searching(20)
-@given(numel=st.integers(0, 3_000_000), num_threads=st.integers(1, 96), is_gelu=st.booleans())
-def test_every_thread_gets_whole_vectors_and_little_is_added(numel, num_threads, is_gelu):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: num_threads)
-        length = filled(numel, is_gelu=is_gelu)
-    assert numel <= length < numel + 64 * num_threads
-    shares = num_threads if is_gelu and length > 16_384 else max(1, min(num_threads, -(-length // 32_768)))
-    assert -(-length // shares) % 64 == 0
 
 
 ROW_FUNCTIONS = {
