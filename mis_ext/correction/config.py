@@ -45,7 +45,7 @@ REDUCTIONS: dict[str, Reduce] = {
 """How a level of a weight reduces log-ratios: their sum is the product of ratios, their mean the geometric mean."""
 
 DEFAULT_UPPER_BOUND = 2.0
-"""The cap of a weight where no upper bound is given, as where the only key is ``use_tis: true``."""
+"""The cap of a weight without an upper bound. It is also the default of the key ``tis_upper_bound``."""
 
 Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]
@@ -421,7 +421,8 @@ class CorrectionConfig:
             (responses). None: do not divide.
         scope: The samples over which this mean and the factor of ``denominator: kept`` are computed.
         denominator: ``fixed``: rejected tokens still count in the framework's denominator. ``kept``: all weights are
-            multiplied by (all terms) / (kept terms), so that the loss is a mean over kept tokens or responses.
+            multiplied by (all terms) / (kept terms), see ``BATCH_SUMS`` in :mod:`mis_ext.correction.metrics`. The loss
+            is then a mean over kept tokens; or, with a mean per response, each response counts by its kept share.
         per_token_loss: True if the framework averages over tokens, not over per-sample means.
         metrics: ``core``, ``all``, or names.
         metric_max: Each token counts at most this much in ``k3_kl``, each response in ``chi2_token`` and ``chi2_seq``.

@@ -135,16 +135,16 @@ TOKEN_SUMS: dict[str, Callable[[Tokens, Decided], Tensor]] = {
     "w ratio": lambda t, s: _valid(t, bounded_exp(s.log_ratio)),
     "w low": lambda t, s: t.valid & (s.log_ratio < edges_of(s.config.weight)[0]),
     "w high": lambda t, s: t.valid & (s.log_ratio > edges_of(s.config.weight)[1]),
-    # By age. A token of unknown age is not fresh.
+    # By age.
     "dated": lambda t, s: _dated(t),
     "lag": lambda t, s: torch.where(_dated(t), t.lag, 0.0),
-    "stale": lambda t, s: t.valid & (t.lag > 0.0),
-    "k3 fresh": lambda t, s: torch.where(t.lag > 0.0, 0.0, _k3(t, s)),
-    "k3 stale": lambda t, s: torch.where(t.lag > 0.0, _k3(t, s), 0.0),
-    "rho fresh": lambda t, s: _valid(t, torch.where(t.lag > 0.0, 1.0, t.ratio)),
-    "rho stale": lambda t, s: _valid(t, torch.where(t.lag > 0.0, t.ratio, 1.0)),
-    "rho^2 fresh": lambda t, s: _valid(t, torch.where(t.lag > 0.0, 1.0, t.ratio.square())),
-    "rho^2 stale": lambda t, s: _valid(t, torch.where(t.lag > 0.0, t.ratio.square(), 1.0)),
+    "stale": lambda t, s: t.valid & t.is_stale,
+    "k3 fresh": lambda t, s: torch.where(t.is_stale, 0.0, _k3(t, s)),
+    "k3 stale": lambda t, s: torch.where(t.is_stale, _k3(t, s), 0.0),
+    "rho fresh": lambda t, s: _valid(t, torch.where(t.is_stale, 1.0, t.ratio)),
+    "rho stale": lambda t, s: _valid(t, torch.where(t.is_stale, t.ratio, 1.0)),
+    "rho^2 fresh": lambda t, s: _valid(t, torch.where(t.is_stale, 1.0, t.ratio.square())),
+    "rho^2 stale": lambda t, s: _valid(t, torch.where(t.is_stale, t.ratio.square(), 1.0)),
 }
 """Summed over the tokens of a response, 0 where a token does not count."""
 
@@ -203,22 +203,23 @@ def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
 
 
 BATCH_SUMS: dict[str, Callable[[Responses], Tensor]] = {
-    "kept": lambda r: r.num_kept,
+    "kept tokens": lambda r: r.num_kept,
     "responses": lambda r: r.generated > 0.0,
     "kept responses": lambda r: r.num_kept > 0.0,
     "measured": lambda r: r.n > 0.0,
-    # W = prod rho = exp(sum d)
-    "W": lambda r: r.measured(bounded_exp(r.of["d"])),
-    "W^2": lambda r: r.measured(bounded_exp(r.of["d"])).square(),
+    # The product of the ratios of a response: exp(sum d).
+    "prod rho": lambda r: r.measured(bounded_exp(r.of["d"])),
+    "(prod rho)^2": lambda r: r.measured(bounded_exp(r.of["d"])).square(),
     # Of weights of tokens, or of responses that have a valid token.
     "weights": lambda r: r.n if r.config.has_token_weights else r.n > 0.0,
-    "w": lambda r: r.weight_sum("w", r.weight),
-    "w^2": lambda r: r.weight_sum("w^2", r.weight.square()),
-    "w - 1": lambda r: r.weight_sum("w - 1", r.weight - 1.0),
-    "(w - 1)^2": lambda r: r.weight_sum("(w - 1)^2", (r.weight - 1.0).square()),
+    "sum w": lambda r: r.weight_sum("w", r.weight),
+    "sum w^2": lambda r: r.weight_sum("w^2", r.weight.square()),
+    "sum (w - 1)": lambda r: r.weight_sum("w - 1", r.weight - 1.0),
+    "sum (w - 1)^2": lambda r: r.weight_sum("(w - 1)^2", (r.weight - 1.0).square()),
     "weights in mean": lambda r: _in_mean(r)[0],
     "number in mean": lambda r: _in_mean(r)[1],
-    # The framework divides by tokens, or by the tokens of each response and then by the responses.
+    # What the framework divides by: all response tokens, or all responses (of each response it takes the mean over its
+    # response tokens). The kept part of it: kept tokens, or sum over responses of kept tokens / response tokens.
     "terms": lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0,
     "kept terms": lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0),
 }
@@ -287,13 +288,12 @@ def effective_share(weights: str, squares: str, count: str) -> Callable[[Totals]
 
 
 ESS_TOKEN = effective_share("rho", "rho^2", "n")
-ESS_SEQUENCE = effective_share("W", "W^2", "measured")
-"""Of ``W = exp(sum d)`` of the responses that have a valid token."""
+ESS_SEQUENCE = effective_share("prod rho", "(prod rho)^2", "measured")
 
 
 def _weight_std(total: Totals) -> Tensor:
     # Of w - 1, which is near 0: a difference of squares of w would lose the digits.
-    n, first, second = total["weights"], total["w - 1"], total["(w - 1)^2"]
+    n, first, second = total["weights"], total["sum (w - 1)"], total["sum (w - 1)^2"]
     return ((second - first.square() / n).clamp(min=0.0) / n).sqrt()
 
 
@@ -355,7 +355,7 @@ MISMATCH_ROWS = (
     _Row(
         "ess_ratio_seq",
         "group",
-        "the same of `exp(sum d)` of sequences, the sum between -20 and 20",
+        "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` between -20 and 20",
         ESS_SEQUENCE,
         True,
     ),
@@ -452,7 +452,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         "tis_weight_ess",
         "group",
         "`(sum w)^2 / (n sum w^2)` of the bounded weights",
-        effective_share("w", "w^2", "weights"),
+        effective_share("sum w", "sum w^2", "weights"),
     )
 
 

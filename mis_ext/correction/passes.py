@@ -14,6 +14,10 @@ To follow one filter, take ``rs_veto_threshold: 1e-4``. It is ``Gate(statistic="
 log-ratio under the key ``(label, "extreme")``, whose maximum over a response :func:`response_pass` compares. A response
 token without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
 
+A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
+``nonfinite_token_fraction`` counts it. A veto, a weight of responses, or a gate on their sum or mean needs all ratios,
+and masks the whole response.
+
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask
 ``valid``       generated, and the log-ratio is finite
@@ -84,7 +88,7 @@ class _Asked(dict[Any, Tensor]):
         return self[key]
 
 
-WATCHED = ("generated", "n", "kept", "kept responses", "responses")
+WATCHED = ("generated", "n", "kept tokens", "kept responses", "responses")
 """Totals that every call has, for the monitor of rejection."""
 _FACTORS = ("mean weight", "denominator factor", "scale")
 
@@ -185,7 +189,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
     weight, log_ratio = t.valid.float(), t.d
     if plan.config.weight is not None and plan.config.weight.level == "token":
         if plan.config.weight.when == "stale":
-            log_ratio = torch.where(t.lag > 0.0, t.d, 0.0)
+            log_ratio = torch.where(t.is_stale, t.d, 0.0)
         weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
     judged: Mapping[str, Judged] = {}
     if plan.gates:
@@ -286,8 +290,8 @@ def add_scale(total: dict[str, Tensor], own: Totals, config: CorrectionConfig) -
     if config.normalize_over is not None:
         mean_weight = _ratio_or_one(of_scope["weights in mean"], of_scope["number in mean"])
     if config.denominator == "kept":
-        # The framework divides by all response tokens (or responses). Times all of them, and divided by those that are
-        # kept, the loss is a mean over what is kept.
+        # The framework divides its sum by "terms". Times terms / kept terms, it is divided by "kept terms": the kept
+        # tokens, or with a mean per response the sum over responses of (kept tokens / response tokens).
         denominator = _ratio_or_one(of_scope["terms"], of_scope["kept terms"])
     total.update(dict(zip(_FACTORS, (mean_weight, denominator, denominator / mean_weight), strict=True)))
     return total

@@ -29,8 +29,9 @@ Pair = tuple[Policy, Policy]
 """Numerator and denominator of a ratio."""
 
 MISMATCH: Pair = ("proximal", "behavior")
-STALENESS: Pair = ("current", "proximal")
+UPDATE: Pair = ("current", "proximal")
 TOTAL: Pair = ("current", "behavior")
+"""How far the engine, the updates of this step, and both together move a log-prob."""
 
 
 def bounded_exp(x: Tensor) -> Tensor:
@@ -107,6 +108,11 @@ class Tokens:
             # Also False for NaN, and for a version newer than the trainer's, which was misread.
             lag = torch.where((lag >= 0.0) & (lag < UNKNOWN_LAG), lag, UNKNOWN_LAG)
         return cls(d, log_pi, log_mu, generated, valid, lag)
+
+    @property
+    def is_stale(self) -> Tensor:
+        """bool: older weights sampled the token than the trainer has. An unknown lag counts as stale."""
+        return torch.gt(self.lag, 0.0)
 
     @property
     def ratio(self) -> Tensor:

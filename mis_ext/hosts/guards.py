@@ -19,6 +19,7 @@ from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams, TokenRatios
+from mis_ext.correction.passes import WATCHED
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.packing import extremes_of
@@ -132,11 +133,8 @@ def rejection_monitor(max_fraction: float) -> Monitor:
     return Monitor(_rejection_totals, partial(_warn_of_rejection, max_fraction), waits_first=False)
 
 
-_WATCHED = ("generated", "n", "kept", "kept responses", "responses")
-
-
 def _rejection_totals(correction: Correction) -> Tensor:
-    return torch.stack([correction.totals[name] for name in _WATCHED])
+    return torch.stack([correction.totals[name] for name in WATCHED])
 
 
 def _warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:

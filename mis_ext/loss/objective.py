@@ -19,7 +19,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.config import Gate
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import STALENESS, STATISTICS, TOTAL, Pair, Policy, bounded_exp
+from mis_ext.correction.tokens import STATISTICS, TOTAL, UPDATE, Pair, Policy, bounded_exp
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.words import PenaltyTokens
 from mis_ext.methods.batch import Batch, Reductions
@@ -49,7 +49,7 @@ class Objective(NamedTuple):
 def objective_of(settings: LossSettings) -> Objective:
     """Policy gradient and KL penalty, without the correction and without denominators."""
     # The current policy over the old one: the proximal or, where that is not looked at, the behavior policy.
-    pair = TOTAL if settings.old_is_behavior else STALENESS
+    pair = TOTAL if settings.old_is_behavior else UPDATE
     method = _method_of_mode(settings, pair) if settings.method is None else settings.method.method
     if settings.opsm_delta is not None:
         # Off-policy sequence masking: the sequence adds nothing, and stays in the denominator.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig, Gate, Weight
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import STALENESS
+from mis_ext.correction.tokens import UPDATE
 from mis_ext.methods.batch import Reductions
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import Ratio
@@ -36,7 +36,7 @@ class HookMethod(NamedTuple):
 def as_correction(method: Method) -> HookMethod:
     """The method as a configuration of the hook."""
     clip = method.surrogate
-    if not isinstance(clip, Ratio) or (clip.pair, clip.level) != (STALENESS, "token"):
+    if not isinstance(clip, Ratio) or (clip.pair, clip.level) != (UPDATE, "token"):
         what = f"{clip.level} ratio {' / '.join(clip.pair)}" if isinstance(clip, Ratio) else "no clipped ratio"
         raise ValueError(f"its surrogate ({what}) is not the host's, a clipped token ratio current / proximal")
     low, high, dual = clip.low, clip.high, clip.dual

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import REDUCTIONS, Action, Gate, Level, Reduce, Weight, When
-from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, STALENESS, STATISTICS, Pair, bounded_exp, bounded_expm1
+from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, STATISTICS, UPDATE, Pair, bounded_exp, bounded_expm1
 from mis_ext.methods.batch import Batch
 
 Spread = Literal["token", "sequence"]
@@ -141,7 +141,7 @@ class Ratio(Surrogate):
             gradient is the mean over its sequence. ``token``: its own.
     """
 
-    pair: Pair = STALENESS
+    pair: Pair = UPDATE
     level: Level = "token"
     low: RatioBound | None = None
     high: RatioBound | None = None

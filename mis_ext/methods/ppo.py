@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.tokens import STALENESS, TOTAL, Pair
+from mis_ext.correction.tokens import TOTAL, UPDATE, Pair
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import (
@@ -136,7 +136,7 @@ class ClippedMean(Surrogate):
 
     low: float
     high: float
-    pair: Pair = STALENESS
+    pair: Pair = UPDATE
     reduce = "mean"
     spread = "sequence"
 
@@ -240,7 +240,7 @@ class DropCovariance(OtherFactor):
     low: float
     high: float
     share: float
-    pair: Pair = STALENESS
+    pair: Pair = UPDATE
     ratio_low: float
     ratio_high: float
     seed: int = 0
@@ -271,7 +271,7 @@ class CovarianceKl(Term):
 
     scale: float
     share: float
-    pair: Pair = STALENESS
+    pair: Pair = UPDATE
     reduce = "batch_mean"
 
     def evaluate(self, batch: Batch) -> Penalty:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import STALENESS, TOTAL, Pair, bounded_expm1
+from mis_ext.correction.tokens import TOTAL, UPDATE, Pair, bounded_expm1
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import GrowingBound, KlTerm, Penalty, Ratio, Score, Term
@@ -133,7 +133,7 @@ def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     Claims: twice the speed of DAPO; best asymptote in ScaleRL.
     Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=STALENESS, mode="clip", low=low, high=high),))
+    return Method(surrogate=Score(), factors=(Weight(pair=UPDATE, mode="clip", low=low, high=high),))
 
 
 @published(
@@ -152,8 +152,8 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
     return Method(
         surrogate=Score(),
         factors=(
-            Weight(pair=STALENESS, mode="clip", low=positive[0], high=positive[1], when="positive"),
-            Weight(pair=STALENESS, mode="clip", low=negative[0], high=negative[1], when="negative"),
+            Weight(pair=UPDATE, mode="clip", low=positive[0], high=positive[1], when="positive"),
+            Weight(pair=UPDATE, mode="clip", low=negative[0], high=negative[1], when="negative"),
         ),
     )
 
@@ -169,7 +169,7 @@ def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) ->
     Claims: with small mismatch and staleness, all that is needed.
     Counter-claims: without replay, growing mismatch and collapse (DPPO).
     """
-    clip = Gate(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
+    clip = Gate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
     return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), clip))
 
 
@@ -202,8 +202,8 @@ def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> M
         surrogate=Score(),
         factors=(
             Weight(pair=_INVERSE, high=cap, when="positive"),
-            Weight(pair=STALENESS, mode="unbounded", when="negative"),
-            Gate(pair=STALENESS, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
+            Weight(pair=UPDATE, mode="unbounded", when="negative"),
+            Gate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
         ),
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MAX_LOG_RATIO, STALENESS, TOTAL, Pair, bounded_exp
+from mis_ext.correction.tokens import MAX_LOG_RATIO, TOTAL, UPDATE, Pair, bounded_exp
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term, ratio_and_slope
@@ -186,7 +186,7 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
     mismatch. The paper gives no threshold: this one is from mis_ext.
     """
     gate = Gate(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
-    return Method(surrogate=Ratio(pair=STALENESS, low=0.8, high=1.2), factors=(gate,))
+    return Method(surrogate=Ratio(pair=UPDATE, low=0.8, high=1.2), factors=(gate,))
 
 
 # Budgets of the batch: which tokens are dropped depends on how far all of them are off.
@@ -300,7 +300,7 @@ class Sigmoid(Surrogate):
 
     positive: float
     negative: float
-    pair: Pair = STALENESS
+    pair: Pair = UPDATE
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
@@ -360,7 +360,7 @@ class GaussianGate(OtherFactor):
     high: float
     positive: float
     negative: float
-    pair: Pair = STALENESS
+    pair: Pair = UPDATE
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The factor ``[T]``, at most 1; 1 where the step does not lead away from the old policy."""

@@ -120,6 +120,12 @@ class _Use(NamedTuple):
 
 
 class _Scored(torch.autograd.Function):
+    """Log-prob ``log p_v`` of the token ``v``, and entropy ``H``, with ``p = softmax(z / T)`` of a row of logits ``z``.
+
+    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_j`` is
+    ``(g (1[j = v] - p_j) - h p_j (log p_j + H)) / T``. With ``kept``, ``p_j`` of the first term is among kept columns.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use

@@ -32,7 +32,7 @@ def totals(
     valid_tokens: float | None = None,
 ) -> SimpleNamespace:
     """What a monitor reads of a correction."""
-    numbers = {"generated": tokens, "n": tokens if valid_tokens is None else valid_tokens, "kept": kept_tokens}
+    numbers = {"generated": tokens, "n": tokens if valid_tokens is None else valid_tokens, "kept tokens": kept_tokens}
     numbers |= {"responses": sequences, "kept responses": kept_sequences}
     return SimpleNamespace(totals={name: torch.tensor(x) for name, x in numbers.items()}, weights_T=torch.ones(2))
 

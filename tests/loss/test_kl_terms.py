@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mis_ext import PackedLayout
-from mis_ext.correction.tokens import STALENESS, TOTAL
+from mis_ext.correction.tokens import TOTAL, UPDATE
 from mis_ext.methods import KlTerm
 from mis_ext.methods.batch import Batch, Reductions
 
@@ -21,7 +21,7 @@ POLICIES = ("behavior", "proximal", "current", "reference")
 
 
 @pytest.mark.parametrize(
-    ("estimator", "importance", "cap"), [*itertools.product(ESTIMATES, (None, TOTAL, STALENESS), (None, 0.4))]
+    ("estimator", "importance", "cap"), [*itertools.product(ESTIMATES, (None, TOTAL, UPDATE), (None, 0.4))]
 )
 def test_value_and_slope_are_those_of_the_formula(estimator, importance, cap) -> None:
     generator = torch.Generator().manual_seed(2)

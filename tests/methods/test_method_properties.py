@@ -11,7 +11,7 @@ from rows import for_each
 
 from mis_ext import PackedLayout
 from mis_ext.correction.config import Gate
-from mis_ext.correction.tokens import MISMATCH, STALENESS
+from mis_ext.correction.tokens import MISMATCH, UPDATE
 from mis_ext.methods import METHODS, KlTerm, Method, RatioWeight, Score
 from mis_ext.methods.batch import WHOLE_SEQUENCE, mean_weights
 
@@ -188,7 +188,7 @@ def test_dcpo_bounds_solve_their_equation_and_stop_at_the_cap() -> None:
 
     q = Fixed.log_probs.exp()
     for gain in (0.2, -0.05):
-        ratio = ProbabilityBound(gain=gain, cap=10.0).log_edge(Fixed(), STALENESS).exp()
+        ratio = ProbabilityBound(gain=gain, cap=10.0).log_edge(Fixed(), UPDATE).exp()
         solved = q * ratio * (ratio - 1)
         is_exact = (ratio < 10) & (1 + 4 * gain / q >= 0)
         torch.testing.assert_close(solved[is_exact], torch.full_like(q, gain)[is_exact])
