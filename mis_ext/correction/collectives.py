@@ -83,10 +83,20 @@ def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
 
 def status_of_ranks(groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> Tensor:
     """0-dim, the status of the ranks that call this, where no correction exchanges it; in every call of one shape."""
-    status = torch.full((1,), global_rank() + 1.0 if fails else -math.inf, device=device)
-    for group in groups:
-        status = gather_rows(status, group).amax(0)
-    return status.squeeze(0)
+    due = [*groups]
+    try:
+        status = torch.full((1,), global_rank() + 1.0 if fails else -math.inf, device=device)
+        while due:
+            rows = gather_rows(status, due[0])
+            del due[0]
+            status = rows.amax(0)
+        return status.squeeze(0)
+    except Exception:
+        # An error here too is sent to the ranks that still wait.
+        if not fails:
+            with contextlib.suppress(Exception):
+                status_of_ranks(due, device=device, fails=True)
+        raise
 
 
 def gather_objects(value: Any, group: Group | None) -> list[Any]:

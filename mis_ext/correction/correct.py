@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -225,19 +226,31 @@ def due_of(
     is_whole: bool,
     device: torch.device,
 ) -> Due:
-    """The collectives of a call, in the order in which it joins them."""
+    """The collectives of a call, in the order in which it joins them.
+
+    A rank that could not read its lengths knows the right ones only as far as they are numbers. With other lengths, or
+    fewer, than on the other context-parallel ranks, its rows have another shape than theirs.
+    """
     plan, of_parts = plan_of(config), None if is_whole else cp_group
-    # A rank that reports wrong lengths has them here.
-    num_tokens = sum(length for length in response_lengths if isinstance(length, int))
+    num_sequences = num_tokens = 0
+    if cp_group is not None:
+        num_sequences, num_tokens = len(response_lengths), sum(map(_as_integer, response_lengths))
     rows = []
     if plan.segment_gates:
         rows.append(Row((1 + len(plan.segment_gates), num_tokens), torch.float32, of_parts, has_status=False))
-    rows.append(Row((len(plan.sums) + len(plan.maxima) + 1, len(response_lengths)), torch.float64, cp_group))
+    rows.append(Row((len(plan.sums) + len(plan.maxima) + 1, num_sequences), torch.float64, cp_group))
     if plan.needs_group:
         rows.append(Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group))
     if config.rejects_single_tokens:
         rows.append(Row((-(-num_tokens // _BITS) + STATUS_BYTES,), torch.uint8, of_parts))
     return Due(rows, device)
+
+
+def _as_integer(length: Any) -> int:
+    try:
+        return int(length)
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 def _merged(due: Due, group: Group, num_sums: int, own: Tensor) -> Tensor:

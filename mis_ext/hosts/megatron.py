@@ -107,9 +107,10 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             "skip it",
             stacklevel=4,
         )
-    told, device = status_groups(loss, groups, extra_metrics=host.metrics), device_of(logits)
+    told, device = status_groups(settings, groups, extra_metrics=host.metrics), device_of(logits)
     lengths = batch.get("response_lengths") or ()
-    with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
+    local_work = partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
+    with local_work(corrects=loss.has_correction):
         check_entries("batch", batch, _NEEDED)
         check_tensors({"logits": logits})
         if logits.ndim < 2:
@@ -171,7 +172,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         settings,
         tokens,
         session=run.session,
-        told=told,
+        corrects=loss.has_correction,
         groups=groups,
         make_reducer=None if make_reducer is None else partial(_reducer, make_reducer, loss, batch, layout),
         extra_metrics=host.metrics,

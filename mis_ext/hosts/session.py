@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -113,19 +113,23 @@ class Session:
         *,
         groups: Groups,
         device: torch.device,
-        status_groups: Sequence[Group] | None = None,
+        status_groups: Sequence[Group] = (),
+        corrects: bool = True,
     ) -> Iterator[None]:
-        """What a rank does before the collectives of a call: an error in it is raised when the other ranks know it.
+        """Local work before the collectives of a call: an error in it is raised after the other ranks know of it.
 
-        With ``status_groups`` they are the ranks that call :meth:`exchange_status`, and not those of a correction.
+        They learn of it in the collectives of a correction, if the call ``corrects``, and then in
+        :meth:`exchange_status` of ``status_groups``.
         """
         try:
             yield
         except Exception:
-            if status_groups is not None:
+            # The first error is raised, also where a group itself is broken.
+            with suppress(Exception):
+                if corrects and not groups.is_alone:
+                    self.tell_failure(response_lengths, groups=groups, device=device)
+            with suppress(Exception):
                 self.exchange_status(status_groups, device=device, fails=True)
-            elif not groups.is_alone:
-                self.tell_failure(response_lengths, groups=groups, device=device)
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> None:

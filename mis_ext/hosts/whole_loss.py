@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -103,8 +104,9 @@ def policy_loss_from_log_probs(
     device = device_of(response_mask, current_logprobs)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss, settings = run.loss, run.loss.settings
-    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
-    with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
+    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss.settings, groups)
+    local_work = functools.partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
+    with local_work(corrects=loss.has_correction):
         if run.config.group is not None:
             refuse_group_keys(run.config.group.said)
         if loss.reducer_path is not None:
@@ -166,7 +168,7 @@ def policy_loss_from_log_probs(
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")
-    found = packed_loss(settings, tokens, session=run.session, told=told, groups=groups)
+    found = packed_loss(settings, tokens, session=run.session, corrects=loss.has_correction, groups=groups)
     if settings.per_token_loss:
         num_terms = found.response_T.sum().float()
     else:
@@ -224,8 +226,9 @@ def policy_loss_from_hidden(
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss = run.loss
-    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss, groups)
-    with run.session.local_work(lengths, groups=groups, device=device, status_groups=told):
+    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss.settings, groups)
+    local_work = functools.partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
+    with local_work(corrects=loss.has_correction):
         check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
@@ -318,13 +321,9 @@ def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:
 
 
 def status_groups(
-    loss: WholeLoss, groups: Groups, *, extra_metrics: frozenset[str] = frozenset()
-) -> list[Group] | None:
-    """Who hears of an error before a loss; None where its correction says it to all, none where nobody would wait."""
-    return None if loss.has_correction else _waiting(loss.settings, groups, extra_metrics)
-
-
-def _waiting(settings: LossSettings, groups: Groups, extra_metrics: frozenset[str]) -> list[Group]:
+    settings: LossSettings, groups: Groups, *, extra_metrics: frozenset[str] = frozenset()
+) -> list[Group]:
+    """The ranks that exchange a status before and after the sums of a loss, because they wait in them."""
     return groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
 
 
@@ -333,38 +332,43 @@ def packed_loss(
     tokens: LossTokens,
     *,
     session: Session,
-    told: list[Group] | None,
+    corrects: bool,
     groups: Groups,
     make_reducer: Callable[[Correction | None], Reducer] | None = None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> PolicyLoss:
-    """Correct the tokens, and compute their loss; ``told`` are those of :func:`status_groups`.
+    """Correct the tokens, if the loss ``corrects``, and compute their loss; ``make_reducer`` runs code of the user.
 
-    ``make_reducer`` runs code of the user: whoever waits in the sums of the loss hears of an error in it.
+    An error before the sums of the loss is sent to the ranks that wait in them: a correction tells of its own errors
+    only the ranks in its collectives.
     """
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
     reducer: Reducer | None = None
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
-    if told is None:
-        if "behavior" in log_probs:
+    told = status_groups(settings, groups, extra_metrics=extra_metrics)
+    telling = functools.partial(
+        session.local_work,
+        layout.response_lengths,
+        groups=groups,
+        device=mask_R.device,
+        status_groups=told,
+        corrects=False,
+    )
+    with telling():
+        if corrects and "behavior" in log_probs:
             # Between the behavior policy and the one whose ratio to it is not in the loss yet.
             trainer: Policy = "proximal" if settings.uses_proximal else "current"
             streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout, tokens.lag_T)
             correction = session.correct(streams, groups=groups, token_metrics=True)
             token_metrics = correction.token_metrics
-        else:
+        elif corrects:
             session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
             not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
             token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
-        # Behind a correction nobody else has an error to tell.
-        told = [] if make_reducer is None else _waiting(settings, groups, extra_metrics)
-    if make_reducer is not None:
-        with session.local_work(layout.response_lengths, groups=groups, device=mask_R.device, status_groups=told):
+        if make_reducer is not None:
             reducer = make_reducer(correction)
     session.exchange_status(told, device=mask_R.device)
-    # Who has waited in the sums of the loss hears behind them of an error between two.
-    told = _waiting(settings, groups, extra_metrics)
     found = compute_policy_loss(
         settings,
         tokens,
@@ -372,7 +376,8 @@ def packed_loss(
         token_metrics=token_metrics,
         reducer=reducer,
         extra_metrics=extra_metrics,
-        telling=session.local_work(layout.response_lengths, groups=groups, device=mask_R.device, status_groups=told),
+        # Ranks that have waited in the sums of the loss learn behind them of an error between two.
+        telling=telling(),
     )
     session.exchange_status(told, device=mask_R.device)
     return found

@@ -182,15 +182,14 @@ class Corrected(NamedTuple):
     has_weight: bool
 
     @classmethod
-    def by(cls, correction: Correction | None) -> Corrected | None:
-        """None without a correction, or by one that only measures."""
+    def by(cls, correction: Correction | None, *, is_empty: bool = False) -> Corrected | None:
+        """None without a correction, or by one that only measures; with ``is_empty`` of no token."""
         if correction is None or correction.config.metrics_only:
             return None
-        return cls(correction.weights_T, correction.keep_mask_T, correction.config.weight is not None)
-
-    def emptied(self) -> Corrected:
-        """The same of no token."""
-        return self._replace(weights_T=self.weights_T[:0], kept_T=self.kept_T[:0])
+        has_weight, nothing_T = correction.config.weight is not None, correction.weights_T[:0]
+        if is_empty:
+            return cls(nothing_T, nothing_T != 0.0, has_weight)
+        return cls(correction.weights_T, correction.keep_mask_T, has_weight)
 
 
 def evaluate(

@@ -97,16 +97,17 @@ def compute_policy_loss(
     """
     dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
-    corrected, metrics = Corrected.by(correction), token_metrics or {}
+    metrics = token_metrics or {}
     with telling or contextlib.nullcontext():
         try:
+            corrected = Corrected.by(correction)
             totals, passed, share_T, response_T = _sums(
                 settings, tokens, reductions, correction, corrected, token_metrics, reducer, extra_metrics
             )
         except Exception:
             # What was wrong first is raised, also where a group itself is broken.
             with contextlib.suppress(Exception):
-                nothing = None if corrected is None else corrected.emptied()
+                nothing = Corrected.by(correction, is_empty=True)
                 no_metrics = None if token_metrics is None else {name: metrics[name][:0] for name in metrics}
                 left = reductions.left_over()
                 _sums(settings, tokens.emptied(), left, None, nothing, no_metrics, None, extra_metrics)
