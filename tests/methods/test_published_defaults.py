@@ -5,14 +5,9 @@ from typing import get_type_hints
 
 import pytest
 
-from mis_ext.checks import token_sums as limits
 from mis_ext.keys.reading import RunConfig, ScoringChoice, WholeLoss, config_from_mapping
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.published import ChosenMethod
-
-
-def test_limits_of_the_guards() -> None:
-    assert (limits.MAX_LOG_PROB, limits.MAX_MEAN_ABS_DIFF, limits.SHIFT_FACTOR) == (0.1, 0.3, 0.5)
 
 
 def test_the_types_of_settings_are_found_at_run_time() -> None:

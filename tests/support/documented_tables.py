@@ -121,9 +121,6 @@ def _source(paper: str) -> str:
 
 
 def causes_table() -> Table:
-    """The causes, with a star on those that guards can judge: title, and what shows them."""
-    rows = (
-        (f"`{cause.name}`" + " *" * (cause.needs[-1] == "tokens"), cause.title, cause.looks_like)
-        for cause in CAUSES.values()
-    )
-    return Table(("cause", "what it is", "what shows it"), tuple(rows))
+    """The causes in the order of the search: what each is, what shows it, and what to do."""
+    rows = ((f"`{cause.name}`: {cause.title}", cause.looks_like, cause.advice) for cause in CAUSES.values())
+    return Table(("cause", "what you see", "fix"), tuple(rows))

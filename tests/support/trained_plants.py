@@ -334,7 +334,7 @@ IN_ENGINES: dict[str, Plant[Pair]] = {
     "fp8 cache (e4m3)": Plant("low_precision", _cache(torch.float8_e4m3fn), _PRECISION),
     "fp16 kernels": Plant("bf16_kernels", fp16_kernels),
     "positions from 92 on": Plant("late_positions", late, "begins at a position"),
-    "padded vocabulary": Plant("vocabulary_padding", padded, "padding of the trainer's vocabulary"),
+    "padded vocabulary": Plant("top_p_or_top_k", padded, "padding of the trainer's vocabulary"),
     "another prompt": Plant("", _seen(_other_prompt), _PROMPT),
     "another chat template": Plant("", _seen(_other_template), _PROMPT),
     "presence penalty": Plant("", _sampler(_presence), _PENALTY),
@@ -347,15 +347,15 @@ IN_ENGINES: dict[str, Plant[Pair]] = {
     "min-p 0.05": Plant("top_p_or_top_k", _sampler(_min_p), _CUT),
 }
 IN_LOG_PROBS: dict[str, Plant[Sides]] = {
-    "3 samples of others": Plant("retokenised_samples", _foreign, is_part=True),
-    "all shifted": Plant("shifted_by_one_token", _engine(lambda _, each: each.roll(1))),
+    "3 samples of others": Plant("other_text", _foreign, is_part=True),
+    "all shifted": Plant("shifted_log_probs", _engine(lambda _, each: each.roll(1))),
     "a tenth shifted": Plant(
-        "shifted_by_one_token", _engine(lambda n, each: each if n % 10 else each.roll(1)), is_part=True
+        "shifted_log_probs", _engine(lambda n, each: each if n % 10 else each.roll(1)), is_part=True
     ),
     "base 2": Plant("log_base", _engine(lambda _, each: each / math.log(2.0)), "logarithms to the base 2"),
     "the trainer's to base 10": Plant("log_base", _base_10),
-    "negated": Plant("negated_log_probs", _engine(lambda _, each: -each)),
-    "a bonus in 2 samples": Plant("positive_log_probs", _engine(lambda n, each: each + (n in (8, 9))), is_part=True),
+    "negated": Plant("not_log_probs", _engine(lambda _, each: -each)),
+    "a bonus in 2 samples": Plant("not_log_probs", _engine(lambda n, each: each + (n in (8, 9))), is_part=True),
     "log-probs in bf16": Plant("bf16_log_probs", _engine(lambda _, each: each.bfloat16().float())),
     "2 greedy samples": Plant("placeholder_log_probs", _engine(_greedy), is_part=True),
     "4 placeholders": Plant("placeholder_log_probs", _engine(_placeholders), is_part=True),

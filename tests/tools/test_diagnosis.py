@@ -58,17 +58,15 @@ def by_audit(tokens: Tokens) -> tuple[Diagnosis, ...]:
 
 MISTAKES = {
     "placeholder_log_probs",
-    "negated_log_probs",
-    "shifted_by_one_token",
-    "shifted_by_many_tokens",
-    "positive_log_probs",
-    "retokenised_samples",
-    "other_context",
+    "shifted_log_probs",
+    "not_log_probs",
+    "other_text",
+    "packed_responses",
+    "penalties",
     "log_base",
     "temperature",
     "broken_trainer",
     "broken_engine",
-    "vocabulary_padding",
     "top_p_or_top_k",
 }
 """The log-probs are not those of the policy that sampled: a weight would be of another distribution."""
@@ -83,7 +81,7 @@ def test_the_report_names_the_planted_cause_and_nothing_else(plant) -> None:
 
 
 FIRST = {cause: plant for plant, (cause, _) in reversed(SINGLE.items())}
-AUDITED = {"quantised", "equal"} | {FIRST[name] for name, cause in CAUSES.items() if "samples" in cause.needs}
+AUDITED = {"quantised", "equal", "old versions", "other ids", "another text"}
 
 
 # It measures sample by sample, 20 times as long, and then asks the same table: what shows in whole samples is planted
@@ -96,7 +94,16 @@ def test_the_audit_names_the_planted_cause_and_nothing_else(plant) -> None:
 
 
 def test_every_cause_is_planted() -> None:
-    assert {cause for cause, _ in SINGLE.values()} == {*CAUSES}
+    sizes = {
+        "bf16_kernels",
+        "bf16_or_low_precision",
+        "low_precision",
+        "large_mismatch",
+        "broken_trainer",
+        "broken_engine",
+    }
+    # The others need rows or ids: see below.
+    assert {cause for cause, _ in SINGLE.values()} == {*CAUSES} - {"size", "packed_responses", "penalties"} | sizes
 
 
 def k3_of(tokens: Tokens) -> float:
@@ -117,17 +124,22 @@ def test_a_small_cause_does_not_hide_a_large_one(mixture) -> None:
     # What each gives alone, to engines that are equal otherwise.
     alone = {CAUSED_BY[change]: k3_of(mixed(0, [change], kernels=0.0, count=112)) for change in mixture}
     # Of the tokens that are left, in the order of the table.
-    taken_out = [name for name in CAUSES if name in causes and CAUSES[name].takes_out]
+    outs = {each.cause for each in found if each.takes_out}
+    taken_out = [name for name in CAUSES if name in outs]
     for each in found:
         gone = taken_out[: taken_out.index(each.cause)] if each.takes_out else taken_out
         truth = alone[each.cause] / sum(k3 for name, k3 in alone.items() if name not in gone)
         assert each.k3_share == pytest.approx(truth, rel=0.0, abs=0.05) or 0.5 < each.k3_share / truth < 2.0
     # Of temperature a line through the log-probs shows half.
-    assert left.k3_left < 1e-3 or left.explained > 0.5
+    assert left.k3 < 1e-3 or left.explained > 0.5
 
 
 SIZED = {
-    "padding, a mixture": (plants.padded_head, partial(plants.experts, size=1.0), ("top_p_or_top_k", "expert_routing")),
+    "padding, a mixture": (
+        partial(plants.padded_head, count=12),
+        partial(plants.experts, size=1.0),
+        ("top_p_or_top_k", "expert_routing"),
+    ),
     "old weights, late positions": (plants.older, partial(plants.late, size=0.5), ("stale_weights", "late_positions")),
     "top-p, a mixture": (plants.nucleus, partial(plants.experts, size=1.7), ("top_p_or_top_k", "expert_routing")),
 }
@@ -185,7 +197,7 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
     tokens = planted(0, [], [plants.shifted])
     for behavior in tokens.behavior:
         behavior[::3] = -9999.0
-    expected = ["placeholder_log_probs", "shifted_by_one_token"]
+    expected = ["placeholder_log_probs", "shifted_log_probs"]
     assert [found.cause for found in by_report(tokens)] == expected
 
 
@@ -249,7 +261,7 @@ def test_samples_whose_ids_differ_are_left_out_and_no_others_however_far_apart_t
     )
     # One sample of 113 with less than 1 % of k3 is no certain fault.
     stale, found = by_report(other)
-    assert (found.cause, found.confidence, stale.cause) == ("retokenised_samples", "possible", "stale_weights")
+    assert (found.cause, found.confidence, stale.cause) == ("other_text", "possible", "stale_weights")
     assert stale.k3_share == alone.k3_share
 
 
@@ -333,7 +345,7 @@ def test_the_slope_of_a_power_is_that_of_the_tokens_by_hand() -> None:
     slope = float((w * (o - o.mean())).sum() / (w * (s - s.mean())).sum())
     left = o - o.mean() - slope * (s - s.mean())
     along = float((w * (s - s.mean())).sum())
-    power = collected(tokens).search()[1].tokens.powers[0]
+    power = collected(tokens).search()[1].powers[0]
     assert power.slope == pytest.approx(slope, rel=1e-5)
     assert power.error == pytest.approx(float((w * left).square().sum().sqrt()) / along, rel=1e-4)
     assert power.fit == pytest.approx(float((w * left * left).sum() / (w.abs() * left * left).sum()), abs=1e-4)
@@ -423,7 +435,7 @@ def test_probabilities_of_an_open_model_are_all_wrong(side) -> None:
         values.exp_()
     assert 0.1 < float((torch.cat(getattr(tokens, side)) > 0.1).float().mean()) < 0.5
     (found,) = by_report(tokens)
-    assert (found.cause, found.k3_share) == ("positive_log_probs", 1.0)
+    assert (found.cause, found.k3_share) == ("not_log_probs", 1.0)
 
 
 @pytest.mark.parametrize(("kind", "noise"), [("flat", 0.01), ("peaked", 0.1), ("many", 1.0)])

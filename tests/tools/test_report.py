@@ -4,7 +4,6 @@
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +14,8 @@ from hypothesis import given
 from searching import searching
 
 import mis_ext
-from mis_ext.tools.diagnosis import Measuring
+from mis_ext.tools.diagnosis import Evidence, Gathering
+from mis_ext.tools.diagnosis import evidence as evidence_module
 from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
 from mis_ext.tools.report.findings import MAX_WAITING
 from mis_ext.tools.report.tally import NUM_SIZES, effective_share, k_hat, quantile, size_of_bin
@@ -167,21 +167,23 @@ def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
     assert removed == pytest.approx(1.0 - outcome.kept_tokens, abs=0.5 / num_response + 1e-9) or point.config.gates
 
 
-def test_evidence_of_causes_is_summed_over_the_tokens_that_have_it() -> None:
+def test_evidence_of_causes_is_of_the_tokens_that_have_both_log_probs() -> None:
     behavior, proximal = torch.tensor([0.0, -0.5, -0.3, -9.0]), torch.tensor([-0.25, 0.0, -0.7, math.nan])
     part = Part.of_lists(proximal=[proximal], behavior=[behavior])
-    measuring = Measuring().add(part.tokens, part.streams.layout, response_mask_R=part.streams.response_mask_R)
-    signals = measuring.measured().signals
-    # Numbers that are not 0, and those of them that bfloat16 has: -0.25 and -0.7, -0.5 and -0.3.
-    assert signals.rounded[:, :2].tolist() == [[2, 1], [2, 1]]
-    # More tokens than float32 can count.
-    shifts = torch.zeros_like(signals.shifts)
-    shifts[0, 0, 100], shifts[0, 0, 200] = 2.0**25, 2.0**25 + 1.0
-    upper = replace(signals, shifts=shifts).typical_shift()
-    shifts[0, 0, 200] -= 1.0
-    assert upper > replace(signals, shifts=shifts).typical_shift()
+    evidence = Evidence.of(part.tokens, part.streams.layout, given=part.streams[:2], token_ids=[[3, 5, 3, 3]])
+    assert evidence.d_T.tolist() == pytest.approx([-0.25, 0.5, -0.4])
+    assert evidence["missing_trainer"].tolist() == [1.0]
+    assert evidence.repeated_T.tolist() == [0, 0, 1]
     # A behavior log-prob of 0 says nothing about the engines.
-    line = signals.tokens.line
-    assert (line.num_tokens, line.d) == pytest.approx((2, 0.1))
-    assert (line.b, line.p) == pytest.approx((-0.8, -0.7))
-    assert (line.bd, line.pd) == pytest.approx((-0.13, 0.28))
+    assert evidence.uncertain.engine_T.tolist() == pytest.approx([-0.5, -0.3])
+    assert evidence.shift_T[1:].tolist() == pytest.approx([0.5 / 0.393469, 0.4 / 0.259182], rel=1e-5)
+
+
+def test_of_many_tokens_whole_blocks_of_responses_are_kept_however_they_come(monkeypatch) -> None:
+    monkeypatch.setattr(evidence_module, "MAX_KEPT", 1000)
+    parts = [Part.of_lists(proximal=[torch.zeros(5)] * count, behavior=[torch.zeros(5)] * count) for count in (64, 400)]
+    evidence = [Evidence.of(part.tokens, part.streams.layout) for part in parts]
+    kept = [Gathering().add(first).add(second).evidence for first, second in (evidence, evidence[::-1])]
+    assert kept[0].ordinal_S.tolist() == kept[1].ordinal_S.tolist()
+    assert 320 < len(kept[0]) <= 1000
+    assert {*(kept[0].ordinal_S // 64 % 4).tolist()} == {0}

@@ -143,7 +143,7 @@ def test_every_number_is_in_the_json(low_precision) -> None:
 def test_the_page_and_the_terminal_say_shares_doubts_and_what_is_unexplained(low_precision) -> None:
     (found,) = json.loads((low_precision / "summary.json").read_text())["diagnoses"]
     assert found["k3_share"] == 1.0
-    assert len(found["alternatives"]) == 4
+    assert len(found["alternatives"]) == 6
     alternatives = "; ".join(found["alternatives"])
     page = (low_precision / "report.html").read_text()
     shown = (low_precision.parent / "terminal.txt").read_text()

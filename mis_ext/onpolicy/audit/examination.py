@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout, TokenRatios
 from mis_ext.onpolicy.audit.audit_report import Divergence, Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
-from mis_ext.tools.diagnosis.measuring import Measuring, versions_behind
+from mis_ext.tools.diagnosis.evidence import Evidence, versions_behind
 
 
 class Sample(NamedTuple):
@@ -125,7 +125,7 @@ class Facts(NamedTuple):
     max_abs_diff: float
     max_ulp: int
     first_divergence: Divergence | None
-    shown: Measuring
+    shown: Evidence
     """What causes show in."""
 
     @property
@@ -180,7 +180,7 @@ def examine(sample: Sample, index: int) -> Problem | Facts | None:
     )
 
 
-def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Measuring:
+def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Evidence:
     """Differences in float64, because of two float64 numbers float32 may be equal."""
     rollout_T, train_T = (torch.where(active_T, each, 0.0).double() for each in (rollout_T, train_T))
     tokens = TokenRatios(
@@ -192,10 +192,9 @@ def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor)
     )
     trainer, engine = (_version_names(each) for each in (sample.train_version, sample.rollout_versions))
     has_ids = sample.train_token_ids is not None and sample.rollout_token_ids is not None
-    return Measuring().add(
+    return Evidence.of(
         tokens,
         PackedLayout.whole([len(active_T)]),
-        response_mask_R=active_T,
         versions_behind=[versions_behind(next(iter(trainer), None), engine)],
         # Those that differ are a problem.
         has_other_ids=[False if has_ids else None],

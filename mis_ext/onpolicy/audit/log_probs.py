@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mis_ext.checks.token_sums import MIN_CONSTANT_TOKENS
 from mis_ext.onpolicy.audit.audit_report import AuditReport, Problem, Verdict
 from mis_ext.onpolicy.audit.examination import Facts, Found, Sample, examine_rows
 from mis_ext.tools.diagnosis.cause import Diagnosis
-from mis_ext.tools.diagnosis.measuring import Measuring
+from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
 from mis_ext.tools.diagnosis.table import diagnose
+from mis_ext.tools.diagnosis.thresholds import MIN_CONSTANT_TOKENS
 
 if TYPE_CHECKING:
     from mis_ext.tools.dumps import DumpedSample, Dumps
@@ -228,12 +228,12 @@ def _report(found: Found, *, skipped: Sequence[object] = ()) -> AuditReport:
 
 def _diagnoses(found: Found, verdict: Verdict) -> list[Diagnosis]:
     """Causes of a difference; of streams that are equal, or cannot be compared, only mistakes in them."""
-    others = [Measuring.of_other_ids() for problem in found.problems if problem.has_other_ids]
+    others = [Evidence.of_other_ids() for problem in found.problems if problem.has_other_ids]
     if verdict is Verdict.INVALID and not others:
         return []
-    causes = diagnose(Measuring.joined([*(fact.shown for fact in found.facts), *others]).measured())
+    causes = diagnose(_gathered([*(fact.shown for fact in found.facts), *others]))
     if verdict is Verdict.INVALID:
-        return [each for each in causes if each.cause == "retokenised_samples"]
+        return [each for each in causes if each.cause == "other_text"]
     return [each for each in causes if each.is_fault or verdict is Verdict.DIFFERENT]
 
 
@@ -252,12 +252,20 @@ def _cautions(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
             "one side may be a copy of the other: give what the engine recorded before training, of every sample "
             "(--engine-records)"
         )
-    measured = Measuring.joined(each.shown for each in facts).measured()
-    if measured.signals is not None and all(of == rounded for of, rounded, _ in measured.signals.rounded.tolist()):
+    tokens = _gathered([each.shown for each in facts])
+    sides = (tokens.trainer_T, tokens.engine_T)
+    if all(bool((side_T.bfloat16().double() == side_T).all()) for side_T in sides):
         cautions.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
     if any(each.is_stale for each in facts):
         cautions.append("the weight versions differ, the log-probs do not: no weight changed, or a version is wrong")
-    number, count = measured.tokens.one_number("behavior"), measured.tokens.num_valid
-    if count >= MIN_CONSTANT_TOKENS and number is not None:
-        cautions.append(f"all {count:.0f} log-probs of both sides are {number:g}, as where an engine returned none")
+    number, count = tokens.engine_T[0], len(tokens)
+    if count >= MIN_CONSTANT_TOKENS and bool((tokens.engine_T == number).all()):
+        cautions.append(f"all {count} log-probs of both sides are {number:g}, as where an engine returned none")
     return cautions
+
+
+def _gathered(parts: Sequence[Evidence]) -> Evidence:
+    gathering = Gathering()
+    for part in parts:
+        gathering.add(part)
+    return gathering.evidence

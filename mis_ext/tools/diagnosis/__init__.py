@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of causes of a mismatch: the guards of a run, the report and the audit ask it.
+"""One table of causes of a mismatch: the report and the audit ask it.
 
-:class:`Measuring` adds up what tokens show, :func:`diagnose` names the causes in ``CAUSES`` that it points to, each
-with the share of k3 that it explains.
+:class:`Gathering` keeps tokens, :func:`diagnose` names the causes in ``CAUSES`` that they point to, each with the share
+of k3 that it explains. Begin with ``table.py``; ``thresholds.py`` has every number.
 """
 
 from mis_ext.tools.diagnosis.cause import Cause, Diagnosis, Finding
-from mis_ext.tools.diagnosis.measuring import Measured, Measuring
+from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
 from mis_ext.tools.diagnosis.table import CAUSES, diagnose, search
 
-__all__ = ["CAUSES", "Cause", "Diagnosis", "Finding", "Measured", "Measuring", "diagnose", "search"]
+__all__ = ["CAUSES", "Cause", "Diagnosis", "Evidence", "Finding", "Gathering", "diagnose", "search"]

@@ -1,47 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cause is, and what its rule finds."""
+"""What a cause is, what its rule looks at, and what it finds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from inspect import signature
+from functools import cached_property
 from typing import Any, Literal
 
+from torch import Tensor
+
 from mis_ext.correction.config import GuardName
-from mis_ext.tools.diagnosis.measuring import Kind
+from mis_ext.tools.diagnosis.evidence import Evidence, Power
+from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, MIN_K3_SHARE
 
 Confidence = Literal["certain", "likely", "possible"]
-Need = Literal["tokens", "signals", "samples"]
-"""What a rule looks at, as attributes of :class:`~mis_ext.tools.diagnosis.measuring.Measured` that must be there."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
+class Left:
+    """What the causes before leave to a rule.
+
+    Attributes:
+        tokens: Those that no cause before has taken out.
+        whole: All of them.
+        explained: Share of the k3 of ``tokens`` that causes before explain.
+        found: Their names.
+    """
+
+    tokens: Evidence
+    whole: Evidence
+    explained: float = 0.0
+    found: tuple[str, ...] = ()
+
+    @property
+    def k3(self) -> float:
+        """Per token, without what is explained."""
+        return self.tokens.k3 * (1.0 - self.explained)
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether a cause before explains most of k3, or has taken tokens out."""
+        return self.explained >= MAIN_SHARE or len(self.tokens) < len(self.whole)
+
+    @cached_property
+    def powers(self) -> tuple[Power, Power]:
+        """Of the engine's distribution the trainer's, and the reverse: each as if the former had sampled."""
+        tokens = self.tokens
+        return Power.of(tokens.engine_T, tokens.trainer_T), Power.of(tokens.trainer_T, tokens.engine_T)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Finding:
     """What a rule found: the fields of :class:`Diagnosis`, and what the search does then.
 
     Attributes:
-        advice: What to do, where it is not what the row says.
+        name: Of the cause, where a row has several.
+        title: What it is, where it is not what the row says; then the advice.
+        is_fault: Likewise.
         is_all: Whether it is all that differs: then nothing else is looked for.
-        takes_out: Which tokens are left out of the search for what follows, besides those that have no log-prob.
-        hides: Causes that its tokens would be taken for, whatever it explains.
+        tokens_T: Which of the tokens it explains whole: they are left out of what follows.
     """
 
     confidence: Confidence
     evidence: str
     k3_share: float = math.nan
     is_up_to: bool = False
-    advice: str = ""
     is_pattern: bool = True
-    is_all: bool = False
-    takes_out: Kind | None = None
     alternatives: tuple[str, ...] = ()
-    hides: tuple[str, ...] = ()
+    name: str = ""
+    title: str = ""
+    advice: str = ""
+    is_fault: bool | None = None
+    is_all: bool = False
+    tokens_T: Tensor | None = None
 
 
-Rule = Callable[..., Finding | None]
-"""Of what was measured, and of what the row says that the rule looks at."""
+Rule = Callable[[Left], Finding | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,45 +88,28 @@ class Cause:
         name: Stable for programs.
         title: What it is.
         looks_like: What shows it, for the documentation.
-        needs: What its rule looks at.
-        rule: What is found, from what was measured and from what it looks at; None where nothing is.
+        rule: What is found.
         advice: What to do.
         is_fault: Whether it is a mistake to repair first, which no configuration corrects.
         guard: Which guard of a run stops on it.
-        takes_out: Tokens that show it are left out of the search for what follows.
-        hides: Causes that this one would be taken for: they are not looked for where it is found.
+        is_setting: Whether it is the same in all steps: the steps before a change must show it, too.
+        is_shape: Whether it is a place or a tail: where k3 changes over steps, it must have nearly all of it.
     """
 
     name: str
     title: str
     looks_like: str
-    needs: tuple[Need, ...]
     rule: Rule
     advice: str
     is_fault: bool = False
     guard: GuardName | None = None
-    takes_out: bool = False
-    hides: tuple[str, ...] = ()
-
-
-TAILS = ("few_tokens", "expert_routing")
-
-MIN_K3_SHARE = 0.01
-"""What is less of k3, and shown by less than a hundredth of the tokens, is never certain and makes no headline."""
+    is_setting: bool = False
+    is_shape: bool = False
 
 
 def cause(**row: Any) -> Callable[[Rule], Cause]:
-    """A rule with its row: the other fields of :class:`Cause`, which say what it finds.
-
-    What the rule looks at are its parameters behind the first, by name. :mod:`~mis_ext.tools.diagnosis.table` has the
-    causes in their order.
-    """
-
-    def with_row(rule: Rule) -> Cause:
-        looked_at: Any = tuple(signature(rule).parameters)[1:]
-        return Cause(rule=rule, needs=looked_at, **row)
-
-    return with_row
+    """A rule with its row: the other fields of :class:`Cause`."""
+    return lambda rule: Cause(rule=rule, **row)
 
 
 @dataclass(frozen=True)
@@ -131,11 +150,11 @@ class Diagnosis:
         """A row with what its rule found."""
         same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives")
         made = cls(
-            cause=cause.name,
-            title=cause.title,
+            cause=finding.name or cause.name,
+            title=finding.title or cause.title,
             advice=finding.advice or cause.advice,
-            is_fault=cause.is_fault,
-            takes_out=cause.takes_out,
+            is_fault=cause.is_fault if finding.is_fault is None else finding.is_fault,
+            takes_out=finding.tokens_T is not None,
             is_of_rest=is_of_rest,
             **{name: getattr(finding, name) for name in same},
         )

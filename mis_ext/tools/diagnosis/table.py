@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of causes, in the order in which they are looked for.
 
-What is in the data itself comes first, then what the log-probs are of, then how they were computed, then what a
-mismatch of this size usually is. Guards, the report and the audit ask :func:`diagnose`.
+What is in the data itself comes first, then who and which tokens are affected, then what the log-probs are of, then
+when it started, then how large is what is left. Report and audit ask :func:`diagnose`.
 """
 
 from __future__ import annotations
@@ -10,90 +10,84 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mis_ext.tools.diagnosis import engines, missing, sampling, size, staleness
-from mis_ext.tools.diagnosis.cause import Cause, Diagnosis
-from mis_ext.tools.diagnosis.measuring import Measured
-
-MIN_HIDING = 0.5
-"""Share of k3 from which on a cause hides those that it would be taken for."""
-
-_SIZES = (size.equal, size.kernels, size.kernels_or_low_precision, size.low_precision, size.large)
+from mis_ext.tools.diagnosis import data, groups, places, sampling, size, steps
+from mis_ext.tools.diagnosis.cause import Cause, Diagnosis, Finding, Left
+from mis_ext.tools.diagnosis.evidence import Evidence
+from mis_ext.tools.diagnosis.thresholds import SHAPE_OF_CHANGE
 
 CAUSES: dict[str, Cause] = {
     cause.name: cause
     for cause in (
-        missing.placeholders,
-        missing.negated,
-        missing.shifted,
-        missing.shifted_by_many,
-        missing.positive,
-        missing.other_ids,
-        missing.other_context,
-        engines.formula,
-        sampling.other_base,
-        engines.prefix,
-        engines.late,
+        data.placeholders,
+        size.equal,
+        data.not_log_probs,
+        data.shifted,
+        groups.packed,
+        groups.other_text,
+        data.other_base,
+        places.prefix,
+        places.late,
         sampling.temperature,
-        missing.broken_trainer,
-        missing.broken_engine,
-        sampling.padding,
         sampling.truncation,
-        engines.bf16,
-        staleness.stale,
-        engines.decoding,
-        engines.few_tokens,
-        engines.experts,
-        *_SIZES,
+        sampling.penalties,
+        sampling.rounded,
+        steps.stale,
+        places.experts,
+        size.size,
     )
 }
 """All causes by name, in the order of the search."""
 
 
-def diagnose(measured: Measured) -> list[Diagnosis]:
-    """Causes that what was measured points to, in the order of :func:`search`."""
-    return search(measured)[0]
+def diagnose(evidence: Evidence) -> list[Diagnosis]:
+    """Causes that the evidence points to, in the order of :func:`search`."""
+    return search(evidence)[0]
 
 
-def search(measured: Measured) -> tuple[list[Diagnosis], Measured]:
+def search(evidence: Evidence) -> tuple[list[Diagnosis], Left]:
     """:func:`diagnose`, and what is left to explain then.
 
-    The search goes on when a cause is found: tokens that a fault spoils are taken out, and a cause that explains a
-    share of k3 leaves the rest to others. What a found cause would be mistaken for is not looked for.
-
-    First come faults, which a headline names, then causes that show themselves, then a size of the rest, then what few
-    tokens show; of each the surest first.
+    Each rule sees what the rules before leave: tokens that a fault spoils are taken out, and a cause that explains a
+    share of k3 leaves the rest to others. First come faults, which a headline names, then causes that show themselves,
+    then a size of the rest, then what few tokens show; of each the surest first.
     """
     found: list[Diagnosis] = []
-    hidden: set[str] = set()
+    left = Left(evidence, evidence)
     for cause in CAUSES.values():
-        looks_at = [getattr(measured, need) for need in cause.needs]
-        if cause.name in hidden or any(each is None for each in looks_at):
-            continue
-        finding = cause.rule(measured, *looks_at)
+        finding = _asked(cause, left)
         if finding is None:
             continue
-        if not cause.takes_out:
+        if finding.tokens_T is None:
             # Not more than is left; what is not known stays so.
-            finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - measured.explained))
+            finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - left.explained))
         found.append(Diagnosis.of(cause, finding, is_of_rest=any(each.takes_out for each in found)))
-        hidden |= {*finding.hides}
-        measured = replace(measured, found=(*measured.found, cause.name))
+        explained = left.explained
         if finding.is_all:
-            measured = replace(measured, explained=1.0)
+            explained = 1.0
+        elif finding.tokens_T is None and not math.isnan(finding.k3_share):
+            explained = min(explained + finding.k3_share, 1.0)
+        tokens = left.tokens if finding.tokens_T is None or finding.is_all else left.tokens.where(~finding.tokens_T)
+        left = replace(left, tokens=tokens, explained=explained, found=(*left.found, cause.name))
+        if finding.is_all:
             break
-        # A small cause must not hide a large one.
-        if (cause.takes_out and finding.k3_share != 0.0) or not finding.k3_share < MIN_HIDING:
-            hidden |= {*cause.hides}
-            measured = replace(measured, has_main=True)
-        if finding.takes_out is not None:
-            measured = measured.without(finding.takes_out)
-        elif not cause.takes_out and not math.isnan(finding.k3_share):
-            measured = replace(measured, explained=min(measured.explained + finding.k3_share, 1.0))
     order = ("certain", "likely", "possible")
-    return sorted(found, key=lambda each: (_rank(each), order.index(each.confidence))), measured
+    return sorted(found, key=lambda each: (_rank(each), order.index(each.confidence))), left
+
+
+def _asked(cause: Cause, left: Left) -> Finding | None:
+    """What a rule finds. Where k3 changed, a setting must show in the steps before, and a place have nearly all."""
+    finding = cause.rule(left)
+    if finding is None or not (cause.is_setting or cause.is_shape):
+        return finding
+    reference = steps.reference_of(left.tokens)
+    if reference is left.tokens:
+        return finding
+    if cause.is_shape:
+        return finding if finding.k3_share >= SHAPE_OF_CHANGE else None
+    return finding if cause.rule(replace(left, tokens=reference)) is not None else None
 
 
 def _rank(found: Diagnosis) -> int:
     if found.is_of_few_tokens:
         return 3
-    return 0 if found.is_fault else 2 if CAUSES[found.cause] in _SIZES else 1
+    return 0 if found.is_fault else 1 if found.cause in CAUSES else 2

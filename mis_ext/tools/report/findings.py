@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from mis_ext.checks.token_sums import PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import to_jsonable
 from mis_ext.methods.method import Method
-from mis_ext.tools.diagnosis.cause import Diagnosis, of_k3, percent
-from mis_ext.tools.diagnosis.measuring import Measured, Measuring
+from mis_ext.tools.diagnosis.cause import Diagnosis, Left, of_k3, percent
+from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
 from mis_ext.tools.diagnosis.table import search
+from mis_ext.tools.diagnosis.thresholds import PRETRAINED_K3
 from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.part import Part, Parts
 from mis_ext.tools.report.summary import Summary, WorstToken, build_summary, worst_tokens
@@ -56,7 +56,7 @@ class Collector:
         self._running: deque[list[Future[object]]] = deque()
         self._tallies: dict[str, TokenTally] = {}
         self._sequences: dict[str, list[Sequences]] = {}
-        self._measuring = Measuring()
+        self._gathering = Gathering()
         self._worst: list[WorstToken] = []
 
     def add(self, part: Part) -> None:
@@ -85,10 +85,9 @@ class Collector:
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
         worst = self._worst + worst_tokens(part, self._num_worst)
         self._worst = sorted(worst, key=lambda token: -abs(token.log_ratio))[: self._num_worst]
-        self._measuring.add(
+        evidence = Evidence.of(
             part.tokens,
             part.streams.layout,
-            response_mask_R=part.streams.response_mask_R,
             versions_behind=[origin.versions_behind for origin in part.origins],
             has_other_ids=[origin.has_other_ids for origin in part.origins],
             has_old_weights=[origin.has_old_weights for origin in part.origins],
@@ -96,8 +95,10 @@ class Collector:
             step=part.step,
             position_T=part.position_T,
             turns=part.turns,
+            sources=[origin.name.partition(":")[0] for origin in part.origins],
             given=part.streams[:2],
         )
+        self._gathering.add(evidence)
 
     def summary(self) -> Summary:
         """The summary of all parts that were added until now.
@@ -113,16 +114,11 @@ class Collector:
         """Likely causes."""
         return self.search()[0]
 
-    def search(self, summary: Summary | None = None) -> tuple[list[Diagnosis], Measured]:
-        """Likely causes, and what they leave to explain; ``summary`` is that of this collector, if it is known already.
-
-        Raises:
-            ValueError: There was no part.
-        """
+    @torch.no_grad()
+    def search(self) -> tuple[list[Diagnosis], Left]:
+        """Likely causes, and what they leave to explain."""
         self._finish()
-        summary = self.summary() if summary is None else summary
-        typical_gaps = {name: step.abs_p50 for name, step in summary.steps.items()}
-        return search(self._measuring.measured(typical_gaps))
+        return search(self._gathering.evidence)
 
     def outcomes(self) -> dict[str, Outcome]:
         """What each configuration kept, removed and left, by its name."""
@@ -211,7 +207,7 @@ def read_findings(
     for part in parts:
         collector.add(part)
     summary = collector.summary()
-    diagnoses, left = collector.search(summary)
+    diagnoses, left = collector.search()
     skipped = [*map(str, dumps.skipped), *parts.skipped]
     return Findings(
         tuple(sources),
@@ -219,7 +215,7 @@ def read_findings(
         tuple(diagnoses),
         Unexplained(
             1.0 - left.explained,
-            left.k3_left,
+            left.k3,
             is_at_least=any(found.is_up_to for found in diagnoses),
             is_of_rest=any(found.takes_out for found in diagnoses),
         ),

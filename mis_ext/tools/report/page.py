@@ -12,9 +12,9 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mis_ext.checks.token_sums import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.files import printable
 from mis_ext.tools.diagnosis.cause import Diagnosis
+from mis_ext.tools.diagnosis.thresholds import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.plots import Drawing, pictures
 from mis_ext.tools.report.recommendation import Ranked

@@ -15,8 +15,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout, PackedStreams, TokenRatios
 from mis_ext.correction.tokens import bounded_exp
 from mis_ext.hosts.packing import check_mask
-from mis_ext.tools.diagnosis.measuring import positions, versions_behind
-from mis_ext.tools.diagnosis.signals import Turns, turns_of
+from mis_ext.tools.diagnosis.evidence import Turns, positions, turns_of, versions_behind
 from mis_ext.tools.dumps import DumpedSample
 from mis_ext.tools.dumps.stream import fingerprint
 

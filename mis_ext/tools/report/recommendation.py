@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mis_ext.checks.token_sums import FEW_SEQUENCES_ESS, PRETRAINED_K3
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import list_presets, preset_path
 from mis_ext.keys.presets import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
@@ -18,9 +17,11 @@ from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction, without_terms
 from mis_ext.methods.method import Method
 from mis_ext.tools.diagnosis.cause import Diagnosis
+from mis_ext.tools.diagnosis.thresholds import PRETRAINED_K3
 from mis_ext.tools.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
+    FEW_SEQUENCES_ESS,
     HARMLESS_K3,
     PUBLISHED,
     Circumstances,

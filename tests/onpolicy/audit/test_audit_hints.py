@@ -45,7 +45,7 @@ def of_signs(
     rollout = [torch.full((of + 20,), math.log(probability)) for _ in raised]
     train = []
     for number, of_engine in zip(raised, rollout, strict=True):
-        of_engine[of:] = math.log(0.97)
+        of_engine[of:] = math.log(0.99)
         train.append(of_engine + torch.tensor([gap] * number + [-gap] * (of - number) + [gap / 100] * 20))
     return train, rollout
 
@@ -124,7 +124,7 @@ def test_where_a_pretrained_model_in_bfloat16_has_as_much_as_low_precision_both_
 def test_log_probs_moved_by_a_token_are_called_misaligned(by) -> None:
     train = log_probs(60, 60)
     report = audit_logprobs(train, [x.roll(by) for x in train])
-    assert [found.cause for found in report.diagnoses] == ["shifted_by_one_token"]
+    assert [found.cause for found in report.diagnoses] == ["shifted_log_probs"]
     unrelated = audit_logprobs(train, log_probs(60, 60, seed=5))
     assert "misaligned" not in unrelated.hint
     # The same shift over too few pairs, and pairs across masked tokens do not count.

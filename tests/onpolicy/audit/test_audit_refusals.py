@@ -189,7 +189,7 @@ def test_log_probs_above_zero_are_a_mistake_under_any_verdict(is_equal) -> None:
     report = audit_logprobs(train, rollout)
     assert report.passed == is_equal
     (found,) = report.diagnoses
-    assert (found.cause, found.is_fault) == ("positive_log_probs", True)
+    assert (found.cause, found.is_fault) == ("not_log_probs", True)
     assert f"{2 + is_equal} of 8 behavior log-probs and 3 of 8 proximal log-probs" in found.evidence
     masks = tensors([1.0, 0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0])
     assert audit_logprobs(train, rollout, masks=masks).diagnoses == ()

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of the data: tokens without a log-prob, numbers that are none, and log-probs of other tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.tools.diagnosis import thresholds as limit
+from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.evidence import AT, Evidence, may_be_zero, mean_and_error
+
+BASES = tuple((side, base) for side in ("engine", "trainer") for base in (2.0, 10.0))
+"""Of logarithms, and whose they may be."""
+
+
+# --- no log-prob at all
+
+
+@cause(
+    name="placeholder_log_probs",
+    title="placeholders in place of log-probs, or no log-prob at all",
+    looks_like="log-probs that are null, NaN or infinite; below -1000 on one side; 0 where the other is below -1, "
+    "unless the other finds zeros more probable than the rest; 0 at one place (first or last of a response or turn) "
+    "nearly always; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
+    advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
+    "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
+    is_fault=True,
+    guard="degenerate_behavior",
+)
+def placeholders(left: Left) -> Finding | None:
+    tokens = left.tokens
+    num_missing, missing = _missing(tokens)
+    count = len(tokens)
+    if count + num_missing < limit.MIN_CONSTANT_TOKENS:
+        return None
+    if evidence := _constants(tokens):
+        return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
+    shifted = Shift.of(tokens)
+    sentinel_T, constant_T = _sentinels(tokens), _constant_samples(tokens)
+    zero_T = torch.zeros_like(sentinel_T)
+    num_placed, placed = 0.0, list[str]()
+    # A shift puts certain tokens beside improbable ones, and so does another text in a part of the samples.
+    if not shifted.is_all:
+        zero_T = _zeros(tokens) & ~tokens.spread(shifted.some_S)
+        far_T = tokens.spread(tokens.gap_S > limit.MAX_MEAN_ABS_DIFF)
+        if float(far_T.double().mean()) < limit.MAX_FAR:
+            zero_T &= ~far_T
+        num_placed, placed = _zeros_of_a_place(tokens, sentinel_T | tokens.spread(shifted.some_S))
+    constant_T &= ~sentinel_T & ~zero_T & ~tokens.spread(shifted.some_S)
+    found = [*missing, *_in_words(tokens, sentinel_T, zero_T, constant_T), *placed]
+    if not found:
+        return None
+    taken_T = sentinel_T | zero_T | constant_T
+    if bool(zero_T.any()) or num_placed:
+        # A cut leaves some tokens without an alternative, but where other zeros are no log-probs, these may be none.
+        sides = ((tokens.engine_T, tokens.trainer_T), (tokens.trainer_T, tokens.engine_T))
+        for side_T, other_T in sides:
+            taken_T = taken_T | ((side_T == 0.0) & (other_T < math.log(limit.CERTAIN)))
+    most = max(int(sentinel_T.sum()), int(constant_T.sum()), num_missing, num_placed)
+    num_zeros = int(zero_T.sum())
+    return Finding(
+        confidence="certain",
+        evidence="; ".join(found),
+        k3_share=share_of(tokens, taken_T),
+        is_pattern=most > max(1.0, limit.SUSPICIOUS_SHARE * count) or num_zeros > max(1.0, limit.ZERO_SHARE * count),
+        tokens_T=taken_T,
+    )
+
+
+def share_of(tokens: Evidence, chosen_T: Tensor) -> float:
+    """Share of k3 of chosen tokens."""
+    total = float(tokens.k3_T.sum())
+    return float(tokens.k3_T[chosen_T].sum()) / total if total else 0.0
+
+
+def _missing(tokens: Evidence) -> tuple[float, list[str]]:
+    """How many trained tokens of a side have no finite log-prob, and that in words."""
+    totals = {side: float(tokens[f"missing_{side}"].sum()) for side in ("trainer", "engine")}
+    return max(totals.values()), [
+        f"{total:.0f} {_BEHIND[side]} log-probs on trainable tokens are missing (null, NaN or infinite), in "
+        f"{int((tokens[f'missing_{side}'] > 0.0).sum())} of {len(tokens.steps)} responses"
+        for side, total in totals.items()
+        if total >= limit.MIN_PLACEHOLDERS
+    ]
+
+
+_BEHIND = {"trainer": "proximal", "engine": "behavior"}
+
+
+def _sentinels(tokens: Evidence) -> Tensor:
+    # Where both sides have one it is padding.
+    return (tokens.engine_T < limit.PLACEHOLDER) != (tokens.trainer_T < limit.PLACEHOLDER)
+
+
+def _zeros(tokens: Evidence) -> Tensor:
+    """Log-probs of 0 that the other side finds improbable, where no cut explains it: see ``ZEROS_OF_A_CUT``."""
+    found_T = torch.zeros(len(tokens), dtype=torch.bool)
+    usable_T = ~_sentinels(tokens)
+    for side_T, other_T in ((tokens.engine_T, tokens.trainer_T), (tokens.trainer_T, tokens.engine_T)):
+        # Where the other side is certain, too, a 0 is right.
+        open_T = usable_T & (other_T < math.log(limit.CERTAIN))
+        zero_T = open_T & (side_T == 0.0)
+        rest_T = open_T & ~zero_T
+        rest_S = tokens.per_sample(rest_T)
+        mean_S = tokens.per_sample(torch.where(rest_T, other_T, 0.0)) / rest_S.clamp_min(1.0)
+        low_T = other_T < tokens.spread(mean_S).clamp_max(limit.IMPROBABLE)
+        zero_S, low_zero_S, low_rest_S = (tokens.per_sample(each) for each in (zero_T, zero_T & low_T, rest_T & low_T))
+        of_no_cut_S = (low_zero_S * rest_S > limit.ZEROS_OF_A_CUT * low_rest_S * zero_S) | (rest_S == 0.0)
+        found_T |= zero_T & (other_T < limit.IMPROBABLE) & tokens.spread(of_no_cut_S)
+    return found_T
+
+
+def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[str]]:
+    """Zeros of a side at one place of nearly all responses that no cut explains: how many, and that in words."""
+    most, words = 0, list[str]()
+    for bit, place in enumerate(AT):
+        at_T = (tokens.at_T >> bit & 1).bool()
+        for side, side_T, other_T in (
+            ("behavior", tokens.engine_T, tokens.trainer_T),
+            ("proximal", tokens.trainer_T, tokens.engine_T),
+        ):
+            open_T = ~unusable_T & (other_T < math.log(limit.CERTAIN))
+            zero_T = open_T & at_T & (side_T == 0.0)
+            zero_S = tokens.per_sample(zero_T)
+            least_S = tokens.per_sample(torch.where(zero_T, other_T, 0.0)) / zero_S
+            # Not below a token that is NaN.
+            alike_T = open_T & ~at_T & (other_T >= tokens.spread(least_S))
+            at, zeros, alike = int((open_T & at_T).sum()), int(zero_T.sum()), int(alike_T.sum())
+            elsewhere = int((alike_T & (side_T == 0.0)).sum())
+            is_usual = zeros >= max(limit.NEARLY_ALL * at, limit.MIN_CONSTANT_TOKENS)
+            if zeros > most and is_usual and alike and elsewhere < limit.ZEROS_ELSEWHERE * alike:
+                most = zeros
+                words = [f"{zeros} of {at} {side} log-probs are exactly 0 at {place}, and not elsewhere"]
+    return most, words
+
+
+def _vary(count: Tensor, total: Tensor, gap: Tensor, squared: Tensor) -> Tensor:
+    """Whether log-probs are no constant, or another one: from sums of their differences from a constant."""
+    spread = squared * count - total * total
+    return (gap > limit.MAX_MEAN_ABS_DIFF * count) | (spread > (limit.MAX_CONSTANT_SPREAD * count) ** 2)
+
+
+def _constants(tokens: Evidence) -> str:
+    """That all log-probs of a side are one number, or all those that differ from the other side's."""
+    d_T, count = tokens.d_T, len(tokens)
+    if not count:
+        return ""
+    gap = float(d_T.abs().sum())
+    varies = bool(_vary(torch.tensor(float(count)), d_T.sum(), d_T.abs().sum(), d_T.square().sum()))
+    sides = {"behavior": tokens.engine_T, "proximal": tokens.trainer_T}
+    for side, side_T in sides.items():
+        number = float(side_T[0])
+        is_zero = number == 0.0 and side == "behavior" and gap > limit.MAX_ZERO_GAP * count
+        if bool((side_T == number).all()) and (varies or (is_zero and count >= limit.MIN_TOKENS)):
+            other = "proximal" if side == "behavior" else "behavior"
+            return f"all {count} {side} log-probs on trainable tokens are {number:g}, and the {other} ones are not"
+    different_T = d_T != 0.0
+    different = int(different_T.sum())
+    if different >= limit.MIN_CONSTANT_TOKENS and gap > limit.MAX_MEAN_ABS_DIFF * different:
+        for side, side_T in sides.items():
+            chosen = side_T[different_T]
+            if bool((chosen == chosen[0]).all()):
+                return f"the {different} {side} log-probs that differ from the other side's are all {chosen[0]:g}"
+    return ""
+
+
+def _constant_samples(tokens: Evidence) -> Tensor:
+    """Tokens of responses where all are one number, or that are lowest there, as of a clamp."""
+    found_T = torch.zeros(len(tokens), dtype=torch.bool)
+    for side_T in (tokens.engine_T, tokens.trainer_T):
+        lowest_T = side_T == tokens.spread(tokens.least(side_T))
+        rows = (torch.ones_like(side_T), tokens.d_T, tokens.d_T.abs(), tokens.d_T.square())
+        count_S, *moments_S = (tokens.per_sample(torch.where(lowest_T, row, 0.0)) for row in rows)
+        clamped_S = moments_S[1] > limit.MAX_MEAN_ABS_DIFF * count_S
+        differ_S = torch.where(count_S == tokens.num_S, _vary(count_S, *moments_S), clamped_S)
+        found_T |= lowest_T & tokens.spread((count_S >= limit.MIN_CONSTANT_TOKENS) & differ_S)
+    return found_T
+
+
+def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: Tensor) -> Iterator[str]:
+    count = len(tokens)
+    sides = {"behavior": tokens.engine_T, "proximal": tokens.trainer_T}
+    if int((sentinel_T | zero_T).sum()) >= limit.MIN_PLACEHOLDERS:
+        for side, side_T in sides.items():
+            if number := int((sentinel_T & (side_T < limit.PLACEHOLDER)).sum()):
+                yield (
+                    f"{number} of {count} {side} log-probs on trainable tokens are placeholders below "
+                    f"{limit.PLACEHOLDER:g}"
+                )
+        for side, other in (("behavior", "proximal"), ("proximal", "behavior")):
+            if number := int((zero_T & (sides[side] == 0.0)).sum()):
+                yield (
+                    f"{number} of {count} {side} log-probs on trainable tokens are 0, where the {other} ones are below "
+                    f"{limit.IMPROBABLE:g}"
+                )
+    if bool(constant_T.any()):
+        yield (
+            f"{int(constant_T.sum())} of {count} log-probs on trainable tokens are in responses where all are the same "
+            "number, or all that are lowest, as of a clamp, while those of the other side are not"
+        )
+
+
+# --- numbers that are no log-probs
+
+
+@cause(
+    name="not_log_probs",
+    title="numbers that are no log-probs: negated, probabilities, or with something added",
+    looks_like="both sides fit at least twice as well when the sign of one is flipped; or numbers above 0.1",
+    advice="Store natural logarithms of probabilities, which are below 0, without a reward or a bonus in them.",
+    is_fault=True,
+    guard="degenerate_behavior",
+)
+def not_log_probs(left: Left) -> Finding | None:
+    return _negated(left.tokens) or _positive(left.tokens)
+
+
+def _negated(tokens: Evidence) -> Finding | None:
+    count = max(len(tokens), 1)
+    gap, flipped = float(tokens.d_T.abs().sum()), float((tokens.trainer_T + tokens.engine_T).clamp(-20, 20).abs().sum())
+    if count < limit.MIN_CONSTANT_TOKENS or gap <= limit.MAX_ZERO_GAP * count or flipped >= limit.SHIFT_FACTOR * gap:
+        return None
+    return Finding(
+        title="log-probs with the wrong sign: negative log-likelihoods in place of log-probs",
+        confidence="certain",
+        evidence=f"behavior and proximal log-probs differ by {gap / count:.3g} on average, but by only "
+        f"{flipped / count:.3g} when the sign of one is flipped",
+        k3_share=1.0,
+        is_all=True,
+    )
+
+
+def _positive(tokens: Evidence) -> Finding | None:
+    count, d_T = len(tokens), tokens.d_T
+    sides = {"behavior": tokens.engine_T > limit.MAX_LOG_PROB, "proximal": tokens.trainer_T > limit.MAX_LOG_PROB}
+    numbers = {side: int(above_T.sum()) for side, above_T in sides.items()}
+    most = max(numbers.values())
+    if most < limit.MIN_PLACEHOLDERS or count < limit.MIN_CONSTANT_TOKENS:
+        return None
+    positive_T = sides["behavior"] | sides["proximal"]
+    positive_S, of_positive_S = (tokens.per_sample(torch.where(positive_T, each, 0.0)) for each in (1.0 + 0 * d_T, d_T))
+    others_S, of_others_S = tokens.num_S - positive_S, tokens.per_sample(d_T) - of_positive_S
+    # What is added to a response moves its improbable tokens, too: on average by at least half as much. Probabilities
+    # are nowhere below 0.
+    moved_S = of_others_S * of_positive_S * positive_S > 0.5 * of_positive_S.square() * others_S
+    nowhere_below_S = tokens.least(tokens.engine_T).maximum(tokens.least(tokens.trainer_T)) >= 0.0
+    all_S = (positive_S > limit.MANY_POSITIVE * tokens.num_S) | moved_S | ((positive_S > 0.0) & nowhere_below_S)
+    taken_T = (positive_T | tokens.spread(all_S)) & ~_sentinels(tokens)
+    told = " and ".join(f"{number} of {count} {side} log-probs" for side, number in numbers.items() if number)
+    return Finding(
+        title="numbers above 0, which are no log-probs",
+        confidence="certain",
+        evidence=f"{told} on trainable tokens are above 0, and no probability is above 1",
+        k3_share=share_of(tokens, taken_T),
+        is_pattern=most > limit.SUSPICIOUS_SHARE * count,
+        is_all=most > 0.5 * count,
+        tokens_T=taken_T,
+    )
+
+
+def likely_base(tokens: Evidence) -> tuple[float, str, float]:
+    """How much of how the differences vary a base explains best, the side that has it, and the base."""
+    tokens = tokens.uncertain
+    spread = float((tokens.d_T - tokens.d_T.mean()).square().sum()) if len(tokens) else 0.0
+    if not spread:
+        return 0.0, *BASES[0]
+    return max(
+        (1.0 - float((tokens.d_T - (1.0 / factor(*base) - 1.0) * tokens.engine_T).square().sum()) / spread, *base)
+        for base in BASES
+    )
+
+
+def factor(side: str, base: float) -> float:
+    """The engine's log-probs over the trainer's, if those of a side are to this base."""
+    return 1.0 / math.log(base) if side == "engine" else math.log(base)
+
+
+def are_policies(left: Left) -> bool:
+    """Whether one side may have sampled: the mean ratio is 1 to it, and the other is a power of it, above 0."""
+    return any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in left.powers)
+
+
+@cause(
+    name="log_base",
+    title="logarithms to base 2 or 10 on one side",
+    looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: that explains half of the variance of the "
+    "differences and makes the mean ratio 1, which it was not to either side; or it explains 90 %",
+    advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
+    is_fault=True,
+)
+def other_base(left: Left) -> Finding | None:
+    """As they are, no side has sampled the tokens; with logarithms to a base on one side, the engine has.
+
+    Of two policies the mean ratio is 1 to the side that has sampled, at whatever temperature the other is: a power of
+    it, above 0. A cut of the engine's moves both means, and tokens that are all alike make a ratio of any size. So a
+    base must explain how the tokens differ from each other, too.
+    """
+    tokens = left.tokens
+    if len(tokens.uncertain) < limit.MIN_TOKENS or are_policies(left):
+        return None
+    explained, side, base = likely_base(tokens)
+    scale = math.log(base)
+    natural = (
+        tokens.trainer_T - tokens.engine_T * scale if side == "engine" else tokens.trainer_T * scale - tokens.engine_T
+    )
+    has_sampled = may_be_zero(*mean_and_error(natural.clamp(-20.0, 20.0).expm1()))
+    if explained <= (limit.EXPLAINED if has_sampled else limit.EXACT):
+        return None
+    is_sure = has_sampled and explained > limit.EXACT
+    return Finding(
+        confidence="certain" if is_sure else "possible",
+        evidence=f"the engine's log-probs are {factor(side, base):.3g} times the trainer's, which explains "
+        f"{explained:.1%} of how the differences vary: the {side}'s are logarithms to the base {base:g}"
+        + ("" if not has_sampled else ", and the mean ratio is 1 then"),
+        k3_share=1.0,
+        is_all=True,
+        alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
+    )
+
+
+# --- log-probs of other tokens
+
+
+class Shift(NamedTuple):
+    """Log-probs that fit at least twice as well when one side is moved by a token: all, or those of some responses."""
+
+    is_all: bool
+    some_S: Tensor
+    aligned: float
+    moved: float
+
+    @classmethod
+    def of(cls, tokens: Evidence) -> Shift:
+        """From pairs of neighbours that have a log-prob."""
+        usable_T = ~_sentinels(tokens) & ~_zeros(tokens)
+        one, two = slice(None, -1), slice(1, None)
+        sample_T, position_T = tokens.sample_T, tokens.position_T
+        is_pair = usable_T[one] & usable_T[two] & (sample_T[one] == sample_T[two])
+        pair = (is_pair & (position_T[two] == position_T[one] + 1)).nonzero().flatten()
+        trainer, engine = tokens.trainer_T, tokens.engine_T
+        differences = (
+            trainer[pair] - engine[pair],
+            trainer[pair + 1] - engine[pair + 1],
+            trainer[pair + 1] - engine[pair],
+            trainer[pair] - engine[pair + 1],
+        )
+        sums_S = [
+            torch.bincount(sample_T[pair], each.abs().clamp_max(20.0), minlength=len(tokens.steps)).double()
+            for each in differences
+        ]
+        num_S = torch.bincount(sample_T[pair], minlength=len(tokens.steps))
+        first, second, earlier, later = (float(each.sum()) for each in sums_S)
+        # The better of two: at the end of a response one absurd log-prob is in all sums but one.
+        aligned, moved = min(first, second), min(earlier, later)
+        some_S = sums_S[2].minimum(sums_S[3]) < limit.SHIFT_FACTOR * sums_S[0].minimum(sums_S[1])
+        # A response that repeats itself is a line that falls, and apart at its beginning only.
+        apart_T = ~_sentinels(tokens) & (tokens.d_T.abs() > limit.MIN_SHIFTED_DIFF)
+        place_T = torch.arange(len(tokens), dtype=torch.float64)
+        late_T = place_T - tokens.spread(tokens.least(place_T)) >= tokens.spread(tokens.num_S / 2.0)
+        halves_2S = torch.stack([tokens.per_sample(apart_T & half_T) for half_T in (late_T, ~late_T)])
+        some_S = some_S & (halves_2S.amin(0) >= limit.MIN_SHIFTED_TOKENS / 2) & (num_S >= limit.MIN_TOKENS)
+        is_all = len(pair) >= limit.MIN_TOKENS and moved < limit.SHIFT_FACTOR * aligned
+        count = max(len(pair), 1)
+        return cls(is_all, some_S, aligned / count, moved / count)
+
+
+@cause(
+    name="shifted_log_probs",
+    title="log-probs shifted by one token or more",
+    looks_like="log-probs, or those of some responses, fit at least twice as well when one side is moved by a token; "
+    "in either half of such a response 4 tokens differ by more than 0.1 nats; or probabilities of a response do when "
+    "moved by 2 tokens or more",
+    advice="Score position p with the logits of position p - 1, on both sides. Where the shift is by more than one "
+    "token, take the last of the engine's log-probs, as many as there are ids: after a retraction or an abort those of "
+    "a dropped attempt may stand before them.",
+    is_fault=True,
+    guard="shifted_log_probs",
+)
+def shifted(left: Left) -> Finding | None:
+    tokens, shift = left.tokens, Shift.of(left.tokens)
+    if shift.is_all:
+        return Finding(
+            title="log-probs shifted by one token",
+            confidence="certain",
+            evidence=f"behavior and proximal log-probs differ by {shift.aligned:.3g} on average, but by only "
+            f"{shift.moved:.3g} when one of them is shifted by a token: they are misaligned",
+            k3_share=1.0,
+            is_all=True,
+        )
+    lag_S = _lags(tokens, ~shift.some_S & (tokens.gap_S > limit.MIN_SHIFTED_DIFF))
+    some_T, lagged_T = tokens.spread(shift.some_S), tokens.spread(lag_S != 0.0)
+    taken_T = some_T | lagged_T
+    if not bool(taken_T.any()):
+        return None
+    told = list[str]()
+    if bool(some_T.any()):
+        told = [
+            f"{int(some_T.sum())} of {len(tokens)} tokens are in responses whose log-probs fit at least twice as well "
+            "when one side is shifted by a token: they are misaligned"
+        ]
+    if bool(lagged_T.any()):
+        told += [
+            f"of {len(tokens.steps)} samples the engine's log-probs come {', and '.join(_by(lag_S))}: the "
+            f"probabilities of these {int(lagged_T.sum())} tokens fit at least twice as well when they are shifted back"
+        ]
+    return Finding(
+        confidence="certain",
+        evidence="; ".join(told),
+        k3_share=share_of(tokens, taken_T),
+        is_pattern=int(taken_T.sum()) > limit.SUSPICIOUS_SHARE * len(tokens),
+        tokens_T=taken_T,
+    )
+
+
+def _by(lag_S: Tensor) -> Iterator[str]:
+    for when, lag_N in (("late", lag_S[lag_S > 0.0]), ("early", -lag_S[lag_S < 0.0])):
+        lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
+        listed = ", ".join(lags[: limit.MAX_LISTED]) + (", ..." if len(lags) > limit.MAX_LISTED else "")
+        if lags:
+            yield f"too {when} in {len(lag_N)}, by {listed} tokens"
+
+
+def _lags(tokens: Evidence, chosen_S: Tensor) -> Tensor:
+    """``[S]`` by how many tokens the engine's log-probs of chosen samples come too late, if by more than one."""
+    lag_S = torch.zeros(len(chosen_S), dtype=torch.float64)
+    tokens = tokens.of_samples(chosen_S & (tokens.num_S >= limit.MIN_TOKENS))
+    lengths = [int(each) for each in tokens.num_S]
+    columns = (tokens.trainer_T, tokens.engine_T, tokens.position_T)
+    for sample, mine in enumerate(zip(*(torch.split(column, lengths) for column in columns), strict=True)):
+        if lengths[sample]:
+            lag_S[sample] = _lag(*mine)
+    return lag_S
+
+
+def _lag(trainer: Tensor, engine: Tensor, position: Tensor) -> float:
+    """The shift, of all of more than a token, at which probabilities agree best, if they agree twice as well then.
+
+    Squares of ``p_t - q_(t + lag)`` for all lags at once, by Fourier transforms. Tokens that both sides find certain
+    agree at any lag, and do not count.
+    """
+    size = 2 * int(position[-1] - position[0]) + 2
+    dense = torch.zeros(8, size, dtype=torch.float64)
+    p, q = trainer.exp(), engine.exp()
+    certain = limit.CERTAIN
+    rows = (torch.ones_like(p), p, q, p * p, q * q, p > certain, q > certain, (p - q).square())
+    dense[:, position - position[0]] = torch.stack([row.double() for row in rows])
+    one, p, q, p_squared, q_squared, p_certain, q_certain, apart = torch.fft.rfft(dense)
+    products = (
+        p_squared.conj() * one + one.conj() * q_squared - 2.0 * p.conj() * q,
+        one.conj() * one - p_certain.conj() * q_certain,
+        apart.conj() * one,
+        one.conj() * apart,
+    )
+    moved, num_uncertain, first, second = torch.fft.irfft(torch.stack(products), size)
+    usable = num_uncertain.round() >= limit.MIN_TOKENS
+    usable[[0, 1, -1]] = False
+    fit = torch.where(usable, moved / first.minimum(second), torch.inf)
+    lag = int(fit.argmin())
+    return float(lag if 2 * lag < size else lag - size) if fit[lag] < limit.SHIFT_FACTOR**2 else 0.0

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rules look at: tokens with a log-prob of both sides, and what is known of their responses and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.correction.layout import PackedLayout, TokenRatios
+from mis_ext.correction.tokens import MAX_LOG_RATIO, is_open, k3
+from mis_ext.tools.diagnosis import thresholds as limit
+
+MAX_KEPT, BLOCK = 1 << 22, 64
+"""Tokens of a run that the rules look at: of more, blocks of so many responses are left out at even distances."""
+
+AT = ("the last tokens of responses", "the first tokens of responses", "the last of turns", "the first of turns")
+"""Where a framework appends or prepends a token that was not sampled: bits of ``Evidence.at_T``."""
+_OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "at_T", "repeated_T")
+COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", "missing_trainer", "missing_engine")
+
+
+class Turns(NamedTuple):
+    """Of each trained token ``[T]`` the number of its turn, from 0 in each response, and its place in the turn."""
+
+    turn_T: Tensor
+    place_T: Tensor
+
+
+def turns_of(trained_T: Tensor, position_T: Tensor) -> Turns:
+    """Turns of whole responses, one after the other: a turn begins behind a masked token, or with the response."""
+    begins_T = trained_T & (position_T == 0)
+    begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
+    index_T = torch.arange(len(begins_T), device=begins_T.device)
+    count_T = begins_T.long().cumsum(0)
+    before_T = torch.cat([count_T.new_zeros(1), count_T])[index_T - position_T]
+    last_begin_T = torch.where(begins_T, index_T, 0)
+    place_T = index_T - (last_begin_T.cummax(0).values if len(index_T) else index_T)
+    return Turns((count_T - before_T - 1).clamp_min(0), place_T)
+
+
+def positions(layout: PackedLayout) -> Tensor:
+    """``[T]``: of each token in its whole response."""
+    length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
+    begin_S = length_S.cumsum(0) - length_S
+    return torch.arange(layout.num_whole_tokens) - begin_S[layout.sequence_T]
+
+
+def versions_behind(trainer: Any, engine: Sequence[Any] | None) -> float:
+    """The trainer's weight version minus the oldest of the engine; 1 where they are other names, NaN where unknown."""
+    if trainer is None or not engine:
+        return math.nan
+    try:
+        return float(trainer) - min(map(float, engine))
+    except ValueError:
+        return float(any(str(version) != str(trainer) for version in engine))
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Valid tokens ``[T]`` of ``S`` responses: trained, with a finite log-prob of both sides.
+
+    Attributes:
+        trainer_T: Log-probs in nats, float64; then the engine's.
+        sample_T: Which response.
+        position_T: In the response; then the turn, and the place in the turn.
+        at_T: Bits of ``AT``.
+        repeated_T: 1 where the id occurred before in the response, 0 where not, -1 where ids are not known.
+        columns_S: ``[S, len(COLUMNS)]``; NaN: not known. ``missing_...``: trained tokens without a finite log-prob.
+        ordinal_S: Number of the response in its run.
+        steps: Of each response; then its file.
+    """
+
+    trainer_T: Tensor
+    engine_T: Tensor
+    sample_T: Tensor
+    position_T: Tensor
+    turn_T: Tensor
+    place_T: Tensor
+    at_T: Tensor
+    repeated_T: Tensor
+    columns_S: Tensor
+    ordinal_S: Tensor
+    steps: Sequence[str]
+    sources: Sequence[str]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: TokenRatios,
+        layout: PackedLayout,
+        *,
+        versions_behind: Sequence[float] | None = None,
+        has_other_ids: Sequence[bool | None] | None = None,
+        has_old_weights: Sequence[bool | None] | None = None,
+        token_ids: Sequence[Any] | None = None,
+        step: str = "0",
+        sources: Sequence[str] | None = None,
+        position_T: Tensor | None = None,
+        turns: Turns | None = None,
+        given: tuple[Tensor, Tensor] | None = None,
+    ) -> Evidence:
+        """The tokens of a part, whole responses of one step; what belongs to its responses has an entry of each.
+
+        Args:
+            tokens: Of this part, ``[T]``.
+            layout: Where the responses lie.
+            versions_behind: The trainer's weight version minus the engine's; NaN where it is not known.
+            has_other_ids: Whether the engine sampled other ids than the trainer scored; None where it is not known.
+            has_old_weights: Whether a canary says that the engine had older weights than it named; None likewise.
+            token_ids: Of the response; None where they are not known.
+            step: Its name.
+            sources: The file of each response.
+            position_T: Of each token in its response, where it is known already.
+            turns: Of the trained tokens, where they are known already.
+            given: Log-probs of trainer and engine as they came, ``[T]``: those that are not finite are counted.
+        """
+        count, trained_T = layout.num_sequences, tokens.response_mask_T
+        position_T = positions(layout) if position_T is None else position_T
+        turn_T, place_T = turns_of(trained_T, position_T) if turns is None else turns
+        ids = [None] * count if token_ids is None else [*token_ids]
+        missing = [trained_T & ~side_T.isfinite() for side_T in given or ()]
+        known = [
+            [math.nan if each is None else float(each) for each in ([None] * count if values is None else values)]
+            for values in (versions_behind, has_other_ids, has_old_weights, map(_largest_id, ids))
+        ]
+        columns = [
+            *torch.tensor(known, dtype=torch.float64),
+            *(layout.sums(missing).double() if missing else torch.zeros(2, count, dtype=torch.float64)),
+        ]
+        rows = (
+            tokens.proximal_T.double(),
+            tokens.behavior_T.double(),
+            layout.sequence_T,
+            position_T,
+            turn_T,
+            place_T,
+            _at(trained_T, turn_T, place_T, layout),
+            torch.cat([torch.empty(0, dtype=torch.int8), *map(_repeated, ids, layout.response_lengths)]),
+        )
+        valid = tokens.valid_mask_T.nonzero().flatten()
+        return cls(
+            **_named(row.index_select(0, valid) for row in rows),
+            columns_S=torch.stack(columns, dim=1),
+            ordinal_S=torch.arange(count),
+            steps=[step] * count,
+            sources=[""] * count if sources is None else [*sources],
+        )
+
+    @classmethod
+    def of_other_ids(cls) -> Evidence:
+        """A response whose ids differ: nothing of it is compared."""
+        known = dict.fromkeys(COLUMNS, math.nan) | {"has_other_ids": 1.0, "missing_trainer": 0.0, "missing_engine": 0.0}
+        columns_S = torch.tensor([[*known.values()]], dtype=torch.float64)
+        return replace(
+            cls.joined([]), columns_S=columns_S, ordinal_S=torch.zeros(1, dtype=torch.int64), steps=["0"], sources=[""]
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable[Evidence]) -> Evidence:
+        """The tokens of all parts, in their order."""
+        parts = [*parts]
+        before, offsets = 0, []
+        for part in parts:
+            offsets.append(before)
+            before += len(part.steps)
+        moved = [replace(part, sample_T=part.sample_T + offset) for part, offset in zip(parts, offsets, strict=True)]
+        types = {"trainer_T": torch.float64, "engine_T": torch.float64, "repeated_T": torch.int8}
+        rows = [
+            torch.cat([torch.empty(0, dtype=types.get(name, torch.int64)), *(getattr(part, name) for part in moved)])
+            for name in _OF_TOKENS
+        ]
+        return cls(
+            **_named(rows),
+            columns_S=torch.cat([torch.empty(0, len(COLUMNS), dtype=torch.float64), *(p.columns_S for p in parts)]),
+            ordinal_S=torch.cat([torch.empty(0, dtype=torch.int64), *(part.ordinal_S for part in parts)]),
+            steps=[step for part in parts for step in part.steps],
+            sources=[source for part in parts for source in part.sources],
+        )
+
+    def __len__(self) -> int:
+        return len(self.engine_T)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column ``[S]`` by its name."""
+        return self.columns_S[:, COLUMNS.index(name)]
+
+    def where(self, keep_T: Tensor) -> Evidence:
+        """These tokens; the table of responses stays."""
+        if bool(keep_T.all()):
+            return self
+        kept = keep_T.nonzero().flatten()
+        return replace(self, **{name: getattr(self, name).index_select(0, kept) for name in _OF_TOKENS})
+
+    def of_samples(self, keep_S: Tensor) -> Evidence:
+        """The tokens of these responses."""
+        return self.where(keep_S.index_select(0, self.sample_T))
+
+    def without_samples(self, keep_S: Tensor) -> Evidence:
+        """These responses alone, in the table too."""
+        number_S = keep_S.long().cumsum(0) - 1
+        kept = self.of_samples(keep_S)
+        return replace(
+            kept,
+            sample_T=number_S.index_select(0, kept.sample_T),
+            columns_S=self.columns_S[keep_S],
+            ordinal_S=self.ordinal_S[keep_S],
+            steps=[*compress(self.steps, keep_S.tolist())],
+            sources=[*compress(self.sources, keep_S.tolist())],
+        )
+
+    # --- of each token
+
+    @cached_property
+    def d_T(self) -> Tensor:
+        """The difference, trainer minus engine, bounded as a ratio is."""
+        return (self.trainer_T - self.engine_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @cached_property
+    def k3_T(self) -> Tensor:
+        """Its k3."""
+        return k3(self.d_T)
+
+    @cached_property
+    def room_T(self) -> Tensor:
+        """1 - p. Noise of the logits moves a log-prob by about so many times the noise."""
+        return -self.engine_T.clamp_max(0.0).expm1()
+
+    @cached_property
+    def uncertain_T(self) -> Tensor:
+        """Which tokens the engine did not find nearly certain."""
+        return self.engine_T < math.log(limit.CERTAIN)
+
+    @cached_property
+    def shift_T(self) -> Tensor:
+        """``|d| / (1 - p)``: the size of the noise behind ``d``."""
+        return self.d_T.abs() / self.room_T.clamp_min(1e-12)
+
+    @cached_property
+    def uncertain(self) -> Evidence:
+        """The uncertain tokens."""
+        return self.where(self.uncertain_T)
+
+    @cached_property
+    def typical_shift(self) -> float:
+        """The median shift of uncertain tokens whose log-probs differ."""
+        tokens = self.uncertain
+        chosen = tokens.shift_T[tokens.d_T != 0.0]
+        return float(chosen.median()) if len(chosen) else 0.0
+
+    # --- of each response
+
+    def per_sample(self, values_T: Tensor | None = None) -> Tensor:
+        """``[S]`` sums over the tokens of each response, or how many they are."""
+        weights = None if values_T is None else values_T.double()
+        return torch.bincount(self.sample_T, weights, minlength=len(self.steps)).double()
+
+    def least(self, values_T: Tensor) -> Tensor:
+        """``[S]``: the smallest value of each response, infinity where there is none."""
+        start = values_T.new_full((len(self.steps),), math.inf)
+        return start.scatter_reduce(0, self.sample_T, values_T, "amin")
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """``[T]``: of each token the value of its response."""
+        return values_S.index_select(0, self.sample_T)
+
+    @cached_property
+    def num_S(self) -> Tensor:
+        """``[S]`` tokens of each response."""
+        return self.per_sample()
+
+    @cached_property
+    def gap_S(self) -> Tensor:
+        """``[S]`` mean ``|d|`` of each response, nats; NaN without a token."""
+        return self.per_sample(self.d_T.abs()) / self.num_S
+
+    @cached_property
+    def k3_S(self) -> Tensor:
+        """``[S]`` sums of k3."""
+        return self.per_sample(self.k3_T)
+
+    @cached_property
+    def shift_S(self) -> Tensor:
+        """``[S]`` mean ``|d|`` over mean 1 - p; NaN where a response is too certain to tell."""
+        room_S = self.per_sample(self.room_T)
+        return torch.where(room_S > limit.MIN_ROOM * self.num_S, self.gap_S * self.num_S / room_S, math.nan)
+
+    # --- of all
+
+    @cached_property
+    def k3(self) -> float:
+        """Per token; NaN without one."""
+        return float(self.k3_T.mean()) if len(self) else math.nan
+
+    @cached_property
+    def num_ids(self) -> int:
+        """Tokens of the vocabulary: the real number is not known, and may be larger."""
+        known = self["largest_id"][~self["largest_id"].isnan()]
+        largest = int(known.max()) + 1 if len(known) else limit.USUAL_VOCABULARY
+        return min(max(largest, limit.SMALLEST_VOCABULARY), limit.USUAL_VOCABULARY)
+
+    @cached_property
+    def mean_log_probs(self) -> dict[str, float]:
+        """Of each side, none below the largest ratio."""
+        sides = {"trainer": self.trainer_T, "engine": self.engine_T}
+        return {side: float(values.clamp_min(-MAX_LOG_RATIO).mean()) for side, values in sides.items()}
+
+    @property
+    def side_worse_than_a_guess(self) -> str:
+        """The side that finds the sampled tokens less probable than a uniform guess would; empty if neither does."""
+        means, guess = self.mean_log_probs, -math.log(self.num_ids)
+        for side, other in (("trainer", "engine"), ("engine", "trainer")):
+            # Where both sides have the same, a policy is nearly uniform.
+            if len(self) >= limit.MIN_TOKENS and means[side] < min(guess, means[other] - limit.MAX_MEAN_ABS_DIFF):
+                return side
+        return ""
+
+    @cached_property
+    def raised(self) -> tuple[float, float, float]:
+        """Open tokens; the share of them that the trainer finds more probable; its standard error over responses."""
+        open_T = is_open(self.engine_T, self.d_T)
+        open_S, raised_S = self.per_sample(open_T), self.per_sample(open_T & (self.d_T > 0.0))
+        total = float(open_S.sum())
+        share = float(raised_S.sum()) / total if total else math.nan
+        error = float((raised_S - share * open_S).square().sum().sqrt()) / total if total else math.nan
+        return total, share, error
+
+    @cached_property
+    def step_S(self) -> Tensor:
+        """``[S]`` number of the step of each response, in the order of steps."""
+        names = sorted({*self.steps}, key=lambda name: (not name.isdecimal(), name.zfill(20)))
+        numbers = {name: number for number, name in enumerate(names)}
+        return torch.tensor([numbers[name] for name in self.steps], dtype=torch.int64)
+
+
+class Power(NamedTuple):
+    """The power of a distribution that another is, from the log-probs s and o of tokens that the first one sampled.
+
+    Logits that are divided by a temperature make ``o_t = slope s_t - log sum_v p_t(v)^slope``, and only the position
+    decides the sum. At every position, ``w = exp(o - s) - 1`` has mean 0 over what is sampled, whatever the two
+    distributions are. So w does not go with anything that the position decides, ``Cov(w, o) = slope Cov(w, s)``: exact
+    for any logits and any temperature. Noise of o alone adds its own square to the left, and moves the slope from 1.
+
+    Attributes:
+        excess: The mean of w: 0, unless the tokens were sampled from something else.
+        excess_error: Its standard error.
+        slope: The power.
+        error: Its standard error.
+        fit: The mean of w, weighted by the square of ``o - slope s``, between -1 and 1. It is 0 for a power.
+    """
+
+    excess: float
+    excess_error: float
+    slope: float = math.nan
+    error: float = math.inf
+    fit: float = math.nan
+
+    @classmethod
+    def of(cls, s: Tensor, o: Tensor) -> Power:
+        """From log-probs of tokens."""
+        w = (o - s).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
+        excess, excess_error = mean_and_error(w)
+        if not len(w):
+            return cls(excess, excess_error)
+        s, o = s - s.mean(), o - o.mean()
+        along = float(w @ s)
+        if not along:
+            return cls(excess, excess_error)
+        slope = float(w @ o) / along
+        left = (o - slope * s).square()
+        size = float(w.abs() @ left)
+        return cls(
+            excess,
+            excess_error,
+            slope,
+            math.sqrt(float(w.square() @ left)) / abs(along),
+            float(w @ left) / size if size else math.nan,
+        )
+
+    @property
+    def loses_mass(self) -> bool:
+        """Whether the mean ratio is surely below 1: no temperature does that."""
+        return -self.excess > max(limit.MIN_DEFICIT, limit.MIN_DEFICIT_ERRORS * self.excess_error)
+
+
+def mean_and_error(w: Tensor) -> tuple[float, float]:
+    """The mean of numbers, and its standard error if it is 0."""
+    count = max(len(w), 1)
+    return float(w.sum()) / count, math.sqrt(float(w.square().sum())) / count
+
+
+def may_be_zero(mean: float, error: float) -> bool:
+    """Whether a mean with this standard error is no evidence of another one than 0."""
+    return abs(mean) <= limit.SAMPLED_ERRORS * error
+
+
+@dataclass(eq=False)
+class Gathering:
+    """Keeps the tokens of a run, at most about ``MAX_KEPT`` of them: the same, however parts are spread."""
+
+    _parts: list[Evidence] = field(default_factory=list)
+    _num_samples: int = 0
+    _num_tokens: int = 0
+    _stride: int = 1
+
+    def add(self, part: Evidence) -> Gathering:
+        """Keep the tokens of one more part."""
+        part = replace(part, ordinal_S=part.ordinal_S + self._num_samples)
+        self._num_samples += len(part.steps)
+        self._parts.append(self._thinned(part))
+        self._num_tokens += len(self._parts[-1])
+        while self._num_tokens > MAX_KEPT and self._stride * BLOCK < self._num_samples:
+            self._stride *= 2
+            self._parts = [*map(self._thinned, self._parts)]
+            self._num_tokens = sum(map(len, self._parts))
+        return self
+
+    def _thinned(self, part: Evidence) -> Evidence:
+        keep_S = part.ordinal_S // BLOCK % self._stride == 0
+        return part if bool(keep_S.all()) else part.without_samples(keep_S)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What is kept until now."""
+        return Evidence.joined(self._parts)
+
+
+def _named(rows: Iterable[Tensor]) -> dict[str, Any]:
+    return dict(zip(_OF_TOKENS, rows, strict=True))
+
+
+def _at(trained_T: Tensor, turn_T: Tensor, place_T: Tensor, layout: PackedLayout) -> Tensor:
+    begins_T, ends_T = trained_T & (place_T == 0), trained_T.clone()
+    ends_T[:-1] &= ~(trained_T & (place_T > 0))[1:]
+    (last_S,) = layout.minima([-turn_T.float()])
+    is_last_T = ends_T & (turn_T == -layout.spread(last_S))
+    flags = (is_last_T, begins_T & (turn_T == 0), ends_T, begins_T)
+    return sum((flag_T.long() << bit for bit, flag_T in enumerate(flags)), torch.zeros_like(turn_T))
+
+
+def _largest_id(ids: Any) -> float:
+    # Unsigned integers of torch have no maximum of their own.
+    return math.nan if ids is None or not len(ids) else float(torch.as_tensor(ids).double().max())
+
+
+def _repeated(ids: Any, length: int) -> Tensor:
+    """``[R]`` int8: whether the id of each token occurred before in its response."""
+    if ids is None or len(ids) != length:
+        return torch.full((length,), -1, dtype=torch.int8)
+    order = torch.as_tensor(ids).double().sort(stable=True)
+    repeated = torch.zeros(length, dtype=torch.int8)
+    repeated[order.indices[1:]] = (order.values[1:] == order.values[:-1]).to(torch.int8)
+    return repeated

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is affected: two groups of responses at any share, and what tells them apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.tools.diagnosis import thresholds as limit
+from mis_ext.tools.diagnosis.cause import Finding, Left, cause, percent
+from mis_ext.tools.diagnosis.data import share_of
+from mis_ext.tools.diagnosis.evidence import Evidence
+from mis_ext.tools.diagnosis.sampling import has_learned
+
+MIXED_UP = "samples that were truncated or mixed up"
+OTHER_CONTEXT = "another prompt, chat template or context"
+PACKED = "packed responses that see each other (score one response alone)"
+
+
+class Groups(NamedTuple):
+    """Two groups of responses: which are far, and in words by how much and what tells them apart."""
+
+    far_S: Tensor
+    evidence: str
+    apart_by: str
+    """``step``, ``version``, ``canary``, ``source``, ``row``, ``length``, ``turns`` or empty."""
+    told: str
+
+
+def groups_of(tokens: Evidence) -> Groups | None:
+    """Responses that differ as a second population, with few between.
+
+    First by ``|d| / (1 - p)``, at any share. Then some of them, far beyond what kernels give: by the same over what is
+    typical of their step, and by ``|d|``, because how certain responses are sets nats apart, too.
+    """
+    known_S = (tokens.num_S > 0) & (tokens.gap_S > 0.0)
+    for values_S, is_any_share in (
+        (tokens.shift_S, True),
+        (tokens.shift_S / _typical_of_step(tokens), False),
+        (tokens.gap_S, False),
+    ):
+        chosen_S = known_S & (values_S > 0.0)
+        if int(chosen_S.sum()) < limit.MIN_SAMPLES:
+            continue
+        far_S = torch.zeros_like(chosen_S)
+        far_S[chosen_S] = _upper(values_S[chosen_S].log(), is_any_share=is_any_share)
+        near_S = chosen_S & ~far_S
+        if not bool(far_S.any()) or not _is_theirs(tokens, far_S):
+            continue
+        is_far = float(tokens.gap_S[far_S].median()) > limit.MAX_MEAN_ABS_DIFF
+        if not is_any_share and (int(far_S.sum()) > limit.MAX_FAR * int(chosen_S.sum()) or not is_far):
+            continue
+        factor = float(tokens.gap_S[far_S].median() / tokens.gap_S[near_S].median())
+        evidence = (
+            f"{percent(int(near_S.sum()) / int(chosen_S.sum()))} of the {int(chosen_S.sum())} responses differ by "
+            f"{float(tokens.gap_S[near_S].median()):.2g} nats per token, the others {factor:.2g} times as much"
+        )
+        name, told = _apart_by(tokens, far_S, near_S)
+        return Groups(far_S, evidence, name, told)
+    return None
+
+
+def _typical_of_step(tokens: Evidence) -> Tensor:
+    """``[S]``: the median of the step of each response."""
+    typical = torch.full_like(tokens.shift_S, math.nan)
+    for number in {*tokens.step_S.tolist()}:
+        mine_S = (tokens.step_S == number) & (tokens.shift_S > 0.0)
+        typical[mine_S] = tokens.shift_S[mine_S].median() if bool(mine_S.any()) else math.nan
+    return typical
+
+
+def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
+    far = float(tokens.k3_S[far_S].sum())
+    return far >= limit.MAIN_SHARE * float(tokens.k3_S.sum()) and far > limit.QUIET_K3 * float(
+        tokens.num_S[far_S].sum()
+    )
+
+
+def _upper(values_N: Tensor, *, is_any_share: bool = True) -> Tensor:
+    """Which numbers are of an upper group; none where there are no two groups.
+
+    The split is that of two Gaussians with the greatest likelihood (Kittler and Illingworth, Minimum error
+    thresholding, 1986). There are two groups if their medians are far apart and few numbers are between: in the middle
+    third; or, of some that are far, in some doubling.
+    """
+    x = values_N.sort().values
+    count = torch.arange(1, len(x), dtype=torch.float64)
+    sums, squares = x.cumsum(0)[:-1], x.square().cumsum(0)[:-1]
+    score = torch.zeros(len(x) - 1, dtype=torch.float64)
+    for number, total, squared in (
+        (count, sums, squares),
+        (len(x) - count, x.sum() - sums, x.square().sum() - squares),
+    ):
+        deviation = (squared / number - (total / number).square()).clamp_min(limit.GROUP_SPREAD**2).sqrt()
+        score += number * (deviation.log() - number.log())
+    least = limit.MIN_GROUP_SIZE
+    score[: least - 1] = score[len(x) - least :] = math.inf
+    split = int(score.argmin()) + 1
+    low, high = x[:split].median(), x[split:].median()
+    if is_any_share:
+        between = int(((x > low + (high - low) / 3.0) & (x < high - (high - low) / 3.0)).sum())
+    else:
+        starts = torch.cat([low[None] + math.log(1.5), x[(x > low) & (x <= high - math.log(2.0))]])
+        counts = torch.searchsorted(x, starts + math.log(2.0)) - torch.searchsorted(x, starts, right=True)
+        between = int(counts.min())
+    is_apart = high - low > math.log(limit.GROUP_FACTOR)
+    is_apart &= between <= limit.MAX_BETWEEN * min(split, len(x) - split)
+    return values_N > x[split - 1] if is_apart else torch.zeros_like(values_N, dtype=torch.bool)
+
+
+def _accuracy(label_N: Tensor, far_N: Tensor) -> float:
+    """The balanced accuracy with which labels tell the groups, each label as most of its responses are."""
+    size = int(label_N.max()) + 1
+    share = torch.bincount(label_N, far_N.double(), minlength=size) / torch.bincount(label_N, minlength=size)
+    guess_N = share[label_N] > limit.MAIN_SHARE
+    return float(guess_N[far_N].double().mean() + (~guess_N[~far_N]).double().mean()) / 2.0
+
+
+def _apart_by(tokens: Evidence, far_S: Tensor, near_S: Tensor) -> tuple[str, str]:
+    """The attribute that tells the groups apart, and that in words; both empty where none does."""
+    known_S = far_S | near_S
+    far_N = far_S[known_S]
+    for name, words, label_N in _attributes(tokens, known_S, far_N):
+        # Labels of one response each tell everything.
+        count = len({*label_N.tolist()})
+        if 1 < count <= len(label_N) / 4 and _accuracy(label_N, far_N) >= limit.TELLS_APART:
+            return name, words
+    return "", ""
+
+
+def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    def numbered(values: list[object]) -> Tensor:
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        return torch.tensor([numbers[value] for value in values], dtype=torch.int64)[known_S]
+
+    yield "step", "their step tells them apart", tokens.step_S[known_S]
+    versions = numbered([*map(str, tokens["versions_behind"].tolist())])
+    yield "version", "their weight version tells them apart", versions
+    yield "canary", "the canary tells them apart", numbered([*map(str, tokens["has_old_weights"].tolist())])
+    yield "source", "their file tells them apart, as where one rank or engine differs", numbered([*tokens.sources])
+    rows = list[tuple[int, Tensor]]()
+    for period in range(2, limit.MAX_PERIOD + 1):
+        place_N = tokens.ordinal_S[known_S] % period
+        shares = [float(far_N[place_N == place].double().mean()) for place in range(period)]
+        rows.append((period, (place_N != shares.index(min(shares))).long()))
+    period, label_N = max(rows, key=lambda row: _accuracy(row[1], far_N))
+    yield "row", f"one in every {period} is near, as the first response of each packed row of {period} is", label_N
+    length_N = tokens.num_S[known_S]
+    for share in (0.25, 0.5, 0.75):
+        is_long_N = (length_N > length_N.quantile(share)).long()
+        yield "length", f"their length tells them apart, at {float(length_N.quantile(share)):.0f} tokens", is_long_N
+    several_S = tokens.per_sample(tokens.turn_T > 0) > 0
+    yield "turns", "whether they have several turns tells them apart", several_S[known_S].long()
+
+
+@cause(
+    name="packed_responses",
+    title="packed responses that see each other",
+    looks_like="two groups of responses differ by a factor of 3 with few between, and which is which repeats along "
+    "the dump as rows of 2 to 8 responses do: the first of each row is right",
+    advice="Score one response alone and compare. Reset the recurrent state, the positions and the attention mask at "
+    "each boundary of a packed row (cu_seqlens).",
+    is_fault=True,
+)
+def packed(left: Left) -> Finding | None:
+    groups = groups_of(left.tokens)
+    if groups is None or groups.apart_by != "row":
+        return None
+    return _finding(left, groups, (OTHER_CONTEXT, "an engine of several that has other weights"))
+
+
+@cause(
+    name="other_text",
+    title="another text on one side: tokenised again, behind another prompt or context, or of another sample",
+    looks_like="ids that differ; or two groups of responses, at any share, differ by a factor of 3 with few between, "
+    "and neither step, version, file nor place in a packed row tells them apart",
+    advice="Train on the ids that the engine returned: do not decode and encode again. Where ids are equal, compare "
+    "what is before these responses on both sides (prompt, template, images, tools), and whether each has the "
+    "log-probs of its own request.",
+    is_fault=True,
+)
+def other_text(left: Left) -> Finding | None:
+    known_S = ~left.tokens["has_other_ids"].isnan()
+    other_S = left.tokens["has_other_ids"] == 1.0
+    if bool(other_S.any()):
+        taken_T = left.tokens.spread(other_S)
+        count, total = int(other_S.sum()), int(known_S.sum())
+        return Finding(
+            confidence="certain",
+            evidence=f"in {count} of {total} samples the engine sampled other ids than the trainer scored",
+            k3_share=share_of(left.tokens, taken_T),
+            is_pattern=count > limit.SUSPICIOUS_SHARE * total,
+            tokens_T=taken_T,
+        )
+    groups = None if packed.name in left.found else groups_of(left.tokens)
+    of_others = ("step", "version", "canary", "source", "row")
+    if groups is None or groups.apart_by in of_others or of_weights(left.tokens, groups):
+        return None
+    # What old weights leave far apart is no second text.
+    is_near = float(left.tokens.gap_S[groups.far_S].median()) < limit.MAX_STALE_DIFF
+    if is_near and has_learned(left.tokens.of_samples(~groups.far_S)):
+        return None
+    ids = (MIXED_UP,) if not bool(known_S.all()) else ()
+    return _finding(left, groups, (*ids, PACKED, "an engine of several that has other weights"))
+
+
+def _finding(left: Left, groups: Groups, alternatives: tuple[str, ...]) -> Finding:
+    taken_T = left.tokens.spread(groups.far_S)
+    return Finding(
+        confidence="possible",
+        evidence="; ".join(filter(None, (groups.evidence, groups.told))),
+        k3_share=share_of(left.tokens, taken_T),
+        tokens_T=taken_T,
+        alternatives=alternatives,
+    )
+
+
+def of_weights(tokens: Evidence, groups: Groups) -> str:
+    """Evidence that responses are apart where most of their step and version differ more, too: by their weights.
+
+    Another text is one at any weights, and moves no other response.
+    """
+    version_S = tokens["versions_behind"].nan_to_num(-1.0)
+    _, number_S = torch.unique(torch.stack([tokens.step_S.double(), version_S]), dim=1, return_inverse=True)
+    told_S = ~tokens.shift_S.isnan()
+    shift = torch.full((int(number_S.max()) + 1,), math.nan, dtype=torch.float64)
+    for number in range(len(shift)):
+        of_number_S = told_S & (number_S == number)
+        if int(of_number_S.sum()) >= limit.MIN_SAMPLES:
+            shift[number] = tokens.shift_S[of_number_S].median()
+    floor = float(shift.nan_to_num(math.inf).min())
+    moved = shift > limit.MOVED_FACTOR * floor
+    still_S = ~moved[number_S]
+    count, still = int(groups.far_S.sum()), int((groups.far_S & still_S).sum())
+    if still >= limit.MIN_STILL * count * float(still_S.double().mean()):
+        return ""
+    return (
+        f"{groups.evidence}; {count - still} of these {count} are in steps, or of versions, in which most differ by "
+        f"{float(shift[moved].min()):.2g} (1 - p) nats or more, and elsewhere by {floor:.2g}"
+    )

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When did it start: k3 of each step against that of the first ones, and of each weight version against fresh ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mis_ext.tools.diagnosis import thresholds as limit
+from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.evidence import Evidence
+from mis_ext.tools.diagnosis.groups import MIXED_UP, groups_of, of_weights
+
+OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
+NOT_SENT = (
+    "a tensor that the sync leaves out",
+    "an adapter that one side scales twice or merges otherwise",
+    "a mismatch that training itself lets grow",
+)
+COMPARE = (
+    "Compare the weights of both sides tensor by tensor: a weight version says nothing about a tensor that was left "
+    "out or an adapter that was merged twice. "
+)
+
+
+class Step(NamedTuple):
+    """A step: k3 per token with its standard error over responses, and the median ``|d| / (1 - p)``.
+
+    ``level``: the mean of the log of each response's ``|d| / (1 - p)``, and its standard error: unlike k3, few tokens
+    do not decide it.
+    """
+
+    number: int
+    name: str
+    num_tokens: int
+    k3: float
+    error: float
+    typical: float
+    level: float
+    level_error: float
+
+    def is_above(self, other: Step, factor: float) -> bool:
+        """Whether k3 is more than so many times that of another step, beyond chance."""
+        is_sure = any(
+            more - less > limit.STEP_ERRORS * math.hypot(error, other_error)
+            for more, less, error, other_error in (
+                (self.k3, other.k3, self.error, other.error),
+                (self.level, other.level, self.level_error, other.level_error),
+            )
+        )
+        return self.k3 > factor * other.k3 and is_sure
+
+
+def steps_of(tokens: Evidence) -> list[Step]:
+    """The steps that have enough tokens, in their order."""
+    names = dict(zip(tokens.step_S.tolist(), tokens.steps, strict=True))
+    size = 1 + max(names, default=-1)
+    num, k3 = (torch.bincount(tokens.step_S, each_S, minlength=size) for each_S in (tokens.num_S, tokens.k3_S))
+    mean = k3 / num
+    residual_S = tokens.k3_S - (mean.nan_to_num()[tokens.step_S] * tokens.num_S)
+    count = torch.bincount(tokens.step_S[tokens.num_S > 0], minlength=size)
+    squared = torch.bincount(tokens.step_S, residual_S.square(), minlength=size)
+    error = (squared * count / (count - 1.0).clamp_min(1.0)).sqrt() / num
+    differs = tokens.uncertain.where(tokens.uncertain.d_T != 0.0)
+    step_T, order_T = differs.spread(tokens.step_S).sort(stable=True)
+    shifts = torch.split(differs.shift_T[order_T], torch.bincount(step_T, minlength=size).tolist())
+    typical = [float(each.median()) if len(each) else 0.0 for each in shifts]
+    log_S, told_S = tokens.shift_S.log(), tokens.shift_S > 0.0
+    told, step_S = torch.bincount(tokens.step_S[told_S], minlength=size), tokens.step_S[told_S]
+    level = torch.bincount(step_S, log_S[told_S], minlength=size) / told
+    spread = torch.bincount(step_S, (log_S[told_S] - level[step_S]).square(), minlength=size)
+    level_error = (spread / (told - 1.0).clamp_min(1.0) / told).sqrt()
+    columns = zip(
+        *(each.tolist() for each in (num, mean, error)), typical, level.tolist(), level_error.tolist(), strict=True
+    )
+    return [
+        Step(number, names[number], int(row[0]), *row[1:])
+        for number, row in enumerate(columns)
+        if row[0] >= limit.MIN_TOKENS
+    ]
+
+
+class Story(NamedTuple):
+    """How k3 changes over steps: in words, the k3 of the reference, and its steps."""
+
+    evidence: str
+    floor: float
+    reference: tuple[int, ...]
+    is_return: bool = False
+
+
+def story_of(steps: Sequence[Step]) -> Story | None:
+    """A return to a floor, a jump, or a growth; None where k3 stays as it is."""
+    if len(steps) < 2:
+        return None
+    return _returns(steps) or _jumps(steps) or _grows(steps) or _stands_out(steps)
+
+
+def _has_risen(step: Step, reference: Step) -> bool:
+    """Few tokens, as other experts or sentinels, raise k3 too, but not what is typical of a token."""
+    return step.is_above(reference, limit.GROWTH) and step.typical > limit.TYPICAL_GROWTH * reference.typical
+
+
+def _returns(steps: Sequence[Step]) -> Story | None:
+    """K3 rises and comes back to its floor: a sync of the weights, and what was sampled until the next."""
+    floor = min(steps, key=lambda step: step.k3)
+    fresh, has_risen, highest = list[Step](), True, floor.k3
+    for step in steps:
+        if has_risen and not step.is_above(floor, limit.NOTICED):
+            fresh, has_risen = [*fresh, step], False
+        elif _has_risen(step, floor) and step.k3 > limit.KERNEL_K3:
+            has_risen, highest = True, max(highest, step.k3)
+    if len(fresh) < 2:
+        return None
+    names = [step.name for step in fresh]
+    numbers = [int(name) if name.isdecimal() else -1 for name in names]
+    periods = {later - earlier for earlier, later in pairwise(numbers)}
+    period = periods.pop() if len(periods) == 1 and len(names) > 2 else 0
+    when = f"every {period} steps, as with a weight sync every {period} steps" if period else "and rises again"
+    listed = ", ".join(names[: limit.MAX_LISTED]) + (", ..." if len(names) > limit.MAX_LISTED else "")
+    evidence = f"k3 rises to {highest:.2g} and returns to its floor of {floor.k3:.2g} {when} (from step {listed})"
+    return Story(evidence, floor.k3, tuple(step.number for step in steps if not _has_risen(step, floor)), True)
+
+
+def _jumps(steps: Sequence[Step]) -> Story | None:
+    """K3 is another one from a step on: what happened before it broke one side."""
+    for index, (before, step) in enumerate(pairwise(steps), 1):
+        earlier, later = steps[:index], steps[index:]
+        most, least = max(earlier, key=lambda each: each.k3), min(later, key=lambda each: each.k3)
+        rise = max(each.k3 for each in later) / least.k3 if least.k3 else math.inf
+        # Between steps that are far from each other training itself may let it grow.
+        is_next = not (before.name.isdecimal() and step.name.isdecimal()) or int(step.name) == int(before.name) + 1
+        if is_next and _has_risen(least, most) and not _rise(later) and (not before.k3 or rise < step.k3 / before.k3):
+            last = earlier[-1]
+            where = f"in step {last.name}" if len(earlier) == 1 else f"up to step {last.name}"
+            update = ": the first update broke one side" if len(earlier) == 1 else ""
+            k3 = _mean(earlier)
+            evidence = f"k3 is {k3:.2g} {where} and {_mean(later):.2g} from step {step.name} on{update}"
+            return Story(evidence, k3, tuple(each.number for each in earlier))
+    return None
+
+
+def _rise(steps: Sequence[Step]) -> bool:
+    """Whether k3 rises threefold, in most steps."""
+    rises = [later.k3 > earlier.k3 for earlier, later in pairwise(steps)]
+    return steps[-1].k3 > limit.GROWTH * steps[0].k3 and sum(rises) >= limit.RISING * len(rises)
+
+
+def _grows(steps: Sequence[Step]) -> Story | None:
+    """K3 rises from step to step, as where weights or a tensor are never synced: precision does not change."""
+    rises = [later.k3 > earlier.k3 for earlier, later in pairwise(steps)]
+    first, last = steps[0], steps[-1]
+    # One step of a growth has a large error: that any is above the first is enough.
+    is_sure = any(step.is_above(first, limit.NOTICED) for step in steps)
+    is_typical = last.typical > limit.TYPICAL_GROWTH * first.typical
+    if len(steps) < limit.MIN_GROWING or not (_rise(steps) and is_sure and is_typical):
+        return None
+    evidence = (
+        f"k3 grows from {first.k3:.2g} in step {first.name} to {last.k3:.2g} in step {last.name}, in {sum(rises)} of "
+        f"{len(rises)} steps: as where weights are never synced, and not as of a precision, which does not change"
+    )
+    return Story(evidence, first.k3, tuple(each.number for each in steps if not each.is_above(first, limit.NOTICED)))
+
+
+def _stands_out(steps: Sequence[Step]) -> Story | None:
+    """A few steps differ far more than most."""
+    usual = sorted(steps, key=lambda each: each.k3)[len(steps) // 2]
+    high = [each for each in steps if _has_risen(each, usual) and each.k3 > limit.KERNEL_K3]
+    if len(steps) < 3 or not high:
+        return None
+    listed = ", ".join(each.name for each in high[: limit.MAX_LISTED])
+    evidence = f"in step {listed} k3 is {max(each.k3 for each in high):.2g}, in most steps {usual.k3:.2g}"
+    return Story(evidence, usual.k3, tuple(each.number for each in steps if each not in high))
+
+
+def _mean(steps: Sequence[Step]) -> float:
+    return sum(each.k3 * each.num_tokens for each in steps) / sum(each.num_tokens for each in steps)
+
+
+def reference_of(tokens: Evidence) -> Evidence:
+    """The tokens of the steps before a change: a setting of the engine or the trainer shows there, too."""
+    story = story_of(steps_of(tokens))
+    if story is None:
+        return tokens
+    kept = tokens.of_samples(torch.isin(tokens.step_S, torch.tensor(story.reference, dtype=torch.int64)))
+    return kept if len(kept) >= limit.MIN_TOKENS else tokens
+
+
+def change_words(tokens: Evidence) -> str:
+    """That k3 is above that of the first step by more than its errors; empty where it is not."""
+    steps = steps_of(tokens)
+    # A policy that learns becomes certain, and k3 falls.
+    higher = [each for each in steps[1:] if each.is_above(steps[0], limit.NOTICED)]
+    if not higher:
+        return ""
+    high = max(higher, key=lambda each: each.k3)
+    return f"k3 is {steps[0].k3:.2g} in step {steps[0].name} and {high.k3:.2g} in step {high.name}, more than chance"
+
+
+# --- the cause
+
+
+@cause(
+    name="stale_weights",
+    title="stale weights: tokens that were sampled with weights of another step, or without a tensor of them",
+    looks_like="the canary of mis_ext.rollout.generate says so, or k3 grows with the recorded versions, or over steps "
+    "(threefold from the first ones: a jump, a growth, a return), or one file differs",
+    advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
+    "trainer in fp16. After an update in flight one response is of two versions (docs/reference/methods_extras.md). "
+    "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8 "
+    "(lab/evidence/README.md).",
+)
+def stale(left: Left) -> Finding | None:
+    """Weights of other steps. The canary counts where its samples differ more; versions are not guessed from steps."""
+    tokens = left.tokens.without_samples(left.tokens.num_S > 0)
+    if not len(tokens):
+        return None
+    behind_S, old_S = tokens["versions_behind"], tokens["has_old_weights"] == 1.0
+    has_both = bool(old_S.any()) and not bool(old_S.all())
+    if has_both and (found := _by_canary(tokens, old_S)):
+        return found
+    is_recorded = bool((behind_S.abs() > 0.0).any())
+    if is_recorded and (found := _by_version(tokens.without_samples(~behind_S.isnan()))):
+        return found
+    if bool(old_S.all()):
+        return _finding_of_canary(tokens, old_S, "", confidence="possible", k3_share=1.0)
+    return None if is_recorded else _by_step(tokens) or _by_group(tokens)
+
+
+def _by_canary(tokens: Evidence, old_S: Tensor) -> Finding | None:
+    """Tokens of an engine that the canary found with earlier weights differ more than those of the others."""
+    old, others = tokens.of_samples(old_S), tokens.of_samples(~old_S)
+    if not _is_more(old, others):
+        return None
+    share = max(old.k3 - others.k3, 0.0) * len(old) / float(tokens.k3_T.sum())
+    words = f", and {others.k3:.2g} in the others"
+    return _finding_of_canary(tokens, old_S, words, confidence="likely", k3_share=share)
+
+
+def _finding_of_canary(
+    tokens: Evidence, old_S: Tensor, others: str, *, confidence: Literal["likely", "possible"], k3_share: float
+) -> Finding:
+    """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
+    return Finding(
+        confidence=confidence,
+        evidence=f"{int(old_S.sum())} of {len(old_S)} samples are of an engine that scored a fixed text as with "
+        f"earlier weights (the canary){agree(tokens)}; their k3 is {tokens.of_samples(old_S).k3:.2g}{others}",
+        k3_share=k3_share,
+        is_up_to=not others,
+        alternatives=("an update that changed no weight, as at a learning rate of 0",),
+    )
+
+
+def agree(tokens: Evidence) -> str:
+    """The contradiction, where there is one: log-probs are old, and what the engine names is not."""
+    return ", although the weight versions agree" if bool((tokens["versions_behind"] == 0.0).all()) else ""
+
+
+def _is_more(more: Evidence, less: Evidence) -> bool:
+    """Whether k3 is three times as much, and typical responses are apart by more than chance."""
+    if not more.k3 > limit.GROWTH * less.k3:
+        return False
+    if not less.k3:
+        # Chance of tokens that are all equal, if half of them or more differed.
+        return len(less) * math.log(0.5) < math.log(limit.MAX_CHANCE)
+    # Of the mean |d| of responses: unlike k3, few tokens do not decide it.
+    sides = [side.gap_S[side.num_S > 0].clamp_min(1e-12).log() for side in (more, less)]
+    variance = sum(float(side.var()) / len(side) if len(side) > 1 else math.inf for side in sides)
+    return float(sides[0].mean() - sides[1].mean()) > limit.STEP_ERRORS * math.sqrt(variance)
+
+
+def _by_version(tokens: Evidence) -> Finding | None:
+    """Tokens of the farthest versions differ more than those of the nearest."""
+    behind_S = tokens["versions_behind"]
+    groups = {lag: tokens.of_samples(behind_S == lag) for lag in sorted({*behind_S.tolist()}, key=abs)}
+    (lag, nearest), farthest = next(iter(groups.items())), [*groups.values()][-1]
+    named = [f"{f'{each:g} behind' if each else 'fresh'} {group.k3:.2g}" for each, group in groups.items()]
+    share = sum(len(group) for each, group in groups.items() if each) / len(tokens)
+    evidence = (
+        f"{share:.0%} of the tokens were sampled with other weights than the trainer's; k3 by version: "
+        f"{', '.join(named[: limit.MAX_LISTED])}"
+    )
+    if _is_more(farthest, nearest):
+        above = sum(max(group.k3 - nearest.k3, 0.0) * len(group) for group in groups.values())
+        return Finding(confidence="likely", evidence=evidence, k3_share=above / float(tokens.k3_T.sum()))
+    is_few = len(tokens) < limit.MIN_TOKENS and nearest.k3 > 0.0
+    if not lag or not (is_few or nearest.k3 > limit.KERNEL_K3):
+        return None
+    # What gives so much with fresh weights.
+    usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if nearest.k3 < limit.PRETRAINED_K3 else ()
+    precision = "lower precision on one side" if nearest.k3 < limit.QUANTISED_K3 else OTHER_PRECISION
+    return Finding(
+        confidence="possible",
+        evidence=f"{evidence}; no fresh token tells which it is",
+        k3_share=1.0,
+        is_up_to=True,
+        alternatives=("other kernels",) if is_few else (*usual, precision),
+    )
+
+
+def _by_step(tokens: Evidence) -> Finding | None:
+    """K3 that changes over steps; or responses that only steps with other weights set apart."""
+    steps = steps_of(tokens)
+    story = story_of(steps)
+    groups = groups_of(tokens)
+    # Where most of a step are far, its k3 tells.
+    apart = "" if groups is None or groups.apart_by == "step" else of_weights(tokens, groups)
+    if story is None and not (apart and steps):
+        return None
+    evidence, floor = (apart, min(each.k3 for each in steps)) if story is None else (story.evidence, story.floor)
+    above = sum(max(each.k3 - floor, 0.0) * each.num_tokens for each in steps)
+    text = (f"another text, or {MIXED_UP}",) if apart else ()
+    is_return = story is not None and story.is_return
+    return Finding(
+        confidence="possible",
+        evidence=evidence + agree(tokens),
+        k3_share=above / float(tokens.k3_T.sum()),
+        advice="" if is_return or story is None else COMPARE + stale.advice,
+        alternatives=(*text, *(() if is_return or story is None else NOT_SENT)),
+    )
+
+
+def _by_group(tokens: Evidence) -> Finding | None:
+    """Responses of one file that differ more than those of the others: an engine or a rank with other weights."""
+    groups = groups_of(tokens)
+    if groups is None or groups.apart_by != "source":
+        return None
+    near = tokens.of_samples(~groups.far_S)
+    return Finding(
+        confidence="possible",
+        evidence=f"{groups.evidence}; {groups.told}{agree(tokens)}",
+        k3_share=1.0 - near.k3 * len(tokens) / float(tokens.k3_T.sum()),
+        alternatives=("another setting or precision of that rank's engine", *NOT_SENT[:2]),
+    )

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is affected, and when it started: groups of responses, rows, files, penalties, and settings of some steps."""
+
+import math
+from collections.abc import Callable
+
+import plants
+import pytest
+import torch
+from engines import COUNT, LENGTH, Engines, engines
+from torch import Tensor
+
+from mis_ext.tools.diagnosis import Diagnosis
+from mis_ext.tools.report import Collector, Origin, Part
+
+NO_TEXT = {"other_text", "packed_responses"}
+
+
+def diagnosed(*parts: Part) -> list[Diagnosis]:
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    return collector.diagnoses()
+
+
+def causes(*parts: Part) -> list[str]:
+    return [each.cause for each in diagnosed(*parts)]
+
+
+def with_noise(far_S: Tensor, size: float = 0.3, **more) -> Part:
+    """Responses of which some differ by noise of a size, the others as kernels do."""
+    made = engines(3, count=len(far_S))
+    noisy = made._replace(behavior=made.behavior + made.noise(size) * far_S[:, None, None])
+    proximal, behavior = noisy.sampled()
+    return Part.of_lists(proximal=proximal, behavior=behavior, **more)
+
+
+def some(share: float, count: int = 80) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(1)) < share * count
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.52, 0.95])
+def test_two_groups_are_told_at_any_share(share) -> None:
+    (fault,) = diagnosed(with_noise(some(share)))
+    assert (fault.cause, fault.confidence, fault.takes_out) == ("other_text", "possible", True)
+    assert fault.evidence.startswith(f"{1 - share:.0%}".replace("%", " %") + " of the 80 responses differ by")
+    assert any("score one response alone" in words for words in fault.alternatives)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        torch.full((80,), 0.1),
+        # Of one population, however wide.
+        torch.logspace(-2, 0, 80),
+        0.1 * torch.randn(80, generator=torch.Generator().manual_seed(0)).exp(),
+        # Less than three times.
+        torch.where(some(0.5), 0.02, 0.05),
+    ],
+)
+def test_one_group_is_no_two(sizes) -> None:
+    assert not {*causes(with_noise(sizes, 1.0))} & NO_TEXT
+
+
+@pytest.mark.parametrize("row", [2, 3, 8])
+def test_rows_whose_first_response_is_right_are_packed(row) -> None:
+    fault, *_ = diagnosed(with_noise(torch.arange(80) % row > 0))
+    assert (fault.cause, fault.is_fault, fault.takes_out) == ("packed_responses", True, True)
+    assert f"one in every {row} is near" in fault.evidence
+
+
+def test_rows_of_another_order_are_not_called_packed() -> None:
+    # The first of each row is wrong; longer rows; a tenth of the responses of another kind.
+    assert causes(with_noise(torch.arange(80) % 4 == 0))[0] == "other_text"
+    assert causes(with_noise(torch.arange(80) % 9 > 0))[0] == "other_text"
+    is_far = torch.arange(80) % 2 > 0
+    borderline = is_far ^ some(0.08)
+    assert causes(with_noise(borderline))[0] == "packed_responses"
+    assert causes(with_noise(is_far ^ some(0.2)))[0] == "other_text"
+
+
+def test_groups_that_a_file_or_the_canary_tells_apart_are_of_weights() -> None:
+    far = torch.arange(80) >= 40
+    names = [Origin(name=f"{'ab'[int(each)]}.pt:{number}") for number, each in enumerate(far)]
+    (found, *_) = diagnosed(with_noise(far, origins=names))
+    assert found.cause == "stale_weights"
+    assert "their file tells them apart, as where one rank or engine differs" in found.evidence
+    mixed = [Origin(name=f"{'ab'[number % 2]}.pt:{number}") for number in range(80)]
+    assert causes(with_noise(some(0.5), origins=mixed))[0] == "other_text"
+
+
+# --- penalties
+
+
+def penalised(size: float, *, has_ids: bool = True, count: int = COUNT) -> Part:
+    """An engine that takes something from the logits of tokens that it has sampled."""
+    made = engines(5, count=count)
+    generator, behavior = torch.Generator().manual_seed(0), made.behavior.clone()
+    before, ids = torch.zeros(len(behavior), behavior.shape[-1], dtype=torch.float64), []
+    for place in range(LENGTH):
+        behavior[:, place] -= size * before
+        ids.append(torch.multinomial(behavior[:, place].softmax(-1), 1, generator=generator))
+        before.scatter_(1, ids[-1], 1.0)
+    chosen = torch.cat(ids, 1)[..., None]
+    sides = [logits.log_softmax(-1).gather(-1, chosen)[..., 0].float() for logits in (made.proximal, behavior)]
+    origins = [Origin(token_ids=each[:, 0] if has_ids else None) for each in chosen]
+    return Part.of_lists(proximal=[*sides[0]], behavior=[*sides[1]], origins=origins)
+
+
+@pytest.mark.parametrize("size", [0.2, 1.0])
+def test_a_penalty_is_seen_where_ids_are_recorded(size) -> None:
+    found = next(each for each in diagnosed(penalised(size)) if each.cause == "penalties")
+    assert (found.is_fault, found.confidence) == (True, "likely")
+    assert found.k3_share > 0.2
+    assert "that occurred before in their response more probable" in found.evidence
+
+
+def test_no_penalty_is_seen_without_ids_or_of_too_few_tokens_or_where_there_is_none() -> None:
+    assert "penalties" not in causes(penalised(1.0, has_ids=False))
+    assert "penalties" not in causes(penalised(0.0))
+    assert "penalties" not in causes(penalised(0.002))
+    first = penalised(1.0, count=1)
+    few = Part.of_lists(
+        proximal=[first.tokens.proximal_T[:40]],
+        behavior=[first.tokens.behavior_T[:40]],
+        origins=[Origin(token_ids=first.origins[0].token_ids[:40])],
+    )
+    assert "penalties" not in causes(few)
+
+
+# --- settings and places of some steps
+
+
+def steps_of(*changes: Callable[[Engines], Engines]) -> list[Part]:
+    parts = []
+    for step, change in enumerate(changes):
+        proximal, behavior = change(engines(step)).sampled()
+        parts.append(Part.of_lists(proximal=proximal, behavior=behavior, step=str(step)))
+    return parts
+
+
+def same(made: Engines) -> Engines:
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"), [(plants.warmer, "temperature"), (plants.nucleus, "top_p_or_top_k")], ids=["warmer", "nucleus"]
+)
+def test_a_setting_is_named_only_if_the_first_steps_show_it(change, cause) -> None:
+    assert causes(*steps_of(change, change, change))[0] == cause
+    later = diagnosed(*steps_of(same, change, change))
+    assert later[0].cause == "stale_weights"
+    assert cause not in {each.cause for each in later}
+    assert "from step 1 on: the first update broke one side" in later[0].evidence
+    # k3 grows, and both have it.
+    grown = steps_of(change, lambda made: plants.older(change(made)))
+    assert cause in causes(*grown)
+
+
+def test_a_place_has_nearly_all_that_changes_over_steps() -> None:
+    assert causes(*steps_of(same, plants.stale_prefix, plants.stale_prefix))[0] == "stale_prefix_cache"
+    both = steps_of(same, *[lambda made: plants.stale_prefix(plants.older(made), 1.0)] * 2)
+    assert causes(*both)[0] == "stale_weights"
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(0.5, True), (0.1, True), (0.0, False)])
+def test_a_stale_prefix_is_seen_in_short_responses(size, is_named) -> None:
+    proximal, behavior = plants.stale_prefix(engines(2, count=200), size).sampled()
+    short = ([each[:40] for each in side] for side in (proximal, behavior))
+    found = diagnosed(Part.of_lists(**dict(zip(("proximal", "behavior"), short, strict=True))))
+    assert ("stale_prefix_cache" in {each.cause for each in found}) == is_named
+    assert not is_named or any("multimodal" in words for words in found[0].alternatives)
+
+
+def test_growth_beyond_chance_is_never_nothing() -> None:
+    sizes = (0.05, 0.05, 0.07, 0.07)
+    parts = []
+    for step, size in enumerate(sizes):
+        proximal, behavior = engines(step, kernels=size).sampled()
+        parts.append(Part.of_lists(proximal=proximal, behavior=behavior, step=str(step)))
+    (found,) = diagnosed(*parts)
+    assert found.confidence == "possible"
+    assert "more than chance" in found.evidence
+    assert found.advice.startswith("Look at the steps first")
+    (same_all,) = diagnosed(*parts[:2])
+    assert (same_all.confidence, math.isnan(same_all.k3_share)) == ("likely", False)
+    assert "more than chance" not in same_all.evidence
