@@ -26,14 +26,14 @@ class Groups(NamedTuple):
 
     @classmethod
     def of_process_groups(cls, *, cp_group: Group | None = None, dp_group: Group | None = None) -> Groups:
-        """From ``torch.distributed`` process groups; None is a group of one."""
+        """Create groups from ``torch.distributed`` process groups; None is a group of one."""
         cp_rank, cp_size = _place(cp_group)
         dp_rank, dp_size = _place(dp_group)
         return cls.of_places(cp_rank, cp_size, cp_group, dp_rank, dp_size, dp_group)
 
     @classmethod
     def of_device_mesh(cls, mesh: Any, *, cp: str | None = "cp", dp: str | None = "dp") -> Groups:
-        """From a ``torch.distributed.DeviceMesh`` and the names of two of its dimensions; None is a group of one.
+        """Create groups from a ``torch.distributed.DeviceMesh`` and two dimension names; None is a group of one.
 
         Raises:
             ValueError: The mesh has no such dimension.
@@ -65,7 +65,7 @@ class Groups(NamedTuple):
 
     @property
     def without_data_parallelism(self) -> Groups:
-        """The same with only the ranks that share sequences: nothing is reduced over data-parallel ranks."""
+        """Return these groups without data parallelism: nothing is reduced over data-parallel ranks."""
         return self._replace(dp_rank=0, dp_size=1, dp_group=None)
 
     @property
@@ -76,12 +76,12 @@ class Groups(NamedTuple):
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank waits for this one."""
+        """True if no other rank waits for this one."""
         return self.cp_group is None and self.dp_group is None
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank says what need not be said by all."""
+        """True if this rank prints for all ranks."""
         return self.cp_rank == 0 and self.dp_rank == 0
 
 
@@ -96,7 +96,7 @@ def initialized_megatron() -> Any:
 
 
 def device_of(*candidates: Any) -> torch.device:
-    """Where the first tensor among the candidates is; of none, where collectives expect one."""
+    """Return the device of the first tensor among the candidates; without one, that of the collectives."""
     for candidate in candidates:
         if isinstance(candidate, Tensor):
             return candidate.device
@@ -105,7 +105,7 @@ def device_of(*candidates: Any) -> torch.device:
 
 
 def is_fault_tolerant(group: Group) -> bool:
-    """Whether replicas leave the group and join it while it is in use, as Miles' can."""
+    """True if replicas can leave and join the group while it is in use, as in Miles."""
     return hasattr(group, "_replica_id")
 
 

@@ -223,7 +223,7 @@ def positive_temperature(config: RunConfig) -> float:
 
 
 def entropy_use(loss: WholeLoss, *, is_observed: bool) -> EntropyUse:
-    """What the loss wants of the entropy: a term of its own, a number to log, or nothing."""
+    """Use of the entropy in the loss: a term, a logged value, or none."""
     if loss.settings.entropy_coef != 0.0:
         return "gradient"
     return "value" if is_observed else "none"
@@ -350,7 +350,7 @@ _CHANGES_NOTHING = frozenset({"requires_grad_", "__get__"})
 
 
 class Head(NamedTuple):
-    """What makes logits of one micro-batch: the input of the output layer, ``[S / TP, B, H]`` or ``[S, B, H]``.
+    """Head of one micro-batch: the input of the output layer, ``[S / TP, B, H]`` or ``[S, B, H]``.
 
     ``weight``: ``[V / TP, H]``. ``sequence_parallel``: each rank has its part of the first dimension.
     ``gradient_accumulation_fusion``: the weight's gradient is added to its ``main_grad``.
@@ -395,7 +395,7 @@ class NoLogits(Tensor):
 
 
 def _is_plain(forward: Any, plain: Any) -> bool:
-    """Whether it makes logits as a plain output layer does, like that of the newer Megatron-Core of slime and Miles."""
+    """True if it computes logits like the plain output layer of newer Megatron-Core in slime and Miles."""
     name = f"{forward.__module__}.{forward.__qualname__}"
     return forward is plain or name == "megatron.core.transformer.linear_cross_entropy.LinearCrossEntropyModule.forward"
 
@@ -473,7 +473,7 @@ def response_places(
     cp_rank: int,
     cp_size: int,
 ) -> Places:
-    """Where the local response tokens of a zigzag or whole layout stand.
+    """Positions of the local response tokens of a zigzag or whole layout.
 
     Args:
         layout: The local tokens.

@@ -143,7 +143,7 @@ def refuse_mask_sums(extremes: Sequence[float]) -> None:
 
 
 def refuse_mask(extremes: Sequence[float]) -> None:
-    """What :func:`check_mask` says of the numbers of :func:`extremes_of`."""
+    """Raise the error of :func:`check_mask` for the values of :func:`extremes_of`."""
     low, high = extremes
     if not 0.0 <= low <= high < math.inf:
         raise ValueError(
@@ -166,7 +166,7 @@ def check_samples(name: str, samples: Any) -> None:
 
 
 def is_absent(samples: Sequence[Tensor] | None) -> bool:
-    """Whether the host has no such samples: None, or an empty list, as it pleases."""
+    """True if the framework has no such samples: None or an empty list."""
     # Not the truth of a tensor, which would be read from the device.
     return samples is None or (isinstance(samples, (list, tuple)) and not samples)
 
@@ -180,7 +180,7 @@ def batch_layout(
     max_seq_lens: Sequence[int] | None,
     device: torch.device,
 ) -> PackedLayout:
-    """Where this rank's tokens of a micro-batch lie."""
+    """Return the layout of this rank's tokens of a micro-batch."""
     if is_padded and groups.cp_size > 1 and max_seq_lens is None:
         raise ValueError("qkv_format: bshd with context parallelism needs max_seq_lens")
     return PackedLayout.context_parallel(

@@ -147,7 +147,7 @@ class WholeLoss:
             _warn_if_cut(trainer)
 
     def __call__(self, current: Tensor, entropy: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
-        """From log-probs with gradient, and a micro-batch as TRL's ``_compute_loss`` gets it."""
+        """Compute the loss from log-probs with a gradient and a micro-batch of TRL's ``_compute_loss``."""
         found = policy_loss_from_log_probs(
             self.keys,
             current_logprobs=current,

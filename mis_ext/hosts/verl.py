@@ -124,7 +124,7 @@ def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
 
 
 def _follows(own: PolicyLoss, config: Any) -> bool:
-    """Whether a loss of verl gives every token the same slope when it is told to be a mean over tokens."""
+    """True if a loss of verl gives every token the same slope as a mean over tokens."""
     with torch.enable_grad():
         current = torch.zeros(2, 2, requires_grad=True)
         mask = torch.tensor([[1, 0], [1, 1]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the answers to one prompt share: the baseline of their advantages, and how much their prompt weighs.
+"""Quantities of one prompt: the baseline of the advantages of its responses, and its weight.
 
 With rewards ``R_j``, one for each trajectory ``j`` that counts, and ``S`` their deviation (as of a sample):
 

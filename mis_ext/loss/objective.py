@@ -33,7 +33,7 @@ _ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_va
 
 
 class Objective(NamedTuple):
-    """What is computed of each token.
+    """Objective of each token.
 
     ``method``: the policy gradient, with penalties of its own. ``kl``: the host's penalty, or None. ``pair``,
     ``reduce``: the log-ratio that metrics report, of the token or the mean of its sequence.
@@ -67,7 +67,7 @@ def objective_of(settings: LossSettings) -> Objective:
 
 
 def _bounds(settings: LossSettings) -> tuple[float | None, float]:
-    """Of the ratio. From 0 on there is no lower bound, which is how CISPO is written."""
+    """Bounds of the ratio. A lower bound of 0 and below is none, as in CISPO."""
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
     return (1.0 - settings.eps_clip if settings.eps_clip < 1.0 else None), 1.0 + high
 
@@ -118,13 +118,13 @@ class LossTokens(NamedTuple):
     dp_group: Group | None = None
 
     def detached(self) -> LossTokens:
-        """The same tokens with log-probs and entropy detached from the graph."""
+        """Return these tokens with log-probs and entropy detached from the graph."""
         entropy_T = None if self.entropy_T is None else self.entropy_T.detach()
         log_probs = {policy: values_T.detach() for policy, values_T in self.log_probs.items()}
         return self._replace(log_probs=log_probs, entropy_T=entropy_T)
 
     def emptied(self) -> LossTokens:
-        """What a rank without a token of these responses has."""
+        """Return the tokens of a rank that has none of these responses."""
 
         def nothing(values_T: Tensor | None) -> Tensor | None:
             return None if values_T is None else values_T[:0]
@@ -261,7 +261,7 @@ def evaluate(
 
 
 def _own_penalty(method: Method, batch: Batch, kept_T: Tensor, corrected: Corrected | None) -> Penalty | None:
-    """What a method subtracts from the objective; a token that the correction rejects has left the loss."""
+    """Penalty of a method, subtracted from the objective; a rejected token has none."""
     value_T: Tensor | None = None
     slope_T: Tensor | None = None
     for term in method.terms:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loss is. Frozen, checked at construction; errors name the key that the user wrote."""
+"""Settings of the loss. Frozen, checked at construction; errors contain the user's key."""
 
 from __future__ import annotations
 
@@ -200,14 +200,14 @@ class LossSettings:
 
     @property
     def old_is_behavior(self) -> bool:
-        """Whether the behavior policy is the old one; a method without a ratio is compared with the proximal policy."""
+        """True if the behavior policy is the old one; a method without a ratio is compared with the proximal policy."""
         if self.method is not None:
             return not self.uses_proximal and self.needs_behavior is not None
         return self.use_behavior or not self.uses_proximal
 
     @property
     def uses_proximal(self) -> bool:
-        """Whether the trainer's own scoring of the rollout is looked at."""
+        """True if the loss reads the trainer's scoring of the rollout."""
         if self.method is not None:
             return "proximal" in self.method.method.policies
         return self.mode not in ("bypass", "reinforce")
@@ -219,7 +219,7 @@ class LossSettings:
 
     @property
     def reads_stored(self) -> bool:
-        """Whether the proximal policy's log-probs are those that were scored before training."""
+        """True if the proximal log-probs are those scored before training."""
         return self.uses_proximal and self.proximal == "stored"
 
     @property
@@ -238,7 +238,7 @@ class LossSettings:
 
     @property
     def needs_state_values(self) -> bool:
-        """Whether the value of each token's state is looked at."""
+        """True if the loss reads the value of each token's state."""
         return self.method is not None and self.method.method.needs_state_values
 
     @property
@@ -252,5 +252,5 @@ class LossSettings:
 
     @property
     def needs_correction(self) -> bool:
-        """Whether the mode is meaningless without one."""
+        """True if the mode requires a correction."""
         return self.mode in ("decoupled", "reinforce")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method looks at, one number per token: reductions over sequences and the batch, and the tokens of one call."""
+"""Inputs of a method, one value per token: the tokens of one call, and reductions over sequences and the batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reductions:
         self._num_joined, self._num_gathers = num_joined, 0
 
     def left_over(self) -> Reductions:
-        """The same gathers of a rank without tokens, which joins those that this one has not joined."""
+        """Return the gathers of a rank without tokens, which joins those that this one has not joined."""
         return Reductions(
             self._layout.emptied, cp_group=self._cp_group, dp_group=self._dp_group, num_joined=self._num_gathers
         )
@@ -84,7 +84,7 @@ class Reductions:
         return self.to_tokens(total_S / count_S.clamp_min(1.0))
 
     def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Of ``[..., T]``: the sums of the values under the mask over the tokens of all ranks."""
+        """Sum the values ``[..., T]`` of unmasked tokens over all ranks."""
         total = torch.where(mask_T, values_T, 0.0).sum(-1)
         for group in (self._cp_group, self._dp_group):
             total = self._sum_over(group, total)
@@ -165,7 +165,7 @@ class Reductions:
 def _piece_index(
     lengths: tuple[int, ...], whole_starts: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which contiguous run each token is in, its offset there, and where each run begins in the whole responses."""
+    """Return the contiguous run of each token, its offset there, and the start of each run in the whole responses."""
     length_P, start_P = torch.tensor([lengths, whole_starts], dtype=torch.int64)
     total = sum(lengths)
     piece_T = torch.arange(len(lengths)).repeat_interleave(length_P, output_size=total)

@@ -86,7 +86,7 @@ def describe_method(row: PublishedMethod) -> str:
 
 
 def method_facts(row: PublishedMethod) -> dict[str, Any]:
-    """What is known of a method, for programs; ``why_not`` says why the hook alone cannot do it, None where it can."""
+    """Facts about a method, for programs; ``why_not`` is the reason why the hook alone cannot run it, or None."""
     method = row.method
     why_not = None
     try:

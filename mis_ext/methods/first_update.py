@@ -25,7 +25,7 @@ _PROBE_SPREAD = (1e-3, 8.0)
 
 
 class HookMethod(NamedTuple):
-    """What the hook computes, and what the host must have at ``--eps-clip``, ``-high`` and ``-c``; None is no flag."""
+    """Configuration of the hook, and the values of ``--eps-clip``, ``-high`` and ``-c``; None is no flag."""
 
     config: CorrectionConfig
     low: float
@@ -91,7 +91,7 @@ def first_update(
     weights_T: Tensor | None = None,
     keep_mask_T: Tensor | None = None,
 ) -> FirstUpdate:
-    """What the method multiplies ``A grad log pi`` of each token by, at the first update.
+    """Factor of ``A grad log pi`` of each token at the first update.
 
     Where the surrogate gives every token the mean of its sequence, that is the number for one advantage per sequence.
 
@@ -142,7 +142,7 @@ def equivalent_correction(config: CorrectionConfig, method: Method) -> Correctio
 
 @functools.lru_cache(maxsize=128)
 def looks_at_advantages(method: Method) -> bool:
-    """Whether at the first update the advantages matter, of whatever size the mismatch is.
+    """True if the advantages matter at the first update, for any mismatch.
 
     Asked of the method itself: on log-ratios of many sizes, positive, negative and mixed advantages give the same or
     not.

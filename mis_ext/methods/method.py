@@ -26,7 +26,7 @@ _OF_SEQUENCES = WHOLE_SEQUENCE | {"min", "max"}
 
 
 class MethodResult(NamedTuple):
-    """What a method says about each local token, ``[T]``; everything but ``loss_T`` is detached.
+    """Result of a method for each local token, ``[T]``; everything but ``loss_T`` is detached.
 
     ``coefficient_T``: what multiplies ``grad log pi`` where the objective is increased, before any denominator.
     ``loss_T``: the loss per token, whose gradient is minus that. Both are 0 where a token is not valid. Where the
@@ -100,12 +100,12 @@ class Method:
 
     @property
     def reduces(self) -> frozenset[Reduce]:
-        """How surrogate and factors reduce over a sequence."""
+        """Reductions of surrogate and factors over a sequence."""
         return frozenset((self.surrogate.reduce, *(factor.reduce for factor in self.factors)))
 
     @property
     def weighs_behavior(self) -> bool:
-        """Whether the gradient is weighed by the behavior policy, so that another such weight counts it twice."""
+        """True if the behavior policy weights the gradient, so that another such weight counts it twice."""
         pairs = [self.surrogate.pair or ()]
         pairs += [factor.pair for factor in self.factors if factor.action is None]
         pairs += chain.from_iterable(term.pairs for term in self.terms if term.needs_state_values)
@@ -113,29 +113,29 @@ class Method:
 
     @property
     def averages_over_batch(self) -> bool:
-        """Whether a number of all tokens enters, of whatever sequence and rank."""
+        """True if a value over all tokens of all ranks enters."""
         return self.normalize_over is not None or any(part.reduce == "batch_mean" for part in self._parts)
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether each token's coefficient follows from its own log-probs alone."""
+        """True if each token's coefficient follows from its own log-probs alone."""
         is_token = self.surrogate.spread == "token" and all(part.reduce == "token" for part in self._parts)
         return is_token and self.normalize_over is None
 
     @property
     def multiplies_ratios(self) -> bool:
-        """Whether a product of ratios to the behavior policy over many tokens weighs or judges them."""
+        """True if a product of behavior ratios over many tokens weights or rejects them."""
         parts = ((part.pair or (), part.reduce) for part in (self.surrogate, *self.factors))
         return any("behavior" in pair and reduce in _PRODUCTS for pair, reduce in parts)
 
     @property
     def judges_sequences(self) -> bool:
-        """Whether a factor drops tokens by a number of their whole sequence."""
+        """True if a factor rejects tokens by a value of their sequence."""
         return any(factor.action is not None and factor.reduce in _OF_SEQUENCES for factor in self.factors)
 
     @property
     def needs_state_values(self) -> bool:
-        """Whether it needs ``state_values_T``."""
+        """True if it needs ``state_values_T``."""
         return any(term.needs_state_values for term in self.terms)
 
     def __call__(
@@ -212,7 +212,7 @@ class Method:
         reductions: Reductions,
         state_values_T: Tensor | None = None,
     ) -> Batch:
-        """What the parts of this method look at; arguments as of :class:`~mis_ext.methods.batch.Batch`."""
+        """Return the inputs of the parts of this method; arguments as in :class:`~mis_ext.methods.batch.Batch`."""
         return Batch(
             {name: _detached(values_T) for name, values_T in log_probs.items()},
             advantages_T=_detached(advantages_T),
@@ -289,5 +289,5 @@ class _Loss(torch.autograd.Function):
 
 
 def _detached(values_T: Tensor) -> Tensor:
-    """In float32, or in float64 if it is that."""
+    """Return a detached float32 tensor, or float64 if it is that."""
     return values_T.detach().to(torch.promote_types(values_T.dtype, torch.float32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method is made of. All methods share these parts; a part of one method stands beside it.
+"""Parts of a method. All methods share these; a part of one method is next to it.
 
 Surrogates carry the gradient: each gives the objective per unit of advantage, and its slope in log pi. A bound there
 stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a

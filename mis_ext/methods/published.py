@@ -128,7 +128,7 @@ class PublishedMethod:
 
     @property
     def legal(self) -> dict[str, str]:
-        """What each parameter may be, as text: ``(0, 1]``, a list ``[0, inf) x (first, inf)``, or its words."""
+        """Legal values of each parameter as text: ``(0, 1]``, a list ``[0, inf) x (first, inf)``, or words."""
         return {name: _legal(self._hints[name]) for name in self.defaults}
 
     @property
@@ -155,7 +155,7 @@ def _range(hint: Any) -> Range | None:
 
 
 def _legal(hint: Any) -> str:
-    """As text; empty where a hint does not say what is legal."""
+    """Return the legal values as text; empty if the hint has none."""
     if get_origin(hint) is tuple:
         kinds = [*map(_legal, get_args(hint))]
         return " x ".join(kinds) if all(kinds) else ""

@@ -23,7 +23,7 @@ _W = Ratio(pair=TOTAL)
 
 
 def _region(*, low: float, high: float) -> tuple[Gate, Gate]:
-    """What stops a token that has become too likely, and one that has become too unlikely; 1 is no bound."""
+    """Bounds that stop a token that became too likely or too unlikely; 1 is no bound."""
     low, high = min(low, 1.0), min(high, 1.0)
     return (
         Gate(pair=TOTAL, statistic="probability_gain", high=high, when="positive", action="zero"),

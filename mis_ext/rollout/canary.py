@@ -32,7 +32,7 @@ class StaleWeightsError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryResult:
-    """What one scoring of the text says.
+    """Result of one scoring of the text.
 
     Attributes:
         version: What the engine calls its weights.

@@ -16,7 +16,7 @@ _MASS_OF_NOTHING = 1e-6
 
 
 class TrainerLogProbs(NamedTuple):
-    """What ``trainer_log_probs`` returns.
+    """Result of ``trainer_log_probs``.
 
     Attributes:
         log_probs_T: ``[T]``, natural, with gradient; -inf where ``outside_T``.
@@ -85,7 +85,7 @@ def trainer_log_probs(
 
 
 class BehaviorLogProbs(NamedTuple):
-    """What ``behavior_log_probs`` returns.
+    """Result of ``behavior_log_probs``.
 
     Attributes:
         log_probs: Per token, natural; None where they cannot be told.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which distribution a server drew tokens, and of which one the log-probs are that it returned."""
+"""Distributions of a server: the one that it sampled from, and the one of its returned log-probs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BACKENDS: dict[Server, tuple[SamplingBackend, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Truncation:
-    """Which tokens can be drawn; the kept ones are always the most probable.
+    """Truncation of the sampling support to the most probable tokens.
 
     Attributes:
         top_k: So many tokens; None: all.
@@ -96,22 +96,22 @@ class LogProbDefinition:
 
     @property
     def is_behavior(self) -> bool:
-        """Whether the returned numbers are the log-probs of the distribution that the tokens were drawn from."""
+        """True if the returned values are log-probs of the sampled distribution."""
         return self.sampled == self.returned and not self.returns_logits
 
     @property
     def is_comparable(self) -> bool:
-        """Whether ``trainer_log_probs(..., definition.returned)`` has the definition of the server's numbers."""
+        """True if ``trainer_log_probs(..., definition.returned)`` has the definition of the server's values."""
         return not self.returns_logits and not self.returned.unrepeatable
 
     @property
     def only_truncation_differs(self) -> bool:
-        """Whether the returned log-probs lack the renormalisation over the kept tokens, and nothing else."""
+        """True if the returned log-probs lack only the renormalization over the sampling support."""
         is_without = self.returned.truncation is None and not self.returns_logits
         return is_without and replace(self.sampled, truncation=None) == self.returned
 
     def explain(self) -> list[str]:
-        """What was sampled, what was returned, and what makes the trainer's log-probs comparable; one line each."""
+        """Describe both distributions and the fix for the trainer's log-probs, one line each."""
         sampled, returned = self.sampled, self.returned
         kind = "logits" if self.returns_logits else "log-probs"
         lines = [f"sampled from {sampled}", f"returned: {kind} of {returned}", self._how_to_compare()]
@@ -164,7 +164,7 @@ def define_log_probs(
     return_original: bool = False,
     sampling_backend: SamplingBackend | None = None,
 ) -> LogProbDefinition:
-    """From which distribution the server drew, and of which one it returned the log-probs.
+    """Determine the distribution that the server sampled from, and that of its returned log-probs.
 
     SGLang 0.5 changes the logits by penalties, grammar and bias, divides by the temperature, and returns log-probs of
     the softmax of that; then it truncates by top-k, top-p and min-p and draws. vLLM (V1) returns, in its raw modes,

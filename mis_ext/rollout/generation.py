@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of this room hand to each other: a call of an inference server in, training samples out.
+"""Types shared by this package: a call of an inference server in, training samples out.
 
 What happened between two calls of a conversation, by class and action, and why no training sample may be built from a
 response: one named error per reason, each naming the request.
@@ -29,7 +29,7 @@ ToldMode = Literal["raw_logprobs", "processed_logprobs"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """What the server was given and what it sampled; the readers guarantee every statement below.
+    """Input and sampled output of the server; the readers guarantee every statement below.
 
     Attributes:
         request_id: The request, as the server or the caller names it.
@@ -85,7 +85,7 @@ class TrainingSample:
 
 
 class BoundaryKind(str, Enum):
-    """How a call's prompt relates to the calls before it."""
+    """Relation of a call's prompt to the calls before it."""
 
     CONTIGUOUS = "contiguous"
     """It begins with exactly the ids that are known of an earlier call, from which none went on before."""
@@ -106,7 +106,7 @@ class BoundaryKind(str, Enum):
 
 
 class BoundaryAction(str, Enum):
-    """What the builder did at a boundary."""
+    """Action of the builder at a boundary."""
 
     CONTINUED = "continued"
     """The call goes on from the earlier one, in the same sample."""
@@ -121,7 +121,7 @@ class BoundaryAction(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """Where a call joins the earlier calls of its conversation: how its prompt compares with what is known.
+    """Point at which a call joins the earlier calls of its conversation, and the comparison of its prompt with them.
 
     Attributes:
         kind: The class.
@@ -208,7 +208,7 @@ def find_illegal_id(ids: list[Any], largest: int = LARGEST_ID) -> int | None:
 
 
 def are_logits(values: Sequence[float]) -> bool:
-    """Whether numbers of different tokens are too large for log-probs: their probabilities add up to more than 1."""
+    """True if values of different tokens are too large for log-probs: their probabilities sum to more than 1."""
     # One above 1 is enough, and larger ones would overflow. What stands for minus infinity adds nothing.
     return max(values, default=0.0) > 1.0 or math.fsum(map(math.exp, values)) > 1.0 + _MASS_ERROR
 

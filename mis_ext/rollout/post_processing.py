@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was done to the text of a generation after it was sampled: by the texts that servers may decode."""
+"""Detection of changes to the text of a generation after sampling, by the texts that servers may decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mis_ext.rollout.generation import REPLACEMENT, Generation, Tokenizer
 
 
 class PostProcessingKind(str, Enum):
-    """How the text that was used differs from the text that was sampled."""
+    """Difference between the used and the sampled text."""
 
     EXACT = "exact"
     STOP_TRIMMED = "stop_trimmed"
@@ -59,7 +59,7 @@ _CURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PostProcessing:
-    """What ``detect_post_processing`` found.
+    """Result of ``detect_post_processing``.
 
     Attributes:
         kind: The class.
@@ -75,18 +75,18 @@ class PostProcessing:
 
     @property
     def cure(self) -> str:
-        """What to change in the agent's loop, empty where nothing need be."""
+        """Fix in the agent's loop, empty if none is needed."""
         return _CURES[self.kind]
 
     @property
     def keeps_ids(self) -> bool:
-        """Whether the text stands for all sampled tokens, so that they can be trained as they are."""
+        """True if the text represents all sampled tokens, so that they can be trained."""
         kinds = PostProcessingKind
         return self.kind in (kinds.EXACT, kinds.STOP_TRIMMED, kinds.SPECIAL_TOKENS_STRIPPED)
 
     @property
     def is_fixable(self) -> bool:
-        """Whether ``fix`` gives a generation that the text stands for."""
+        """True if ``fix`` returns a generation that the text represents."""
         return self.kind is PostProcessingKind.PREFIX_TRUNCATED
 
     def fix(self, generation: Generation) -> Generation:
@@ -125,7 +125,7 @@ class PostProcessing:
 def detect_post_processing(
     generation: Generation, response_text: str, tokenizer: Tokenizer, *, stop: Sequence[str] = ()
 ) -> PostProcessing:
-    """How ``response_text`` came from the text of the sampled tokens.
+    """Determine how ``response_text`` follows from the text of the sampled tokens.
 
     The first of these that explains the whole text: nothing was done; the server left out the end (stop string or end
     token) or special tokens; the text was cut, completed, or lost its beginning; anything else is an edit. Text that
@@ -235,7 +235,7 @@ class _Decoding:
         return self._decode([*self._context, *self._ids[:num_tokens]])[len(self._context_text) :]
 
     def tokens_within(self, text: str) -> tuple[int, str]:
-        """How many of the first tokens lie within ``text``, with which the sampled text begins; and their text."""
+        """Count the first tokens that lie within ``text``, a prefix of the sampled text; return their text too."""
         enough = bisect_left(range(self.num_tokens + 1), len(text), key=lambda n: len(self._first_whole(n)))
         num_tokens = min(enough, self.num_tokens)
         while not text.startswith(inside := self.first(num_tokens)):

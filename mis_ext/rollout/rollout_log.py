@@ -94,11 +94,11 @@ class LoggedCall:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where it is, as plain values."""
+        """Return its place as plain values."""
         return {"conversation": self.row["conversation"], "file": self.file, "line": self.line}
 
     def read(self) -> Generation:
-        """What the server was given and what it sampled, all ids of the prompt checked."""
+        """Read the input and the sampled output, and check all ids of the prompt."""
         reader = READERS[self.format]
         options = {key: self.row.get(key) for key in ("request_id", *reader.keys)}
         generation = reader.read(self.row["request"], self.row["response"], **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asked of the sampler, and what the server makes of it on the way.
+"""Sampling parameters of a request, and the changes that a server makes to them.
 
 The keys that change the probability of a token, those that do not, and one table of what servers change in a request
 before they sample: a row each, with the release in whose source it was read.
@@ -69,7 +69,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParameters:
-    """What changes the probability of a token; the defaults change nothing.
+    """Parameters that change the probability of a token; the defaults change nothing.
 
     Attributes:
         temperature: Divides the logits; 0 takes the most probable token.
@@ -102,7 +102,7 @@ class SamplingParameters:
 
     @classmethod
     def from_request(cls, request: Mapping[str, Any], *, server: Server) -> SamplingParameters:
-        """What the server samples with after all of :data:`CHANGES` that concern this request.
+        """Return the parameters of the server after all :data:`CHANGES` that apply to this request.
 
         An absent or null key has its neutral value here, and in an OpenAI-style request it is a doubt: send all of
         temperature, top_p, top_k, min_p and repetition_penalty, or turn the model's defaults off (SGLang
@@ -230,7 +230,7 @@ _Make = Callable[[_OnItsWay], None]
 
 
 class Change(NamedTuple):
-    """What a server makes of a request before it samples.
+    """Change of a request by a server before it samples.
 
     Attributes:
         server: Which one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens tokenizer, model and trainer count."""
+"""Vocabulary sizes of tokenizer, model, and trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyReport:
-    """What ``check_vocabulary`` found.
+    """Result of ``check_vocabulary``.
 
     Attributes:
         num_nameless: Rows of the model without a token in the tokenizer: they can be sampled, and have no text.
@@ -22,7 +22,7 @@ class VocabularyReport:
 
 
 def check_vocabulary(*, tokenizer_size: int, model_size: int, trainer_size: int) -> VocabularyReport:
-    """Which rows of the trainer's logits the server's softmax does not have, and which have no token.
+    """Find rows of the trainer's logits that the server's softmax lacks, and rows without a token.
 
     Args:
         tokenizer_size: Ids of the tokenizer, added tokens included: ``len(tokenizer)``.

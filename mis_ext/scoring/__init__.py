@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to log-probs, entropy and their gradient: read :mod:`mis_ext.scoring.scores` first.
+"""Log-probs, entropy, and their gradient from logits: read :mod:`mis_ext.scoring.scores` first.
 
 From hidden states, without logits: :mod:`mis_ext.scoring.hidden`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Triton kernels or PyTorch operations compute on a device.
+"""Selection of Triton kernels or PyTorch operations for a device.
 
 Triton kernels run on a GPU where Triton imports. ``MIS_EXT_BACKEND=eager`` or ``triton`` decides instead; a choice that
 is not available is an error.
@@ -20,7 +20,7 @@ OLDEST_TRITON = (3, 4)
 
 
 def wants_triton(device: torch.device) -> bool:
-    """Whether Triton kernels compute for tensors on ``device``."""
+    """True if Triton kernels compute for tensors on ``device``."""
     wanted = os.environ.get(VARIABLE)
     if wanted is not None:
         check_choice(VARIABLE, wanted, BACKENDS)

@@ -41,7 +41,7 @@ class EagerBackend:
                     out_T[part] = sum_T
 
     def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
-        """In float64, and rounded once."""
+        """Compute in float64 and round once."""
         sums = merged(parts, temperature=temperature)
         whole = among = Normalizer(sums.highest_T, sums.total_T.log())
         if sums.kept_highest_T is not None and sums.kept_total_T is not None:

@@ -53,7 +53,7 @@ def score_hidden(
     sequence_parallel: bool = False,
     gradient_accumulation_fusion: bool = False,
 ) -> Scores:
-    """What ``score_tokens`` says of the logits ``hidden @ weight.T``, of which only a tile exists at a time.
+    """Score tokens from the logits ``hidden @ weight.T``, of which one tile exists at a time.
 
     Logits are float32, and so is what is added up over tiles, for operands of any dtype (float64 for float64); the
     gradient of a logit is rounded to their dtype before it is multiplied. If the incoming gradients of a token are both
@@ -198,7 +198,7 @@ def _check_main_grad(parameter: Tensor | None) -> None:
 
 
 class _Head(NamedTuple):
-    """What makes logits: ``cap(scale (h w + b))``, the scale part of the temperature where there is no cap."""
+    """Parameters of the logits ``cap(scale (h w + b))``; without a cap, the scale includes the temperature."""
 
     weight_VE: Tensor
     bias_V: Tensor | None
@@ -319,7 +319,7 @@ def _sum_of_ranks(grad_TE: Tensor, row_T: Tensor | None, num_states: int, use: _
 
 
 class _Gradients(NamedTuple):
-    """Where gradients are added up; None for one that nobody wants."""
+    """Accumulators of gradients; None for one that is not needed."""
 
     hidden_TE: Tensor | None
     weight_VE: Tensor | None
@@ -409,7 +409,7 @@ def _weight_gradient(weight_VE: Tensor, num_columns: int, parameter: Tensor | No
 
 
 def _dummy(parameter: Tensor, weight_VE: Tensor) -> Tensor | None:
-    """What autograd gets in place of a gradient that is in ``main_grad`` already.
+    """Placeholder for autograd if the gradient is in ``main_grad`` already.
 
     Megatron-Core's hooks run where a gradient arrives, and drop it where ``grad_added_to_main_grad`` says so. Of a
     weight that is an embedding too, they add what arrives.
@@ -440,7 +440,7 @@ TOKENS, COLUMNS = 1 << 14, 1 << 15
 
 
 class Tiles(NamedTuple):
-    """How many tokens go through a pass together, by so many columns; and in the backward pass so many rows of them.
+    """Sizes of a tile: tokens and columns of a pass, and rows of the backward pass.
 
     ``held``: how many tiles stay for the backward pass, if each is all tokens and both passes make it whole: those for
     which the forward pass has room. A large call would gain little by one.
@@ -474,7 +474,7 @@ def _even(number: int, most: int) -> int:
 
 
 def length(part: slice) -> int:
-    """How many a part has."""
+    """Size of a part."""
     return int(part.stop - part.start)
 
 
@@ -504,7 +504,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 @functools.cache
 def widening(device: torch.device, dtype: torch.dtype) -> Literal["mm and addmm", "mm", "nothing"]:
-    """Which products of short floats this torch writes in float32: since 2.8 some, and later those that it adds."""
+    """Return the matmuls of 16-bit floats that this torch writes in float32, available since 2.8."""
     a, out = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.mm(a, a, out_dtype=torch.float32, out=out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend is given and what it computes: sums over rows of logits, and the gradient from them."""
+"""Interface of a backend: sums over rows of logits, and the gradient from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KeptColumns(NamedTuple):
         return self.sorted().bits(first=first, num_columns=num_columns, tokens=tokens)
 
     def sorted(self) -> SortedColumns:
-        """In order, so that an id that came twice is found: as sums, its bits would carry over."""
+        """Sort the ids, so that a duplicate is found: in sums, its bits would carry over."""
         key_N, _ = torch.sort(self.token_N.long() << BITS | self.id_N.long())
         is_new_N = torch.ones_like(key_N, dtype=torch.bool)
         is_new_N[1:] = key_N[1:] != key_N[:-1]
@@ -69,7 +69,7 @@ def unpacked(bits_TC: Tensor, num_columns: int) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """Which logits are looked at.
+    """Selection of the logits.
 
     ``token_T``: ids in the whole vocabulary. ``row_T``: the row of each; None for every row in order. ``first``: the id
     of this rank's first column. ``num_columns``: how many of its columns are no padding.
@@ -129,7 +129,7 @@ def check_targets(
 
 @contextmanager
 def rows_named(num_rows: int, rows: str) -> Iterator[None]:
-    """What a CPU finds of ``row_T``, said by its name; a GPU asserts."""
+    """Name ``row_T`` in the index error of a CPU; a GPU asserts."""
     try:
         yield
     except IndexError as error:
@@ -166,7 +166,7 @@ class Normalizer(NamedTuple):
     log_total_T: Tensor
 
     def to(self, dtype: torch.dtype) -> Normalizer:
-        """The same numbers, rounded."""
+        """Round the values."""
         return Normalizer(self.highest_T.to(dtype), self.log_total_T.to(dtype))
 
 

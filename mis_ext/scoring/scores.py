@@ -186,7 +186,7 @@ def work_before_gather(
     beside: Tensor,
     states: Tensor | None = None,
 ) -> Iterator[None]:
-    """What a tensor-parallel rank does before it has to meet the others: an error in it is raised when they know it.
+    """Run the work of a tensor-parallel rank before its first collective; an error is raised once the others know it.
 
     They may have found nothing to refuse, or have memory where this rank has none. They are told where ``beside`` is.
     ``states`` are gathered first.

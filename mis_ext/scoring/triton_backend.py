@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def _is_kept(bits, token, column, target, num_words, is_column):
-    """Whether the columns are among those of the token's set, to which the token itself belongs."""
+    """True if the columns belong to the token's set, which includes the token itself."""
     word = tl.load(bits + token.to(tl.int64) * num_words + column // 32, mask=is_column, other=0)
     return (((word >> (column % 32)) & 1) == 1) | (column == target)
 
@@ -371,14 +371,14 @@ def _or(given: Tensor | None, instead: Tensor) -> Tensor:
 
 
 def _lanes(num_columns: int, bytes_each: int) -> tuple[dict[str, int], int]:
-    """How many lanes a program has, how many logits each reads at a time, which are 16 bytes, and the warps."""
+    """Return the lanes of a program, the logits that each reads at a time (16 bytes), and the warps."""
     per_lane = 16 // bytes_each
     block = min(triton.next_power_of_2(max(num_columns, 64)), 1024 * per_lane)
     return {"LANES": block // per_lane, "PER": per_lane}, _num_warps(block)
 
 
 def _block(num_columns: int) -> tuple[dict[str, int], int]:
-    """How many columns a program writes at a time, and how many warps do."""
+    """Return the columns that a program writes at a time, and its warps."""
     block = min(triton.next_power_of_2(max(num_columns, 64)), 4096)
     return {"BLOCK": block}, _num_warps(block)
 

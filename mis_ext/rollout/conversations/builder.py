@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the calls of a conversation to training samples: what each prompt continues, and what is trained.
+"""Training samples from the calls of a conversation: the call that each prompt continues, and the trained tokens.
 
 Only ids decide. A :class:`PrefixTree` finds what a prompt shares with any of the calls before it, in one pass.
 """
@@ -154,7 +154,7 @@ def _describe(
 
 
 class Comparison(NamedTuple):
-    """How a prompt compares with the calls before it.
+    """Comparison of a prompt with the calls before it.
 
     Attributes:
         kind: The class.
@@ -264,7 +264,7 @@ class KnownCall:
     continued: bool = False
 
     def known(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """What the server was given, and what it sampled then, from one position to another."""
+        """Ids that the server received and then sampled, from one position to another."""
         size, stop = len(self.prompt), self.end if stop is None else stop
         return self.prompt[start:stop] + self.generation.sampled_ids[max(start - size, 0) : max(stop - size, 0)]
 
@@ -274,7 +274,7 @@ class KnownCall:
         return len(self.prompt) + len(self.generation.sampled_ids)
 
     def has_sampled(self, position: int) -> bool:
-        """Whether this call or one that it goes on from sampled the known id there, or the one behind it.
+        """True if this call, or one that it continues, sampled the known id there or the one behind it.
 
         In other tokens the last id of a prompt may hold the beginning of what was sampled.
         """
@@ -285,7 +285,7 @@ class KnownCall:
 
     @property
     def was_cut(self) -> bool:
-        """Whether the token limit ended it."""
+        """True if the token limit ended it."""
         return self.generation.finish_reason == "length"
 
 
@@ -315,7 +315,7 @@ class Node:
         return self.stop - self.start
 
     def count_equal(self, ids: list[int], position: int) -> int:
-        """How many ids of this node are those of a list from a position on."""
+        """Count the ids of this node that equal those of a list, starting at a position."""
         for start in range(self.start, self.stop, _CHUNK):
             mine = self.ids[start : min(start + _CHUNK, self.stop)]
             # Slices are compared in C.
@@ -338,7 +338,7 @@ class Node:
 
 
 class Place(NamedTuple):
-    """How far a list of ids goes along a tree of calls.
+    """Position that a list of ids reaches in a tree of calls.
 
     Attributes:
         node: Where they part from it, or end.
@@ -383,7 +383,7 @@ class PrefixTree:
         self._root = Node([], 0, 0, None)
 
     def find(self, prompt: list[int]) -> Place:
-        """What a prompt shares with the calls so far."""
+        """Find the ids that a prompt shares with the calls so far."""
         return _walk(self._root, prompt)
 
     def add(self, call: KnownCall, place: Place) -> None:

@@ -51,7 +51,7 @@ class Endpoint(NamedTuple):
     finished: Callable[[_Request, _Response, int], _Response]
 
     def url(self, args: Any) -> str:
-        """Where the router takes requests."""
+        """Address at which the router accepts requests."""
         return f"{self.router(args)}{self.path}"
 
     def router(self, args: Any) -> str:

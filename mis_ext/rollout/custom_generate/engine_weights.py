@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines behind the host's router say of their weights, asked before a request: versions, and a canary."""
+"""Checks of the weights of the engines behind the router, before a request: versions, and a canary."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EngineWeights(NamedTuple):
         return min((result.verdict for result in self.canaries), key=VERDICTS.index)
 
     def is_outdated(self, meta_info: Mapping[str, Any]) -> bool:
-        """Whether an answer says that it began with weights that came later, behind a prefix of the cache of these."""
+        """True if a response began with later weights and reused a cached prefix of these."""
         spans = meta_info.get("weight_versions")
         began = spans[0]["version"] if spans else meta_info.get("weight_version")
         return bool(meta_info.get("cached_tokens")) and began is not None and str(began) not in self.versions
@@ -203,7 +203,7 @@ async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:
 
 
 async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, list[float]] | None:
-    """With which version the engine scored the text, and its log-probs of all tokens but the first.
+    """Return the version with which the engine scored the text, and its log-probs of all tokens but the first.
 
     None where the host aborted it, with all requests of that moment.
     """

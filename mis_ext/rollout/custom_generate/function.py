@@ -294,7 +294,7 @@ class Turn(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What the environment said behind a turn, with the template's text around: text and token ids."""
+    """Text and token ids of the environment after a turn, with the text of the template around it."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -318,7 +318,7 @@ class Call(NamedTuple):
 
     @property
     def aborted(self) -> bool:
-        """Whether the server gave the request up."""
+        """True if the server aborted the request."""
         return was_aborted(self.meta_info)
 
     @property
@@ -347,7 +347,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Episode:
-    """What does not change from turn to turn; see :func:`mis_ext.rollout.generate` for all of it."""
+    """Constants of all turns; see :func:`mis_ext.rollout.generate`."""
 
     args: Any
     sample: Any
@@ -402,7 +402,7 @@ class Episode:
     async def _request(
         self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation, num_rows: int | None
     ) -> Call | None:
-        """What came of the next request; None where the host aborted its rollout before it was sent."""
+        """Send the next request and return its result; None if the framework aborted its rollout before."""
         endpoint = endpoint_of(self.sample)
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
         request = endpoint.request(self.args.hf_checkpoint, prompt_ids, params, num_rows)
@@ -484,7 +484,7 @@ def observation_text(
     end_id: int | None,
     template_options: Callable[[], Mapping[str, Any]],
 ) -> str:
-    """What follows a sampled turn up to where the next one begins.
+    """Return the text between a sampled turn and the next one.
 
     Messages are rendered behind an assistant's turn that stands for the sampled one; a text is returned as it stands.
     The end of that turn is left out where the model sampled it itself, as ``end_id``.

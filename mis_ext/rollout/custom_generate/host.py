@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is taken from the host: what its ``args`` ask for, its client, its tokenizer, its flag of an abort.
+"""Interface to the framework: its ``args``, client, tokenizer, and abort flag.
 
 Without a framework the last three are our own.
 """
@@ -117,7 +117,7 @@ class Settings:
 
 
 def stores_versions(args: Any) -> bool:
-    """Whether the trainer asks for the version of each token."""
+    """True if the trainer needs the version of each token."""
     return bool(getattr(args, "mis_staleness", None))
 
 
@@ -145,7 +145,7 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
 
 
 def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
-    """What the chat template takes besides messages: ``apply_chat_template_kwargs`` and the tools of the sample.
+    """Return the options of the chat template: ``apply_chat_template_kwargs`` and the tools of the sample.
 
     Those of the sample come before those of its evaluation dataset, which slime has, and these before the host's.
     """
@@ -281,7 +281,7 @@ def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], boo
 
 
 def was_aborted(meta_info: Mapping[str, Any]) -> bool:
-    """Whether a request that was being sampled, or waited for it, was given up; an error of the server is none."""
+    """True if a running or waiting request was aborted; a server error is no abort."""
     reason = meta_info.get("finish_reason")
     return isinstance(reason, Mapping) and reason.get("type") == "abort"
 
@@ -319,7 +319,7 @@ def _json_object(url: str, answer: Any) -> dict[str, Any]:
 async def ask_json(
     url: str, payload: Mapping[str, Any] | None = None, *, max_attempts: int, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """As :func:`post_json` without a host; without a payload it is a GET."""
+    """Send JSON like :func:`post_json`, without a framework; without a payload it is a GET."""
     body, timeout = None, _GET_TIMEOUT_SECONDS
     if payload is not None:
         body, timeout = json.dumps(payload).encode(), _TIMEOUT_SECONDS

@@ -66,7 +66,7 @@ def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
 
 
 def known_rows(args: Any, sample: Any) -> list[Rows]:
-    """What a sample that goes on has: nothing before its first token, else the rows of all that was fed."""
+    """Return the rows of a continued sample: none before its first token, else those of all fed tokens."""
     import numpy
 
     if not sample.response_length:

@@ -248,7 +248,7 @@ class Choice:
         return Field(value=value, path="prompt_ids", request_id=self.body.request_id)
 
     def sent(self, key: str) -> Field | None:
-        """What the request has under ``key`` if that is one prompt's ids; None for text and for several prompts."""
+        """Return the ids of one prompt under ``key`` of the request; None for text and for several prompts."""
         prompt = self.asked.get(key)
         if not isinstance(prompt.value, (list, tuple)) or isinstance(next(iter(prompt.value), 0), (list, tuple, str)):
             return None

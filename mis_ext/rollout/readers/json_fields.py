@@ -57,26 +57,26 @@ class Field:
         return self.value is not None
 
     def __getitem__(self, key: str) -> Field:
-        """What an object has under ``key``; absent and null are errors."""
+        """Return the value under ``key``; absent and null are errors."""
         found = self.get(key)
         if not found:
             raise MalformedResponse(self.request_id, f"{found.path} is missing")
         return found
 
     def get(self, key: str) -> Field:
-        """What an object has under ``key``, perhaps nothing."""
+        """Return the value under ``key``, which may be absent."""
         if self and not isinstance(self.value, Mapping):
             raise self.malformed("an object")
         value = self.value.get(key) if self else None
         return Field(value=value, path=f"{self.path}.{key}", request_id=self.request_id)
 
     def entry(self, position: int) -> Field:
-        """What a list has at ``position``, which must exist."""
+        """Return the entry at ``position``, which must exist."""
         path = f"{self.path}[{position}]{self.suffix}"
         return Field(value=self.value[position], path=path, request_id=self.request_id)
 
     def entries(self) -> list[Field]:
-        """What a list has, in order; nothing where it is absent."""
+        """Return the entries of a list in order; none if it is absent."""
         return [self.entry(position) for position in range(len(self.array()))] if self else []
 
     def column(self, key: int | str) -> Field:

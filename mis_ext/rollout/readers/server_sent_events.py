@@ -109,7 +109,7 @@ def _has_all(event: Field) -> bool:
 
 
 def _repeats_what_came(events: list[Field]) -> bool:
-    """Whether every event holds all that came before, so that the last one lacks something: the readers will say so."""
+    """True if every event repeats all earlier ones; the last one is then incomplete, which the readers report."""
     *earlier, last = (_joined([event["meta_info"]], "output_token_logprobs") for event in events)
     return bool(earlier and earlier[-1]) and last[: len(earlier[-1])] == earlier[-1] and all(map(_has_all, events[:-1]))
 
@@ -195,7 +195,7 @@ def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
 
 
 def _check_offset(choice: dict[str, Any], offsets: Field) -> None:
-    """In vLLM's completions a token begins where the one before it ends; in older ones, where the text so far ends."""
+    """Check that a token of vLLM begins at the end of the one before it, or of the text so far (older versions)."""
     values = offsets.array() if offsets else []
     # SGLang has -1 in place of every offset.
     if values[:1] in ([], [-1]):

@@ -22,7 +22,7 @@ _TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
 
 
 def read_sglang_generate(request: Json, response: Json, *, request_id: str | None = None) -> Generation:
-    """What ``/generate`` sampled for one prompt.
+    """Read the response of ``/generate`` to one prompt.
 
     The request needs ``return_logprob: true``, and the prompt as ``input_ids``; with ``text`` instead it also needs
     ``return_prompt_token_ids: true`` or ``logprob_start_len: 0``. A list of responses, for several prompts or for
@@ -77,7 +77,7 @@ def read_sglang_generate(request: Json, response: Json, *, request_id: str | Non
 def read_sglang_chat(
     request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
-    """What ``/v1/chat/completions`` sampled for one choice.
+    """Read one choice of ``/v1/chat/completions``.
 
     The request needs ``logprobs: true`` and, for the ids of prompt and response, ``return_token_ids: true``. Instead,
     ``return_meta_info: true`` has those of the response, and ``return_prompt_token_ids: true`` or a prompt sent as
@@ -100,7 +100,7 @@ def read_sglang_chat(
 def read_sglang_completions(
     request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
-    """What ``/v1/completions`` sampled for one choice; the request needs ``logprobs`` and ``return_token_ids: true``.
+    """Read one choice of ``/v1/completions``; the request needs ``logprobs`` and ``return_token_ids: true``.
 
     Arguments and errors are those of :func:`read_sglang_chat`.
     """
@@ -164,7 +164,7 @@ def _check_not_replaced(match: Field) -> None:
 def read_vllm_generate(
     request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
-    """What ``/inference/v1/generate`` of vLLM sampled for one choice, from a server with ``--enable-scale-out``.
+    """Read one choice of vLLM's ``/inference/v1/generate``, from a server with ``--enable-scale-out``.
 
     The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
     ids that each token was drawn from. Arguments and errors are those of :func:`read_sglang_chat`.
@@ -184,7 +184,7 @@ def read_vllm_chat(
     choice: int | None = None,
     request_id: str | None = None,
 ) -> Generation:
-    """What ``/v1/chat/completions`` of vLLM sampled for one choice.
+    """Read one choice of vLLM's ``/v1/chat/completions``.
 
     The request needs ``logprobs: true`` and ``return_token_ids: true``. Before vLLM had that, it needs
     ``return_tokens_as_token_ids: true``, and the caller ``prompt_ids``, for instance from ``/tokenize``. With
@@ -204,7 +204,7 @@ def read_vllm_completions(
     choice: int | None = None,
     request_id: str | None = None,
 ) -> Generation:
-    """What ``/v1/completions`` of vLLM sampled for one choice.
+    """Read one choice of vLLM's ``/v1/completions``.
 
     The request needs ``logprobs`` and ``return_token_ids: true``. Before vLLM had that, it needs
     ``return_tokens_as_token_ids: true``, and the prompt as ids or the caller ``prompt_ids``. With

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: a result, packages that one needs, what is printed for people, and how far it has come."""
+"""Shared parts of commands: a result, required packages, printed text, and progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Result(NamedTuple):
-    """What a command found.
+    """Result of a command.
 
     ``content`` is all of it, as :func:`~mis_ext.files.to_jsonable` takes it. ``show`` prints it for people. ``code``
     is the exit code.
@@ -118,7 +118,7 @@ def watch(paths: Sequence[Path], *, min_files: int = 1) -> Iterable[Path]:
 
 
 def _terminal() -> Console | None:
-    """Where to draw how far it has come, if anywhere."""
+    """Return the terminal for the progress bar, or None."""
     if find_spec("rich") is None:
         return None
     from rich.console import Console

@@ -91,7 +91,7 @@ def run_explain(parsed: argparse.Namespace) -> Result:
 
 
 def _spelt(name: str) -> Spelt:
-    """What a file spells, or what the preset or else the method of this name does."""
+    """Return the configuration of a file, or of the preset or method of this name."""
     from mis_ext.files import list_presets, preset_path
     from mis_ext.keys.presets import read_file, read_method
     from mis_ext.keys.removed import sentence

@@ -103,7 +103,7 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def _name_of(paths: Sequence[Path]) -> str:
-    """Of a run: the end of what its files have in common, ``run7/dumps/train_data``."""
+    """Return the name of a run: the common end of its paths, ``run7/dumps/train_data``."""
     return "/".join(Path(os.path.commonpath([os.path.abspath(path) for path in paths])).parts[-3:])
 
 

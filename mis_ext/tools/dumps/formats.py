@@ -138,7 +138,7 @@ def _load(path: Path, trust_pickle: bool) -> Any:
 
 
 def _harmless() -> list[Any]:
-    """What hosts leave among the tensors: a range, and NumPy's numbers and arrays."""
+    """Harmless types among the tensors of frameworks: a range, and NumPy's numbers and arrays."""
     if find_spec("numpy") is None:
         return [range]
     import numpy
@@ -172,7 +172,7 @@ def read_json_lines(path: Path) -> Columns:
 
 
 class ContextPart(NamedTuple):
-    """Which part of the response's log-probs a context-parallel rank has, of a sequence cut by zigzag.
+    """Part of a response's log-probs on a context-parallel rank with the zigzag layout.
 
     ``laid_out_length`` is that of the whole sequence, with its padding where sequences are padded.
     """
@@ -262,7 +262,7 @@ class DumpedSample:
 
     @property
     def is_one_memory(self) -> bool:
-        """Whether the log-probs of both sides are the same tensor in the file: one was filled in from the other."""
+        """True if the log-probs of both sides are one tensor in the file: one was filled in from the other."""
         proximal, behavior = self.proximal_log_probs, self.behavior_log_probs
         if proximal is None or behavior is None or not proximal.numel():
             return False
@@ -270,7 +270,7 @@ class DumpedSample:
 
 
 class Skipped(NamedTuple):
-    """What was not read, and why; ``num_samples`` is None for a whole file."""
+    """Skipped data and the reason; ``num_samples`` is None for a whole file."""
 
     path: str
     num_samples: int | None

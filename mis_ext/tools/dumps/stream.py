@@ -105,14 +105,14 @@ def num_usable_tokens(sample: DumpedSample) -> int:
 
 
 class _Files:
-    """Which files were given already: by another path, or the same bytes."""
+    """Files that were given already, by another path or with the same bytes."""
 
     def __init__(self) -> None:
         self.skipped: list[Skipped] = []
         self._seen: dict[tuple[int, bytes], list[Path]] = {}
 
     def is_new(self, path: Path) -> bool:
-        """Whether the file has other bytes than all before; if not, it is among the skipped."""
+        """True if no earlier file has these bytes; otherwise the file is skipped."""
         size = regular_file(path).stat().st_size
         with path.open("rb") as file:
             # The end of a .pt file has the checksums of all its tensors.
@@ -128,7 +128,7 @@ class _Files:
 
 @dataclass
 class _Known:
-    """What came of one sample: parts by context-parallel rank, until it is whole, and what they held and where."""
+    """Parts of one sample by context-parallel rank, until it is complete, with their contents and places."""
 
     parts: dict[int, DumpedSample] = field(default_factory=dict)
     held: dict[int, tuple[Any, str]] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Joiner:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What was skipped: an entry per file and reason, with the number of samples."""
+        """Return the skipped data: an entry per file and reason, with the number of samples."""
         return [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
 
     def add_file(self, samples: list[DumpedSample]) -> Iterator[DumpedSample]:
