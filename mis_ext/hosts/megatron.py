@@ -35,8 +35,8 @@ Batch = Mapping[str, Any]
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 _MISSING = {
     "behavior": "rollout_log_probs are missing (the rollout function must store the inference engine's log-probs)",
-    "reference": "ref_log_probs are missing (--use-kl-loss with --ref-load makes the host score them; a method with a "
-    "penalty of its own takes --kl-loss-coef 0)",
+    "reference": "ref_log_probs are missing (--use-kl-loss with --ref-load makes the framework score them; use "
+    "--kl-loss-coef 0 for a method with its own penalty)",
     "state_values": "state_values are missing in the batch (no flag of slime or Miles gives them; a batch of "
     "make_loss_func may have them)",
 }
@@ -254,9 +254,7 @@ def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: Packed
 def refuse_host_scoring(config: RunConfig) -> None:
     """Refuse a key that asks for the function of a host."""
     if chosen_loss(config).scoring.said == "host":
-        raise ValueError(
-            "mis_loss_scoring: host: neither slime nor Miles runs here, so no host can score; remove the key"
-        )
+        raise ValueError("mis_loss_scoring: host requires slime or Miles: remove the key")
 
 
 def fused_scores(
@@ -429,7 +427,7 @@ def hand_over_hidden_states(model: Any) -> None:
     elif getattr(model.config, "use_mup", False):
         why = "--use-mup scales the logits behind the output layer"
     if why is not None:
-        raise ValueError(f"hidden states cannot take the place of logits: {why}")
+        raise ValueError(f"hidden states cannot replace logits: {why}")
     make_logits, compute_loss = layer.forward, model.compute_language_model_loss
 
     def forward(input_: Tensor, weight: Tensor | None = None, *others: Any, **more: Any) -> Any:

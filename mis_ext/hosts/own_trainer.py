@@ -135,7 +135,7 @@ def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
     """A session for a framework that keeps its own loss, and refuses the keys of ours."""
     given = read_keys(keys)
     if says_whole_loss(given):
-        raise ValueError(f"keys of a whole loss: {keeps_loss} keeps its own; give keys of a correction")
+        raise ValueError(f"keys of the full policy loss: {keeps_loss} keeps its own loss. Use keys of a correction")
     return Session(given)
 
 
@@ -167,7 +167,7 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
         raise
     for rank, terms in enumerate(gather_objects(mine, group)):
         if terms is None:
-            raise RuntimeError(f"scalars failed on rank {rank} of the group; its own error says why")
+            raise RuntimeError(f"scalars failed on rank {rank} of the group: see the error of that rank")
         for name, total, count in terms:
             before = sums.get(name, (0.0, 0.0))
             sums[name] = before[0] + total, before[1] + count

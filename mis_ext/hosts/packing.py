@@ -29,7 +29,7 @@ def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *,
     if packed.dim() != 1:
         check_samples(name, samples)
     if found != tuple(lengths):
-        raise ValueError(f"{name} has samples of {[*found]} tokens on this rank, the lengths say {[*lengths]}")
+        raise ValueError(f"{name} has samples of {[*found]} tokens on this rank, but the lengths are {[*lengths]}")
     return packed.to(device, non_blocking=True)
 
 
@@ -147,8 +147,8 @@ def refuse_mask(extremes: Sequence[float]) -> None:
     low, high = extremes
     if not 0.0 <= low <= high < math.inf:
         raise ValueError(
-            f"the response mask (loss_masks) has values from {low:g} to {high:g}: each says how much its token counts, "
-            "and must be finite and at least 0"
+            f"the response mask (loss_masks) has values from {low:g} to {high:g}: mask values "
+            "must be finite and at least 0"
         )
 
 

@@ -51,8 +51,8 @@ class MisTrainer:
     def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
         if self.mis_session and not (self.use_vllm and self.vllm_importance_sampling_correction):
             raise ValueError(
-                "TRL computes no ratio that mis_ext could replace: set use_vllm=True and vllm_importance_sampling_"
-                "correction=True; with a rollout_func that returns log-probs without vLLM give keys of a whole loss"
+                "TRL's importance-sampling ratio is disabled: set use_vllm=True and vllm_importance_sampling_"
+                "correction=True in GRPOConfig. With a rollout_func without vLLM, set mis_loss_method instead"
             )
         found: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if self.mis_session is None:
@@ -126,8 +126,8 @@ class WholeLoss:
                 raise ValueError(f"{name}={found}: the loss of mis_ext does not use it; write {cure}")
         if trainer.loss_type not in ("grpo", *_TOKEN_SUMS):
             raise ValueError(
-                f"loss_type={trainer.loss_type} with keys of the whole loss of mis_ext: one of grpo, "
-                f"{', '.join(_TOKEN_SUMS)}, which then only say how to divide"
+                f"loss_type={trainer.loss_type} with keys of the full policy loss: use grpo, "
+                f"{', '.join(_TOKEN_SUMS)}, which then only select the denominator"
             )
         kl = {"use_kl_loss": True, "kl_loss_coef": trainer.beta, "kl_loss_type": "k3"}
         kl |= {"use_unbiased_kl": trainer.args.use_bias_correction_kl}

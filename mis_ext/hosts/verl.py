@@ -52,8 +52,8 @@ def register(keys: Keys) -> None:
         raise ValueError(
             "a trainer on verl's functions, as rLLM, asks for weights alone: mis_ext would get no log-probs, and its "
             "masks would be lost; write rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: true} and "
-            "rllm.algorithm.loss_fn: bypass_mode, with keys of the whole loss, or of weights and gates with verl's own "
-            "key beside them (docs/reference/verl.md)"
+            "rllm.algorithm.loss_fn: bypass_mode, with keys of the full policy loss, or of weights and filters "
+            "(docs/reference/other_trainers.md)"
         )
 
     rollout_corr_helper.compute_rollout_correction_and_rejection_mask = correct
@@ -140,7 +140,7 @@ def refused(name: str) -> Callable[..., None]:
 
     def loss(**_: Any) -> None:
         raise ValueError(
-            f"policy_loss.loss_mode: {name} with keys of the whole loss of mis_ext: write loss_mode=mis_ext, or with "
+            f"policy_loss.loss_mode: {name} with keys of the full policy loss: write loss_mode=mis_ext, or with "
             "bypass_mode: true loss_mode=bypass_mode"
         )
 

@@ -128,7 +128,7 @@ def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) 
     worst = int(mean_G.abs().argmax())
     raise ValueError(
         f"mis_group_over: kept: the {int(number_G[worst])} trajectories of prompt {int(prompts_G[worst])} have "
-        f"rewards with the mean {float(mean_G[worst]):.3g}, not 0: the host compared them with others, or dropped "
+        f"rewards with the mean {float(mean_G[worst]):.3g}, not 0: the framework compared them with others, or dropped "
         "some. Give --custom-reward-post-process-path mis_ext.group_rewards, and a global batch size that divides the "
         "rollouts"
     )

@@ -141,12 +141,12 @@ class LossSettings:
         idle = [text for text, is_set in replaced.items() if is_set]
         if idle:
             raise ValueError(
-                f"{', '.join(idle)}: no effect, because {self.chosen_by} says what the loss is; remove it, and write "
+                f"{', '.join(idle)}: no effect, because {self.chosen_by} defines the loss; remove it, and write "
                 f"what should differ as {self.chosen_by.replace(': ', ': {name: ')}, ...}}"
             )
         if self.use_behavior and self.uses_proximal:
             raise ValueError(
-                f"{self.chosen_by} compares with the proximal policy, --use-rollout-logprobs makes the host skip its "
+                f"{self.chosen_by} compares with the proximal policy, --use-rollout-logprobs skips its "
                 "scoring: drop the flag, or with one optimizer step per rollout write mis_loss_proximal: current"
             )
         if self.needs_reference is not None and self.kl is not None and self.kl.coefficient != 0.0:

@@ -38,15 +38,17 @@ def as_correction(method: Method) -> HookMethod:
     clip = method.surrogate
     if not isinstance(clip, Ratio) or (clip.pair, clip.level) != (UPDATE, "token"):
         what = f"{clip.level} ratio {' / '.join(clip.pair)}" if isinstance(clip, Ratio) else "no clipped ratio"
-        raise ValueError(f"its surrogate ({what}) is not the host's, a clipped token ratio current / proximal")
+        raise ValueError(f"its surrogate ({what}) is not the framework's, a clipped token ratio current / proximal")
     low, high, dual = clip.low, clip.high, clip.dual
     is_outward = (clip.sides, clip.spread) == ("outward", "token")
     if not (is_outward and isinstance(low, float) and isinstance(high, float) and isinstance(dual, float | None)):
-        raise ValueError("its clip is not the host's: outward, at two numbers")
+        raise ValueError("its clip is not the framework's: outward, at two bounds")
     if method.terms:
-        raise ValueError("it has an additive term: a KL term is the host's (--use-kl-loss), others need the whole loss")
+        raise ValueError(
+            "it has an additive term: use --use-kl-loss for a KL term, and the full policy loss for others"
+        )
     if method.normalize_over is not None:
-        raise ValueError("it normalises the weights of the whole loss")
+        raise ValueError("it normalizes the weights of the full policy loss")
     for factor in method.factors:
         if not isinstance(factor, Gate | Weight):
             raise ValueError(f"the hook has no {type(factor).__name__}")
@@ -55,7 +57,7 @@ def as_correction(method: Method) -> HookMethod:
     weights = [factor for factor in method.factors if isinstance(factor, Weight)]
     gates = tuple(factor for factor in method.factors if isinstance(factor, Gate))
     if not weights and not gates:
-        raise ValueError("it corrects nothing: it is the host's own loss, and needs no hook")
+        raise ValueError("it corrects nothing: it is the framework's own loss, and needs no hook")
     if len(weights) > 1:
         raise ValueError("it has two weights, the hook has one")
     config = CorrectionConfig(weight=weights[0] if weights else None, gates=gates)

@@ -72,7 +72,7 @@ class CanaryResult:
             "arrived": f"version {self.version} arrived: version {self.nearest} is {moved}",
             "old": f"the weights called {self.version} are those of version {self.nearest}{lazy}: {moved}",
             "other": f"the weights called {self.version} are neither the trainer's nor older ones of it: {moved}",
-            "unknown": f"version {self.version} cannot be told: {why}; version {self.nearest} is {moved}",
+            "unknown": f"version {self.version} is unresolved: {why}; version {self.nearest} is {moved}",
         }[self.verdict]
 
 

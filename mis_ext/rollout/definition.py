@@ -123,7 +123,7 @@ class LogProbDefinition:
             )
         elif not self.is_behavior:
             behavior = (
-                "only the server can say those; start vLLM with --logprobs-mode processed_logprobs, SGLang without "
+                "only the server has those; start vLLM with --logprobs-mode processed_logprobs, SGLang without "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
             if self.only_truncation_differs:
@@ -254,7 +254,7 @@ def _truncation(parameters: SamplingParameters, server: Server, backend: Samplin
 
 def _sglang_doubts(parameters: SamplingParameters, backend: SamplingBackend) -> Iterator[str]:
     if backend == "flashinfer" and parameters.min_p == 0.0 and parameters.top_k is not None and parameters.top_p < 1:
-        yield "top_k and top_p: SGLang takes top_p of the mass of top_k where the batch holds a request with min_p"
+        yield "top_k and top_p: SGLang applies top_p to the mass of top_k if the batch has a request with min_p"
     if parameters.returns_kept_ids:
         yield (
             "return_top_p_token_ids: only slime's SGLang knows it, and renormalises over the ids that it returns and "

@@ -50,7 +50,7 @@ _CURES = {
         "keep the raw text for training and for the next turn; take reasoning away only for display (start the server "
         "without a reasoning parser, and do not strip the text)"
     ),
-    PostProcessingKind.EDITED: "keep the raw text and the sampled ids; append what the environment says",
+    PostProcessingKind.EDITED: "keep the raw text and the sampled ids; append the text of the environment",
     PostProcessingKind.UNDECIDABLE: (
         "compare token ids, not text: have the server return them, and pass them on instead of the text"
     ),

@@ -213,7 +213,7 @@ class _OnItsWay:
         absent = [key for key in keys if key not in self.given]
         if self.api == "openai" and absent:
             self.doubts.append(
-                f"{', '.join(absent)}: not in the request, so the server takes them from the model's "
+                f"{', '.join(absent)}: not in the request, so the server reads them from the model's "
                 f"generation_config.json, unless it was started with {flag}"
             )
 
@@ -260,7 +260,7 @@ def _change(server: Server, source: str, says: str) -> Callable[[_Make], _Make]:
     return register
 
 
-@_change("sglang", "SamplingParams.__post_init__", "A temperature below 1e-6 takes the most probable token.")
+@_change("sglang", "SamplingParams.__post_init__", "A temperature below 1e-6 selects the most probable token.")
 def _greedy_where_cold(request: _OnItsWay) -> None:
     if request.temperature < 1e-6:
         request.temperature = 0.0
@@ -269,7 +269,7 @@ def _greedy_where_cold(request: _OnItsWay) -> None:
 @_change(
     "vllm",
     "SamplingParams.__post_init__",
-    "A temperature above 0 and below 0.01 becomes 0.01; only 0 takes the most probable token.",
+    "A temperature above 0 and below 0.01 becomes 0.01; only 0 selects the most probable token.",
 )
 def _warm_where_cold(request: _OnItsWay) -> None:
     if 0.0 < request.temperature < 0.01:
@@ -285,7 +285,7 @@ def _clamp_bias(request: _OnItsWay) -> None:
     if request.api == "openai":
         request.logit_bias = {key: max(-100.0, min(100.0, bias)) for key, bias in request.logit_bias.items()}
     elif request.api is None and any(abs(bias) > 100.0 for bias in request.logit_bias.values()):
-        request.doubts.append("logit_bias beyond 100: taken as /inference/v1/generate takes it; give the whole request")
+        request.doubts.append("logit_bias beyond 100: read as in /inference/v1/generate; pass the whole request")
 
 
 @_change(
@@ -317,7 +317,7 @@ def _grammar_of_strict_tools(request: _OnItsWay) -> None:
 @_change(
     "vllm",
     "ModelConfig.get_diff_sampling_param",
-    "Chat and completions take absent keys from the model's `generation_config.json`: a doubt that names them.",
+    "Chat and completions read absent keys from the model's `generation_config.json`: a doubt with their names.",
 )
 def _defaults_of_vllm(request: _OnItsWay) -> None:
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -327,7 +327,7 @@ def _defaults_of_vllm(request: _OnItsWay) -> None:
 @_change(
     "sglang",
     "ModelConfig.get_default_sampling_params",
-    "Chat and completions take absent keys from the model's `generation_config.json`: a doubt that names them.",
+    "Chat and completions read absent keys from the model's `generation_config.json`: a doubt with their names.",
 )
 def _defaults_of_sglang(request: _OnItsWay) -> None:
     keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

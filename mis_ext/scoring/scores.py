@@ -221,7 +221,7 @@ def gathered(sums: RowSums, group: Group | None) -> RowSums:
     messages = gather_rows(torch.cat([*given, given[0].new_zeros(1)]), group)
     # Each rank has an assertion of its own: which one failed is known without waiting for the device.
     for rank, is_well in enumerate((messages[:, -1] == 0.0).unbind()):
-        torch._assert_async(is_well, f"tensor-parallel rank {rank} failed to score; its own error says why")
+        torch._assert_async(is_well, f"tensor-parallel rank {rank} failed to score: see the error of that rank")
     found = iter(messages[:, :-1].view(len(messages), len(given), len(given[0])).unbind(1))
     return RowSums(*(None if x_T is None else next(found).contiguous() for x_T in sums))  # type: ignore[arg-type]
 

@@ -246,7 +246,7 @@ def test_lengths_of_padding_count_for_padded_sequences_alone() -> None:
         padded = {"parallel_state": rank.parallel_state, "max_seq_lens": [64] * 4}
         output = mis_ext.compute_mis_weights_with_cp(args_of(qkv_format="thd"), **batch, **padded)
         assert torch.equal(output[0], call(rank, batch, args_of(qkv_format="thd"))[0])
-        with pytest.raises(ValueError, match="the lengths say"):
+        with pytest.raises(ValueError, match="the lengths are"):
             mis_ext.compute_mis_weights_with_cp(args_of(qkv_format="bshd"), **batch, **padded)
         return output[0]
 

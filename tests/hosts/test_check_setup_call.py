@@ -63,7 +63,7 @@ REFUSED = {
     "reference": (LOSS | {"mis_loss_method": "grpo_k3"}, r"ref_log_probs are missing \(--use-kl-loss"),
     "loss keys of the hook": (HOOK | {"mis_loss_mode": "bypass"}, "mis_loss_mode: no effect"),
     "greedy": (LOSS | {"rollout_temperature": 0.0}, r"rollout_temperature must be in \(0, inf\), got 0"),
-    "no scoring": (LOSS | {"mis_loss_scoring": "host"}, "neither slime nor Miles runs here"),
+    "no scoring": (LOSS | {"mis_loss_scoring": "host"}, "host requires slime or Miles"),
 }
 
 

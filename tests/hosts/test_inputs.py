@@ -209,10 +209,10 @@ def test_a_mask_that_says_neither_yes_nor_no_is_refused_wherever_one_is_taken(en
     for legal in (mask, mask.bool(), mask.int(), mask * 0.25, mask * 2.0, mask * 0.0):
         masked_calls(legal)[entry]()
     mask[3] = value
-    with pytest.raises(ValueError, match=r"the response mask \(loss_masks\) has values from -?[\w.]+ to [\w.]+: each"):
+    with pytest.raises(ValueError, match=r"the response mask \(loss_masks\) has values from -?[\w.]+ to [\w.]+: mask"):
         masked_calls(mask)[entry]()
     if value < 0:
-        with pytest.raises(ValueError, match="has values from -1 to 1: each"):
+        with pytest.raises(ValueError, match="has values from -1 to 1: mask"):
             masked_calls(mask.int())[entry]()
 
 

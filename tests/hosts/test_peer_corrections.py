@@ -182,7 +182,7 @@ def test_roll_must_not_drop_weights_and_keeps_its_loss(registered) -> None:
     function = registered("roll", cases.ROLL["token"][1])
     with pytest.raises(ValueError, match=r"is_weight\.enabled is False"):
         function(cases.roll_config({}), torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="keys of a whole loss"):
+    with pytest.raises(ValueError, match="keys of the full policy loss"):
         registered("roll", {"mis_loss_method": "ppo"})
 
 
@@ -288,5 +288,5 @@ def test_a_token_that_a_gate_rejects_has_no_weight_in_ms_swift(swift_weights) ->
 def test_ms_swift_must_not_drop_weights_and_keeps_its_loss(swift_weights) -> None:
     with pytest.raises(ValueError, match="rollout_importance_sampling_mode is None"):
         swift_weights({"use_tis": True}, cases.swift_trainer(SwiftTrainer(), None), BATCHES["close"])
-    with pytest.raises(ValueError, match="keys of a whole loss"):
+    with pytest.raises(ValueError, match="keys of the full policy loss"):
         ms_swift.register({"mis_loss_method": "ppo"})

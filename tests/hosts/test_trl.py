@@ -195,7 +195,7 @@ def test_wrong_keys_are_refused_before_the_trainer_is_built() -> None:
     ("keys", "settings", "message"),
     [
         (WHOLE, {"use_vllm": False}, "behavior log-probs are missing"),
-        (WHOLE, {"loss_type": "vespo"}, "loss_type=vespo with keys of the whole loss"),
+        (WHOLE, {"loss_type": "vespo"}, "loss_type=vespo with keys of the full policy loss"),
         (WHOLE, {"aux_loss_enabled": True}, "write router_aux_loss_coef=0"),
         (WHOLE, {"importance_sampling_level": "sequence"}, "importance_sampling_level=sequence.*'token'"),
         (WHOLE, {"delta": 4.0}, "delta=4.0.*delta=None"),
@@ -238,7 +238,7 @@ def test_a_distribution_that_the_trainer_does_not_score_with_is_named(keys, sett
 @pytest.mark.parametrize("setting", ["use_vllm", "vllm_importance_sampling_correction"])
 def test_weights_that_trl_would_not_apply_are_refused_before_the_rollout(setting) -> None:
     trainer = Trainer({"log_prob": torch.zeros(1, 1)}, mis_keys=RATIO, **{setting: False})
-    with pytest.raises(ValueError, match="TRL computes no ratio that mis_ext could replace"):
+    with pytest.raises(ValueError, match="importance-sampling ratio is disabled"):
         trainer._generate_and_score_completions([])
 
 

@@ -122,7 +122,7 @@ def test_what_the_correction_refuses_the_loss_refuses_too() -> None:
             "rollout_log_probs",
             "rollout_log_probs are missing: the rollout function must store",
         ),
-        (KL, "ref_log_probs", "--ref-load makes the host score them.*with which --use-kl-loss compares"),
+        (KL, "ref_log_probs", "--ref-load makes the framework score them.*with which --use-kl-loss compares"),
     ],
 )
 @pytest.mark.parametrize("missing", [None, []])

@@ -62,7 +62,7 @@ REFUSED = [
         {"mis_loss_inplace": True, "mis_loss_scoring": "host"},
         "the framework's function scores .mis_loss_scoring: host.; rem",
     ),
-    ({"mis_loss_scoring": "host"}, "mis_loss_scoring: host: neither slime nor Miles runs here"),
+    ({"mis_loss_scoring": "host"}, "mis_loss_scoring: host requires slime or Miles"),
     ({"mis_loss_scoring": "fused", "loss_type": "policy_loss"}, "mis_loss_scoring: no effect, because --loss-type"),
     ({"mis_loss_inplace": False, "loss_type": "policy_loss"}, "mis_loss_inplace: no effect, because --loss-type"),
 ]
@@ -78,7 +78,7 @@ def test_outside_of_a_host_the_function_of_none_can_be_asked_for() -> None:
     batch = loss_cases.local_batch(loss_cases.whole_batch())
     logits = batch.pop("logits")
     loss_func = mis_ext.make_loss_func(loss_cases.host_args(mis_loss_scoring="host"), batch)
-    with pytest.raises(ValueError, match="mis_loss_scoring: host: neither slime nor Miles runs here"):
+    with pytest.raises(ValueError, match="mis_loss_scoring: host requires slime or Miles"):
         loss_func(logits)
     for key in ({"mis_loss_scoring": "fused"}, {"mis_loss_inplace": True}):
         with pytest.raises(ValueError, match="mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs"):

@@ -101,15 +101,15 @@ def test_presets_of_the_hook_that_a_row_stands_behind_do_what_it_says(preset, na
     ("method", "message"),
     [
         ("ppo", "it corrects nothing"),
-        ("gspo", "its surrogate .geometric ratio current / proximal. is not the host's"),
-        ("reinforce", "its surrogate .no clipped ratio. is not the host's"),
-        ("kimi_k2_5", "its surrogate .token ratio current / behavior. is not the host's"),
-        ("dcpo", "its clip is not the host's"),
+        ("gspo", "its surrogate .geometric ratio current / proximal. is not the framework's"),
+        ("reinforce", "its surrogate .no clipped ratio. is not the framework's"),
+        ("kimi_k2_5", "its surrogate .token ratio current / behavior. is not the framework's"),
+        ("dcpo", "its clip is not the framework's"),
         ("grpo_k3", "it has an additive term"),
         ("opsm", "it compares current with behavior"),
         ("decoupled_tempered", "power must be 1, got 0.5"),
         ("decoupled_mixed", "the hook has no Mixture"),
-        ("maspo", "its clip is not the host's"),
+        ("maspo", "its clip is not the framework's"),
     ],
 )
 def test_what_the_hook_cannot_do_alone_is_refused_with_the_reason(method, message) -> None:
@@ -130,7 +130,7 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             as_correction(dataclasses.replace(ppo, factors=factors))
-    with pytest.raises(ValueError, match="normalises"):
+    with pytest.raises(ValueError, match="normalizes"):
         as_correction(dataclasses.replace(ppo, factors=(weight,), normalize_over="tokens"))
 
 

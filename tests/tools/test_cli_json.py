@@ -188,7 +188,7 @@ def test_without_rich_the_error_says_that_a_document_does_not_need_it(name, tmp_
     monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(SystemExit, match="2"):
         main([*map(str, arguments)])
-    assert capsys.readouterr().err == f"mis-ext {name}: needs rich: pip install rich, or take --json\n"
+    assert capsys.readouterr().err == f"mis-ext {name}: needs rich: pip install rich, or use --json\n"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_context_parallel_rank_without_its_file_is_named(dumps, host, tmp_path
     assert report["verdict"] == "INVALID"
     assert len(report["problems"]) == 4
     assert "the files of context-parallel ranks 1 are not given" in report["problems"][0]["reason"]
-    with pytest.raises(ValueError, match=r"no token of .* can be used"):
+    with pytest.raises(ValueError, match="no usable tokens"):
         list(Dumps(paths))
 
 
@@ -257,4 +257,4 @@ def test_what_a_host_dumps_before_training_is_read_and_alone_says_what_it_lacks(
     assert [sample.behavior_log_probs.tolist() for sample in samples] == [x["rollout_log_probs"] for x in SAMPLES]
     assert [num_usable_tokens(sample) for sample in samples] == [0] * 4
     report = audit(rollout_file(dumps, host))
-    assert "what the host dumped before training" in report["problems"][0]["reason"]
+    assert "written before training" in report["problems"][0]["reason"]

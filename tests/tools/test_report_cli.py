@@ -286,7 +286,7 @@ def test_wrong_usage_is_said(tmp_path, capsys, arguments, message) -> None:
 
 def test_a_report_says_which_one_it_replaces(low_precision) -> None:
     shown = (low_precision.parent / "terminal.txt").read_text()
-    assert "in the place of the report of 1970-01-01" in " ".join(shown.split())
+    assert "replaces the report of 1970-01-01" in " ".join(shown.split())
 
 
 def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:
@@ -322,7 +322,7 @@ def test_presets_are_tried_once_each_and_the_default_is_first() -> None:
         ({"tokens": [1, 2]}, ("'rollout_log_probs'", "found are 'log_probs', 'tokens'")),
         ({"rollout_log_probs": [-1.0, -1.0]}, ("log_probs 1", "rollout_log_probs 2")),
         ({"rollout_log_probs": [-1.0], "loss_mask": [1, 1]}, ("log_probs 1", "loss_masks 2")),
-        ({"loss_mask": [1, 1], "response_length": 1}, ("loss_masks has 2", "response_lengths says 1")),
+        ({"loss_mask": [1, 1], "response_length": 1}, ("loss_masks has 2", "response_lengths is 1")),
     ],
 )
 def test_a_file_that_cannot_be_used_names_the_sample_the_keys_and_their_lengths(row, said, tmp_path) -> None:

@@ -165,7 +165,7 @@ async def _version(engine: str, max_attempts: int) -> str:
             return str(answer["weight_version"])
     raise ValueError(
         f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: leave "
-        "them out, or take an SGLang that has it"
+        "them out, or use an SGLang that has it"
     )
 
 
@@ -188,7 +188,7 @@ async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> b
     if cached := meta.get("cached_tokens"):
         raise ValueError(
             f"{engine} reads {cached} tokens out of the prefix cache of another extra_key, so it does not know this "
-            f"field: leave out {KEY}.cache_by_version and flush the cache at every update, or take a newer SGLang"
+            f"field: leave out {KEY}.cache_by_version and flush the cache at every update, or use a newer SGLang"
         )
     return True
 

@@ -496,8 +496,8 @@ def observation_text(
     _, mark, behind = rendered.partition(_MARK)
     if not mark:
         raise ValueError(
-            "the chat template does not render an assistant's content as it stands: let the environment return the "
-            f"text to append, with the template's tokens, in place of messages; it rendered {rendered!r}"
+            "the chat template changes an assistant's content: let the environment return the text to append, with the "
+            f"template's tokens, instead of messages; it rendered {rendered!r}"
         )
     return behind if end_id is None else behind.removeprefix(tokenizer.decode([end_id], skip_special_tokens=False))
 

@@ -136,12 +136,12 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
         if getattr(args, flag, None):
             raise ValueError(
                 f"mis_ext.rollout.generate does not support {flag} (got {getattr(args, flag)!r}): unset it, or use the "
-                "host's own generate function"
+                "framework's own generate function"
             )
     inputs = getattr(sample, "multimodal_inputs", None) or {}
     present = [name for name, value in inputs.items() if value is not None]
     if present:
-        raise ValueError(f"mis_ext.rollout.generate takes text only, the sample has {', '.join(present)}")
+        raise ValueError(f"mis_ext.rollout.generate supports text only, but the sample has {', '.join(present)}")
 
 
 def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
@@ -306,13 +306,13 @@ async def post_json(
     try:
         answer = await client.post(url, payload, max_retries=max_attempts, **options)
     except Exception as error:
-        raise ConnectionError(f"{url}: no answer after {max_attempts} attempts: {error}") from error
+        raise ConnectionError(f"{url}: no response after {max_attempts} attempts: {error}") from error
     return _json_object(url, answer)
 
 
 def _json_object(url: str, answer: Any) -> dict[str, Any]:
     if not isinstance(answer, dict):
-        raise ConnectionError(f"{url}: the answer is no JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
+        raise ConnectionError(f"{url}: the response is no JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
     return cast(dict[str, Any], answer)
 
 
@@ -338,7 +338,7 @@ async def ask_json(
             return _json_object(url, answer)
         if attempt < max_attempts:
             await asyncio.sleep(_SECONDS_BETWEEN_ATTEMPTS)
-    raise ConnectionError(f"{url}: no answer after {max_attempts} attempts: {failure}")
+    raise ConnectionError(f"{url}: no response after {max_attempts} attempts: {failure}")
 
 
 def _ask(url: str, body: bytes | None, headers: Mapping[str, str], timeout: float) -> Any:

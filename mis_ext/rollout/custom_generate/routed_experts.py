@@ -94,7 +94,7 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
     Raises:
         Contradiction: The request was retracted, and the weights changed: log-probs and experts are of different ones.
         CountMismatch: They are not as many as the tokens need.
-        MalformedResponse: There are none, they are no experts, or nobody wrote them.
+        MalformedResponse: There are none, they are no experts, or they were never written.
     """
     import numpy
 
@@ -140,7 +140,7 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
     if unwritten.any() if topk > 1 else unwritten.all() and len(rows) >= _MOST_ZEROS:
         raise MalformedResponse(
             request_id,
-            f"routed_experts are 0 in every layer at position {start + int(unwritten.argmax())}: nobody wrote them",
+            f"routed_experts are 0 in every layer at position {start + int(unwritten.argmax())}: no value was written",
         )
     num_experts = getattr(args, "num_experts", None) or int(rows.max()) + 1
     if rows.min() < 0 or rows.max() >= num_experts:

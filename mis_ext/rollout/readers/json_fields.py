@@ -202,7 +202,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
         for key, values in harmless.items():
             found = parameters.get(key)
             if found and found.value not in values:
-                problem = f"{found.path} is {reprlib.repr(found.value)}, so the answer is no sample of the policy"
+                problem = f"{found.path} is {reprlib.repr(found.value)}, so the response is no sample of the policy"
                 raise NotASample(name, f"{problem}: leave it out")
     return asked, answer
 

@@ -39,7 +39,7 @@ def require(*modules: str, to_show: bool = False) -> None:
     """
     missing = [module for module in modules if not _is_there(module)]
     if missing:
-        instead = ", or take --json" if to_show and {*missing} <= {"rich", "matplotlib", "jinja2"} else ""
+        instead = ", or use --json" if to_show and {*missing} <= {"rich", "matplotlib", "jinja2"} else ""
         raise OSError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}{instead}")
 
 

@@ -230,7 +230,7 @@ def add_schema(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "schema",
         help="a JSON Schema of the YAML keys: with it an editor completes and checks them",
         description="Prints the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
-        "language server takes it from a line in the YAML file, as the presets have it: "
+        "language server reads it from a line in the YAML file, as in the presets: "
         "# yaml-language-server: $schema=mis.schema.json",
     )
     parser.set_defaults(run=run_schema, shown_with=())

@@ -99,7 +99,7 @@ def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--map",
         metavar="FILE",
         type=Path,
-        help="YAML or JSON file: names of modules in A, and their names in B. {layer} stands for one part of a name",
+        help="YAML or JSON file: names of modules in A, and their names in B. {layer} matches one part of a name",
     )
     for flag, what in {
         "missing": "modules that may be on one side only",

@@ -97,7 +97,7 @@ def run(parsed: argparse.Namespace) -> Result:
     def show_all() -> None:
         _show_report(report, out or _OUT)
         if replaced:
-            print(f"  in the place of the report of {replaced}")
+            print(f"  replaces the report of {replaced}")
 
     return Result(report.to_dict(), show_all)
 

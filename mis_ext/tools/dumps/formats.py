@@ -285,8 +285,7 @@ class Skipped(NamedTuple):
 # What torch, NumPy and Python raise over numbers that are none, or of another shape than a list of them.
 _OF_CONTENT = (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError, KeyError)
 _NO_TRAINER = (
-    "the file is what the host dumped before training: it has no trainer log-probs (the audit takes it as "
-    "--engine-records)"
+    "the file was written before training: it has no trainer log-probs (the audit reads it with --engine-records)"
 )
 
 
@@ -416,7 +415,7 @@ def _mask(row: Mapping[str, Any], index: int) -> Any:
     if mask is None:
         return None if length is None else torch.ones(int(length))
     if length is not None and len(mask) != int(length):
-        raise ValueError(f"sample {index}: loss_masks has {len(mask)} values, response_lengths says {int(length)}")
+        raise ValueError(f"sample {index}: loss_masks has {len(mask)} values, but response_lengths is {int(length)}")
     return mask
 
 

@@ -78,8 +78,9 @@ class Dumps:
         self.skipped = files.skipped + joiner.skipped
         if self._need_tokens and not is_usable:
             raise ValueError(
-                f"no token of {', '.join(map(str, self._paths)) or 'no file'} can be used: none has a finite log-prob "
-                f"of trainer and engine under no mask{obstacle}{''.join(f'; {skipped}' for skipped in self.skipped)}"
+                f"{', '.join(map(str, self._paths)) or 'no file'}: no usable tokens. Each sample needs log_probs "
+                "(trainer) and rollout_log_probs (engine) of one length, with finite values where loss_mask is not 0"
+                f"{obstacle}{''.join(f'; {skipped}' for skipped in self.skipped)}"
             )
 
     def _joined(self, joiner: Joiner, files: _Files) -> Iterator[DumpedSample]:

@@ -222,7 +222,7 @@ def test_ids_and_lengths_that_do_not_fit_the_log_probs_are_invalid(tmp_path, cha
 
 def test_a_mask_of_another_length_than_the_response_is_unreadable(tmp_path, capsys) -> None:
     error = error_of(capsys, lines(tmp_path, IDS | {"loss_mask": [1, 1], "response_length": 3}))
-    assert "samples.jsonl: sample 0: loss_masks has 2 values, response_lengths says 3" in error
+    assert "samples.jsonl: sample 0: loss_masks has 2 values, but response_lengths is 3" in error
 
 
 def test_text_in_a_line_may_hold_characters_that_end_a_line_elsewhere(tmp_path) -> None:

@@ -314,7 +314,7 @@ def test_an_engine_that_the_router_calls_dead_is_asked_only_where_all_are(tokeni
                 asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
                 assert [each["extra_key"] for each in router.requests] == ["7"]
             else:
-                with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9/model_info: no answer after 2 attempts"):
+                with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9/model_info: no response after 2 attempts"):
                     asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
 
 

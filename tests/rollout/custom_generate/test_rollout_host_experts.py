@@ -167,7 +167,7 @@ def encoded(values, dtype="int32"):
         ({"routed_experts_dtype": "float32"}, MalformedResponse, "must be one of .* got 'float32'"),
         ({"routed_experts": encoded([1, 2] * 15)}, CountMismatch, "30 values; .* 7 tokens from position 0 on need 36"),
         ({"routed_experts": encoded([1] * 35)}, CountMismatch, "has 35 values"),
-        ({"routed_experts": encoded([1, 2] * 12 + [0] * 6 + [1, 2] * 3)}, MalformedResponse, "position 4: nobody"),
+        ({"routed_experts": encoded([1, 2] * 12 + [0] * 6 + [1, 2] * 3)}, MalformedResponse, "position 4: no value"),
         ({"routed_experts": encoded([1, 8] * 18)}, MalformedResponse, r"must be in \[0, 8\), got 1 to 8"),
         ({"routed_experts": encoded([1, -1] * 18)}, MalformedResponse, r"must be in \[0, 8\), got -1 to 1"),
     ],

@@ -71,7 +71,7 @@ def test_a_hosts_sample_is_sent_with_the_hosts_own_client(tokenizer_folder, monk
     assert calls == [("http://127.0.0.1:9/generate", 5, {"headers": {"X-SMG-Routing-Key": "abc"}})]
     # The host's loader repairs what newer versions of transformers break.
     assert loaded == [(None, {"trust_remote_code": True})]
-    with pytest.raises(ConnectionError, match="no answer after 5 attempts: all connections are gone"):
+    with pytest.raises(ConnectionError, match="no response after 5 attempts: all connections are gone"):
         asyncio.run(generate(args, host_class(prompt="The weather"), LIMITS))
     assert calls[1][2] == {}
 
@@ -109,7 +109,7 @@ def test_a_setting_that_is_unknown_or_out_of_range_is_named(tokenizer_folder, se
         ({"use_rollout_indexer_replay": True}, {}, "does not support use_rollout_indexer_replay .got True"),
         ({"use_sampling_support_replay": True}, {}, "does not support use_sampling_support_replay .got True"),
         ({"lora_rank": 8}, {}, "does not support lora_rank .got 8"),
-        ({}, {"multimodal_inputs": {"images": ["a"], "videos": None}}, "takes text only, the sample has images"),
+        ({}, {"multimodal_inputs": {"images": ["a"], "videos": None}}, "supports text only, but the sample has images"),
     ],
 )
 def test_what_would_be_lost_is_refused(tokenizer_folder, flags, fields, message):
@@ -258,7 +258,7 @@ def test_a_server_that_fails_is_asked_again_and_its_last_words_are_in_the_error(
     failing = [lambda r: (503, b"warming up")] * 2
     run([*failing, lambda r: stopped(r, "mild")], tokenizer_folder, sample)
     assert sample.status is Status.COMPLETED
-    with pytest.raises(ConnectionError, match=r"/generate: no answer after 2 attempts: HTTP 503: warming up"):
+    with pytest.raises(ConnectionError, match=r"/generate: no response after 2 attempts: HTTP 503: warming up"):
         run(failing, tokenizer_folder, Sample(prompt="The weather"), settings={"max_attempts": 2})
 
 
@@ -273,5 +273,5 @@ def test_an_unreachable_server_is_an_error_that_names_the_address(tokenizer_fold
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         args = host_args(port, tokenizer_folder, on_policy_tokens={"max_attempts": 2})
-        with pytest.raises(ConnectionError, match=rf"http://127\.0\.0\.1:{port}/generate: no answer after 2 attempts"):
+        with pytest.raises(ConnectionError, match=rf"http://127\.0\.0\.1:{port}/generate: no response after 2"):
             asyncio.run(generate(args, Sample(prompt="The weather"), LIMITS))

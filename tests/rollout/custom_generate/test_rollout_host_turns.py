@@ -116,7 +116,7 @@ def test_a_chat_template_that_rewrites_assistants_is_refused_for_messages(tokeni
     environment(TOOL_RESULT)
     template = tmp_path / "template.jinja"
     template.write_text("{%- for message in messages %}{{ message.content | length }}{%- endfor %}")
-    with pytest.raises(ValueError, match="does not render an assistant's content as it stands"):
+    with pytest.raises(ValueError, match="changes an assistant's content"):
         run(
             [lambda r: stopped(r, "look")],
             tokenizer_folder,

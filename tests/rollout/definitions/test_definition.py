@@ -218,7 +218,7 @@ def test_the_servers_keep_different_tokens_at_the_edge() -> None:
         assert define(**alone).sampled.truncation.mass_of == "all"
         # One kernel for the whole batch, which another request with min-p changes.
         doubts = " ".join(define(**alone).doubts)
-        assert ("where the batch holds a request with min_p" in doubts) is ("top_k" in alone)
+        assert ("if the batch has a request with min_p" in doubts) is ("top_k" in alone)
         assert not define(**alone, backend="pytorch").doubts
     assert not define(top_p=0.5).doubts
     assert define("vllm", top_p=0.5).sampled.truncation.mass_of == "all"

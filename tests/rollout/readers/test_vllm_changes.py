@@ -75,7 +75,7 @@ def test_a_bias_is_clamped_where_vllm_clamps_it(endpoint) -> None:
 def test_a_bias_of_parameters_without_their_request_is_doubtful_beyond_the_clamp() -> None:
     for size, is_doubtful in ((100.0, False), (100.5, True)):
         parameters = SamplingParameters.from_request({"logit_bias": {"1": -size}}, server="vllm")
-        assert any("give the whole request" in doubt for doubt in parameters.doubts) == is_doubtful
+        assert any("pass the whole request" in doubt for doubt in parameters.doubts) == is_doubtful
 
 
 @pytest.mark.parametrize(
