@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import failed_rank
-from mis_ext.correction.config import CorrectionConfig, GuardName
+from mis_ext.correction.config import GuardName
 from mis_ext.correction.correct import Correction
-from mis_ext.correction.layout import PackedLayout, PackedStreams, TokenRatios
+from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.passes import WATCHED
 from mis_ext.correction.tokens import MAX_LOG_RATIO
-from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.packing import extremes_of
 
 _CALLS_PER_LOOK = 8
 _SLOTS = 64
@@ -63,81 +60,70 @@ class AsyncReadback:
         return numbers
 
 
-class RunningReadback:
-    """What several calls have counted together. The first look waits for the device, later ones read what is there."""
-
-    def __init__(self, merge: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._merge = merge
-        self._counted: Tensor | None = None
-        self._readback = AsyncReadback()
-
-    def add(self, counted: Tensor) -> list[float] | None:
-        """Everything that was counted until now, or on a device until a while ago; None while nothing has arrived."""
-        is_first = self._counted is None
-        self._counted = counted if self._counted is None else self._merge(self._counted, counted)
-        if is_first or not counted.is_cuda:
-            numbers: list[float] = self._counted.tolist()
-            return numbers
-        arrived = self._readback.receive()
-        if self._readback.is_empty:
-            self._readback.send(self._counted)
-        return arrived
-
-
 def is_capturing(values: Tensor) -> bool:
     """Whether a CUDA graph is being captured, in which nothing can be sent."""
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Monitor:
-    """Judges the numbers of one call in eight, from the first on, a call late: so it never waits for the device.
+    """Judges numbers of calls. On a device it waits for the first ones, and reads later ones when they have arrived.
 
     Args:
-        numbers_of: The numbers of what is observed; None where nothing can be wrong.
-        judge: Raises, or returns whether it has warned and need not look again.
-        waits_first: Whether the first call is judged at once, for which it waits.
+        judge: Of the numbers. Raises, or returns whether it need not look again.
+        every: Calls from one look to the next.
+        merge: Adds up the numbers of all calls; None: a look is at one call.
+        waits: False: never waits, and judges a call late on a CPU too.
     """
 
     def __init__(
-        self, numbers_of: Callable[[Any], Tensor | None], judge: Callable[[list[float]], Any], *, waits_first: bool
+        self,
+        judge: Callable[[list[float]], Any],
+        *,
+        every: int = _CALLS_PER_LOOK,
+        merge: Callable[[Tensor, Tensor], Tensor] | None = None,
+        waits: bool = True,
     ) -> None:
-        self._numbers_of, self._judge, self._waits = numbers_of, judge, waits_first
+        self._judge, self._every, self._merge, self._waits = judge, every, merge, waits
         self._readback = AsyncReadback()
-        self._is_done = False
         self._num_calls = 0
+        self._merged: Tensor | None = None
+        self.is_done = False
 
-    def observe(self, seen: Any, *, on: Tensor) -> None:
-        """Judge what has arrived, and send the numbers of this call, which are on the device of ``on``, in its turn."""
-        if self._is_done or is_capturing(on):
+    def observe(self, numbers_of: Callable[[Any], Tensor | None], seen: Any, *, on: Tensor) -> None:
+        """Judge what has arrived, and in its turn the numbers of what is ``seen``, on the device of ``on``.
+
+        ``numbers_of`` gives None where nothing can be wrong.
+        """
+        if self.is_done or is_capturing(on):
             return
         self._num_calls += 1
-        arrived = None if self._readback.is_empty else self._readback.receive()
+        arrived = self._readback.receive()
         if arrived is not None:
-            self._is_done = bool(self._judge(arrived))
-        if not self._readback.is_empty or self._num_calls % _CALLS_PER_LOOK != 1:
+            self.is_done = bool(self._judge(arrived))
+        if self.is_done or (self._num_calls - 1) % self._every:
             return
-        numbers = self._numbers_of(seen)
-        if numbers is not None and self._waits and self._num_calls == 1:
-            self._judge(numbers.tolist())
-        elif numbers is not None:
+        numbers = numbers_of(seen)
+        if numbers is None:
+            return
+        if self._merge is not None:
+            self._merged = numbers = numbers if self._merged is None else self._merge(self._merged, numbers)
+        if self._waits and (self._num_calls == 1 or not on.is_cuda):
+            self.is_done = bool(self._judge(numbers.tolist()))
+        elif self._readback.is_empty:
             self._readback.send(numbers)
 
-
-def range_monitor(refuse: Callable[[Sequence[float]], None]) -> Monitor:
-    """Of tensors whose smallest and largest value ``refuse`` judges."""
-    return Monitor(extremes_of, refuse, waits_first=True)
-
-
-def rejection_monitor(max_fraction: float) -> Monitor:
-    """Of corrections: it warns, once, when they reject more than the user thought possible."""
-    return Monitor(_rejection_totals, partial(_warn_of_rejection, max_fraction), waits_first=False)
+    def forget(self) -> None:
+        """Judge the next calls without the numbers of those before."""
+        self._merged = None
 
 
-def _rejection_totals(correction: Correction) -> Tensor:
+def rejection_totals(correction: Correction) -> Tensor:
+    """The totals that :func:`warn_of_rejection` judges."""
     return torch.stack([correction.totals[name] for name in WATCHED])
 
 
-def _warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
+def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
+    """Warn when more is rejected than the user thought possible; whether it has warned."""
     tokens, valid, kept, kept_responses, responses = totals
     limit = f"(limit: mis_max_reject_fraction={max_fraction:g})"
     unknown, rejected, lost = (
@@ -195,7 +181,7 @@ def raise_if_failed(status: float) -> None:
 # --- the data of the first calls
 
 
-_ENOUGH = 64
+ENOUGH = 64
 """Response tokens, or pairs of neighbours, after which a check has judged."""
 _FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS = 8, 0.01
 _SENTINEL = -1000.0
@@ -237,8 +223,9 @@ class DataSums(NamedTuple):
     later: float
 
 
-def data_sums(tokens: TokenRatios, streams: PackedStreams) -> Tensor:
+def data_sums(streams: PackedStreams) -> Tensor:
     """The numbers of :class:`DataSums` in float64, on the device of the tokens."""
+    tokens = streams.tokens
     layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid_mask_T, tokens.proximal_T, tokens.behavior_T
     response_T = layout.local_part(streams.response_mask_R) != 0
     pair_T = valid_T[1:] & valid_T[:-1] & (layout.sequence_T[1:] == layout.sequence_T[:-1])
@@ -265,37 +252,12 @@ def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: Pack
     return usual_T & ((side_T < _SENTINEL) | is_zero_T | layout.spread(is_constant_S))
 
 
-class DataGuards:
-    """The checks of one session; ``armed`` until they have seen enough."""
-
-    def __init__(self, config: CorrectionConfig) -> None:
-        self._config = config
-        self.armed = True
-        self._warned: set[str] = set()
-        self._readback = RunningReadback(torch.add)
-
-    def inspect(self, tokens: TokenRatios, streams: PackedStreams, groups: Groups) -> list[Finding]:
-        """What the log-probs of this rank's tokens give away; doubts are voiced by the first rank."""
-        if not self.armed or is_capturing(streams.response_mask_R):
-            return []
-        counted = self._readback.add(data_sums(tokens, streams))
-        if counted is None:
-            return []
-        sums = DataSums(*counted)
-        found = [each for each in _judge(sums) if (each.guard or "") not in self._warned]
-        if any(each.guard is not None and self._config.stops(each.guard) for each in found):
-            # The next call is judged by itself: the same mistake stops it too.
-            self._readback = RunningReadback(torch.add)
-        else:
-            self._warned |= {each.guard or "" for each in found}
-            self.armed = sums.pairs < _ENOUGH
-        return [each for each in found if each.guard is not None or groups.is_first_rank]
-
-
-def _judge(sums: DataSums) -> Iterator[Finding]:
+def findings_in(numbers: Sequence[float]) -> Iterator[Finding]:
+    """What the sums of :class:`DataSums` give away."""
+    sums = DataSums(*numbers)
     nonfinite = {"engine": sums.nonfinite_engine, "trainer": sums.nonfinite_trainer}
     side = max(nonfinite, key=nonfinite.__getitem__)
-    if sums.response >= _ENOUGH and nonfinite[side] > 0.5 * sums.response:
+    if sums.response >= ENOUGH and nonfinite[side] > 0.5 * sums.response:
         yield Finding(
             "missing_log_probs",
             f"{nonfinite[side] / sums.response:.1%} of the response tokens have a non-finite {side} log-prob and are "
@@ -312,14 +274,14 @@ def _judge(sums: DataSums) -> Iterator[Finding]:
                 "these tokens. Greedy sampling also returns 0.",
             )
     aligned, shifted = min(sums.first, sums.second), min(sums.earlier, sums.later)
-    if sums.pairs >= _ENOUGH and shifted < _SHIFT_FACTOR * aligned:
+    if sums.pairs >= ENOUGH and shifted < _SHIFT_FACTOR * aligned:
         yield Finding(
             "shifted_log_probs",
             f"Log-probs are shifted by one token: the mean |trainer - engine| difference is {aligned / sums.pairs:.3g} "
             f"nats, and {shifted / sums.pairs:.3g} when one side is shifted. Score position p with the logits of "
             "position p - 1, on both sides.",
         )
-    elif sums.valid >= _ENOUGH and sums.gap > _MAX_MEAN_ABS_DIFF * sums.valid:
+    elif sums.valid >= ENOUGH and sums.gap > _MAX_MEAN_ABS_DIFF * sums.valid:
         yield Finding(
             None,
             f"Mean |trainer - engine| log-prob difference is {sums.gap / sums.valid:.2f} nats per token (limit: "

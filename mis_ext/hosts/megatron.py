@@ -22,7 +22,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
-from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
+from mis_ext.hosts.packing import batch_layout, is_absent, pack, refuse_mask, refuse_mask_sums, unpack
 from mis_ext.hosts.runs import Run, chosen_loss, shared_run
 from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
 from mis_ext.keys.reading import RunConfig, WholeLoss
@@ -142,7 +142,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         if divisor_S is None:
             divisor_S = num_tokens(mask_R, layout)
         else:
-            run.session.check_mask_sums(divisor_S)
+            run.session.check_range(divisor_S, refuse_mask_sums)
         given = LossTokens(
             log_probs=present(
                 {
@@ -164,7 +164,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             if loss.has_correction
             else None,
         )
-        run.session.check_mask(mask_R)
+        run.session.check_range(mask_R, refuse_mask)
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             run.session.report_missing(is_rollout_missing=True)

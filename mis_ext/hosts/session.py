@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,23 @@ from mis_ext.correction.correct import Correction, check_streams, correct, due_o
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.guards import (
-    DataGuards,
+    ENOUGH,
+    DataSums,
     MismatchWarning,
+    Monitor,
     StatusMonitor,
+    data_sums,
+    findings_in,
     is_capturing,
     raise_if_failed,
-    range_monitor,
-    rejection_monitor,
+    rejection_totals,
+    warn_of_rejection,
 )
-from mis_ext.hosts.packing import TokenLags, pack, refuse_divisors, refuse_mask, refuse_mask_sums
+from mis_ext.hosts.packing import TokenLags, extremes_of, pack, refuse_divisors, refuse_mask, refuse_mask_sums
 from mis_ext.keys.reading import config_given
 from mis_ext.validation import check_tensors
 
+Refuse = Callable[[Sequence[float]], None]
 _NO_LAGS = (
     "mis_staleness: nobody gives the lag of the tokens: in slime and Miles --rollout-data-postprocess-path "
     "mis_ext.prepare_rollout does, elsewhere the argument lag"
@@ -48,12 +54,15 @@ class Session:
         self.config = config_given(config)
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
-        self._guards = DataGuards(self.config)
-        self._rejection = rejection_monitor(self.config.max_reject_fraction)
+        self._data = Monitor(self._judge_data, every=1, merge=torch.add)
+        self._rejection = Monitor(partial(warn_of_rejection, self.config.max_reject_fraction), waits=False)
         self._status = StatusMonitor()
-        self._masks = range_monitor(refuse_mask)
-        self._divisors = range_monitor(refuse_divisors)
-        self._mask_sums = range_monitor(refuse_mask_sums)
+        self._ranges: dict[Refuse, Monitor] = {
+            refuse_mask: Monitor(refuse_mask),
+            refuse_mask_sums: Monitor(refuse_mask_sums),
+            refuse_divisors: Monitor(refuse_divisors, every=1),
+        }
+        self._is_first_rank = True
         self._told: set[str] = set()
         self._met: set[tuple[int, ...]] = set()
 
@@ -69,17 +78,17 @@ class Session:
         mask_R = streams.response_mask_R
         with self.local_work(layout.response_lengths, groups=groups, device=device_of(mask_R)):
             check_tensors({"response_mask_R": mask_R})
-            self._masks.observe(mask_R, on=mask_R)
+            self.check_range(mask_R, refuse_mask)
             check_streams(streams, self.config, groups.cp_group)
-            if self._guards.armed:
-                self._inspect(streams, groups)
+            self._is_first_rank = groups.is_first_rank
+            self._data.observe(data_sums, streams, on=mask_R)
         correction = correct(
             streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group, token_metrics=token_metrics
         )
         if not groups.is_alone:
             self._status.observe(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
-            self._rejection.observe(correction, on=correction.weights_T)
+            self._rejection.observe(rejection_totals, correction, on=correction.weights_T)
         return correction
 
     def lags_of(
@@ -159,32 +168,17 @@ class Session:
         if not is_capturing(status):
             raise_if_failed(float(status))
 
-    def check_mask(self, mask: Tensor) -> None:
-        """Refuse a mask with values below 0 or not finite, in the first call and now and then.
+    def check_range(self, values: Tensor, refuse: Refuse) -> None:
+        """Refuse values by the smallest and largest of them; on a GPU in the first call and now and then.
+
+        Args:
+            values: Of any shape.
+            refuse: ``refuse_mask``, ``refuse_divisors``, or ``refuse_mask_sums``.
 
         Raises:
-            ValueError: A value is below 0 or not finite.
+            ValueError: A value is not legal.
         """
-        self._masks.observe(mask, on=mask)
-
-    def check_divisors(self, divisors: Tensor) -> None:
-        """Refuse divisors that are not finite and above 0; on a GPU in the first call and now and then.
-
-        Raises:
-            ValueError: A value is not finite, or not above 0.
-        """
-        if not divisors.is_cuda and divisors.numel() > 0:
-            refuse_divisors(torch.stack(divisors.aminmax()).tolist())
-        else:
-            self._divisors.observe(divisors, on=divisors)
-
-    def check_mask_sums(self, sums: Tensor) -> None:
-        """Refuse sums of masks that are below 0 or not finite, in the first call and now and then.
-
-        Raises:
-            ValueError: A value is below 0 or not finite.
-        """
-        self._mask_sums.observe(sums, on=sums)
+        self._ranges[refuse].observe(extremes_of, values, on=values)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn where the user said so or where nothing is corrected."""
@@ -238,9 +232,11 @@ class Session:
         streams = PackedStreams(nothing_T, nothing_T, mask_R, layout)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
-    def _inspect(self, streams: PackedStreams, groups: Groups) -> None:
-        for found in self._guards.inspect(streams.tokens, streams, groups):
-            if found.guard is None:
-                self.warn(found.message)
-            else:
+    def _judge_data(self, numbers: list[float]) -> bool:
+        for found in findings_in(numbers):
+            if found.guard is not None and self.config.stops(found.guard):
+                self._data.forget()  # The next call is judged by itself: the same mistake stops it too.
                 self.report(found.guard, found.message)
+            elif self.is_news(f"guard {found.guard}") and (found.guard is not None or self._is_first_rank):
+                self.warn(found.message)
+        return DataSums(*numbers).pairs >= ENOUGH

@@ -20,6 +20,7 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.correction.tokens import Policy
 from mis_ext.hosts.groups import ALONE, Groups, device_of
+from mis_ext.hosts.packing import refuse_divisors, refuse_mask
 from mis_ext.hosts.runs import read_argument, shared_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.reading import WholeLoss
@@ -144,7 +145,7 @@ def policy_loss_from_log_probs(
             raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
         else:
             divisor_S = torch.where(divisor_S > 0.0, divisors.to(mask_R.device, non_blocking=True), 1.0)
-            run.session.check_divisors(divisor_S)
+            run.session.check_range(divisor_S, refuse_divisors)
             # Between two looks at a GPU the loss says it.
             divisor_S = torch.where((divisor_S > 0.0) & (divisor_S < torch.inf), divisor_S, torch.nan)
         given = LossTokens(
@@ -164,7 +165,7 @@ def policy_loss_from_log_probs(
             state_values_T=optional("state_values", state_values),
             lag_T=optional("lag", lag),
         )
-        run.session.check_mask(mask_R)
+        run.session.check_range(mask_R, refuse_mask)
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext.hosts.guards import RunningReadback
+from mis_ext.hosts import session as sessions
 from mis_ext.hosts.runs import session_for
 
 LOWEST = {
@@ -275,9 +275,9 @@ def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
     for start in range(0, 70, 7):
         call([proximal[0][start : start + 7]], [behavior[0][start : start + 7]], args=args)
     call(proximal, behavior, args=args)
-    monkeypatch.setattr(RunningReadback, "add", lambda *_: pytest.fail("looked again"))
+    monkeypatch.setattr(sessions, "data_sums", lambda *_: pytest.fail("looked again"))
     call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
-    assert not session_for(args)._guards.armed
+    assert session_for(args)._data.is_done
 
 
 def test_a_few_zeros_that_are_a_doubt_disarm_nothing_before_enough_was_seen() -> None:
@@ -294,4 +294,4 @@ def test_one_token_answers_arm_the_check_for_shifts_for_good() -> None:
     args = argparse.Namespace(use_tis=True)
     for _ in range(3):
         call([torch.tensor([-0.5 - i / 1000]) for i in range(40)], [torch.tensor([-0.5])] * 40, args=args)
-    assert session_for(args)._guards.armed
+    assert not session_for(args)._data.is_done

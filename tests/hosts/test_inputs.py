@@ -11,7 +11,6 @@ from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext.correction.collectives import gather_rows
-from mis_ext.hosts.guards import range_monitor
 from mis_ext.hosts.packing import refuse_mask
 from mis_ext.tools.report.part import Part
 
@@ -216,11 +215,10 @@ def test_a_mask_that_says_neither_yes_nor_no_is_refused_wherever_one_is_taken(en
             masked_calls(mask.int())[entry]()
 
 
-def test_a_mask_is_looked_at_again_and_the_error_comes_a_call_later() -> None:
-    monitor, good = range_monitor(refuse_mask), torch.ones(3)
+def test_a_mask_is_looked_at_again() -> None:
+    session, good = mis_ext.Session(mis_ext.CorrectionConfig()), torch.ones(3)
     for _ in range(8):
-        monitor.observe(good, on=good)
-    monitor.observe(-good, on=good)
+        session.check_range(good, refuse_mask)
     with pytest.raises(ValueError, match="has values from -1 to -1"):
-        monitor.observe(good, on=good)
-    monitor.observe(good, on=good)
+        session.check_range(-good, refuse_mask)
+    session.check_range(good, refuse_mask)

@@ -4,6 +4,7 @@
 import argparse
 import math
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,8 @@ import torch
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.correction.collectives import failed_rank
-from mis_ext.hosts.guards import (
-    AsyncReadback,
-    Monitor,
-    RunningReadback,
-    StatusMonitor,
-    rejection_monitor,
-)
+from mis_ext.hosts import guards
+from mis_ext.hosts.guards import AsyncReadback, Monitor, StatusMonitor, rejection_totals, warn_of_rejection
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -37,11 +33,15 @@ def totals(
     return SimpleNamespace(totals={name: torch.tensor(x) for name, x in numbers.items()}, weights_T=torch.ones(2))
 
 
+def rejection_monitor(max_fraction: float) -> Monitor:
+    return Monitor(partial(warn_of_rejection, max_fraction), waits=False)
+
+
 def observe(monitor: Monitor, corrections: list) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for correction in corrections:
-            monitor.observe(correction, on=correction.weights_T)
+            monitor.observe(rejection_totals, correction, on=correction.weights_T)
     assert all(issubclass(warning.category, MismatchWarning) for warning in caught)
     return [str(warning.message) for warning in caught]
 
@@ -129,9 +129,13 @@ def test_a_letter_is_received_once() -> None:
     assert readback.receive() is None
 
 
-def test_a_tally_merges_what_every_call_counted() -> None:
-    tally = RunningReadback(torch.add)
-    assert [tally.add(torch.tensor([float(number)])) for number in (1, 2, 4)] == [[1.0], [3.0], [7.0]]
+def test_numbers_of_several_calls_add_up_until_they_are_enough() -> None:
+    seen: list[float] = []
+    monitor = Monitor(lambda numbers: seen.append(*numbers) or numbers[0] >= 7.0, every=1, merge=torch.add)
+    for number in (1.0, 2.0, 4.0, 8.0):
+        monitor.observe(torch.tensor, [number], on=torch.ones(1))
+    assert seen == [1.0, 3.0, 7.0]
+    assert monitor.is_done
 
 
 class OnDevice:
@@ -169,15 +173,23 @@ class SlowReadback:
         return arrived
 
 
-def test_on_a_device_only_the_first_look_of_a_tally_waits() -> None:
-    tally = RunningReadback(lambda before, now: before + now)
-    tally._readback = SlowReadback()
-    assert tally.add(OnDevice(1.0)) == [1.0]
-    assert [tally.add(OnDevice(1.0)) for _ in range(3)] == [None, None, None]
-    tally._readback.has_arrived = True
+def test_on_a_device_only_the_first_look_waits(monkeypatch) -> None:
+    monkeypatch.setattr(guards, "is_capturing", lambda _: False)
+    seen: list[float] = []
+    monitor = Monitor(lambda numbers: seen.append(*numbers), every=1, merge=lambda before, now: before + now)
+    monitor._readback = SlowReadback()
+
+    def call() -> None:
+        monitor.observe(OnDevice, 1.0, on=OnDevice(1.0))
+
+    for _ in range(4):
+        call()
+    assert seen == [1.0]
+    monitor._readback.has_arrived = True
     # What was sent with the second call, then what was sent when that arrived.
-    assert tally.add(OnDevice(1.0)) == [2.0]
-    assert tally.add(OnDevice(1.0)) == [5.0]
+    call()
+    call()
+    assert seen == [1.0, 2.0, 5.0]
 
 
 # --- on a GPU

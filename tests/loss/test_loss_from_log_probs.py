@@ -260,7 +260,7 @@ def test_a_divisor_that_divides_nothing_is_refused_with_its_value(value, monkeyp
         mis_ext.policy_loss_from_log_probs(keys, **given, divisors=divisors)
     with monkeypatch.context() as unseen:
         # As on a GPU between two looks.
-        unseen.setattr(mis_ext.Session, "check_divisors", lambda *_: None)
+        unseen.setattr(mis_ext.Session, "check_range", lambda *_: None)
         assert mis_ext.policy_loss_from_log_probs(keys, **given, divisors=divisors).total.isnan()
     # What nothing is summed of is divided by nothing.
     given["response_mask"][2] = 0
