@@ -115,7 +115,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         check_tensors({"logits": logits})
         if logits.ndim < 2:
             raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
-        if run.config.group is not None or run.config.unplugged:
+        if run.config.group is not None or run.config.doubts:
             run.check_rollout(groups)
         make_reducer = _reducer_maker(loss)
         layout = batch_layout(

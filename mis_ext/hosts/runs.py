@@ -69,7 +69,7 @@ class Run(NamedTuple):
                 f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
                 "--rollout-data-postprocess-path, or call it in the function there"
             )
-        for found in self.config.unplugged:
+        for found in self.config.doubts:
             if self.session.is_news(found) and groups.is_first_rank:
                 self.session.warn(found)
 

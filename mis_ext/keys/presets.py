@@ -119,16 +119,11 @@ def method_yaml(row: PublishedMethod) -> str:
 
 def keys_as_yaml(keys: Mapping[str, Any]) -> str:
     """A line for each key; what is below one stands behind it."""
-    lines = [
-        yaml.safe_dump(
-            {key: value},
-            sort_keys=False,
-            default_flow_style=None if isinstance(value, (dict, list)) else False,
-            width=120,
-        )
+    is_block = {key: None if isinstance(value, (dict, list)) else False for key, value in keys.items()}
+    return "".join(
+        yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=is_block[key], width=120)
         for key, value in keys.items()
-    ]
-    return "".join(lines)
+    )
 
 
 def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:

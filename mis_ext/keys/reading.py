@@ -21,13 +21,13 @@ from mis_ext.keys.refusals import (
     ESTIMATORS,
     KeysInUse,
     double_correction,
+    doubts,
     refuse_built_in_bounds,
     refuse_combinations,
     refuse_group_keys,
     refuse_groups,
     refuse_idle_keys,
     refuse_names,
-    unplugged,
 )
 from mis_ext.keys.rows import (
     CORRECTION_ROWS,
@@ -341,7 +341,7 @@ class RunConfig:
         whole_loss: None where the framework's own loss runs, and calls the hook.
         group: What responses to one prompt share; None where no key says anything about it.
         double_correction: How loss and correction together count the mismatch twice, or None.
-        unplugged: What keys ask of a function that the framework is not told to call: a warning each.
+        doubts: What is wrong if a function of the user's leaves something out: a warning each.
     """
 
     correction: CorrectionConfig
@@ -351,7 +351,7 @@ class RunConfig:
     whole_loss: WholeLoss | None
     group: GroupConfig | None
     double_correction: str | None = None
-    unplugged: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
@@ -384,7 +384,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     )
     refuse_combinations(given, run)
     return dataclasses.replace(
-        run, double_correction=double_correction(given, run), unplugged=tuple(unplugged(given, group))
+        run, double_correction=double_correction(given, run), doubts=tuple(doubts(given, correction, group))
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mis_ext.correction.config import BOUNDS, Bound
+from mis_ext.correction.config import BOUNDS, Bound, CorrectionConfig
 from mis_ext.keys.removed import REMOVED, refuse_removed
 from mis_ext.keys.rows import CORRECTION_ROWS, FLAT_KEYS, LOSS_ROWS, PREFIXES, ROWS
 from mis_ext.validation import Errors, check_known
@@ -446,8 +446,20 @@ def double_correction(given: Mapping[str, Any], run: RunConfig) -> str | None:
     )
 
 
-def unplugged(given: Mapping[str, Any], group: GroupConfig | None) -> Iterator[str]:
-    """What keys ask of a function that the framework is not told to call: a user's function may call ours, or not."""
+def doubts(given: Mapping[str, Any], correction: CorrectionConfig, group: GroupConfig | None) -> Iterator[str]:
+    """What is wrong if a function of the user's leaves something out, or with this schedule of weight updates."""
+    generates, interval = given.get("custom_generate_function_path"), given.get("update_weights_interval") or 1
+    is_foreign = given.get("rollout_data_postprocess_path") is None and not _is_ours(generates or "mis_ext.")
+    if correction.denominator == "kept" and is_foreign:
+        yield (
+            f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
+            "--rollout-data-postprocess-path mis_ext.prepare_rollout refuses them"
+        )
+    if correction.staleness and interval > 1:
+        yield (
+            f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead of the newest "
+            "version, and a lag of 0 does not mean current weights"
+        )
     asked = {}
     keys = given.get("on_policy_tokens")
     if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
@@ -456,14 +468,20 @@ def unplugged(given: Mapping[str, Any], group: GroupConfig | None) -> Iterator[s
             "custom_generate_function_path",
             "mis_ext.rollout.generate",
         )
+    if group is not None and group.needs_rollout:
+        asked[group.needs_rollout] = ("rollout_data_postprocess_path", "mis_ext.prepare_rollout")
     if group is not None and group.of_rewards and group.over != "kept":
         asked[group.of_rewards] = ("custom_reward_post_process_path", "mis_ext.group_rewards")
     for what, (argument, function) in asked.items():
         path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
         if path is None and argument in given:
             yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"
-        elif path is not None and not str(path).startswith("mis_ext."):
+        elif path is not None and not _is_ours(path):
             yield f"{what} does nothing unless {flag} {path} calls {function}"
+
+
+def _is_ours(path: Any) -> bool:
+    return str(path).startswith("mis_ext.")
 
 
 def _refuse_first(reasons: Mapping[str, Any]) -> None:

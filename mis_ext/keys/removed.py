@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 REMOVED: dict[str, str] = {
@@ -11,30 +11,10 @@ REMOVED: dict[str, str] = {
     "--reasoning": "remove the flag: a turn without its reasoning is of the class different",
     "mis-ext panel": "import docs/guide/grafana.json into Grafana; for W&B see docs/guide/watch.md",
     "--log": "remove the flag: correlate logged metrics with mis_k3_kl on your dashboard",
-    "mis_ext.diagnosis": "use mis_ext.tools.diagnosis",
-    "mis_ext.cli": "use mis_ext.tools.cli",
-    "mis_ext.dumps": "use mis_ext.tools.dumps",
-    "mis_ext.explain": "use mis_ext.tools.explain",
-    "mis_ext.report": "use mis_ext.tools.report",
+    **{f"mis_ext.{name}": f"use mis_ext.tools.{name}" for name in ("cli", "diagnosis", "dumps", "explain", "report")},
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
-    "mis": "write flat keys",
-    "mis.weight": "tis_level: none for no weight, else the keys below",
-    "mis.weight.level": "tis_level",
-    "mis.weight.mode": "tis_mode",
-    "mis.weight.low": "tis_lower_bound",
-    "mis.weight.high": "tis_upper_bound",
-    "mis.weight.when": "tis_when",
-    "mis.weight.only_outside": "nothing; drop it",
-    "mis.gates": "use_rs: true, rs_level: none, and rs_gates",
-    "mis.normalize_over": "tis_batch_normalize: true and tis_normalize_over",
-    "mis.scope": "tis_normalize_scope",
-    "mis.denominator": "mis_denominator",
-    "mis.staleness": "mis_staleness",
-    "mis.metrics": "mis_metrics",
-    "mis.metric_max": "mis_metric_max",
-    "mis.guard": "mis_guard",
-    "mis.max_reject_fraction": "mis_max_reject_fraction",
+    "mis": "write flat keys, by the table in CHANGELOG.md: tis_level, tis_mode, rs_gates, and others",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
     "tis_normalize_scope: rollout": "write tis_normalize_scope: data_parallel",
@@ -43,15 +23,15 @@ REMOVED: dict[str, str] = {
         "rs_veto_threshold: 1.0e-4, tis_batch_normalize: true"
     ),
     "preset token_tis": "take mis, which has its numbers",
-    "mis_ext.dither_weights": "raise the learning rate two or three times, or round stochastically in your optimizer",
-    "mis_ext.dither_master_weights": (
-        "raise the learning rate two or three times, or round stochastically in your optimizer"
+    **dict.fromkeys(
+        ("mis_ext.dither_weights", "mis_ext.dither_master_weights"),
+        "raise the learning rate two or three times, or round stochastically in your optimizer",
     ),
     "mis_ext.WeightScale": "use tis_normalize_scope: data_parallel",
 }
 """What to write instead, by the name as users write it.
 
-A key (``outer.inner`` in a mapping) or ``key: value`` as it is; ``preset NAME``; a flag with its dashes;
+A key, ``rs_gates.KEY``, or ``key: value`` as it is; ``preset NAME``; a flag with its dashes;
 ``mis_ext.NAME``; ``mis-ext COMMAND``.
 """
 
@@ -67,18 +47,10 @@ def refuse_removed(given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A key or its value was removed.
     """
-    found = [text for text in map(sentence, dict.fromkeys(_names(given))) if text is not None]
+    gates = given.get("rs_gates")
+    names = [*given, *(f"{key}: {value}" for key, value in given.items() if isinstance(value, str))]
+    for gate in gates if isinstance(gates, (list, tuple)) else ():
+        names += [f"rs_gates.{key}" for key in (gate if isinstance(gate, Mapping) else ())]
+    found = [text for text in map(sentence, dict.fromkeys(names)) if text is not None]
     if found:
         raise ValueError("; ".join(found))
-
-
-def _names(value: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield f"{prefix}{key}"
-            yield from _names(inner, f"{prefix}{key}.")
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _names(inner, prefix)
-    else:
-        yield f"{prefix[:-1]}: {value}"

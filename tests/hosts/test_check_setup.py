@@ -2,7 +2,6 @@
 """The check at start refuses what the first step would refuse, or what would do nothing. Else it says what will run."""
 
 import argparse
-import base64
 import functools
 import importlib
 import re
@@ -246,48 +245,6 @@ def test_the_long_path_of_our_function_and_a_wrapper_of_it_pass(monkeypatch: pyt
         start(HOOK | {"custom_tis_function_path": "mine.other"})
 
 
-STEP, SCORING = "custom_megatron_before_train_step_hook_path", "custom_megatron_before_log_prob_hook_path"
-
-
-@pytest.mark.parametrize(
-    ("argument", "path", "message"),
-    [
-        (STEP, "mis_ext.dither_weights", "was removed in mis_ext 0.6"),
-        (STEP, "mis_ext.hosts.dithering.dither_weights", "No module named 'mis_ext.hosts.dithering'"),
-        (STEP, "mis_ext.hosts.packing", "the flag takes no function of mis_ext"),
-        (STEP, "mis_ext.prepare_rollout", "this one is for --rollout-data-postprocess-path"),
-        ("rollout_data_postprocess_path", "mis_ext.prepare_rollouts", "has no attribute 'prepare_rollouts'"),
-        ("rollout_data_postprocess_path", "mis_ext.group_rewards", "mis_ext.prepare_rollout or mis_ext.log_mismatch"),
-        ("custom_reward_post_process_path", "mis_ext.group_reward", "has no attribute 'group_reward'"),
-        ("custom_reward_post_process_path", "mis_ext.prepare_rollout", "the flag takes mis_ext.group_rewards"),
-        ("custom_generate_function_path", "mis_ext.generate", "has no attribute 'generate'"),
-        ("custom_generate_function_path", "mis_ext.policy_loss", "the flag takes mis_ext.rollout.generate"),
-        ("rollout_function_path", "mis_ext.rollout.generate", "this one is for --custom-generate-function-path"),
-        ("custom_loss_function_path", "mis_ext.check_setup", "this one is for --custom-megatron-init-path"),
-        ("custom_pg_loss_reducer_function_path", "mis_ext.policy_loss", "takes no function of mis_ext; this one is"),
-    ],
-)
-def test_a_function_of_ours_that_is_misspelt_or_at_another_flag_is_refused(argument, path, message) -> None:
-    expected = f"^{re.escape(f'{flag_of(argument)} {path}: ')}.*{re.escape(message)}"
-    with pytest.raises((ValueError, ImportError, AttributeError), match=expected):
-        start(HOOK | {"bf16": True, argument: path})
-
-
-def test_every_function_of_ours_passes_at_its_own_flag_and_names_of_files_are_none() -> None:
-    start(
-        HOOK
-        | {"custom_generate_function_path": "mis_ext.rollout.generate"}
-        | {"custom_reward_post_process_path": "mis_ext.group_rewards", "mis_group_baseline": "leave_one_out"}
-    )
-    for path in ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"):
-        start(HOOK | {"rollout_data_postprocess_path": path})
-    # The host's own process of rollouts loads that of the user, and may have what a training rank has not.
-    start(HOOK | {"custom_config_path": "mis_ext.yaml", "custom_rm_path": "no_such_package.reward"})
-    start(HOOK | {"custom_generate_function_path": "no_such_package.generate", SCORING: "os.path.join"})
-    # No function is loaded there, whatever the file is called.
-    start(HOOK | {"save_path": "mis_ext.compute_mis_weights_with_cp"})
-
-
 PROMPTS = {"mis_prompt_mean": True}
 
 
@@ -418,21 +375,17 @@ def with_file(path: str, content: dict[str, Any]) -> argparse.Namespace:
         ("# Nothing yet.\n", []),
     ],
 )
-@pytest.mark.parametrize("inline", [False, True], ids=["path", "inline"])
-def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, inline, tmp_path, capsys) -> None:
+def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, tmp_path, capsys) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(text)
-    given = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(path)
-    args = with_file(given, yaml.safe_load(text) or {})
+    args = with_file(str(path), yaml.safe_load(text) or {})
     if named is None:
         with pytest.raises(ValueError, match="unknown keys: 'mis_loss_x'"):
             mis_ext.check_setup(args)
         return
     mis_ext.check_setup(args)
     _, *lines = capsys.readouterr().out.splitlines()
-    about = (
-        f"keys of {'base64:...' if inline else path} that neither mis_ext nor the framework has, without effect unless"
-    )
+    about = f"keys of {path} that neither mis_ext nor the framework has, without effect unless"
     assert lines == [f"mis_ext: warning: {about} a function of yours reads them: {', '.join(named)}"] * bool(named)
 
 
@@ -442,12 +395,10 @@ OF_OTHERS |= {"low": 1, "high": 0.9, "after": 100, "gate": "linear", "statistic"
 OF_OTHERS |= {"level": "token", "mode": "clip", "normalize": True, "ppo": True, "icepop": True}
 
 
-@pytest.mark.parametrize("inline", [False, True], ids=["path", "inline"])
-def test_keys_that_may_be_somebody_elses_stop_nothing_and_are_named(inline, tmp_path, capsys) -> None:
+def test_keys_that_may_be_somebody_elses_stop_nothing_and_are_named(tmp_path, capsys) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text(text := yaml.safe_dump(OF_OTHERS))
-    given = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(path)
-    mis_ext.check_setup(args := with_file(given, OF_OTHERS))
+    path.write_text(yaml.safe_dump(OF_OTHERS))
+    mis_ext.check_setup(args := with_file(str(path), OF_OTHERS))
     assert mis_ext.session_for(args).config == mis_ext.CorrectionConfig()
     _, line = capsys.readouterr().out.splitlines()
     assert [key for key in OF_OTHERS if f"{key!r}" not in line] == []
@@ -525,8 +476,6 @@ def test_a_model_without_logits_is_announced(capsys) -> None:
         ),
         (HIDDEN | {"mis_loss_scoring": "host"}, "the host's own function scores here"),
         (HIDDEN | {"mis_loss_inplace": True}, "mis_loss_inplace: no effect without logits"),
-        (HIDDEN | {"custom_model_provider_path": "mis_ext.model_providers"}, "--custom-model-provider-path"),
-        (LOSS | {"custom_model_provider_path": "mis_ext.policy_loss"}, "takes mis_ext.model_provider"),
     ],
 )
 def test_a_model_without_logits_that_could_not_train_is_refused(keys, message) -> None:

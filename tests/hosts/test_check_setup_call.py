@@ -121,7 +121,7 @@ def test_what_could_not_be_tried_is_said_on_rank_0(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, SLIME.loss, types.ModuleType(SLIME.loss))
     assert untried(LOSS) == []
     scored_by_host = LOSS | {"mis_loss_scoring": "host"}
-    assert untried(scored_by_host) == ["the host's own function for log-probs"]
+    assert untried(scored_by_host) == ["the framework's function for log-probs"]
     assert capsys.readouterr().out == ""
     reducer = "loss_cases.reduce_by_kept"
     assert untried(LOSS | {"custom_pg_loss_reducer_function_path": reducer}) == [

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import inspect
 import platform
@@ -31,11 +30,9 @@ from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, weigh_batch
 from mis_ext.hosts.slime_miles.policy_loss import (
     IDS,
-    MODEL_FLAG,
     OFFSETS,
     host_without_ranks,
     is_miles,
-    model_provider,
     on_host,
     policy_loss,
     refuse_missing_logits,
@@ -67,17 +64,6 @@ _LOSS = _EntryPoint("--custom-loss-function-path", "mis_ext.policy_loss", policy
 _SWITCHES = ("use_tis", "get_mismatch_metrics")
 _ROLLOUT_FLAG = "--rollout-data-postprocess-path"
 _PREPARE = f"{_ROLLOUT_FLAG} mis_ext.prepare_rollout"
-
-_TAKEN: dict[str, tuple[str, ...]] = {
-    _HOOK.flag: (_HOOK.name,),
-    _LOSS.flag: (_LOSS.name,),
-    MODEL_FLAG: ("mis_ext.model_provider",),
-    _ROLLOUT_FLAG: ("mis_ext.prepare_rollout", "mis_ext.log_mismatch"),
-    "--custom-megatron-init-path": ("mis_ext.check_setup",),
-    "--custom-generate-function-path": ("mis_ext.rollout.generate",),
-    "--custom-reward-post-process-path": ("mis_ext.group_rewards",),
-}
-"""Which functions of ours a flag takes."""
 
 
 def check_setup(args: Any) -> None:
@@ -121,19 +107,16 @@ def _checked(args: Any) -> list[str]:
     if not is_miles() and read_argument(args, "rollout_temperature") == 0:
         raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
     _refuse_missing_rollout(args, config)
-    _refuse_wrong_paths(args)
     said = [summary(config)]
-    model = read_argument(args, "custom_model_provider_path")
-    if model and _found_at(model) is model_provider:
+    if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
         said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
     # Printed here, and not again in the first call.
-    said += [f"warning: {found}" for found in config.unplugged if run.session.is_news(found)]
-    said += [f"warning: {found}" for found in _doubts(args, config)]
+    said += [f"warning: {found}" for found in config.doubts if run.session.is_news(found)]
     return [*said, *_unread_keys(args), *_rehearse(args, entry, config)]
 
 
-# --- the entry point: which function of ours the framework will call, and functions of ours at other flags
+# --- the entry point: which function of ours the framework will call
 
 
 def _entry_point(args: Any) -> _EntryPoint:
@@ -173,26 +156,6 @@ def _found_at(path: str) -> Any:
     return inspect.unwrap(getattr(import_module(module), name))
 
 
-def _refuse_wrong_paths(args: Any) -> None:
-    """Refuse a function of ours that is misspelt, or given to another flag than its own."""
-    for argument in all_arguments(args):
-        path, flag = read_argument(args, argument), "--" + argument.replace("_", "-")
-        # The frameworks' other paths are of files and folders.
-        takes_function = argument.endswith(("_function_path", "_hook_path", "_postprocess_path"))
-        if not (takes_function or flag in _TAKEN) or not str(path).startswith("mis_ext."):
-            continue
-        try:
-            found = _found_at(path)
-        except (ImportError, AttributeError) as error:
-            raise type(error)(f"{flag} {path}: {error}") from error
-        own = [each for each, names in _TAKEN.items() if any(found is _found_at(name) for name in names)]
-        if flag not in own:
-            takes = " or ".join(_TAKEN.get(flag, ())) or "no function of mis_ext"
-            raise ValueError(
-                f"{flag} {path}: the flag takes {takes}" + "".join(f"; this one is for {each}" for each in own)
-            )
-
-
 # --- keys that need a launch
 
 
@@ -224,30 +187,6 @@ def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
             raise ValueError(why)
 
 
-def _doubts(args: Any, config: RunConfig) -> list[str]:
-    """What is wrong only if a function of the user's leaves something out, or with this schedule of weight updates."""
-    path, generates = (
-        read_argument(args, name) for name in ("rollout_data_postprocess_path", "custom_generate_function_path")
-    )
-    of_prompts, said = config.group and config.group.needs_rollout, []
-    if of_prompts and not str(path).startswith("mis_ext."):
-        said.append(f"{of_prompts} does nothing unless {_ROLLOUT_FLAG} {path} calls mis_ext.prepare_rollout")
-    if (
-        config.correction.denominator == "kept"
-        and path is None
-        and not str(generates or "mis_ext.").startswith("mis_ext.")
-    ):
-        why = f"is wrong if {generates} makes several samples of a rollout"
-        said.append(f"mis_denominator: kept {why}; {_PREPARE} refuses them")
-    interval = read_argument(args, "update_weights_interval") or 1
-    if config.correction.staleness and interval > 1:
-        said.append(
-            f"with --update-weights-interval {interval} the trainer is up to {interval - 1} rollouts ahead of the "
-            "newest version: a lag of 0 does not mean current weights"
-        )
-    return said
-
-
 def _unread_keys(args: Any) -> list[str]:
     """Keys of the file at ``--custom-config-path`` that neither mis_ext nor the framework reads.
 
@@ -260,29 +199,25 @@ def _unread_keys(args: Any) -> list[str]:
     path = read_argument(args, "custom_config_path")
     if not path:
         return []
-    is_inline = path.startswith("base64:")  # Miles takes the content of a file, too.
-    name = "base64:..." if is_inline else path
     names = [*args] if isinstance(args, Mapping) else [*getattr(args, "__dict__", ())]
     flags = names[: names.index("custom_config_path")] if "custom_config_path" in names else []
     try:
-        text = base64.b64decode(path.removeprefix("base64:")) if is_inline else Path(path).read_bytes()
-        keys = names_in_yaml(text, once=FLAT_KEYS)
+        keys = names_in_yaml(Path(path).read_bytes(), once=FLAT_KEYS)
     except (OSError, yaml.YAMLError, RecursionError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        return [f"{name} cannot be read here ({why}): keys in it that nobody reads are not named"]
+        return [f"{path[:80]} cannot be read here ({why}): keys in it that nobody reads are not named"]
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
-    unread = {
-        key: near_miss(key, flags) for key in keys if key not in known and not key.startswith(("sglang_", "vllm_"))
-    }
-    if not unread:
-        return []
+    unread = {key: near_miss(key, flags) for key in keys if key not in known and not key.startswith(_OF_ENGINES)}
     hints = [f"{key!a} (did you mean {meant!r}?)" if meant else ascii(key) for key, meant in unread.items()]
+    without = "without effect unless a function of yours reads them"
     return [
-        f"warning: keys of {name} that neither mis_ext nor the framework has, without effect unless a function of "
-        f"yours reads them: {', '.join(hints)}"
-    ]
+        f"warning: keys of {path} that neither mis_ext nor the framework has, {without}: {', '.join(hints)}"
+    ] * bool(hints)
+
+
+_OF_ENGINES = ("sglang_", "vllm_")
 
 
 def summary(config: RunConfig) -> str:
@@ -304,8 +239,6 @@ def summary(config: RunConfig) -> str:
 
 
 # --- nodes
-
-_MOST_NODES = 8
 
 
 def _installed() -> str:
@@ -333,23 +266,23 @@ def _error_of_ranks(error: Exception | None) -> Exception | None:
     if error is not None:
         found["error"] = f"{type(error).__name__}: {error}"[:2000]
     ranks = gather_objects(found, dist.group.WORLD)
-
-    def places(name: str) -> list[str]:
-        """Each value that ranks have, behind a rank of each node with it."""
-        found_at: dict[str, dict[str, int]] = {}
+    # Of each value a rank of each node that has it.
+    shown: dict[str, dict[str, str]] = {}
+    is_partial, differs = any(not each["error"] for each in ranks), len({each["installed"] for each in ranks}) > 1
+    for name in ["error"] * is_partial + ["installed"] * differs:
         for rank, each in enumerate(ranks):
-            found_at.setdefault(each[name], {}).setdefault(each["node"], rank)
-        shown = {value: [f"rank {rank} on {node}" for node, rank in at.items()] for value, at in found_at.items()}
-        return [f"{', '.join(where[:_MOST_NODES])}: {value}" for value, where in shown.items() if value]
-
-    said = places("error") if any(not each["error"] for each in ranks) else []
-    if len({each["installed"] for each in ranks}) > 1:
-        said += [*places("installed"), "install the same mis_ext on every node, and set the same MIS_EXT_BACKEND"]
+            if each[name]:
+                shown.setdefault(each[name], {}).setdefault(each["node"], f"rank {rank} on {each['node']}")
+    said = [f"{', '.join([*where.values()][:_MOST_NODES])}: {value}" for value, where in shown.items()]
     if not said:
         return error
+    said += ["install the same mis_ext on every node, and set the same MIS_EXT_BACKEND"] * differs
     differ = RuntimeError("check_setup: ranks differ; " + "; ".join(said))
     differ.__cause__ = error
     return differ
+
+
+_MOST_NODES = 8
 
 
 # --- the rehearsal: one call of what the framework will call, on drawn log-probs, with the run's own configuration
@@ -361,15 +294,14 @@ def _rehearse(args: Any, entry: _EntryPoint, config: RunConfig) -> list[str]:
     Raises:
         ValueError: The first step would raise it; or a TypeError or ArithmeticError.
     """
-    untested = []
-    path, loss = read_argument(args, entry.argument), config.whole_loss
+    loss, path = config.whole_loss, read_argument(args, entry.argument)
     module, _, name = path.rpartition(".")
-    if getattr(import_module(module), name) is not entry.function:
-        untested.append(f"{entry.flag} {path}, only {entry.name} in it")
-    if loss is not None and loss.scoring.by == "host":
-        untested.append("the host's own function for log-probs")
-    if loss is not None and loss.reducer_path is not None:
-        untested.append(f"--custom-pg-loss-reducer-function-path {loss.reducer_path}")
+    parts = {
+        f"{entry.flag} {path}, only {entry.name} in it": getattr(import_module(module), name) is not entry.function,
+        "the framework's function for log-probs": loss is not None and loss.scoring.by == "host",
+        f"--custom-pg-loss-reducer-function-path {loss and loss.reducer_path}": loss is not None and loss.reducer_path,
+    }
+    untested = [part for part, is_foreign in parts.items() if is_foreign]
     try:
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
