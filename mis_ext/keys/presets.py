@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations from files: a YAML of the user's, one of the presets that ship, or that of a method's row."""
+"""From files to configurations, be it a user's, a preset, or that of a method's row; and back to keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
-from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, HookLevel
 from mis_ext.files import preset_path, read_yaml
-from mis_ext.keys.reading import config_from_mapping, flat_keys, read_config, says_whole_loss
+from mis_ext.keys.reading import VETOES, config_from_mapping, read_config, says_whole_loss
+from mis_ext.keys.rows import GATE_ROWS
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import as_correction
@@ -124,6 +126,62 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
         yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=is_block[key], width=120)
         for key, value in keys.items()
     )
+
+
+def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
+    """The keys that spell ``config``; what is at its default is left out.
+
+    Raises:
+        ValueError: It measures only, which is said by the framework's switches.
+    """
+    if config.metrics_only:
+        raise ValueError("metrics_only is spelled use_tis: false")
+    weight, default = config.weight, CorrectionConfig()
+    keys: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
+    if weight is not None:
+        of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
+        keys |= {f"tis_{name}": value for name, value in of_weight.items() if value is not None}
+        keys |= {"tis_when": weight.when} if weight.when != "always" else {}
+    keys |= _keys_of_gates(config.gates)
+    if config.normalize_over is not None:
+        keys["tis_batch_normalize"] = True
+        # Where nothing is rejected both words say the same, and one of them is refused.
+        if config.gates or (weight is not None and weight.bound.rejects):
+            keys["tis_normalize_over"] = config.normalize_over
+    if config.is_scaled and config.scope != "data_parallel":
+        keys["tis_normalize_scope"] = config.scope
+    for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics", "compile"):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value
+    if config.warn_only:
+        keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
+    return keys
+
+
+def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
+    """``rs_gates`` for what no other key spells: gates keep their order."""
+    fields = [field for field in dataclasses.fields(Gate) if field.name in GATE_ROWS]
+    rest = [
+        {"statistic": gate.statistic, "reduce": gate.reduce}
+        | {field.name: getattr(gate, field.name) for field in fields if getattr(gate, field.name) != field.default}
+        for gate in gates
+    ]
+    vetoes: dict[str, Any] = {}
+    for name, (statistic, reduce, bound) in reversed(VETOES.items()):
+        last = rest[-1] if rest else {}
+        if bound in last and last == {"statistic": statistic, "reduce": reduce, bound: last[bound]}:
+            vetoes[name] = rest.pop()[bound]
+    band = rest[0] if rest and rest[0].keys() <= {"statistic", "reduce", "low", "high"} else {}
+    level = next((word for word in get_args(HookLevel) if REDUCTIONS[word] == band.get("reduce")), None)
+    keys: dict[str, Any] = {}
+    if level is not None and band["statistic"] == "ratio":
+        rest.pop(0)
+        low, high = band.get("low", 0.0), band.get("high", math.inf)
+        keys = {"use_rs": True, "rs_level": level, "rs_lower_bound": low, "rs_upper_bound": high}
+    elif rest:
+        keys = {"use_rs": True, "rs_level": "none"}
+    return keys | ({"rs_gates": rest} if rest else {}) | vetoes
 
 
 def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:

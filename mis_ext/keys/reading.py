@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From keys and flags to configuration objects, with all errors at once; and from a configuration back to its keys."""
+"""From keys and flags to configuration objects, with all errors at once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, HookLevel, HookReduce, Weight
+from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, HookReduce, Weight
 from mis_ext.correction.tokens import LAG
-from mis_ext.files import read_yaml
 from mis_ext.keys.refusals import (
     APPLIED,
     ESTIMATORS,
@@ -32,7 +31,6 @@ from mis_ext.keys.refusals import (
 from mis_ext.keys.rows import (
     CORRECTION_ROWS,
     FRAMEWORK_ROWS,
-    GATE_ROWS,
     GROUP_ROWS,
     LEVELS,
     LOSS_ROWS,
@@ -77,7 +75,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     if measures or corrects:
         with wrong:
             refuse_built_in_bounds(every)
-    if not given.keys() & {*_VETOES} and every.keys() & {*_VETOES}:
+    if not given.keys() & {*VETOES} and every.keys() & {*VETOES}:
         given.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
     if given.keys() & {*APPLIED} <= read.keys():
         with wrong:
@@ -106,14 +104,12 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
 
 
 _REPORTING = ("mis_metrics", "mis_metric_max", "mis_max_reject_fraction", "mis_compile")
-_VETOES: dict[str, tuple[str, HookReduce, str]] = {
+VETOES: dict[str, tuple[str, HookReduce, str]] = {
     "rs_veto_threshold": ("ratio", "min", "low"),
     "rs_veto_upper_threshold": ("ratio", "max", "high"),
     "rs_veto_probability": ("proximal_probability", "min", "low"),
 }
 """Statistic, reduction and bound of the gate that each is."""
-_USUAL = {"token": "0.5 and 2", "sequence": "0.5 and 2 for short responses", "geometric": "0.99 and 1.001"}
-"""Bounds of a gate, by level."""
 
 
 def _weight(given: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None:
@@ -128,7 +124,7 @@ def _weight(given: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | Non
     if bound.has_low:
         _check_order(given, "tis", low, high)
         edges["low"] = low
-    elif "tis_lower_bound" in given and not KeysInUse(given, corrects=True).reads_low:
+    elif "tis_lower_bound" in given and not KeysInUse(given, corrects=True).low:
         # Existing files carry this pair: the lower bound never had an effect there.
         warnings.warn(
             f"tis_lower_bound={low:g} has no effect with tis_mode: {mode}; remove it or use tis_mode: clip",
@@ -154,7 +150,7 @@ def _gates(given: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, .
     if values["use_rs"] or not values["rs_veto_requires_rs"]:
         gates += [
             Gate(statistic=statistic, reduce=reduce, **{bound: values[key]})
-            for key, (statistic, reduce, bound) in _VETOES.items()
+            for key, (statistic, reduce, bound) in VETOES.items()
             if key in given
         ]
     if values["rs_max_staleness"] is not None:
@@ -164,80 +160,14 @@ def _gates(given: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, .
 
 
 def _band(given: Mapping[str, Any], values: Mapping[str, Any]) -> Gate:
-    level, weight_level = values["rs_level"], values["tis_level"]
-    unset = [key for key in ("rs_lower_bound", "rs_upper_bound") if key not in given]
-    low, high = (values[key.replace("rs_", "tis_") if key in unset else key] for key in _BAND)
+    # What is not set is that of the weight.
+    low, high = (
+        values[f"{'rs' if f'rs_{bound}' in given else 'tis'}_{bound}"] for bound in ("lower_bound", "upper_bound")
+    )
     _check_order(given, "rs", low, high)
     if low == 0.0 and high == math.inf:
         raise ValueError("use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing")
-    # Without a weight its bounds are the gate's alone.
-    if unset and weight_level not in (level, "none"):
-        warnings.warn(
-            f"{' and '.join(unset)} of the {level}-level gate come from the {weight_level}-level tis bounds "
-            f"[{values['tis_lower_bound']:g}, {values['tis_upper_bound']:g}]: a band of one level is too wide or too "
-            f"narrow at another. Set them (usual at this level: {_USUAL[level]}), or rs_level",
-            stacklevel=4,
-        )
-    return Gate(reduce=REDUCTIONS[level], low=low, high=high)
-
-
-_BAND = ("rs_lower_bound", "rs_upper_bound")
-
-
-def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
-    """The keys that spell ``config``; what is at its default is left out.
-
-    Raises:
-        ValueError: It measures only, which is said by the framework's switches.
-    """
-    if config.metrics_only:
-        raise ValueError("metrics_only is spelled use_tis: false")
-    weight, default = config.weight, CorrectionConfig()
-    keys: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
-    if weight is not None:
-        of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
-        keys |= {f"tis_{name}": value for name, value in of_weight.items() if value is not None}
-        keys |= {"tis_when": weight.when} if weight.when != "always" else {}
-    keys |= _keys_of_gates(config.gates)
-    if config.normalize_over is not None:
-        keys["tis_batch_normalize"] = True
-        # Where nothing is rejected both words say the same, and one of them is refused.
-        if config.gates or (weight is not None and weight.bound.rejects):
-            keys["tis_normalize_over"] = config.normalize_over
-    if config.is_scaled and config.scope != "data_parallel":
-        keys["tis_normalize_scope"] = config.scope
-    for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics", "compile"):
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value
-    if config.warn_only:
-        keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
-    return keys
-
-
-def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
-    """``rs_gates`` for what no other key spells: gates keep their order."""
-    fields = [field for field in dataclasses.fields(Gate) if field.name in GATE_ROWS]
-    rest = [
-        {"statistic": gate.statistic, "reduce": gate.reduce}
-        | {field.name: getattr(gate, field.name) for field in fields if getattr(gate, field.name) != field.default}
-        for gate in gates
-    ]
-    vetoes: dict[str, Any] = {}
-    for name, (statistic, reduce, bound) in reversed(_VETOES.items()):
-        last = rest[-1] if rest else {}
-        if bound in last and last == {"statistic": statistic, "reduce": reduce, bound: last[bound]}:
-            vetoes[name] = rest.pop()[bound]
-    band = rest[0] if rest and rest[0].keys() <= {"statistic", "reduce", "low", "high"} else {}
-    level = next((word for word in get_args(HookLevel) if REDUCTIONS[word] == band.get("reduce")), None)
-    keys: dict[str, Any] = {}
-    if level is not None and band["statistic"] == "ratio":
-        rest.pop(0)
-        low, high = band.get("low", 0.0), band.get("high", math.inf)
-        keys = {"use_rs": True, "rs_level": level, "rs_lower_bound": low, "rs_upper_bound": high}
-    elif rest:
-        keys = {"use_rs": True, "rs_level": "none"}
-    return keys | ({"rs_gates": rest} if rest else {}) | vetoes
+    return Gate(reduce=REDUCTIONS[values["rs_level"]], low=low, high=high)
 
 
 # --- a run: all that keys and flags say
@@ -321,12 +251,6 @@ class GroupConfig:
         if self.over == "kept":
             return "mis_group_over: kept"
         return "mis_prompt_mean: true" if self.prompt_mean else None
-
-    @property
-    def summary(self) -> str:
-        """What is done, in a few words."""
-        baseline = f"baseline of a prompt: {self.baseline} over {self.over}" if self.of_rewards else ""
-        return ", ".join(filter(None, (baseline, "every prompt weighs the same" * self.prompt_mean)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -431,6 +355,8 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
 
 def read_keys(keys: Keys) -> dict[str, Any]:
     """The keys themselves, or those in the file."""
+    from mis_ext.files import read_yaml  # And PyYAML: no call of the hook reads a file.
+
     found: Any = read_yaml(keys) if isinstance(keys, (str, Path)) else keys
     if not isinstance(found, Mapping):
         raise TypeError(f"{keys}: expected a mapping of keys to values, got {type(found).__name__}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mis_ext.correction.config import BOUNDS, Bound, CorrectionConfig
+from mis_ext.correction.config import BOUNDS, CorrectionConfig
 from mis_ext.keys.removed import REMOVED, refuse_removed
 from mis_ext.keys.rows import CORRECTION_ROWS, FLAT_KEYS, LOSS_ROWS, PREFIXES, ROWS
 from mis_ext.validation import Errors, check_known
@@ -123,6 +123,10 @@ class KeysInUse:
         measures: Its metrics are computed.
         method_rejects: The method of the loss has a mask.
         loses_tokens: A response of which the correction keeps a token can lose others.
+        bound: The row of the weight's mode, None without a weight.
+        rejects: Tokens with a ratio can leave the mask.
+        low, high: Whether a bound of the weight is looked at, by it or by a filter that has none of its own.
+        is_repeated: The filter of ``use_rs`` is that of the weight's mode.
     """
 
     def __init__(
@@ -135,41 +139,33 @@ class KeysInUse:
         loses_tokens: bool = True,
     ) -> None:
         self.given = {key: value for key, value in given.items() if value is not None}
-        self.values = {key: row.default for key, row in CORRECTION_ROWS.items()} | self.given
+        self.values = values = {key: row.default for key, row in CORRECTION_ROWS.items()} | self.given
         self.corrects, self.measures = corrects, measures
         self.method_rejects, self.loses_tokens = method_rejects, loses_tokens
-
-    @property
-    def bound(self) -> Bound | None:
-        """The row of the weight's mode, None without a weight."""
-        return None if self.values["tis_level"] == "none" else BOUNDS[self.values["tis_mode"]]
-
-    @property
-    def rejects(self) -> bool:
-        """Whether tokens with a ratio can leave the mask."""
-        gates = [key for key in (*_VETOES, "rs_max_staleness") if key in self.given]
-        return bool(gates) or self.values["use_rs"] or bool(self.bound and self.bound.rejects)
+        bound = self.bound = None if values["tis_level"] == "none" else BOUNDS[values["tis_mode"]]
+        mode_rejects = bound is not None and bound.rejects
+        has_gate = any(key in self.given for key in (*_VETOES, "rs_max_staleness"))
+        self.rejects: bool = has_gate or values["use_rs"] or mode_rejects
+        has_band = values["use_rs"] and values["rs_level"] != "none"
+        gate_low, gate_high = (has_band and f"rs_{side}_bound" not in self.given for side in ("lower", "upper"))
+        self.low: bool = gate_low or (bound is not None and bound.has_low)
+        # The lower bound is 1 by the upper one.
+        follows = self.low and "tis_lower_bound" not in self.given
+        self.high: bool = follows or gate_high or (bound is not None and bound.has_high)
+        is_alike = values["rs_level"] == values["tis_level"] and "rs_gates" not in self.given
+        self.is_repeated: bool = mode_rejects and is_alike and gate_low and gate_high
 
     def reports(self, *words: str) -> bool:
         """Whether a metric with one of these words in its name is reported."""
         names = self.values["mis_metrics"]
         return isinstance(names, str) or any(word in name for name in names for word in words)
 
-    def bounds_gate(self, side: str) -> bool:
-        """Whether a bound of the weight is also one of the filter, which has none of its own."""
-        has_band = self.values["use_rs"] and self.values["rs_level"] != "none"
-        return bool(has_band) and f"rs_{side}_bound" not in self.given
-
     @property
-    def reads_low(self) -> bool:
-        """Whether a lower bound of the weight is looked at."""
-        return self.bounds_gate("lower") or (self.bound is not None and self.bound.has_low)
-
-    @property
-    def reads_high(self) -> bool:
-        """Whether an upper bound of the weight is: also where the lower one is 1 by it."""
-        follows = self.reads_low and "tis_lower_bound" not in self.given
-        return follows or self.bounds_gate("upper") or (self.bound is not None and self.bound.has_high)
+    def looks_at_lag(self) -> bool:
+        """Whether a metric, the weight, or a filter does."""
+        of_gates = any(gate.get("statistic") == "lag" for gate in self.given.get("rs_gates", ()))
+        is_judged = "rs_max_staleness" in self.given or self.values["tis_when"] == "stale" or of_gates
+        return is_judged or self.reports("lag_", "fresh", "stale")
 
 
 class Idle(NamedTuple):
@@ -187,70 +183,38 @@ REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_
 """Keys of what is measured and watched."""
 APPLIED = tuple(key for key in CORRECTION_ROWS if key not in (*REPORTED, "use_tis"))
 """Keys of what changes weights and masks."""
-_ON = "set use_tis: true (the flag --use-tis), or remove it"
+_OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
+_ON, _ON_RS = "set use_tis: true (the flag --use-tis), or remove it", "set use_rs: true, or remove it"
+_NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
+_NO_LAG = "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag"
+_NO_VETO = "rs_veto_requires_rs is true and use_rs is not set"
 _ALL_KEPT = "nothing rejects a token, so that all are kept"
+_NONE_PARTLY = "no response keeps some of its tokens and loses others"
 IDLE = (
     Idle(APPLIED, lambda keys: not keys.corrects, "use_tis is not true", _ON),
     Idle(REPORTED, lambda keys: not keys.measures, "neither use_tis nor get_mismatch_metrics is true", _ON),
-    Idle(
-        ("mis_staleness",),
-        lambda keys: (
-            not (
-                keys.reports("lag_", "fresh", "stale")
-                or "rs_max_staleness" in keys.given
-                or keys.values["tis_when"] == "stale"
-                or any(gate.get("statistic") == "lag" for gate in keys.given.get("rs_gates", ()))
-            )
-        ),
-        "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag",
-    ),
+    Idle(("mis_staleness",), lambda keys: not keys.looks_at_lag, _NO_LAG),
     Idle(("mis_metric_max",), lambda keys: not keys.reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
     Idle(("tis_mode", "tis_when", "tis_batch_normalize"), lambda keys: keys.bound is None, "tis_level is none"),
     # Existing files carry a lower bound with truncate, which warns.
-    Idle(
-        ("tis_lower_bound",),
-        lambda keys: not keys.reads_low and (keys.bound is None or not keys.bound.has_high),
-        "no weight and no gate has this bound",
-    ),
-    Idle(("tis_upper_bound",), lambda keys: not keys.reads_high, "no weight and no gate has this bound"),
-    Idle(
-        ("tis_normalize_over",), lambda keys: "tis_batch_normalize" not in keys.given, "tis_batch_normalize is not set"
-    ),
+    Idle(("tis_lower_bound",), lambda keys: not keys.low and not (keys.bound and keys.bound.has_high), _NO_BOUND),
+    Idle(("tis_upper_bound",), lambda keys: not keys.high, _NO_BOUND),
+    Idle(("tis_normalize_over",), lambda keys: "tis_batch_normalize" not in keys.given, _NO_MEAN),
     Idle(
         ("tis_normalize_scope",),
         lambda keys: "tis_batch_normalize" not in keys.given and keys.values["mis_denominator"] != "kept",
-        "tis_batch_normalize is not set",
+        _NO_MEAN,
     ),
-    Idle(
-        ("use_rs",),
-        lambda keys: (
-            keys.bound is not None
-            and keys.bound.rejects
-            and keys.values["rs_level"] == keys.values["tis_level"]
-            and keys.bounds_gate("lower")
-            and keys.bounds_gate("upper")
-            and "rs_gates" not in keys.given
-        ),
-        "tis_mode rejects the same tokens",
-    ),
-    Idle(
-        ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates"),
-        lambda keys: "use_rs" not in keys.given,
-        "use_rs is not set",
-        "set use_rs: true, or remove it",
-    ),
+    Idle(("use_rs",), lambda keys: keys.is_repeated, "tis_mode rejects the same tokens"),
+    Idle(_OF_RS, lambda keys: "use_rs" not in keys.given, "use_rs is not set", _ON_RS),
     Idle(("rs_lower_bound", "rs_upper_bound"), lambda keys: keys.values["rs_level"] == "none", "rs_level is none"),
     Idle(
         _VETOES,
         lambda keys: keys.values["rs_veto_requires_rs"] and "use_rs" not in keys.given,
-        "rs_veto_requires_rs is true and use_rs is not set",
+        _NO_VETO,
         "set use_rs: true, or remove rs_veto_requires_rs",
     ),
-    Idle(
-        ("rs_veto_requires_rs",),
-        lambda keys: keys.values["rs_veto_requires_rs"] and not any(key in keys.given for key in _VETOES),
-        "no veto is set",
-    ),
+    Idle(("rs_veto_requires_rs",), lambda keys: not keys.given.keys() & {*_VETOES}, "no veto is set"),
     Idle(("rs_staleness_level",), lambda keys: "rs_max_staleness" not in keys.given, "rs_max_staleness is not set"),
     Idle(
         ("mis_loss_entropy_tokens", "mis_loss_kl_tokens"),
@@ -258,12 +222,7 @@ IDLE = (
         _ALL_KEPT,
         at="all",
     ),
-    Idle(
-        ("mis_loss_denominator",),
-        lambda keys: not (keys.corrects and keys.loses_tokens),
-        "no response keeps some of its tokens and loses others",
-        at="kept",
-    ),
+    Idle(("mis_loss_denominator",), lambda keys: not (keys.corrects and keys.loses_tokens), _NONE_PARTLY, at="kept"),
     Idle(("tis_normalize_over",), lambda keys: not keys.rejects, _ALL_KEPT, at="valid"),
 )
 """A key that is false is none that does nothing: it says so."""

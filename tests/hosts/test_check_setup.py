@@ -91,7 +91,7 @@ def start(keys: dict[str, Any]) -> None:
                 "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
             },
             "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
-            "over all, every prompt weighs the same | no correction (no use_tis)",
+            "over all | every prompt weighs the same | no correction (no use_tis)",
         ),
         (
             HOOK | {"mis_prompt_mean": True, "rollout_data_postprocess_path": "mis_ext.prepare_rollout"},

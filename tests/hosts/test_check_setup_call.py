@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import mis_ext
 from mis_ext.frameworks import MILES, SLIME
 from mis_ext.hosts import runs
-from mis_ext.keys.reading import flat_keys
+from mis_ext.keys.presets import flat_keys
 from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}

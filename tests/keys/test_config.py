@@ -34,8 +34,7 @@ def test_an_existing_file_that_only_says_batch_normalize_gets_data_parallel_over
 
 
 def test_unset_bounds_are_inherited_as_in_the_reference() -> None:
-    with pytest.warns(UserWarning, match="sequence-level gate come from the token-level tis bounds"):
-        config = from_yaml("{use_tis: true, tis_mode: clip, tis_upper_bound: 4.0, use_rs: true, rs_level: sequence}")
+    config = from_yaml("{use_tis: true, tis_mode: clip, tis_upper_bound: 4.0, use_rs: true, rs_level: sequence}")
     assert config.weight == Weight(mode="clip", low=0.25, high=4.0)
     assert config.gates == (Gate(reduce="sum", low=0.25, high=4.0),)
 

@@ -4,7 +4,6 @@
 import argparse
 import math
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -356,9 +355,6 @@ def test_nan_is_never_a_legal_bound() -> None:
 
 WARNED = {
     "{use_tis: true, tis_lower_bound: 0.5}": "tis_lower_bound=0.5 has no effect with tis_mode: truncate",
-    "{use_tis: true, use_rs: true, rs_level: geometric}": "of the geometric-level gate come from the token-level tis",
-    "{use_rs: true, rs_level: sequence, rs_lower_bound: 0.5}": "rs_upper_bound of the sequence-level gate come from",
-    "{use_tis: true, tis_level: sequence, use_rs: true}": "of the token-level gate come from the sequence-level tis",
     "{use_tis: true, use_rs: true, rs_level: geometric, rs_lower_bound: 0.5, rs_upper_bound: 1.01}": "almost never",
     "{use_tis: true, tis_level: geometric, tis_mode: mask, tis_upper_bound: 2.0}": "almost never fires",
 }
@@ -369,17 +365,6 @@ WARNED = {
 def test_legal_but_doubtful_settings_warn(text: str, message: str) -> None:
     with pytest.warns(UserWarning, match=message):
         from_yaml(text)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_gate_that_inherits_the_band_of_a_geometric_preset_is_warned_of() -> None:
-    text = (Path(__file__).parents[2] / "yaml" / "geometric_mis.yaml").read_text()
-    with pytest.warns(UserWarning, match=r"token-level gate come from the geometric-level tis bounds \[0.99, 1.001\]"):
-        config = from_yaml(f"{text}use_rs: true\n")
-    assert config.gates[0] == Gate(reduce="token", low=0.99, high=1.001)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert from_yaml(text).gates == config.gates[1:]
 
 
 def test_bands_of_the_usual_width_and_inherited_ones_of_the_same_level_warn_nothing() -> None:

@@ -20,8 +20,7 @@ import mis_ext
 from mis_ext.correction.config import Gate
 from mis_ext.correction.tokens import MISMATCH
 from mis_ext.keys.loss_keys import loss_settings
-from mis_ext.keys.presets import method_yaml
-from mis_ext.keys.reading import flat_keys
+from mis_ext.keys.presets import flat_keys, method_yaml
 from mis_ext.methods import METHODS, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction

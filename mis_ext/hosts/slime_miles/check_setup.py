@@ -227,7 +227,9 @@ def summary(config: RunConfig) -> str:
     if loss is not None:
         parts = [f"policy_loss in place of the host's loss, {loss.settings.chosen_by}"]
     if config.group is not None:
-        parts.append(config.group.summary)
+        group = config.group
+        parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
+        parts += ["every prompt weighs the same"] * group.prompt_mean
     if loss is not None and not loss.has_correction:
         return " | ".join([*parts, "no correction (no use_tis)"])
     if correction.metrics_only:
