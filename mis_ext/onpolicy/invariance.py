@@ -9,10 +9,10 @@ finite in one call and not in the other is true dependence: a leaked NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,16 +20,8 @@ from torch import Tensor
 from mis_ext.onpolicy.bits import as_real, same_bits
 
 Kind = Literal["not repeatable", "batch-dependent", "failed", "rounding", "invariant"]
-Side = Literal["left", "right"]
 SequenceFunction = Callable[[Tensor], Tensor]
 """``[n, ...]`` tokens or hidden states to ``[n, ...]`` outputs."""
-
-
-class PaddedFunction(Protocol):
-    """``[B, T, ...]`` to ``[B, T, ...]``; row ``b`` holds ``lengths_B[b]`` tokens and padding on one side."""
-
-    def __call__(self, batch: Tensor, lengths_B: Tensor, side: Side) -> Tensor:
-        """Outputs of all ``L`` positions; ``side`` is where the padding is, whose outputs are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +30,11 @@ class Probe:
 
     Attributes:
         name: What was done.
-        outcome: As :attr:`InvarianceReport.kind`, or "equal", or "not run".
+        outcome: As :attr:`InvarianceReport.kind`, or "equal".
         num_different: Rows with other bits than the reference, in any of the probe's calls.
         first_different: Index of the first of them.
         max_abs_diff: Largest difference; infinite where a number is finite on one side only.
-        note: The error of a failed probe; why a probe was not run.
+        note: The error of a failed probe.
     """
 
     name: str
@@ -67,15 +59,14 @@ class InvarianceReport:
         - "batch-dependent": rows truly depend on what else is in the call.
         - "failed": a probe raised, or there was nothing to compare.
         - "rounding": rows differ by rounding only.
-        - "invariant": every probe that ran found equal bits.
+        - "invariant": every probe found equal bits.
         """
-        outcomes = {probe.outcome for probe in self.probes}
-        nothing_else: Kind = "invariant" if "equal" in outcomes else "failed"
-        return next((kind for kind in get_args(Kind) if kind in outcomes), nothing_else)
+        outcomes = {probe.outcome for probe in self.probes} or {"failed"}
+        return next((kind for kind in get_args(Kind) if kind in outcomes), "invariant")
 
     @property
     def invariant(self) -> bool:
-        """Every probe that ran found the bits of the reference, and none failed; see the table for those not run."""
+        """Every probe found the bits of the reference, and none failed."""
         return self.kind == "invariant"
 
     def __str__(self) -> str:
@@ -95,12 +86,9 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
     """Whether ``fn`` gives each row the same bits alone and in any company.
 
     The reference is each row alone. Probed are: repeated runs, the whole batch, chunks of several sizes, permutations,
-    rows of zeros, huge numbers and NaN before and after (their own output is ignored), non-contiguous storage, and
-    thread counts. An ``fn`` that raises, or returns something else than one row per row, fails the probe.
-
-    ``fn`` gets copies, so it may change its input. State of its own (a batch norm's running mean) advances as in any
-    other call. On the CPU ``torch.set_num_threads`` is changed and restored, also after an exception; it is global to
-    the process, so other Python threads see it meanwhile.
+    rows of zeros, huge numbers and NaN before and after (their own output is ignored), and non-contiguous storage. An
+    ``fn`` that raises, or returns something else than one row per row, fails the probe. It gets copies, so it may
+    change its input. On a CPU call this with several numbers of threads.
 
     Args:
         fn: Maps ``[n, ...]`` to ``[n, ...]`` for any ``n``: a module, or a function that closes over some.
@@ -131,31 +119,21 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
         outputs = _call(fn, torch.cat([padding, rows] if is_before else [rows, padding]))
         return [(order, outputs[num_rows:] if is_before else outputs[:num_rows])]
 
-    def threaded(count: int) -> Pieces:
-        with _num_threads(count):
-            return [piece for size in (1, 7, num_rows) for piece in chunks(size)]
-
-    probing = _Probing(chunks, 1)
-    for size in (num_rows, *filter(num_rows.__gt__, (2, 3, 5, 7, *(2**power for power in range(3, 13))))):
-        probing.compare("full batch" if size == num_rows else f"chunks of {size}", chunks, size)
-    probing.compare("reversed", calls, [order.flip(0)])
-    probing.compare("permuted", calls, [torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(order)])
+    sizes = (num_rows, *filter(num_rows.__gt__, (2, 3, 5, 7, *(2**power for power in range(3, 13)))))
+    probes = {"full batch" if size == num_rows else f"chunks of {size}": partial(chunks, size) for size in sizes}
+    probes["reversed"] = partial(calls, [order.flip(0)])
+    probes["permuted"] = partial(
+        calls, [torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(order)]
+    )
     paddings = {"zeros": 0.0}
     if rows.dtype.is_floating_point:
         # The square root, so that a huge row times numbers of ordinary size stays finite.
         paddings |= {"huge rows": math.sqrt(torch.finfo(rows.dtype).max), "NaN rows": math.nan}
     for what, value in paddings.items():
-        probing.compare(f"{what} before", padded, value, True)
-        probing.compare(f"{what} after", padded, value, False)
-    probing.compare("strided storage", whole, lambda x: torch.stack([x, x], 1)[:, 0])
-    probing.compare("transposed storage", whole, lambda x: x.movedim(0, -1).contiguous().clone().movedim(-1, 0))
-    for count in (1, 2, 3, 4):
-        name = f"{count} thread{'s' * (count > 1)}"
-        if rows.device.type == "cpu":
-            probing.compare(name, threaded, count)
-        else:
-            probing.skip(name, f"rows are on {rows.device.type}")
-    return probing.report()
+        probes |= {f"{what} before": partial(padded, value, True), f"{what} after": partial(padded, value, False)}
+    probes["strided storage"] = partial(whole, lambda x: torch.stack([x, x], 1)[:, 0])
+    probes["transposed storage"] = partial(whole, lambda x: x.movedim(0, -1).contiguous().clone().movedim(-1, 0))
+    return _report(partial(chunks, 1), probes)
 
 
 def check_sequence_invariance(
@@ -163,15 +141,13 @@ def check_sequence_invariance(
     sequence: Tensor,
     *,
     make_decoder: Callable[[], SequenceFunction] | None = None,
-    padded: PaddedFunction | None = None,
 ) -> InvarianceReport:
     """Whether a causal ``fn`` gives each position the same bits however the sequence is fed.
 
     The reference is ``fn(sequence)``, one forward over all of it. Probed are: repeated runs, shorter prefixes, decoding
-    token by token, chunked prefill with several chunk sizes, half a prefill and then decoding, and a batch of three
-    lengths padded on the left or right with tokens of the sequence. Kinds are those of
+    token by token, chunked prefill with several chunk sizes, and half a prefill and then decoding. Kinds are those of
     :attr:`~mis_ext.onpolicy.invariance.InvarianceReport.kind`; "batch-dependent" is an output that truly depends
-    on later tokens, on padding, or on where a chunk ends.
+    on later tokens, or on where a chunk ends.
 
     A transformers model, with ids as the sequence::
 
@@ -186,9 +162,7 @@ def check_sequence_invariance(
         fn: Outputs ``[n, ...]`` of a forward over ``n`` tokens or hidden states ``[n, ...]`` that start a sequence.
         sequence: ``[T, ...]`` with ``T`` at least 2; more tokens try more lengths.
         make_decoder: Starts a decoder with an empty cache: called with the next tokens, it returns their outputs and
-            remembers them. Without it, decoding and chunked prefill are listed as not run.
-        padded: ``padded(batch, lengths_B, side)`` is a mask-aware forward over ``[B, T, ...]`` that returns
-            ``[B, T, ...]``. Without it, padding is listed as not run.
+            remembers them. Without it, decoding and chunked prefill are not probed.
 
     Raises:
         ValueError: The sequence has fewer than two tokens.
@@ -205,50 +179,16 @@ def check_sequence_invariance(
         decode, indices = make(), order.split(sizes)  # type: ignore[no-untyped-call]
         return [(index, _call(decode, sequence[index])) for index in indices]
 
-    probing = _Probing(prefixes, [num_tokens])
     # Around powers of two, where kernels change their tiling, and the last ones.
     near = {2**power + shift for power in range(num_tokens.bit_length()) for shift in (-1, 0, 1)} | {num_tokens - 1}
-    probing.compare("prefixes", prefixes, sorted(length for length in near if 0 < length < num_tokens))
-    splits = {"decode": [1] * num_tokens, f"prefill {half}, then decode": [half] + [1] * (num_tokens - half)}
-    for size in filter(num_tokens.__gt__, (2, 3, 16, 64, 256, 1024)):
-        splits[f"chunked prefill of {size}"] = [min(size, num_tokens - start) for start in range(0, num_tokens, size)]
-    for name, sizes in splits.items():
-        if make_decoder is None:
-            probing.skip(name, "needs make_decoder")
-        else:
-            probing.compare(name, decoded, make_decoder, sizes)
-    for side in get_args(Side):
-        if padded is None:
-            probing.skip(f"{side} padding", "needs padded")
-        else:
-            probing.compare(f"{side} padding", _padded_batch, padded, sequence, side)
-    return probing.report()
-
-
-def _padded_batch(padded: PaddedFunction, sequence: Tensor, side: Side) -> Pieces:
-    num_tokens = len(sequence)
-    lengths = [num_tokens, (num_tokens + 1) // 2, 1]
-    # Odd, so that blocks of a kernel that starts counting at the padding never line up with those of the reference.
-    total = num_tokens + 3
-    order = torch.arange(total, device=sequence.device)
-    # Tokens of the sequence: legal as ids, ordinary as hidden states, and visible where a mask forgets them.
-    batch = torch.stack([sequence[-1 - order % num_tokens]] * len(lengths))
-    spans = [slice(total - length, total) if side == "left" else slice(0, length) for length in lengths]
-    for row, span, length in zip(batch, spans, lengths, strict=True):
-        row[span] = sequence[:length]
-    lengths_B = torch.tensor(lengths, device=sequence.device)
-    outputs = _call(lambda batch: padded(batch, lengths_B, side), batch)
-    return [(order[:length], row[span]) for row, span, length in zip(outputs, spans, lengths, strict=True)]
-
-
-@contextmanager
-def _num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    probes = {"prefixes": partial(prefixes, sorted(length for length in near if 0 < length < num_tokens))}
+    if make_decoder is not None:
+        splits = {"decode": [1] * num_tokens, f"prefill {half}, then decode": [half] + [1] * (num_tokens - half)}
+        for size in filter(num_tokens.__gt__, (2, 3, 16, 64, 256, 1024)):
+            starts = range(0, num_tokens, size)
+            splits[f"chunked prefill of {size}"] = [min(size, num_tokens - start) for start in starts]
+        probes |= {name: partial(decoded, make_decoder, sizes) for name, sizes in splits.items()}
+    return _report(partial(prefixes, [num_tokens]), probes)
 
 
 def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
@@ -263,43 +203,25 @@ def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
     return outputs.detach().clone()
 
 
-class _Probing:
-    """Runs probes and collects what they found; a body that raises is a failed probe."""
-
-    def __init__(self, body: Callable[..., Pieces], argument: Any) -> None:
-        self._probes: list[Probe] = []
-        self._expected: Tensor | None = None
+def _report(reference: Callable[[], Pieces], probes: Mapping[str, Callable[[], Pieces]]) -> InvarianceReport:
+    """Compare the outputs of each probe with those of the reference; one that raises has failed."""
+    found: list[Probe] = []
+    expected: Tensor | None = None
+    for name, body in {"reference": reference, "reference, again": reference, **probes}.items():
         try:
-            index, outputs = _joined(body(argument))
-        except Exception as error:
-            self._fail("reference", error)
-        else:
-            self._expected = outputs[index.argsort()]
-            self.compare("reference, again", lambda: [piece for _ in range(3) for piece in body(argument)])
-
-    def report(self) -> InvarianceReport:
-        return InvarianceReport(probes=tuple(self._probes))
-
-    def skip(self, name: str, why: str) -> None:
-        self._probes.append(Probe(name=name, outcome="not run", note=why))
-
-    def compare(self, name: str, body: Callable[..., Pieces], *arguments: Any) -> None:
-        """Compare the outputs of ``body`` with the reference, and where they differ, with those of another run."""
-        if self._expected is None:
-            return
-        try:
-            index, outputs = _joined(body(*arguments))
-            probe = _difference(name, index, outputs, self._expected[index])
-            if probe.num_different and not same_bits(outputs, _joined(body(*arguments))[1]).all():
+            index, outputs = _joined(body())
+            if expected is None:
+                expected = outputs[index.argsort()]
+                continue
+            probe = _difference(name, index, outputs, expected[index])
+            if name == "reference, again" and probe.num_different:
                 probe = replace(probe, outcome="not repeatable")
         except Exception as error:
-            self._fail(name, error)
-        else:
-            self._probes.append(probe)
-
-    def _fail(self, name: str, error: Exception) -> None:
-        note = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._probes.append(Probe(name=name, outcome="failed", note=note))
+            probe = Probe(name=name, outcome="failed", note=f"{type(error).__name__}: {error}".splitlines()[0])
+        found.append(probe)
+        if expected is None:
+            break
+    return InvarianceReport(probes=tuple(found))
 
 
 def _joined(pieces: Pieces) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.invariance import InvarianceReport, Probe, check_batch_invariance, check_sequence_invariance
+from mis_ext.onpolicy.invariance import InvarianceReport, check_batch_invariance, check_sequence_invariance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,34 +108,23 @@ TRIGGERS = {
     "NaN rows after": lambda x: x[-1].isnan().all(),
     "strided storage": lambda x: x.stride() == (12, 1),
     "transposed storage": lambda x: len(x) > 1 and x.stride() == (1, NUM_ROWS),
-    "1 thread": lambda x: torch.get_num_threads() == 1,
-    "2 threads": lambda x: torch.get_num_threads() == 2,
-    "4 threads": lambda x: torch.get_num_threads() == 4,
+    "full batch": lambda x: len(x) == NUM_ROWS and x[0, 0] == 1 and x[:, 0].diff().min() > 0 and x.stride() == (6, 1),
+    "chunks of 7": lambda x: len(x) == 7,
 }
 
 
 @pytest.mark.parametrize("name", TRIGGERS)
 def test_each_probe_finds_what_only_it_can_find(name):
-    torch.set_num_threads(5)
     report = check_batch_invariance(triggered(TRIGGERS[name]), ascending_rows())
     assert outcomes(report, "batch-dependent") == {name}
     assert 0 < probe_of(report, name).num_different <= NUM_ROWS
-    assert outcomes(report, "failed", "not run", "rounding", "not repeatable") == set()
-
-
-def test_a_batch_of_all_rows_and_sevens_are_probed_with_every_thread_count():
-    for condition, extra in ((lambda x: len(x) == NUM_ROWS, "full batch"), (lambda x: len(x) == 7, "chunks of 7")):
-        report = check_batch_invariance(triggered(condition), ascending_rows())
-        assert {extra, "1 thread", "2 threads", "4 threads"} <= outcomes(report, "batch-dependent")
+    assert outcomes(report, "failed", "rounding", "not repeatable") == set()
 
 
 def test_noise_is_not_repeatable():
     report = check_batch_invariance(lambda x: x + torch.rand_like(x), ascending_rows())
     assert report.kind == "not repeatable"
-    assert outcomes(report, "not repeatable") == {probe.name for probe in report.probes}
-    of_large = check_batch_invariance(lambda x: x + (torch.rand_like(x) if len(x) > 30 else 0), ascending_rows())
-    assert of_large.kind == "not repeatable"
-    assert probe_of(of_large, "reference, again").outcome == "equal"
+    assert outcomes(report, "not repeatable") == {"reference, again"}
 
 
 def test_a_function_may_change_its_input_and_use_its_output_again():
@@ -179,19 +168,6 @@ def test_a_function_that_does_not_run_on_one_row_has_failed():
     assert "more than 1 value per channel" in probe_of(report, "reference").note
 
 
-def test_the_number_of_threads_is_restored():
-    torch.set_num_threads(3)
-    with pytest.raises(KeyboardInterrupt):
-        check_batch_invariance(interrupted_with_two_threads, ascending_rows())
-    assert torch.get_num_threads() == 3
-
-
-def interrupted_with_two_threads(x):
-    if torch.get_num_threads() == 2:
-        raise KeyboardInterrupt
-    return x
-
-
 def test_equal_nans_are_equal_and_a_zero_of_the_other_sign_is_a_difference_of_0():
     rows = ascending_rows()
     rows[3], rows[4, 2] = math.nan, math.inf
@@ -219,9 +195,7 @@ def test_fewer_than_two_rows_are_an_error(shape):
 
 
 def test_a_report_without_a_single_comparison_is_no_pass():
-    skipped = Probe(name="decode", outcome="not run", note="needs make_decoder")
-    for probes in ((), (skipped,)):
-        assert InvarianceReport(probes=probes).kind == "failed"
+    assert InvarianceReport(probes=()).kind == "failed"
 
 
 def test_a_report_can_be_read():
@@ -245,7 +219,7 @@ FED_IN_PARTS = {
 
 
 class Attention:
-    """Causal self-attention: over a whole sequence, over chunks with a cache, and over padded batches."""
+    """Causal self-attention: over a whole sequence, and over chunks with a cache."""
 
     def __init__(self, width=32, num_heads=2):
         generator = torch.Generator().manual_seed(0)
@@ -276,28 +250,13 @@ class Attention:
 
         return decode
 
-    def padded(self, batch, lengths_B, side):
-        num_positions = batch.shape[1]
-        causal = torch.ones(num_positions, num_positions, dtype=torch.bool).tril()
-        mask = causal & is_real(batch, lengths_B, side)[:, None, None]
-        # A padding query attends to itself, so that it has something to attend to.
-        mask = mask | torch.eye(num_positions, dtype=torch.bool)
-        return self.merge(F.scaled_dot_product_attention(*self.heads(batch), attn_mask=mask))
 
-
-def is_real(batch, lengths_B, side):
-    position = torch.arange(batch.shape[1])
-    return position < lengths_B[:, None] if side == "right" else position >= batch.shape[1] - lengths_B[:, None]
-
-
-def test_decode_and_padding_have_the_bits_of_a_prefill_in_the_mode():
+def test_decode_has_the_bits_of_a_prefill_in_the_mode():
     attention = Attention()
     # More keys than a block has.
     x = torch.randn(70, 32, generator=torch.Generator().manual_seed(1))
     with batch_invariant_mode():
-        report = check_sequence_invariance(
-            attention.full, x, make_decoder=attention.make_decoder, padded=attention.padded
-        )
+        report = check_sequence_invariance(attention.full, x, make_decoder=attention.make_decoder)
     assert report.invariant
 
 
@@ -322,31 +281,19 @@ def summing_decoder(*, forgets_chunks=False):
     return make_decoder
 
 
-def padded_sum(batch, lengths_B, side):
-    return running_sum(torch.where(is_real(batch, lengths_B, side)[..., None], batch, 0))
-
-
 def tokens():
     return torch.arange(1.0, NUM_TOKENS + 1)[:, None] * torch.ones(3)
 
 
 def test_an_exact_function_is_invariant_in_every_probe():
-    report = check_sequence_invariance(running_sum, tokens(), make_decoder=summing_decoder(), padded=padded_sum)
+    report = check_sequence_invariance(running_sum, tokens(), make_decoder=summing_decoder())
     assert report.invariant
-    assert outcomes(report, "equal") == FED_IN_PARTS | {
-        "reference, again",
-        "prefixes",
-        "left padding",
-        "right padding",
-    }
+    assert outcomes(report, "equal") == FED_IN_PARTS | {"reference, again", "prefixes"}
 
 
-def test_probes_that_cannot_run_are_listed_and_have_not_passed():
+def test_without_a_decoder_prefixes_are_probed():
     report = check_sequence_invariance(running_sum, tokens())
-    assert outcomes(report, "not run") == FED_IN_PARTS | {"left padding", "right padding"}
     assert outcomes(report, "equal") == {"reference, again", "prefixes"}
-    assert probe_of(report, "decode").note == "needs make_decoder"
-    assert probe_of(report, "left padding").note == "needs padded"
     assert report.invariant
 
 
@@ -363,9 +310,7 @@ def test_prefixes_are_tried_around_powers_of_two_and_at_the_end(length):
 
 
 def test_a_cache_that_forgets_is_found_where_it_forgets():
-    forgetful = check_sequence_invariance(
-        running_sum, tokens(), make_decoder=summing_decoder(forgets_chunks=True), padded=padded_sum
-    )
+    forgetful = check_sequence_invariance(running_sum, tokens(), make_decoder=summing_decoder(forgets_chunks=True))
     assert outcomes(forgetful, "batch-dependent") == FED_IN_PARTS
     assert probe_of(forgetful, "decode").num_different == NUM_TOKENS - 1
     assert probe_of(forgetful, "prefill 10, then decode").first_different == 10
@@ -393,38 +338,6 @@ def test_a_decoder_is_fed_in_order_from_an_empty_cache_and_in_the_sizes_named():
     assert fed == [[1] * 20, [10] + [1] * 10, [2] * 10, [3] * 6 + [2], [16, 4]]
 
 
-@pytest.mark.parametrize("forgets", ["left", "right"])
-def test_a_mask_that_forgets_the_padding_is_found_on_its_side(forgets):
-    def padded(batch, lengths_B, side):
-        if side == "left" and forgets == "left":
-            return running_sum(batch)
-        if side == "right" and forgets == "right":
-            return running_sum(batch) + batch[:, -1:]
-        return padded_sum(batch, lengths_B, side)
-
-    report = check_sequence_invariance(running_sum, tokens(), padded=padded)
-    assert outcomes(report, "batch-dependent") == {f"{forgets} padding"}
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_holds_the_sequence_and_two_of_its_prefixes_and_legal_tokens(side):
-    batches = {}
-
-    def padded(batch, lengths_B, side):
-        batches[side] = (batch.clone(), lengths_B)
-        return batch + 0
-
-    ids = torch.arange(100, 100 + NUM_TOKENS)
-    assert check_sequence_invariance(lambda x: x + 0, ids, padded=padded).invariant
-    batch, lengths_B = batches[side]
-    assert lengths_B.tolist() == [20, 10, 1]
-    assert batch.shape == (3, 23)
-    for row, length in zip(batch, lengths_B.tolist(), strict=True):
-        real, padding = (row[:length], row[length:]) if side == "right" else (row[-length:], row[:-length])
-        assert torch.equal(real, ids[:length])
-        assert torch.isin(padding, ids).all()
-
-
 def test_a_decoder_that_raises_has_failed():
     def make_decoder():
         raise RuntimeError("no cache today")
@@ -435,9 +348,7 @@ def test_a_decoder_that_raises_has_failed():
 
 
 def test_two_tokens_are_enough_and_one_is_an_error():
-    assert check_sequence_invariance(
-        running_sum, tokens()[:2], make_decoder=summing_decoder(), padded=padded_sum
-    ).invariant
+    assert check_sequence_invariance(running_sum, tokens()[:2], make_decoder=summing_decoder()).invariant
     with pytest.raises(ValueError, match=r"at least 2 tokens, got shape \[1, 3\]"):
         check_sequence_invariance(running_sum, tokens()[:1])
 
