@@ -229,7 +229,7 @@ def test_the_expected_truncated_mean_is_that_of_a_lognormal_weight() -> None:
         sampled = log_weight.exp().clamp_max(2.0)
         error = sampled.std() / math.sqrt(len(sampled))
         law = Normal(-variance / 2, variance)
-        expected = law.moment(lambda log_ratio: log_ratio.exp().clamp_max(2.0), 1, kinks=(math.log(2.0),))
+        expected = law.moment(lambda log_ratio: log_ratio.exp().clamp_max(2.0), 1)
         assert abs(sampled.mean() - expected) < 5 * error
 
 

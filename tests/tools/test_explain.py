@@ -168,7 +168,7 @@ def test_the_law_has_the_numbers_of_theory() -> None:
         whole = law.of_level(level).moment(bounded_exp, 1)
         assert whole == pytest.approx(1.0)
     assert law.acceptance(Gate(reduce="sum", low=0.5, high=2.0)) == pytest.approx(0.164, abs=1e-3)
-    assert law.token.between(-1e-3 + 10 * math.sqrt(2e-3), math.inf) == pytest.approx(
+    assert law.of_level("token").between(-1e-3 + 10 * math.sqrt(2e-3), math.inf) == pytest.approx(
         0.5 * math.erfc(10 / 2**0.5), rel=1e-6, abs=0.0
     )
     ratio = math.exp(-1e-3 - 6.0 * math.sqrt(2e-3))
@@ -179,8 +179,8 @@ def test_the_law_has_the_numbers_of_theory() -> None:
 @pytest.mark.parametrize("name", mis_ext.list_presets())
 def test_without_a_mismatch_nothing_happens(name) -> None:
     effect = effect_of(mis_ext.preset(name), k3=0.0, length=512)
-    ones = (effect.kept_tokens, effect.kept_sequences, effect.weight_mean, effect.learning_rate, effect.ess)
-    assert ones == pytest.approx((1.0,) * 5)
+    ones = (effect.kept_tokens, effect.kept_sequences, effect.learning_rate, effect.ess)
+    assert ones == pytest.approx((1.0,) * 4)
     assert not explain_config(mis_ext.preset(name), k3=0.0, length=512, num_sequences=64).traps
 
 
@@ -193,12 +193,10 @@ def test_what_the_law_does_not_know_is_no_number() -> None:
     found = explain_config(CorrectionConfig(gates=gates))
     unknown = [name for name, share in found.effect.accepted.items() if math.isnan(share)]
     assert [name.split(":")[0] for name in unknown] == ["rs_veto_probability", "rest"]
-    assert all(any(name in note for note in found.notes) for name in unknown)
     # What passes the known ones would look like an answer.
     effect = found.effect
     assert all(math.isnan(share) for share in (effect.kept_tokens, effect.kept_sequences))
     assert all(math.isnan(number) for number in (effect.learning_rate, effect.ess))
-    assert effect.weight_mean == pytest.approx(1.0)
     assert not found.is_known
     zeroing = [dataclasses.replace(gate, action="zero") for gate in (gates[0], gates[2])]
     effect = effect_of(CorrectionConfig(gates=(gates[1], *zeroing)), k3=1e-3, length=2048)
@@ -211,7 +209,7 @@ def test_what_the_law_does_not_know_is_no_number() -> None:
 def test_every_preset_has_finite_numbers_everywhere(name) -> None:
     for k3, length in itertools.product([1e-5, 1e-3, 1e-1, 5.0], [1, 40, 2048, 1e7]):
         effect = effect_of(mis_ext.preset(name), k3=k3, length=length)
-        for share in (effect.kept_tokens, effect.kept_sequences, effect.above_high, *effect.accepted.values()):
+        for share in (effect.kept_tokens, effect.kept_sequences, *effect.accepted.values()):
             assert 0.0 <= share <= 1.0 + 1e-9
         assert 0.0 <= effect.learning_rate < 10.0
 
@@ -222,7 +220,6 @@ SEQUENCE = Weight(level="sequence")
 FIRES = {
     "hopeless_sequences": (CorrectionConfig(weight=SEQUENCE), {"length": 2048}, {"length": 64}),
     "rejects_much": (CorrectionConfig(gates=(PRODUCT,)), {"length": 512}, {"length": 16}),
-    "narrow_geometric_band": (CorrectionConfig(gates=(BAND,)), {"k3": 5e-3, "length": 40}, {"k3": 1e-4, "length": 40}),
     "length_bias": (CorrectionConfig(gates=(PRODUCT,)), {"length": 256}, {"length": 16}),
     "stale_gates": (CorrectionConfig(gates=(BAND,)), {"is_stale": True}, {"is_stale": False}),
     "costly_gates": (CorrectionConfig(gates=(BAND,)), {"k3": 2e-3, "length": 4096}, {"k3": 1e-3, "length": 4096}),

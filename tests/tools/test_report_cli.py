@@ -158,7 +158,7 @@ def test_a_narrow_terminal_shows_the_names_of_traps_whole(low_precision) -> None
     shown = (low_precision.parent / "terminal.txt").read_text()
     ranking = json.loads((low_precision / "summary.json").read_text())["recommendation"]["ranking"]
     traps = {name for each in ranking for name in each["traps"]}
-    assert "narrow_geometric_band" in traps
+    assert "low_learning_rate" in traps
     assert [name for name in traps if name not in shown] == []
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 

@@ -19,7 +19,7 @@ from mis_ext.tools.report.what_if import Outcome
 QUANTILE = 0.012
 """Relative width of a bin: quantiles are read off bins."""
 
-TOKENS, MEANS = "tokens: ratio of each token in [0.7, 1.4]", "means: geometric mean of ratio in [0.93, 1.07]"
+TOKENS, MEANS = "tokens: 0.7 <= rho_t <= 1.4", "means: 0.93 <= (prod_t rho_t)^(1/T) <= 1.07"
 CONFIG = mis_ext.CorrectionConfig(
     weight=mis_ext.Weight(mode="clip", low=0.9, high=1.1),
     gates=(

@@ -22,15 +22,10 @@ _NUMBERS = {
     "ess_sequence": "ESS of their products",
     "ess_geometric": "ESS of geometric means",
     "kept_tokens": "tokens kept",
-    "live_tokens": "tokens with a policy gradient",
     "kept_sequences": "responses kept",
-    "above_high": "ratios above the high bound",
-    "below_low": "ratios below the low bound",
-    "weight_mean": "mean weight before normalisation",
     "learning_rate": "mean factor on the gradient",
     "ess": "ESS of what multiplies the loss",
 }
-_OF_WEIGHT = [_NUMBERS[name] for name in ("above_high", "below_low", "weight_mean")]
 
 
 def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -146,10 +141,7 @@ def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -
 def _effect_rows(effects: Sequence[Effect]) -> Iterator[tuple[str, ...]]:
     rows = {label: [getattr(each, name) for each in effects] for name, label in _NUMBERS.items()}
     rows |= {f"kept by {name}": [each.accepted[name] for each in effects] for name in effects[0].accepted}
-    for label, values in rows.items():
-        # A method without a correction beside it has no such weight.
-        if label not in _OF_WEIGHT or not all(map(math.isnan, values)):
-            yield (label, *map(_percent, values))
+    return ((label, *map(_percent, values)) for label, values in rows.items())
 
 
 def _percent(value: float) -> str:

@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mis_ext.correction.config import CorrectionConfig, Gate, Weight
+from mis_ext.correction.config import OF_SEGMENTS, CorrectionConfig, Gate, Weight
 from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval
-
-_OF_RATIOS = {"sum": "product", "mean": "geometric mean"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +22,7 @@ class Effect:
         accepted: Share of tokens, or of responses, that each gate keeps or weighs.
         kept_tokens: Share of tokens that stay in the mask. Gates on other things than the ratio of a token or of a
             response count as independent of each other.
-        live_tokens: Share of tokens that also have a policy gradient.
         kept_sequences: The same as ``kept_tokens`` of responses.
-        above_high: Share of ratios at the level of the weight that its high bound acts on; then the low bound.
-        weight_mean: Of the weight, before normalisation, gates apart.
         learning_rate: Mean of what multiplies the loss of a response token: 1 without correction.
         ess: Kish's effective share of that factor.
     """
@@ -39,11 +34,7 @@ class Effect:
     ess_geometric: float
     accepted: dict[str, float]
     kept_tokens: float
-    live_tokens: float
     kept_sequences: float
-    above_high: float
-    below_low: float
-    weight_mean: float
     learning_rate: float
     ess: float
 
@@ -55,12 +46,9 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
     kept = _Passed(law, (gate for gate in gates.values() if gate.action == "reject"))
     live = _Passed(law, gates.values())
     first, second = (live.moment(weight, power) for power in (1, 2))
-    weight_mean = _Passed(law).moment(weight, 1)
     # As in the correction: the mean over kept weights, and the survivors over all.
-    means = {"valid": weight_mean, "kept": _ratio_or_one(first, live.share), None: 1.0}
+    means = {"valid": _Passed(law).moment(weight, 1), "kept": _ratio_or_one(first, live.share), None: 1.0}
     factor = _ratio_or_one(1.0, live.share) if config.denominator == "kept" else 1.0
-    log_ratio = GaussianLaw(0.0, 1.0).token if weight is None else law.of_level(weight.level)
-    low, high = EVERYTHING if weight is None else weight.edges
     return Effect(
         k3=k3,
         length=length,
@@ -69,11 +57,7 @@ def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
         ess_geometric=law.ess("geometric"),
         accepted={name: law.acceptance(gate) for name, gate in gates.items()},
         kept_tokens=kept.share,
-        live_tokens=live.share,
         kept_sequences=kept.share_responses,
-        above_high=log_ratio.between(high, math.inf) if high < math.inf else 0.0,
-        below_low=log_ratio.between(-math.inf, low) if low > -math.inf else 0.0,
-        weight_mean=weight_mean,
         learning_rate=first * factor / means[config.normalize_over],
         ess=first**2 / second if second else math.nan,
     )
@@ -83,16 +67,26 @@ def described_gates(config: CorrectionConfig) -> dict[str, Gate]:
     """Every gate of a configuration by its name and what it compares; the one that the weight implies is ``weight``."""
     implied = config.weight.gate if config.weight is not None else None
     named = {} if implied is None else {"weight": implied}
-    return {gate_label(name, gate): gate for name, gate in (named | config.labelled_gates).items()}
+    return {f"{name}: {band_of(gate)}": gate for name, gate in (named | config.labelled_gates).items()}
 
 
-def gate_label(name: str, gate: Gate) -> str:
-    """A gate in a few words: its name, what it looks at, and its band."""
-    low, high = ("-" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
-    # A sum of log-ratios is a product of ratios.
-    reduced = _OF_RATIOS.get(gate.reduce, gate.reduce) if gate.row.is_log else gate.reduce
-    what = f"{gate.statistic} of each token" if gate.reduce == "token" else f"{reduced} of {gate.statistic}"
-    return f"{name}: {what} in [{low}, {high}]"
+def band_of(gate: Gate) -> str:
+    """The band of a gate as an inequality of its statistic: what satisfies it passes."""
+    low, high = ("" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
+    value = formula_of(gate.row.symbol or gate.statistic, gate.reduce, is_log=gate.row.is_log)
+    return f"{low}{' <= ' if low else ''}{value}{' <= ' if high else ''}{high}"
+
+
+def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
+    """A number of a token, or what a reduction makes of it; of logarithms it is that of what they are of."""
+    if reduce == "token":
+        return symbol
+    if reduce in OF_SEGMENTS:
+        return f"{formula_of(symbol, reduce.removeprefix('segment_'), is_log=is_log)} over a segment of T tokens"
+    if is_log and reduce in ("sum", "mean"):
+        product = f"prod_t {symbol}"
+        return product if reduce == "sum" else f"({product})^(1/T)"
+    return f"{reduce}_t ({symbol})" if " " in symbol else f"{reduce}_t {symbol}"
 
 
 class _Passed:
@@ -114,8 +108,8 @@ class _Passed:
                 self.token = _common(self.token, gate.edges)
             else:
                 self.others *= accepted
-        self.share_token = law.token.between(*self.token)
-        self.share_product = law.product.between(*self.product)
+        self.share_token = law.of_level("token").between(*self.token)
+        self.share_product = law.of_level("sequence").between(*self.product)
         self.share = self.share_token * self.share_product * self.others
 
     @property
@@ -133,8 +127,7 @@ class _Passed:
         else:
             scale = self.law.length if weight.level == "geometric" else 1.0
             within, rest = (self.product[0] / scale, self.product[1] / scale), self.share_token
-        log_ratio, kinks = self.law.of_level(weight.level), weight.edges
-        return log_ratio.moment(weight.bounded, power, within, kinks=kinks) * rest * self.others
+        return self.law.of_level(weight.level).moment(weight.bounded, power, within) * rest * self.others
 
 
 def _common(first: Interval, second: Interval) -> Interval:

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mis_ext.correction.config import DEFAULT_UPPER_BOUND, CorrectionConfig
-from mis_ext.correction.tokens import bounded_exp
+from mis_ext.correction.config import CorrectionConfig
 from mis_ext.methods.method import Method
-from mis_ext.tools.explain.effect import Effect, described_gates
+from mis_ext.tools.explain.effect import described_gates
 from mis_ext.tools.explain.law import GaussianLaw
 
 MIN_LEARNING_RATE = 0.9
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
-EVIDENCE = "lab/evidence/README.md"
-PUBLISHED = "lab/evidence/published.md"
+EVIDENCE, PUBLISHED = "lab/evidence/README.md", "lab/evidence/published.md"
 FEW_SEQUENCES_ESS = 0.2
 """Effective share of products of ratios below which a few responses decide.
 
@@ -69,62 +67,33 @@ class Circumstances:
     is_stale: bool = False
     num_sequences: int | None = None
 
-    @classmethod
-    def expected(cls, effect: Effect, *, is_stale: bool = False, num_sequences: int | None = None) -> Circumstances:
-        """What the Gaussian law expects of the configuration whose effect this is."""
-        return cls(
-            k3=effect.k3,
-            length=effect.length,
-            ess_sequence=effect.ess_sequence,
-            kept_tokens=effect.kept_tokens,
-            kept_sequences=effect.kept_sequences,
-            learning_rate=effect.learning_rate,
-            is_stale=is_stale,
-            num_sequences=num_sequences,
-        )
-
 
 def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> list[Trap]:
-    """The traps that ``config`` falls into under these circumstances, in the order of ``TRAPS``; then its method's."""
+    """The traps that ``config``, beside a method, falls into under these circumstances, in the order of ``TRAPS``."""
     traps = [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
-    if method is not None:
-        traps += [Trap(name, text) for name, rule in METHOD_TRAPS.items() for text in rule(method, found)]
+    if method is not None and method.multiplies_ratios:
+        traps += [Trap("hopeless_sequences", text) for text in _hopeless(found, "use a method of tokens")]
+    if method is not None and method.judges_sequences and found.is_stale:
+        traps.append(Trap("stale_gates", _STALE_GATES))
     return traps
 
 
-def hopeless_sequences(config: CorrectionConfig, *, k3: float, length: float) -> Iterator[str]:
-    """That products of ratios of responses this long have lost almost all of their effective sample size."""
-    product = GaussianLaw(k3, length).product
-    share = math.exp(-product.variance)
-    if share >= FEW_SEQUENCES_ESS or not config.multiplies_ratios:
-        return
-    weight = config.weight
-    cap = weight.high if weight is not None and weight.level == "sequence" else None
-    cap = DEFAULT_UPPER_BOUND if cap is None else cap
-    log_cap = math.log(cap)
-    mean = product.moment(lambda log_ratio: bounded_exp(log_ratio.clamp_max(log_cap)), 1, kinks=(log_cap,))
-    yield (
-        f"{_lost(k3, length, share)}, and weights truncated at {cap:g} have mean {mean:.2g} instead of 1; "
-        "use the token or geometric level, or shorter responses"
-    )
-
-
-def _lost(k3: float, length: float, share: float) -> str:
-    return (
-        f"sequence-level ratios of {length:.0f} tokens at k3 {k3:.2g} per token: an expected effective sample size of "
-        f"exp(-2 * k3 * length) = {share:.2g} of the batch"
-    )
-
-
-def _hopeless_method(method: Method, found: Circumstances) -> Iterator[str]:
+def _hopeless(found: Circumstances, advice: str) -> Iterator[str]:
     share = GaussianLaw(found.k3, found.length).ess("sequence")
-    if share < FEW_SEQUENCES_ESS and method.multiplies_ratios:
-        yield f"{_lost(found.k3, found.length, share)}; use a method of tokens, or shorter responses"
+    if share < FEW_SEQUENCES_ESS:
+        yield (
+            f"sequence-level ratios of {found.length:.0f} tokens at k3 {found.k3:.2g} per token: an expected effective "
+            f"sample size of exp(-2 * k3 * length) = {share:.2g} of the batch; {advice}, or shorter responses"
+        )
 
 
-def single_sequence(config: CorrectionConfig, num_sequences: int | None) -> Iterator[str]:
-    """That a weight divided by the mean of one is 1."""
-    weight, scope = config.weight, config.scope
+def _hopeless_sequences(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    if config.multiplies_ratios:
+        yield from _hopeless(found, "use the token or geometric level")
+
+
+def _single_sequence(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
+    weight, scope, num_sequences = config.weight, config.scope, found.num_sequences
     if config.normalize_over is None or weight is None or weight.level == "token":
         return
     # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
@@ -151,20 +120,6 @@ def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[st
         )
 
 
-def _narrow_geometric_band(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    law = GaussianLaw(found.k3, found.length)
-    for name, gate in described_gates(config).items():
-        if (gate.statistic, gate.reduce, gate.after) != ("ratio", "mean", None):
-            continue
-        accepted, noise = law.acceptance(gate), math.sqrt(law.geometric.variance)
-        if accepted < 1.0 - config.max_reject_fraction:
-            yield (
-                f"{name}: by the Gaussian law it accepts {accepted:.0%} of responses of "
-                f"{found.length:.0f} tokens. Their geometric mean is about exp(-k3) = {math.exp(-found.k3):.4f}, "
-                f"with a standard deviation of {noise:.2g}: a band must be wide enough for both"
-            )
-
-
 def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     for name, gate in described_gates(config).items():
         lengths = [found.length * factor for factor in (SHORTER, LONGER)]
@@ -182,11 +137,6 @@ def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str
         yield _STALE_GATES
 
 
-def _stale_method(method: Method, found: Circumstances) -> Iterator[str]:
-    if found.is_stale and method.judges_sequences:
-        yield _STALE_GATES
-
-
 def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in config.all_gates.values())
     # With stale weights they cost more, which ``stale_gates`` says.
@@ -200,7 +150,7 @@ def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[st
 def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
     """What the law did not expect: where it did, ``hopeless_sequences`` says so."""
     is_product = config.weight is not None and config.weight.level == "sequence"
-    is_expected = any(hopeless_sequences(config, k3=found.k3, length=found.length))
+    is_expected = any(_hopeless_sequences(config, found))
     if is_product and found.ess_sequence < FEW_SEQUENCES_ESS and not is_expected:
         tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
         yield (
@@ -218,20 +168,13 @@ def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterat
 
 
 TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
-    "hopeless_sequences": lambda config, found: hopeless_sequences(config, k3=found.k3, length=found.length),
+    "hopeless_sequences": _hopeless_sequences,
     "rejects_much": _rejects_much,
-    "narrow_geometric_band": _narrow_geometric_band,
     "length_bias": _length_bias,
     "stale_gates": _stale_gates,
     "costly_gates": _costly_gates,
     "few_sequences_decide": _few_sequences_decide,
-    "single_sequence": lambda config, found: single_sequence(config, found.num_sequences),
+    "single_sequence": _single_sequence,
     "low_learning_rate": _low_learning_rate,
 }
 """A rule per trap, by the name of the trap: what it yields are the warnings."""
-
-METHOD_TRAPS: dict[str, Callable[[Method, Circumstances], Iterator[str]]] = {
-    "hopeless_sequences": _hopeless_method,
-    "stale_gates": _stale_method,
-}
-"""The same of a published method beside the configuration, by the names of the traps of configurations."""

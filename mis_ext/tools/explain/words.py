@@ -6,16 +6,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from mis_ext.correction.config import OF_SEGMENTS, REDUCTIONS, CorrectionConfig, Gate, Weight
+from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, Weight
 from mis_ext.files import to_jsonable
 from mis_ext.loss.objective import objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction
-from mis_ext.tools.explain.effect import Effect, effect_of
+from mis_ext.tools.explain.effect import Effect, band_of, effect_of, formula_of
 from mis_ext.tools.explain.traps import Circumstances, Trap, traps_of
 from mis_ext.validation import check_number
 
@@ -77,39 +77,16 @@ def _gate_step(name: str, gate: Gate) -> Step:
     return Step(name, f"{band_of(gate)}{after}{zero}")
 
 
-def band_of(gate: Gate) -> str:
-    """The band of a gate as an inequality of its statistic: what satisfies it passes."""
-    low, high = ("" if bound is None else f"{bound:g}" for bound in (gate.low, gate.high))
-    value = formula_of(gate.row.symbol or gate.statistic, gate.reduce, is_log=gate.row.is_log)
-    return f"{low}{' <= ' if low else ''}{value}{' <= ' if high else ''}{high}"
-
-
-def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
-    """A number of a token, or what a reduction makes of it; of logarithms it is that of what they are of."""
-    if reduce == "token":
-        return symbol
-    if reduce in OF_SEGMENTS:
-        return f"{formula_of(symbol, reduce.removeprefix('segment_'), is_log=is_log)} over a segment of T tokens"
-    if is_log and reduce in ("sum", "mean"):
-        product = f"prod_t {symbol}"
-        return product if reduce == "sum" else f"({product})^(1/T)"
-    return f"{reduce}_t ({symbol})" if " " in symbol else f"{reduce}_t {symbol}"
-
-
-FORMAT = 2
-"""Version of the format of the JSON."""
-
 MAX_K3, MAX_LENGTH = 10.0, 1e7
 DEFAULT_K3, DEFAULT_LENGTH = 1e-3, 2048
 _OTHER_LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)
-_IDLE = 1e-6
 
 LIMITS = (
     "Expected by the Gaussian law: the d of all tokens are independent, N(-k3, 2 k3). Real mismatch has heavier tails, "
     "and its errors repeat within a response (lab/evidence/length.md). mis-ext report measures your own dumps."
 )
-_OF_METHOD = ("kept_tokens", "live_tokens", "kept_sequences", "above_high", "below_low", "weight_mean")
-"""With the last two of an effect, what the law cannot say of a method that the hook cannot do."""
+_OF_METHOD = ("kept_tokens", "kept_sequences", "learning_rate", "ess")
+"""What the law cannot say of a method that the hook cannot do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +98,7 @@ class Explanation:
         effect: Expected at the k3 and the length that were asked for.
         at_lengths: The same at other lengths, the one asked for among them.
         traps: What speaks against it there.
-        notes: What is worth knowing.
+        notes: What reading the configuration warned of, and what is not known.
     """
 
     steps: tuple[Step, ...]
@@ -138,7 +115,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON: NaN is None."""
         content: dict[str, Any] = to_jsonable(self)
-        return {"format": FORMAT} | content
+        return {"format": 2} | content
 
 
 def explain_config(
@@ -176,15 +153,14 @@ def explain_config(
 
     def expected(length: float) -> Effect:
         found = effect_of(judged, k3=k3, length=length)
-        nothing: dict[str, Any] = (
-            {} if unknown is None else dict.fromkeys((*_OF_METHOD, "learning_rate", "ess"), math.nan)
-        )
+        nothing: dict[str, Any] = {} if unknown is None else dict.fromkeys(_OF_METHOD, math.nan)
         return replace(found, **nothing)
 
     effect = expected(length)
     lengths = sorted({min(max(1.0, length * factor), MAX_LENGTH) for factor in _OTHER_LENGTHS})
-    found = Circumstances.expected(effect, is_stale=is_stale, num_sequences=num_sequences)
-    notes = [*said, *_notes(judged, effect)]
+    shared = {each.name: getattr(effect, each.name) for each in fields(Circumstances) if hasattr(effect, each.name)}
+    found = Circumstances(**shared, is_stale=is_stale, num_sequences=num_sequences)
+    notes = [*said]
     if unknown is not None:
         notes.append("the law has no prediction for this method: mis-ext report --method measures it on a dump")
     return Explanation(
@@ -194,19 +170,3 @@ def explain_config(
         traps=tuple(traps_of(judged, found, unknown)),
         notes=tuple(notes),
     )
-
-
-def _notes(config: CorrectionConfig, effect: Effect) -> Iterator[str]:
-    weight = config.weight
-    if weight is not None and weight.bound.has_high and effect.above_high < _IDLE and not weight.bound.rejects:
-        yield (
-            f"by the law no ratio reaches the bound {weight.high:g}: it acts only on heavy tails, which the law lacks"
-        )
-    for name, accepted in effect.accepted.items():
-        if math.isnan(accepted):
-            yield (
-                f"{name}: the law cannot predict its kept share: it knows ratios of tokens and of responses alone. So "
-                "the share that all gates keep is not known either"
-            )
-        elif 1.0 - accepted < _IDLE:
-            yield f"{name}: by the law it removes nothing; it acts only on heavy tails"

@@ -16,7 +16,7 @@ from mis_ext.correction.correct import Correction, compute_correction
 from mis_ext.correction.passes import add_scale
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
-from mis_ext.tools.explain.effect import gate_label
+from mis_ext.tools.explain.effect import band_of
 from mis_ext.tools.report.part import Part
 
 _TOGETHER = "two or more gates"
@@ -292,11 +292,11 @@ def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
     found: dict[str, CorrectionConfig] = {}
     implied = config.weight.gate if config.weight is not None else None
     if implied is not None:
-        found[gate_label("weight", implied)] = CorrectionConfig(weight=None, gates=(implied,))
+        found[f"weight: {band_of(implied)}"] = CorrectionConfig(weight=None, gates=(implied,))
     for name, gate in labelled.items():
         if gate.action == "reject":
             gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
-            found[gate_label(name, gate)] = CorrectionConfig(weight=None, gates=gates)
+            found[f"{name}: {band_of(gate)}"] = CorrectionConfig(weight=None, gates=gates)
     return found
 
 
