@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known traps: what speaks against a configuration, on data that were measured or that the Gaussian law describes.
-
-The guards of a run, the report and ``mis-ext explain`` all warn from here.
-"""
+"""Known traps: what speaks against a configuration, on data that were measured or that the Gaussian law describes."""
 
 from __future__ import annotations
 
@@ -98,11 +95,9 @@ def _single_sequence(config: CorrectionConfig, found: Circumstances) -> Iterator
         return
     # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
     if num_sequences == 1 or (num_sequences is None and scope == "micro_batch"):
-        wider = "tis_normalize_scope: data_parallel, or " if scope == "micro_batch" else ""
-        when = "are" if num_sequences == 1 else "(a micro-batch may have no more) are"
         yield (
-            f"{weight.level}-level weights normalised over a single sequence {when} always 1, so nothing is "
-            f"corrected: use {wider}larger micro-batches"
+            f"{weight.level}-level weights normalised over a single sequence are always 1, so nothing is corrected: "
+            "use tis_normalize_scope: data_parallel, or larger micro-batches"
         )
 
 
