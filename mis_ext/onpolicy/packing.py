@@ -7,7 +7,6 @@ that does not reset them lets a sequence read the ones before it; so does attent
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -42,7 +41,6 @@ class PackedSequence:
         max_abs_diff: Largest difference between its log-probs behind others and alone, in nats.
         first_position: Position in the sequence from which log-probs differ by more than rounding; None: none does.
         last_position: The last such position.
-        num_before: Sequences before it in that row.
     """
 
     index: int
@@ -50,7 +48,6 @@ class PackedSequence:
     max_abs_diff: float
     first_position: int | None
     last_position: int | None
-    num_before: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +110,13 @@ def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> Packing
     count = len(sequences)
     alone = [_log_probs(score, [each])[0] for each in sequences]
     rounding = max(_largest(_log_probs(score, [each])[0], own) for each, own in zip(sequences, alone, strict=True))
-    behind: list[list[tuple[int, Tensor]]] = [[] for _ in sequences]
+    behind: list[list[Tensor]] = [[] for _ in sequences]
     for shift in range(count):
         order = [(shift + place) % count for place in range(count)]
         packed = _log_probs(score, [sequences[index] for index in order])
         rounding = max(rounding, _largest(packed[0], alone[shift]))
         for place, index in enumerate(order[1:], start=1):
-            behind[index].append((place, (packed[place] - alone[index]).abs()))
+            behind[index].append((packed[place] - alone[index]).abs())
     allowed = _MARGIN * rounding + _LEAST
     return PackingReport(
         rounding=rounding,
@@ -128,8 +125,8 @@ def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> Packing
     )
 
 
-def _worst(index: int, length: int, rows: list[tuple[int, Tensor]], allowed: float) -> PackedSequence:
-    place, diff = max(rows, key=lambda row: float(row[1].max()))
+def _worst(index: int, length: int, rows: list[Tensor], allowed: float) -> PackedSequence:
+    diff = max(rows, key=lambda row: float(row.max()))
     # The first token has no log-prob.
     positions = ((diff > allowed).nonzero().flatten() + 1).tolist()
     return PackedSequence(
@@ -138,7 +135,6 @@ def _worst(index: int, length: int, rows: list[tuple[int, Tensor]], allowed: flo
         max_abs_diff=float(diff.max()),
         first_position=positions[0] if positions else None,
         last_position=positions[-1] if positions else None,
-        num_before=place,
     )
 
 
@@ -179,13 +175,11 @@ def packed_transformers(model: Any) -> PackedFunction:
     Args:
         model: A model in evaluation mode, on its device.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes_positions = any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in parameters)
 
     def score(ids_T: Tensor, lengths: list[int]) -> Tensor:
         ids_T = ids_T.to(next(model.parameters()).device)
-        given = {"position_ids": _positions(lengths).to(ids_T.device)[None]} if takes_positions else {}
-        logits: Tensor = model(input_ids=ids_T[None], use_cache=False, **given).logits
+        positions = _positions(lengths).to(ids_T.device)
+        logits: Tensor = model(input_ids=ids_T[None], position_ids=positions[None], use_cache=False).logits
         return logits
 
     return score

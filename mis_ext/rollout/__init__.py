@@ -3,8 +3,8 @@
 
 The ``read_*`` functions read one response. :func:`build_samples` joins the calls of a conversation.
 :func:`detect_post_processing` says how a text was changed. :func:`define_log_probs` says from which distribution a
-log-prob is. :class:`Canary` says whether new weights arrived. :func:`generate` does all of it in slime, vime,
-and Miles.
+log-prob is. :class:`Canary` says whether new weights arrived, :func:`compare_weights` which did not. :func:`generate`
+does all of it in slime, vime, and Miles.
 """
 
 from typing import TYPE_CHECKING
@@ -57,5 +57,7 @@ if TYPE_CHECKING:
     from mis_ext.rollout.vocabulary import VocabularyReport as VocabularyReport
     from mis_ext.rollout.vocabulary import check_vocabulary as check_vocabulary
     from mis_ext.rollout.vocabulary import padded_vocab_size as padded_vocab_size
+    from mis_ext.rollout.weights import WeightDifference as WeightDifference
+    from mis_ext.rollout.weights import compare_weights as compare_weights
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -111,7 +111,6 @@ def test_a_planted_leak_is_found_with_its_sequences_and_positions(kind, leak) ->
         # The first log-prob is that of the second token, after the first.
         assert each.first_position == 1
         assert each.max_abs_diff > 100 * report.rounding
-        assert each.num_before > 0
     if leak == "convolution":
         # Its output at one token reaches back three; then the state carries it on.
         assert report.sequences[2].max_abs_diff > 1e-3

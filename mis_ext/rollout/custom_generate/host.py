@@ -126,7 +126,9 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
     check_replayable(args)
     for name in ("cache_by_version", "canary"):
         if getattr(settings, name) and endpoint_of(sample) is VLLM:
-            raise ValueError(f"{KEY}.{name} asks SGLang for what vLLM does not answer: remove it, or compare_weights")
+            raise ValueError(
+                f"{KEY}.{name} asks SGLang for what vLLM does not answer; remove it, and see compare_weights"
+            )
     if stores_versions(args) and getattr(args, "use_opd", None):
         raise ValueError(
             f"mis_{STALENESS} stores versions where use_opd has the teacher's log-probs: unset one of them"

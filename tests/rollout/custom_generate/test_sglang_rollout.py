@@ -27,7 +27,7 @@ from tokens.sample import Sample, Status, host_args
 from transformers import Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from mis_ext.rollout import StaleWeightsWarning
+from mis_ext.rollout import StaleWeightsWarning, compare_weights
 from mis_ext.rollout.custom_generate import function
 from mis_ext.rollout.custom_generate.function import generate
 from mis_ext.rollout.generation import CountMismatch
@@ -327,3 +327,45 @@ def test_the_experts_of_conversations_are_those_of_the_model(tmp_path):
     for sample in (*turns, continued):
         rows = torch.from_numpy(sample.rollout_routed_experts).sort(-1).values
         assert torch.equal(rows.long(), own_experts(model, sample))
+
+
+def test_tensors_that_did_not_arrive_are_named_with_their_difference(model, tmp_path, monkeypatch):
+    """A sync that skipped one tensor, one that scaled one, one that was right, and a checkpoint without one."""
+    # SGLang compares on CUDA alone; here the move to it is left out.
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "sitecustomize.py").write_text("import torch\ntorch.Tensor.cuda = lambda self, *a, **k: self\n")
+    monkeypatch.setenv("PYTHONPATH", str(shim))
+    trained, scaled = copy.deepcopy(model), copy.deepcopy(model)
+    skipped = "model.layers.1.mlp.down_proj.weight"
+    with torch.no_grad():
+        for each in (*trained.parameters(), *scaled.parameters()):
+            each += 0.01
+        largest = scaled.model.layers[0].self_attn.k_proj.weight.abs().max().item()
+        scaled.model.layers[0].self_attn.k_proj.weight *= 2.0
+    partly = copy.deepcopy(trained)
+    partly.get_parameter(skipped).data.copy_(model.get_parameter(skipped))
+    folders = {"model": model, "trained": trained, "partly": partly, "scaled": scaled}
+    folders = {name: saved(each, tmp_path / name) for name, each in folders.items()}
+    without = {name: values for name, values in trained.state_dict().items() if name != "model.norm.weight"}
+    folders["without"] = tmp_path / "without"
+    trained.save_pretrained(folders["without"], state_dict=without)
+    with sglang_server(folders["model"], weight_version="7") as port:
+        url = f"http://127.0.0.1:{port}"
+
+        def compared(synced, trainer="trained"):
+            call_server(port, "/update_weights_from_disk", {"model_path": str(folders[synced])})
+            return compare_weights(url, folders[trainer])
+
+        assert compared("trained") == []
+        (found,) = compared("partly")
+        assert found.name == skipped
+        assert found.max_abs_diff == pytest.approx(0.01, rel=1e-3)
+        (found,) = compared("scaled")
+        # The engine joins q, k, and v.
+        assert found.name == "model.layers.0.self_attn.qkv_proj.weight"
+        assert found.max_abs_diff == pytest.approx(largest, rel=1e-5)
+        with pytest.raises(ConnectionError, match="update_weights_from_disk refused"):
+            compare_weights(url, tmp_path / "absent")
+        assert compared("trained", trainer="trained") == []
+        assert [each.name for each in compared("trained", trainer="without")] == ["model.norm.weight"]
