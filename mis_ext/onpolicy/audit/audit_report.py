@@ -79,17 +79,12 @@ class AuditReport:
         num_recorded: Samples without a problem whose rollout log-probs are those of the engine's records.
         num_active_tokens: Tokens that were compared.
         num_nonzero: Tokens whose two log-probs are different numbers.
-        nonzero_fraction: ``num_nonzero / num_active_tokens``.
         mean_abs_diff: Nats; over all active tokens, from differences in float64.
         max_abs_diff: Nats.
         max_ulp: Largest distance in units in the last place of the wider of the two dtypes.
         first_divergence: Of the tokens in ``num_nonzero``, the one with the lowest sample, then the lowest position.
-        equal_after_bf16_rounding: Different, but equal once both are rounded to bfloat16: a comparison in bfloat16
-            would have passed.
-        train_dtype: As given, such as ``"float32"``.
+        train_dtype: As given, such as ``"float32"``; of several all.
         rollout_dtype: As given.
-        train_weight_versions: All versions of the trainer's weights that occur, sorted.
-        rollout_weight_versions: All versions of the engine's weights that occur, sorted.
         problems: Why the verdict is INVALID: the first problem of each sample that has one.
         diagnoses: The likely causes of a difference, and mistakes in streams that are equal; the surest first.
         cautions: What a reader of the verdict must know besides.
@@ -101,16 +96,12 @@ class AuditReport:
     num_recorded: int
     num_active_tokens: int
     num_nonzero: int
-    nonzero_fraction: float | None
     mean_abs_diff: float | None
     max_abs_diff: float | None
     max_ulp: int | None
     first_divergence: Divergence | None
-    equal_after_bf16_rounding: bool
     train_dtype: str | None
     rollout_dtype: str | None
-    train_weight_versions: tuple[str, ...]
-    rollout_weight_versions: tuple[str, ...]
     problems: tuple[Problem, ...]
     diagnoses: tuple[Diagnosis, ...]
     cautions: tuple[str, ...]
@@ -133,7 +124,7 @@ class AuditReport:
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of everything, for display."""
-        share = "" if self.nonzero_fraction is None else f" ({100.0 * self.nonzero_fraction:.3g} %)"
+        share = f" ({100.0 * self.num_nonzero / self.num_active_tokens:.3g} %)" if self.num_active_tokens else ""
         rows = [
             ("samples", f"{self.num_samples}, {self.num_recorded} of them as the engine recorded them"),
             ("active tokens", f"{self.num_active_tokens}"),
@@ -141,12 +132,7 @@ class AuditReport:
             ("mean abs diff", _number(self.mean_abs_diff)),
             ("max abs diff", _number(self.max_abs_diff)),
             ("max ULPs", "-" if self.max_ulp is None else f"{self.max_ulp}"),
-            ("equal in bf16 only", "yes" if self.equal_after_bf16_rounding else "no"),
             ("dtypes", f"train {self.train_dtype or '-'}, rollout {self.rollout_dtype or '-'}"),
-            (
-                "weight versions",
-                f"train {_listed(self.train_weight_versions)}, rollout {_listed(self.rollout_weight_versions)}",
-            ),
         ]
         if self.first_divergence is not None:
             rows.append(("first divergent", str(self.first_divergence)))
@@ -165,7 +151,3 @@ def _first_ones(name: str, found: Sequence[object]) -> list[tuple[str, str]]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _listed(versions: tuple[str, ...]) -> str:
-    return ", ".join(versions) or "unknown"

@@ -115,23 +115,17 @@ class Facts(NamedTuple):
 
     train_dtype: str
     rollout_dtype: str
-    train_versions: tuple[str, ...]
-    rollout_versions: tuple[str, ...]
     is_recorded: bool
+    is_stale: bool
+    """Some of it was drawn with other weights than the trainer's, as far as the versions are known."""
     num_active: int
     num_nonzero: int
-    num_nonzero_in_bf16: int
     sum_abs_diff: float
     max_abs_diff: float
     max_ulp: int
     first_divergence: Divergence | None
     shown: Evidence
     """What causes show in."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Some of the sample was drawn with other weights than the trainer's, as far as the versions are known."""
-        return bool(self.train_versions) and not set(self.rollout_versions) <= set(self.train_versions)
 
 
 def examine(sample: Sample, index: int) -> Problem | Facts | None:
@@ -163,15 +157,14 @@ def examine(sample: Sample, index: int) -> Problem | Facts | None:
             ulps=int(ulps[first]),
             name=sample.name,
         )
+    trained = _version_names(sample.train_version)
     return Facts(
         train_dtype=str(sample.train.dtype).removeprefix("torch."),
         rollout_dtype=str(sample.rollout.dtype).removeprefix("torch."),
-        train_versions=_version_names(sample.train_version),
-        rollout_versions=_version_names(sample.rollout_versions),
         is_recorded=sample.recorded is not None,
+        is_stale=bool(trained) and not {*_version_names(sample.rollout_versions)} <= {*trained},
         num_active=train.numel(),
         num_nonzero=int(nonzero.sum()),
-        num_nonzero_in_bf16=int((train.bfloat16() != rollout.bfloat16()).sum()),
         sum_abs_diff=float(abs_diff.sum()),
         max_abs_diff=float(abs_diff.max()),
         max_ulp=int(ulps.max()),
@@ -231,10 +224,6 @@ def examine_rows(rows: Iterable[Sample]) -> Found:
             problems.append(found)
         elif found is not None:
             facts.append(found)
-    for side in ("train", "rollout"):
-        dtypes = sorted({getattr(found, f"{side}_dtype") for found in facts})
-        if len(dtypes) > 1:
-            problems.append(Problem(f"the {side} log-probs of some samples are {' and of others '.join(dtypes)}"))
     if not problems and not facts:
         problems.append(Problem("no active token: nothing was compared"))
     return Found(num_samples, problems, facts)

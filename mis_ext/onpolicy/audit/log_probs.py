@@ -18,7 +18,6 @@ from mis_ext.onpolicy.audit.examination import Facts, Found, Sample, examine_row
 from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
 from mis_ext.tools.diagnosis.table import diagnose
-from mis_ext.tools.diagnosis.thresholds import MIN_CONSTANT_TOKENS
 
 if TYPE_CHECKING:
     from mis_ext.tools.dumps import DumpedSample, Dumps
@@ -42,13 +41,12 @@ def audit_logprobs(
 
     INVALID are: a list or a sample that is missing, lengths or token ids that differ (masked tokens included, being
     the context of others), token ids that are no whole numbers, NaN or infinity on an active token (the same NaN on
-    both sides too, as in :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point or not the same for all
-    samples of a side, both sides being the same memory, and no active token at all. What lies under the mask is
-    otherwise ignored.
+    both sides too, as in :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point, both sides being the
+    same memory, and no active token at all. What lies under the mask is otherwise ignored.
 
     Two dtypes are compared in the narrowest that holds the numbers of both exactly (float32 for float32 against
     bfloat16): the verdict is about the numbers that were given, and ULPs are those of that dtype. Rounding the wider
-    side first would hide differences; ``equal_after_bf16_rounding`` says when it would hide all of them.
+    side first would hide differences.
 
     Args:
         train_log_probs: Of each sample the trainer's log-probs, ``[T]``, in nats. None, as the list or as a sample,
@@ -111,13 +109,7 @@ def audit_dumps(
         ValueError: The content of a file is not known, or a record of the engine is none.
     """
     records = _by_sample(() if engine_records is None else engine_records)
-    for dtype in (None, torch.float64):
-        found = examine_rows(_rows(dumps, records, train_weight_version, dtype))
-        dtypes = ({facts.train_dtype for facts in found.facts}, {facts.rollout_dtype for facts in found.facts})
-        if not any("float64" in of_side and len(of_side) > 1 for of_side in dtypes):
-            break
-        # Of two files of Python floats one may hold float32 numbers only: once more, in float64.
-    return _report(found, skipped=dumps.skipped)
+    return _report(examine_rows(_rows(dumps, records, train_weight_version)), skipped=dumps.skipped)
 
 
 def _by_sample(records: Iterable[DumpedSample]) -> dict[Any, list[DumpedSample]]:
@@ -145,17 +137,11 @@ def _ids(sample: DumpedSample) -> tuple[str, ...] | None:
     return None if ids is None else tuple(map(str, ids.tolist() if isinstance(ids, Tensor) else ids))
 
 
-def _rows(
-    dumps: Dumps, records: dict[Any, list[DumpedSample]], version: Version | None, dtype: torch.dtype | None
-) -> Iterator[Sample]:
+def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]], version: Version | None) -> Iterator[Sample]:
     for sample in dumps:
-        train, rollout = sample.proximal_log_probs, sample.behavior_log_probs
-        train = train if train is None else train.to(dtype or train.dtype)
-        # Two conversions of one tensor would be two.
-        rollout = train if sample.is_one_memory else rollout if rollout is None else rollout.to(dtype or rollout.dtype)
         row = Sample(
-            train=train,
-            rollout=rollout,
+            train=sample.proximal_log_probs,
+            rollout=sample.behavior_log_probs,
             mask=sample.response_mask,
             train_token_ids=sample.response_ids,
             rollout_token_ids=sample.sampled_ids,
@@ -202,23 +188,18 @@ def _report(found: Found, *, skipped: Sequence[object] = ()) -> AuditReport:
         verdict = Verdict.DIFFERENT
     else:
         verdict = Verdict.EXACT if num_recorded == len(facts) else Verdict.UNPROVED
-    is_different = verdict is Verdict.DIFFERENT
     return AuditReport(
         verdict=verdict,
         num_samples=found.num_samples,
         num_recorded=num_recorded,
         num_active_tokens=num_active,
         num_nonzero=num_nonzero,
-        nonzero_fraction=num_nonzero / num_active if num_active else None,
         mean_abs_diff=sum(each.sum_abs_diff for each in facts) / num_active if num_active else None,
         max_abs_diff=max((each.max_abs_diff for each in facts), default=None),
         max_ulp=max((each.max_ulp for each in facts), default=None),
         first_divergence=next((each.first_divergence for each in facts if each.first_divergence is not None), None),
-        equal_after_bf16_rounding=is_different and not any(each.num_nonzero_in_bf16 for each in facts),
         train_dtype=", ".join(sorted({each.train_dtype for each in facts})) or None,
         rollout_dtype=", ".join(sorted({each.rollout_dtype for each in facts})) or None,
-        train_weight_versions=_sorted_versions(each.train_versions for each in facts),
-        rollout_weight_versions=_sorted_versions(each.rollout_versions for each in facts),
         problems=tuple(found.problems),
         diagnoses=tuple(_diagnoses(found, verdict)),
         cautions=tuple(_cautions(facts, verdict)),
@@ -231,41 +212,21 @@ def _diagnoses(found: Found, verdict: Verdict) -> list[Diagnosis]:
     others = [Evidence.of_other_ids() for problem in found.problems if problem.has_other_ids]
     if verdict is Verdict.INVALID and not others:
         return []
-    causes = diagnose(_gathered([*(fact.shown for fact in found.facts), *others]))
+    gathering = Gathering()
+    for part in (*(fact.shown for fact in found.facts), *others):
+        gathering.add(part)
+    causes = diagnose(gathering.evidence)
     if verdict is Verdict.INVALID:
         return [each for each in causes if each.cause == "other_text"]
     return [each for each in causes if each.is_fault or verdict is Verdict.DIFFERENT]
 
 
-def _sorted_versions(versions: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    # Numbers in their own order: "9" before "10".
-    return tuple(sorted({name for names in versions for name in names}, key=lambda name: (len(name), name)))
-
-
-def _cautions(facts: Sequence[Facts], verdict: Verdict) -> list[str]:
+def _cautions(facts: Sequence[Facts], verdict: Verdict) -> Iterator[str]:
     """What equal streams do not show by themselves."""
-    cautions: list[str] = []
-    if not facts or any(each.num_nonzero for each in facts):
-        return cautions
     if verdict is Verdict.UNPROVED:
-        cautions.append(
+        yield (
             "one side may be a copy of the other: give what the engine recorded before training, of every sample "
             "(--engine-records)"
         )
-    tokens = _gathered([each.shown for each in facts])
-    sides = (tokens.trainer_T, tokens.engine_T)
-    if all(bool((side_T.bfloat16().double() == side_T).all()) for side_T in sides):
-        cautions.append("both sides hold bfloat16 numbers only: differences below their resolution do not show")
-    if any(each.is_stale for each in facts):
-        cautions.append("the weight versions differ, the log-probs do not: no weight changed, or a version is wrong")
-    number, count = tokens.engine_T[0], len(tokens)
-    if count >= MIN_CONSTANT_TOKENS and bool((tokens.engine_T == number).all()):
-        cautions.append(f"all {count} log-probs of both sides are {number:g}, as where an engine returned none")
-    return cautions
-
-
-def _gathered(parts: Sequence[Evidence]) -> Evidence:
-    gathering = Gathering()
-    for part in parts:
-        gathering.add(part)
-    return gathering.evidence
+    if any(each.is_stale for each in facts) and not any(each.num_nonzero for each in facts):
+        yield "the weight versions differ, the log-probs do not: no weight changed, or a version is wrong"

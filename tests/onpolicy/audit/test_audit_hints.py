@@ -16,7 +16,6 @@ def test_versions_that_differ_on_the_samples_that_differ_point_to_stale_weights(
     stale = audit_logprobs(train, rollout, train_weight_version=3, rollout_weight_versions=["3", ["3", 2]])
     assert [(found.cause, found.confidence) for found in stale.diagnoses] == [("stale_weights", "likely")]
     assert "50% of the tokens were sampled with other weights than the trainer's; k3 by version: fresh 0" in stale.hint
-    assert (stale.train_weight_versions, stale.rollout_weight_versions) == (("3",), ("2", "3"))
     # The sample with the old weights is the one that is equal: they are not the cause.
     other = audit_logprobs(train, rollout, train_weight_version=3, rollout_weight_versions=[2, 3])
     assert "stale" not in other.hint
@@ -87,12 +86,6 @@ def test_where_versions_agree_signs_say_nothing() -> None:
     for versions in ({"train_weight_version": 3, "rollout_weight_versions": [3] * 40}, {}):
         (found,) = audit_logprobs(train, rollout, **versions).diagnoses
         assert any("open tokens" in words for words in found.alternatives) == (not versions)
-
-
-def test_versions_are_listed_in_the_order_of_numbers() -> None:
-    train = log_probs(1, 1, 1)
-    report = audit_logprobs(train, copies(train), rollout_weight_versions=[10, 9, None])
-    assert report.rollout_weight_versions == ("9", "10")
 
 
 @pytest.mark.parametrize(("noise", "is_stale"), [(5.5, True), (0.5, True), (0.1, False), (0.02, False)])
@@ -176,7 +169,6 @@ def test_a_constant_stream_is_called_a_placeholder(value) -> None:
     assert "placeholder" not in audit_logprobs(tensors(GOOD), tensors([value] * 3)).hint
     both = audit_logprobs(constant, copies(constant))
     assert both.passed
-    assert any("all 40 log-probs of both sides" in caution for caution in both.cautions)
 
 
 def test_bf16_on_one_side_only_is_seen_whatever_dtype_it_is_stored_in() -> None:
@@ -188,7 +180,6 @@ def test_bf16_on_one_side_only_is_seen_whatever_dtype_it_is_stored_in() -> None:
         assert "certain log-probs rounded to bfloat16: behavior log-probs are bfloat16 numbers" in report.hint
         # The rounding is all that differs.
         assert report.diagnoses[0].k3_share == pytest.approx(1.0, abs=0.2)
-        assert report.equal_after_bf16_rounding
     assert "proximal log-probs are bfloat16 numbers" in audit_logprobs(rounded, train).hint
     noisy = audit_logprobs([x.bfloat16() for x in tied_to(train, noise=0.02)], train)
     assert "proximal log-probs are bfloat16 numbers" in noisy.hint
@@ -259,7 +250,6 @@ def test_cautions_say_what_a_pass_does_not_show() -> None:
     plain = audit_logprobs(train, copies(train))
     assert (plain.cautions, plain.hint) == ((), None)
     low = [x.bfloat16() for x in train]
-    assert "bfloat16 numbers only" in audit_logprobs(low, copies(low)).cautions[0]
     moved = [x - 1 for x in low]
     assert audit_logprobs(low, moved, train_weight_version=2, rollout_weight_versions=[1]).cautions == ()
     stale = audit_logprobs(train, copies(train), train_weight_version=2, rollout_weight_versions=[1])

@@ -71,19 +71,9 @@ def test_two_dtypes_are_compared_as_the_numbers_they_hold() -> None:
     # The float32 neighbour of a bfloat16 number: bfloat16 on both sides would have hidden it.
     report = audit_logprobs([next_number(exact[0].float())], exact)
     assert (report.verdict, report.max_ulp) == (Verdict.DIFFERENT, 1)
-    assert report.equal_after_bf16_rounding
     # Neither of float16 and bfloat16 holds the other's numbers.
     half = torch.tensor([-1.0 - 2**-10], dtype=torch.float16)
     assert audit_logprobs([half], [half.bfloat16()]).max_ulp == 2**13
-
-
-def test_equal_after_rounding_to_bf16_needs_every_token_and_a_difference() -> None:
-    train = tensors([-1.0, -2.0])
-    assert audit_logprobs(train, tensors([-1.0001, -2.0])).equal_after_bf16_rounding
-    assert not audit_logprobs(train, tensors([-1.0001, -2.1])).equal_after_bf16_rounding
-    assert not audit_logprobs(train, copies(train)).equal_after_bf16_rounding
-    samples = audit_logprobs(tensors([-1.0], [-2.0]), tensors([-1.0001], [-2.1]))
-    assert not samples.equal_after_bf16_rounding
 
 
 # --- numbers
@@ -100,7 +90,6 @@ def test_numbers_worked_out_by_hand() -> None:
     masks = [torch.tensor([1, 1]), torch.tensor([True, True, False])]
     report = audit_logprobs(train, rollout, masks=masks)
     assert (report.num_samples, report.num_active_tokens, report.num_nonzero) == (2, 4, 3)
-    assert report.nonzero_fraction == 0.75
     assert report.mean_abs_diff == pytest.approx(1.75 / 4, rel=1e-6)
     assert report.max_abs_diff == 1.0
     # From 0 to -1.0 are as many float32 numbers as the bits of 1.0 say.
@@ -119,12 +108,12 @@ def test_differences_are_those_of_float64() -> None:
 def test_the_report_survives_json_and_its_text_has_every_number() -> None:
     train = log_probs(30)
     rollout = tied_to(train, noise=1e-2)
-    report = audit_logprobs(train, rollout, train_token_ids=[torch.arange(30)], rollout_weight_versions=[4])
+    report = audit_logprobs(train, rollout, train_token_ids=[torch.arange(30)])
     loaded = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert (loaded["verdict"], loaded["passed"], loaded["mean_abs_diff"]) == ("DIFFERENT", False, report.mean_abs_diff)
     assert loaded["first_divergence"]["train"] == train[0][0].item()
     text = str(report)
-    for part in ("DIFFERENT", f"{report.mean_abs_diff:.3g}", f"{report.max_ulp}", "1 of them", "rollout 4"):
+    for part in ("DIFFERENT", f"{report.mean_abs_diff:.3g}", f"{report.max_ulp}", "1 of them", "(100 %)"):
         assert part in text
     assert "sample 0, position 0: token 0: train " in text
 

@@ -63,7 +63,7 @@ def test_the_audit_has_the_weight_version_that_the_completions_carry(device):
             replace(completion, weight_version=7) for completion in own(*args, **kwargs)
         ]
         (step,) = experiment.steps(0)
-    assert (step.report.train_weight_versions, step.report.rollout_weight_versions) == (("0",), ("7",))
+    assert any("the weight versions differ" in caution for caution in step.report.cautions)
 
 
 def test_a_pretrained_model_agrees_in_chats_and_its_k3_says_so(device, tmp_path):
