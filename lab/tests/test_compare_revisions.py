@@ -98,6 +98,7 @@ def cells(printed: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows[2:]]
 
 
+@pytest.mark.long_run
 @pytest.mark.whole_run
 @pytest.mark.slow
 def test_a_slower_revision_is_seen_and_equals_itself(tmp_path: Path) -> None:

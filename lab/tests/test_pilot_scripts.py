@@ -58,6 +58,7 @@ def pilot(carried: Path, *arguments: str, **more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long_run
 def test_the_model_is_put_together_and_each_run_has_its_gpu_and_another_attempt(carried: Path) -> None:
     for step in (("base", "00"), ("take", "01"), ("take", "02"), ("start", "60", "out")):
         said = pilot(carried, *step)

@@ -106,6 +106,7 @@ def program(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -
     return call
 
 
+@pytest.mark.long_run
 @pytest.mark.slow
 def test_a_whole_study_runs_is_interrupted_and_goes_on(program: Any, tmp_path: Path, monkeypatch) -> None:
     results = Results(tmp_path / "results")

@@ -41,6 +41,7 @@ def dry_run(*flags: str, script: Path = SCRIPT, **environment: str) -> list[str]
     return [line for line in result.stdout.splitlines() if line.strip()]
 
 
+@pytest.mark.long_run
 @pytest.mark.whole_run
 def test_one_engine_and_one_training_with_our_flags() -> None:
     engine, train = dry_run("--num-rollout", "3", ATTENTION="torch", CONFIG=OURS)
@@ -322,6 +323,7 @@ def test_a_run_leaves_no_engine(
     os.close(lives)
 
 
+@pytest.mark.long_run
 @pytest.mark.whole_run
 @pytest.mark.parametrize(("does", "codes"), [("exit 1", [1]), ("echo 'step 0: {}'; exec sleep 60", [-9, -9])])
 def test_only_what_was_killed_is_resumed(does, codes, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,6 +591,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@pytest.mark.long_run
 def test_whole_runs_share_an_engine_that_answers_and_ends_with_them(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(slime_gpu, "SCRIPT", engine_script(tmp_path, fails=False))
     monkeypatch.setenv("MODEL", "a_model")
@@ -628,6 +631,7 @@ def test_the_engine_alone_trains_nothing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long_run
 def test_a_run_waits_for_its_turn_until_the_one_before_has_ended(tmp_path: Path) -> None:
     code = (
         "from slime_gpu.in_turn import wait; print('asks', flush=True); wait(); wait(None, 1); "

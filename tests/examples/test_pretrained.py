@@ -212,6 +212,7 @@ EVALUATION = ["--num-rollout", "3", "--eval-interval", "2", "--num-eval-prompts"
 EVALUATION += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "32", "--micro-batch-size", "32"]
 
 
+@pytest.mark.long_run
 @pytest.mark.whole_run
 @pytest.mark.slow
 @pytest.mark.distributed

@@ -211,6 +211,7 @@ def start_program(rank: int, folder: Path) -> None:
     train_grpo.main()
 
 
+@pytest.mark.long_run
 @pytest.mark.whole_run
 @pytest.mark.slow
 def test_the_program_trains_on_ranks_that_it_starts_itself_or_ends_with_their_line_alone(tmp_path: Path) -> None:
