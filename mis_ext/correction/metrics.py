@@ -306,6 +306,14 @@ def _chi2_seq(r: Responses) -> Tensor:
     return (excess * (excess + 2.0)).clamp(max=r.config.metric_max)
 
 
+def _largest_gap(t: Totals) -> Tensor:
+    return torch.maximum(highest(t, "max d"), highest(t, "max -d"))
+
+
+def _lag_max(t: Totals) -> Tensor:
+    return torch.where(t["dated"] > 0.0, t["max lag"], math.nan)
+
+
 def _no_ratio(r: Responses) -> Tensor:
     return r.generated - r.n
 
@@ -317,6 +325,12 @@ _PHANTOM = (
     "advantage has that sign"
 )
 _RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
+_ESS = "`(sum w)^2 / (n sum w^2)` of the "
+_ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` between -20 and 20"
+_ESS_AGE = "`ess_ratio_token` if {} tokens had the ratio 1"
+_LR = "root of `ess_ratio_token`: what to multiply the learning rate by"
+_LR_SEQ = "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it"
+_UNDATED = "tokens with a ratio, and weights of unknown age"
 _UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
 _NONZERO = "tokens whose two log-probs are different float32 numbers (+0 equals -0)"
 _INVALID = "`nonfinite_token_fraction` under the name that goes with these two"
@@ -345,42 +359,15 @@ MISMATCH_ROWS = (
     _Row("ratio_below_half_fraction", "valid_tokens", "`exp d` below 1/2", "rho < 1/2"),
     _Row("phantom_clip_fraction", "valid_tokens", _PHANTOM, "outside PPO"),
     _Row("raised_fraction", "group", _RAISED, lambda t: t["raised"] / t["open"]),
-    _Row(
-        "ess_ratio_token",
-        "group",
-        "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy",
-        ESS_TOKEN,
-        True,
-    ),
-    _Row(
-        "ess_ratio_seq",
-        "group",
-        "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` between -20 and 20",
-        ESS_SEQUENCE,
-        True,
-    ),
-    _Row(
-        "lr_multiplier_token",
-        "group",
-        "root of `ess_ratio_token`: what to multiply the learning rate by",
-        lambda t: ESS_TOKEN(t).sqrt(),
-    ),
-    _Row(
-        "lr_multiplier_seq",
-        "group",
-        "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it",
-        lambda t: ESS_SEQUENCE(t).sqrt(),
-    ),
+    _Row("ess_ratio_token", "group", _ESS + "unbounded token ratios: 1 on-policy", ESS_TOKEN, True),
+    _Row("ess_ratio_seq", "group", _ESS_SEQ, ESS_SEQUENCE, True),
+    _Row("lr_multiplier_token", "group", _LR, lambda t: ESS_TOKEN(t).sqrt()),
+    _Row("lr_multiplier_seq", "group", _LR_SEQ, lambda t: ESS_SEQUENCE(t).sqrt()),
     _Row("ratio_max", "group", "largest `exp d`", lambda t: bounded_exp(highest(t, "max d")), True),
     _Row("ratio_min", "group", "smallest `exp d`", lambda t: bounded_exp(-highest(t, "max -d"))),
     _Row("nonfinite_token_fraction", "response_tokens", "response tokens without a finite ratio", _no_ratio, True),
     _Row("unmeasured_seq_fraction", "responses", _UNMEASURED, lambda r: r.n == 0.0),
-    _Row(
-        "train_rollout_logprob_abs_diff_max",
-        "group",
-        "largest `abs d`",
-        lambda t: torch.maximum(highest(t, "max d"), highest(t, "max -d")),
-    ),
+    _Row("train_rollout_logprob_abs_diff_max", "group", "largest `abs d`", _largest_gap),
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, "d != 0"),
     _Row("train_rollout_logprob_abs_diff_invalid", "response_tokens", _INVALID, _no_ratio),
@@ -395,22 +382,14 @@ follows from the run.
 
 AGE_ROWS = (
     _Row("lag_mean", "valid_tokens", "mean lag, of tokens with a known one", "lag", True, "dated"),
-    _Row(
-        "lag_max", "group", "largest known lag", lambda t: torch.where(t["dated"] > 0.0, t["max lag"], math.nan), True
-    ),
-    _Row(
-        "unknown_lag_token_fraction",
-        "response_tokens",
-        "tokens with a ratio, and weights of unknown age",
-        lambda r: r.n - r.of["dated"],
-        True,
-    ),
+    _Row("lag_max", "group", "largest known lag", _lag_max, True),
+    _Row("unknown_lag_token_fraction", "response_tokens", _UNDATED, lambda r: r.n - r.of["dated"], True),
     _Row("stale_token_fraction", "valid_tokens", "tokens whose lag is above 0, or unknown", "stale", True),
     _Row("k3_kl_fresh", "valid_tokens", "what fresh tokens add to `k3_kl`", "k3 fresh", True),
     _Row(
         "ess_ratio_token_fresh",
         "group",
-        "`ess_ratio_token` if stale tokens had the ratio 1",
+        _ESS_AGE.format("stale"),
         effective_share("rho fresh", "rho^2 fresh", "n"),
         True,
     ),
@@ -418,7 +397,7 @@ AGE_ROWS = (
     _Row(
         "ess_ratio_token_stale",
         "group",
-        "`ess_ratio_token` if fresh tokens had the ratio 1",
+        _ESS_AGE.format("fresh"),
         effective_share("rho stale", "rho^2 stale", "n"),
         True,
     ),
