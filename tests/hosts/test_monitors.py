@@ -236,7 +236,7 @@ def test_on_a_gpu_later_looks_of_the_guards_do_not_wait(request) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_the_status_is_read_when_it_has_arrived(request) -> None:
-    monitor, fine = StatusMonitor(), torch.tensor(math.inf, device="cuda")
+    monitor, fine = StatusMonitor(), torch.tensor(-math.inf, device="cuda")
     monitor.observe(fine)
     failed = torch.tensor(4.0, device="cuda")
     request.getfixturevalue("nobody_waits")

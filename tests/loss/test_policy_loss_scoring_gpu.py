@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
-from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, find_host
+from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, find_host, find_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -57,7 +57,7 @@ def test_it_never_waits_for_the_device_on_the_way(name) -> None:
             for mode in ("default", "default", "default", "error"):
                 logits = torch.randn(1, 16 * 67, 1000, device="cuda", requires_grad=True) * 1.0
                 torch.cuda.set_sync_debug_mode(mode)
-                batch_loss(run, find_host(args, run.config), batch, logits).loss.backward()
+                batch_loss(run, find_host(args, run.config, *find_ranks()), batch, logits).loss.backward()
                 torch.cuda.set_sync_debug_mode("default")
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -74,10 +74,10 @@ def test_more_samples_are_no_more_launches(host) -> None:
             logits = torch.randn(1, num_samples * 67, 1000, device="cuda", requires_grad=True)
             # The mask is looked at in one call of eight, or of four with a correction: in none that is measured.
             for _ in range(7):
-                batch_loss(run, find_host(args, run.config), batch, logits)
+                batch_loss(run, find_host(args, run.config, *find_ranks()), batch, logits)
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-                batch_loss(run, find_host(args, run.config), batch, logits).loss.backward()
+                batch_loss(run, find_host(args, run.config, *find_ranks()), batch, logits).loss.backward()
                 torch.cuda.synchronize()
             launches.append(sum("Launch" in event.name for event in profiler.events()))
     assert launches[1] == launches[2] == launches[3] > 10
