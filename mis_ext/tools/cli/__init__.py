@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     parser = argparse.ArgumentParser(
         prog="mis-ext",
-        description="Measures and explains the mismatch between inference engine and trainer.",
+        description="Measure and explain the mismatch between inference engine and trainer.",
         epilog='Completion in bash and zsh: pip install argcomplete; eval "$(register-python-argcomplete mis-ext)"',
     )
     parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         add(commands)
     for command in commands.choices.values():
-        command.add_argument(
-            "--json", action="store_true", help="print everything as one JSON document, and nothing else"
-        )
+        command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     if "_ARGCOMPLETE" in os.environ:
         # A shell asks what may follow.
         import argcomplete

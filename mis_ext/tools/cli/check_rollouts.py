@@ -29,9 +29,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext check-rollouts``."""
     parser = subparsers.add_parser(
         "check-rollouts",
-        help="do logged conversations prove which tokens were sampled?",
+        help="check that logged conversations contain the sampled token ids",
         description=(
-            "Reads logged calls of inference servers. Reports, class by class, what was refused, how each turn "
+            "Read logged calls of inference servers. Report, class by class, rejected calls, how each turn "
             "continues the earlier turns, and how texts were changed. Exit code: 0 every response was read, every "
             "prompt has the ids that were sampled before it (or is a retry, a fork or a duplicate), and no text was "
             "changed; 1 one of these is not true, or nothing was measured; 2 wrong usage, or a file cannot be opened."
@@ -46,7 +46,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="the server's tokenizer: a Hugging Face folder, or its tokenizer.json, which loads faster. With it the "
         "report shows texts where ids differ, and checks texts",
     )
-    parser.add_argument("--policy", choices=get_args(Policy), help="also report what this policy would train")
+    parser.add_argument(
+        "--policy", choices=get_args(Policy), help="also report the tokens that this policy would train"
+    )
     parser.add_argument(
         "--samples", type=Path, metavar="PATH", help="write the samples under the policy here, as JSON lines"
     )

@@ -32,10 +32,10 @@ def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext explain``."""
     parser = subparsers.add_parser(
         "explain",
-        help="what a configuration does, and what to expect of it; needs no data",
+        help="explain a configuration and predict its effect; needs no data",
         description=(
-            "Says in words and formulas what a YAML file, a preset or a published method does, and what speaks against "
-            "it. Predicts by the Gaussian law what it does to a mismatch of the size --k3. If a preset and a method "
+            "Print the formulas and the drawbacks of a YAML file, a preset, or a published method. Predict "
+            "its effect at the mismatch --k3 by a Gaussian approximation. If a preset and a method "
             "have the same name, it is the preset. mis-ext methods NAME --yaml prints the file of the method. Exit "
             "code: 0 done, 2 no such configuration."
         ),
@@ -55,8 +55,10 @@ def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="T",
         help="tokens of a response, in [1, 1e7]; default %(default)d",
     )
-    parser.add_argument("--stale", action="store_true", help="responses are sampled with weights of an earlier step")
-    parser.add_argument("--sequences", type=int, metavar="N", help="responses over which one call normalises")
+    parser.add_argument("--stale", action="store_true", help="responses are sampled with stale weights")
+    parser.add_argument(
+        "--sequences", type=int, metavar="N", help="responses over which one call normalizes the weights"
+    )
     parser.set_defaults(run=run_explain, shown_with=("rich",))
 
 
@@ -154,8 +156,8 @@ def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext presets``."""
     parser = subparsers.add_parser(
         "presets",
-        help="the YAML files of mis_ext: what each does, and when to use it",
-        description="Lists the presets. With NAME it prints the file of that one, for --custom-config-path: "
+        help="list the presets",
+        description="List the presets. With NAME, print its file for --custom-config-path: "
         "mis-ext presets mis > mis.yaml",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a preset of the list")
@@ -189,8 +191,8 @@ def add_keys(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``mis-ext keys``."""
     parser = subparsers.add_parser(
         "keys",
-        help="the YAML keys: legal range, default, what each does",
-        description="Lists the YAML keys. With NAME it describes that key.",
+        help="list the YAML keys: legal range, default, effect",
+        description="List the YAML keys. With NAME, describe that key.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a key of the list")
     parser.set_defaults(run=run_keys, shown_with=())
@@ -220,8 +222,8 @@ def add_schema(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add ``mis-ext schema``."""
     parser = subparsers.add_parser(
         "schema",
-        help="a JSON Schema of the YAML keys: with it an editor completes and checks them",
-        description="Prints the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
+        help="print a JSON Schema of the YAML keys, for editors",
+        description="Print the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
         "language server reads it from a line in the YAML file, as in the presets: "
         "# yaml-language-server: $schema=mis.schema.json",
     )
@@ -239,14 +241,14 @@ def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext methods``."""
     parser = subparsers.add_parser(
         "methods",
-        help="published methods: formula, source, when to use, what speaks against it",
-        description="Lists the methods. With NAME it describes that method.",
+        help="list the published methods: formula, source, use, drawbacks",
+        description="List the methods. With NAME, describe that method.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
     parser.add_argument(
         "--yaml",
         action="store_true",
-        help="print a file that runs NAME: with the hook if it can, else with the policy loss of mis_ext",
+        help="print a file that runs NAME: with the hook if it can, else with the full policy loss",
     )
     parser.set_defaults(run=run_methods, shown_with=())
 
@@ -273,10 +275,10 @@ def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext convert``."""
     parser = subparsers.add_parser(
         "convert",
-        help="converts the options of another framework to a YAML file of mis_ext with the same weights and masks",
-        description="Reads a configuration of verl: the .hydra/config.yaml of a run, what its command prints with "
-        "--cfg job, or its rollout_correction alone. Prints the YAML file of mis_ext with the same weights and masks. "
-        "Options without a counterpart are refused.",
+        help="convert the options of another framework to a YAML file with the same weights and masks",
+        description="Read a configuration of verl: the .hydra/config.yaml of a run, the output of its command with "
+        "--cfg job, or its rollout_correction alone. Print a YAML file with the same weights and masks. "
+        "Options without a counterpart raise an error.",
     )
     parser.add_argument("framework", choices=("verl",), help="the framework of the options")
     parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")

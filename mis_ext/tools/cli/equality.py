@@ -28,9 +28,9 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add ``mis-ext audit``."""
     parser = subparsers.add_parser(
         "audit",
-        help="do trainer and engine give every token the same log-prob, bit for bit?",
+        help="check that trainer and engine log-probs are equal bit for bit",
         description=(
-            "Compares the log-probs of trainer and engine, bit for bit. Files of all ranks: .pt of --dump-details or "
+            "Compare the log-probs of trainer and engine bit for bit. Files of all ranks: .pt of --dump-details or "
             "--save-debug-train-data; or .jsonl, one sample per line, with log_probs, rollout_log_probs, "
             "loss_mask, ... Equal log-probs alone prove nothing: one side may be a copy of the other. They are "
             "UNPROVED without --engine-records. Exit code: 0 exact; 1 different, unproved or invalid; 2 a file cannot "
@@ -88,8 +88,8 @@ def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add ``mis-ext diff``."""
     parser = subparsers.add_parser(
         "diff",
-        help="the first module at which two recordings differ, bit for bit",
-        description="Compares two recordings of the same tokens, bit for bit. Names the first module, in A's order of "
+        help="find the first module at which two recordings differ",
+        description="Compare two recordings of the same tokens bit for bit. Print the first module, in A's order of "
         "execution, at which they differ, and the position. A PATTERN is a shell pattern of module names, such as "
         "'*.mlp'. Exit code: 0 equal, 1 not, 2 wrong usage.",
     )

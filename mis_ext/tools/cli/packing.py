@@ -27,10 +27,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext check-packing``."""
     parser = subparsers.add_parser(
         "check-packing",
-        help="does a response read its neighbours in a packed row?",
+        help="check that responses in a packed row do not read each other",
         description=(
-            "Scores sequences of random tokens alone and packed behind each other, with your model function, and "
-            "reports which differ by more than rounding, and from which position. Exit code: 0 none differs; 1 some "
+            "Score sequences of random tokens alone and packed, with your model function, and "
+            "report which differ by more than rounding, and from which position. Exit code: 0 none differs; 1 some "
             "differ; 2 wrong usage, or the function fails."
         ),
         epilog=_FUNCTION,

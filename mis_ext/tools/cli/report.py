@@ -29,10 +29,10 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     """Add ``mis-ext report``."""
     parser = subparsers.add_parser(
         "report",
-        help="where trainer and engine differ, why, and what each configuration would do about it",
+        help="report where trainer and engine differ, the likely cause, and the effect of configurations",
         description=(
-            "Says where trainer and engine differ, names the likely cause, and ranks configurations on your data. "
-            "Reads dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl with "
+            "Report where trainer and engine differ and the likely cause, and rank configurations on your data. "
+            "Read dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl with "
             "log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
             "Exit code: 0 done, 2 a file cannot be read."
         ),
@@ -43,36 +43,41 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="another run, shown beside this one: A is PATH above, B this; what is recommended is for A",
+        help="another run to compare with: A is PATH, B is this run; the advice is for A",
     )
     parser.add_argument(
-        "--config", action="append", type=Path, default=[], metavar="YAML", help="try this configuration; repeatable"
+        "--config",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="YAML",
+        help="evaluate this configuration; repeatable",
     )
     parser.add_argument(
         "--preset",
         action="append",
         metavar="NAME",
-        help="try this preset; repeatable. Without --config, --preset and --method all presets are tried",
+        help="evaluate this preset; repeatable. Default: all presets",
     )
     parser.add_argument(
         "--method",
         action="append",
         default=[],
         metavar="NAME",
-        help="try this published method with its defaults, at the first update; repeatable",
+        help="evaluate this published method with its defaults at the first update; repeatable",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"where to write; default {_OUT}. A report that is there is replaced. With --json nothing is written "
+        help=f"where to write; default {_OUT}. An existing report is replaced. With --json, nothing is written "
         "unless it is given",
     )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="the tokenizer: shows the worst tokens with their text"
     )
     parser.add_argument(
-        "--worst", type=int, default=30, metavar="N", help="how many tokens and samples to list; default %(default)d"
+        "--worst", type=int, default=30, metavar="N", help="number of tokens and samples to list; default %(default)d"
     )
     parser.add_argument(
         "--trust-pickle",
