@@ -145,7 +145,7 @@ def test_each_arm_of_the_pilot_has_its_condition(
     engine: str, rows: list[dict[str, Any]], expected: bool | None
 ) -> None:
     (group, *_) = (group for group in fork.FORK_STUDIES[1].groups if engine in group.name)
-    assert fork._verdict(group, rows) is expected
+    assert fork.verdict(group, rows) is expected
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def report(results: Results) -> str:
         is_done = results.is_done(group)
         rows = (results if is_done else unfinished).rows(group) if is_done or group in begun else []
         lines += [_line(group, rows)] if rows else []
-        verdicts.append(_verdict(group, rows))
+        verdicts.append(verdict(group, rows))
     return "\n".join([*lines, "", f"**{decision(verdicts)}**"])
 
 
@@ -91,7 +91,7 @@ def decision(verdicts: Sequence[bool | None]) -> str:
     return f"The pilot passes at {RATE:g}." if all(verdicts) else "The pilot has not decided."
 
 
-def _verdict(group: PretrainedGroup, rows: Rows) -> bool | None:
+def verdict(group: PretrainedGroup, rows: Rows) -> bool | None:
     """Whether a run fulfils the condition of its arm; None: it was not seen to the step at which it is known."""
     if group.engine.weights != "auto":
         fired = alert_at([row["k3"] for row in rows])
