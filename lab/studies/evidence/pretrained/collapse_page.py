@@ -299,10 +299,11 @@ def _pilot_section(ladder: Study, correction: Study, results: Results) -> list[s
         "and do 1.33 times the steps of one.",
         "",
         "Exploratory: after its alert `int4-seed12` went on without a correction, and its trainer policy fell from "
-        "0.61 at step 70 to 0.41 at step 110 (one evaluation each), while that of `bf16-seed12` went from 0.74 to 0.73. At "
-        f"3e-6 the bf16 condition holds in {sum(passed)} of {len(passed)} runs (lowest {min(lows):.2f}), so in two of "
-        f"two in about {(sum(passed) / len(passed)) ** 2:.0%} of draws: such a pilot can fail by chance. The next one "
-        "should run at 3e-6, where all six int4 runs alerted after 100 to 112 steps, with a bound for the mean of the "
+        "0.61 at step 70 to 0.41 at step 110 (one evaluation each), while that of `bf16-seed12` went from 0.74 to "
+        f"0.73. At 3e-6 the bf16 condition holds in {sum(passed)} of {len(passed)} runs (lowest {min(lows):.2f}), so "
+        f"in two of two in about {(sum(passed) / len(passed)) ** 2:.0%} of draws: such a pilot can fail by chance. "
+        "The next one should run at 3e-6, where all six int4 runs alerted after 100 to 112 steps, with a bound for "
+        "the mean of the "
         "bf16 runs, fixed before it begins.",
         "",
         "```bash",
