@@ -61,7 +61,7 @@ class Graphs:
     """The passes of one configuration, each a graph that the first call compiles.
 
     Ranks that share a call run in one mode: compiled code rounds differently, and context-parallel ranks have to agree
-    on every keep mask. So the first call of ranks compiles, computes without graphs, and tells the other ranks in its
+    on every keep mask. So the first call of ranks compiles, computes without graphs, and sends the other ranks in its
     status whether compilation failed (:meth:`run`).
 
     Attributes:

@@ -157,7 +157,7 @@ class PackedLayout:
 
     @property
     def offset_T(self) -> Tensor:
-        """``[T]``: how many local tokens of its sequence stand before a local token."""
+        """``[T]``: how many local tokens of its sequence precede a local token."""
         start_T = self.places[0][1].index_select(0, self.sequence_T)
         return torch.arange(self.num_local_tokens, device=self.device) - start_T
 
@@ -176,7 +176,7 @@ class PackedLayout:
         """The sequence of each token of the whole responses, and the place of each local token among them."""
         numbers = (self.response_lengths, self.pieces.whole_starts, self.pieces.lengths)
         length_S, start_P, length_P = to_device([torch.tensor(x, dtype=torch.int64) for x in numbers], self.device)
-        # What is as long as the tokens is built on the device: the host would take milliseconds.
+        # Tensors as long as the tokens are built on the device: the CPU would take milliseconds.
         sequence_R = torch.repeat_interleave(length_S, output_size=self.num_whole_tokens)
         return sequence_R, runs(start_P, length_P, total=self.num_local_tokens)
 
@@ -233,7 +233,7 @@ def _context_parallel_layout(
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:
-    """The numbers ``first, first + 1, ...``, as many as ``length`` says, run after run; of each row of ``[..., P]``.
+    """The integers ``first, first + 1, ...``, ``length`` of them, run after run; of each row of ``[..., P]``.
 
     On the device of its arguments. There ``total``, the sum of the lengths, spares waiting for it.
     """
@@ -243,7 +243,7 @@ def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tens
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """``[N]`` each, of one dtype: one copy from the host, through pinned memory, so that it does not wait."""
+    """``[N]`` each, of one dtype: one copy from the CPU, through pinned memory, so that it does not wait."""
     together = torch.cat([*tensors])
     if device.type == "cuda":
         together = together.pin_memory()
@@ -294,8 +294,8 @@ class PackedStreams(NamedTuple):
     """One micro-batch, packed: log-probs of the local tokens ``[T]``, nats, the mask of whole responses ``[R]``.
 
     ``proximal``: scored by the training engine before the update. ``behavior``: reported by the inference engine that
-    sampled the tokens. The mask is not 0 on tokens that the policy generated. ``lag``: by how many weight updates the
-    weights that sampled a local token are older than the trainer's, NaN where nobody knows; None if nobody says.
+    sampled the tokens. The mask is not 0 on tokens that the policy generated. ``lag``: weight updates
+    since the weights that sampled a local token, NaN where unknown; or None.
     """
 
     proximal_logprobs_T: Tensor
@@ -316,7 +316,7 @@ class PackedStreams(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """Sizes of :class:`Blocks` that the host knows from the lengths, so that no size waits for the device."""
+    """Sizes of :class:`Blocks`, which follow from the lengths on the CPU, so that no size waits for the device."""
 
     num_tokens: int
     num_blocks: int

@@ -327,7 +327,7 @@ def output_pass(
     """The result of a call, once the totals are known; ``sums`` are the first three fields of :class:`Passed`."""
     own, total = by_name(sums[1], plan.totals, plan.extremes), by_name(sums[2], plan.totals, plan.extremes)
     add_scale(total, own, plan.config)
-    # w_t = (weight of the token) * (weight of its response) * scale, 0 where a gate or a missing ratio says so.
+    # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
     factor_S = torch.where(r.weighted, r.weight * total["scale"], 0.0).float()
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
     keep_NB = s.keep & blocks.spread_to_blocks(r.keep)

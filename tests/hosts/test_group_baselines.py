@@ -6,15 +6,17 @@ import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from reference_groups import Answer, advantages, loss_of_prompts
-from thread_ranks import Rank, run_ranks
+from thread_ranks import Rank, current_rank, run_ranks
 from zigzag import take
 
 import mis_ext
 from mis_ext import group_advantages, group_rewards, prepare_rollout
+from mis_ext.hosts.slime_miles import rollout as rollout_hook
 from mis_ext.keys.reading import read_config
 from mis_ext.loss.groups import refuse_uncentered
 
@@ -379,6 +381,23 @@ def test_a_rank_whose_samples_are_wrong_is_named_on_all_others(layout) -> None:
     for number, outcome in enumerate(run_ranks(on_rank, cp_size=cp_size, dp_size=dp_size)):
         assert isinstance(outcome, ValueError if number == failing else RuntimeError)
         assert ("rollout_log_probs has samples" if number == failing else f"failed on rank {failing};") in str(outcome)
+
+
+def test_an_error_behind_the_correction_of_a_rollout_is_named_on_the_other_replica() -> None:
+    whole, right = whole_rollout(), rollout_hook.unpack
+
+    def broken(*args: Any) -> Any:
+        if current_rank() == 1:
+            raise torch.OutOfMemoryError("out of memory, says the test")
+        return right(*args)
+
+    def on_rank(rank: Rank) -> None:
+        prepare_rollout(host_args(**GATE | BAND, mis_group_over="kept"), 0, data_of(rank, whole, REWARDS))
+
+    with mock.patch.object(rollout_hook, "unpack", broken):
+        good, bad = run_ranks(on_rank, dp_size=2)
+    assert isinstance(bad, torch.OutOfMemoryError)
+    assert "failed on rank 1;" in str(good)
 
 
 def test_a_rank_with_fewer_rewards_is_named_on_the_other() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import gather_rows
+from mis_ext.correction.collectives import gather_rows, global_rank
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
@@ -195,11 +195,17 @@ def _compare_prompts(
         failed = measuring.tell_failure(lengths, groups=alone, device=device)
         gather_rows(torch.stack([torch.zeros_like(failed), failed]), groups.dp_group)
         raise
-    if streams is None:
-        status = measuring.neutral(lengths, groups=alone, device=device).status
-    else:
-        correction = measuring.compute(streams, groups=alone)
-        status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
+    try:
+        if streams is None:
+            status = measuring.neutral(lengths, groups=alone, device=device).status
+        else:
+            correction = measuring.compute(streams, groups=alone)
+            status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
+    except Exception:
+        # The context-parallel ranks know of it.
+        failed = torch.tensor([0.0, global_rank() + 1.0], dtype=torch.float64, device=device)
+        gather_rows(failed, groups.dp_group)
+        raise
     number = torch.full_like(status, len(own["reward"]))
     number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
     raise_if_failed(float(status_W.amax()))
