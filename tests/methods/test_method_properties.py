@@ -144,22 +144,6 @@ def test_sequence_means_the_product_and_geometric_the_mean() -> None:
     assert weight("token") == pytest.approx([2.0, 0.5, 4.0])
 
 
-def test_icepop_and_token_mis_differ_in_denominators_only() -> None:
-    data, mask, layout = make_data()
-    zeroed, rejected = (apply(METHODS[name](low=0.5, high=2.0), data, mask, layout) for name in ("icepop", "token_mis"))
-    assert torch.equal(zeroed.coefficient_T, rejected.coefficient_T)
-    assert torch.equal(zeroed.kept_T, mask)
-    assert rejected.kept_T.sum() < mask.sum()
-    for over in ("tokens", "sequences"):
-        fixed = mean_weights(mask, over=over, layout=layout).double()
-        kept = mean_weights(rejected.kept_T, over=over, layout=layout).double()
-        if over == "tokens":
-            share = rejected.kept_T.sum() / mask.sum()
-            torch.testing.assert_close((fixed * zeroed.loss_T).sum(), share * (kept * rejected.loss_T).sum())
-        assert float((fixed * mask).sum()) == pytest.approx(1.0, rel=1e-6)
-        assert float((kept * rejected.kept_T).sum()) == pytest.approx(1.0, rel=1e-6)
-
-
 def test_a_fully_masked_response_is_no_term_of_a_mean() -> None:
     layout = PackedLayout.whole([2, 3, 4])
     mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
