@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM 0.32.0 changes in a request on its way: of each kind answers of a real server, beside transformers' truth.
 
-``data/rollout_responses/record_vllm.py changed defaults logits`` recorded them. Each has the log-probs that
-transformers gives its ids in float32, by what the request says and by what vLLM makes of it.
+Each has the log-probs that transformers gives its ids in float32, by what the request says and by what vLLM makes of
+it.
 """
 
 import json
