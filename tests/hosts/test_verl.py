@@ -71,14 +71,6 @@ def assert_close(found: dict, wanted: dict, *, factor: float = 1.0) -> None:
         torch.testing.assert_close(value * factor, torch.tensor(wanted[name]), **TOLERANCE)
 
 
-def test_the_record_holds_every_preset_and_criterion_and_both_agreed_in_verl_itself() -> None:
-    assert sum(name.startswith("preset ") for name in CORRECTIONS) == 19
-    assert set(CORRECTIONS) > set(verl_cases.OPTIONS)
-    assert set(RECORD["losses"]) == set(verl_cases.LOSSES)
-    assert len(verl_cases.CRITERIA) == 11
-    assert max(RECORD["worst"].values()) < 2e-6
-
-
 def is_decoupled(name: str) -> bool:
     return not CORRECTIONS[name]["options"].get("bypass_mode", False)
 
@@ -97,14 +89,6 @@ def test_converted_options_give_the_weights_and_masks_of_verl(name) -> None:
         mask = torch.tensor(wanted["mask"]) != 0
         assert torch.equal(found.keep_mask & batch["response_mask"], mask)
         torch.testing.assert_close(torch.where(mask, found.weights, 0.0), torch.tensor(wanted["weights"]), **TOLERANCE)
-
-
-@pytest.mark.parametrize("name", verl_cases.OPTIONS)
-def test_each_criterion_rejects_and_keeps_something(name) -> None:
-    if "rollout_rs" in verl_cases.OPTIONS[name]:
-        masks = {each: of["mask"] for each, of in CORRECTIONS[name]["batches"].items()}
-        shares = [torch.tensor(mask).sum() / BATCHES[each]["response_mask"].sum() for each, mask in masks.items()]
-        assert any(0.0 < share < 1.0 for share in shares)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -181,27 +181,6 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "bash examples/run.sh --num-rolouts 3",
-        "mis-ext reprot dumps",
-        "python lab/benchmarks/bench_correction.py --nothing",
-        "bash examples/gone.sh",
-        "bash lab/hosts/slime_cpu.sh --recrd",
-        "pip install -e '.[reports]'",
-        "bash tests/run.sh -m whole_runs",
-        "bash lab/real_stack/pilot.sh start",
-        "bash lab/real_stack/pilot.sh stop 420 OUT",
-    ],
-)
-@pytest.mark.usefixtures("only_parsing")
-def test_a_wrong_command_is_seen(line) -> None:
-    words = shlex.split(line)
-    with pytest.raises((AssertionError, SystemExit)):
-        CHECKS[words[0]](words[1:])
-
-
 def test_every_page_of_the_navigation_and_every_launch_line_is_there() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)["site_name"] == "mis_ext"
