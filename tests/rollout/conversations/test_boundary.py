@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("transformers", reason="real tokenizers: pip install transformers")
 pytest.importorskip("jinja2", reason="chat templates: pip install jinja2")
 
-from conversations import ANSWER, MORE, QUESTION, call
-from tiny_tokenizers import STRIP_REASONING, TOKENIZERS, TURN_END, encode, render
+from conversations import call
+from tiny_tokenizers import TOKENIZERS, encode
 from transformers import PreTrainedTokenizerFast
 
 from mis_ext.rollout.conversations.builder import build_samples
@@ -46,42 +46,6 @@ def test_a_prompt_that_ends_early_has_no_id_at_the_mismatch() -> None:
     calls = [call("first", [5, 6], [7, 8]), call("second", [5, 6, 7], [9])]
     (boundary,) = build_samples(calls, policy="split").boundaries
     assert (boundary.kind, boundary.position, boundary.expected_id, boundary.found_id) == ("different", 3, 8, None)
-
-
-def test_a_template_that_strips_reasoning_in_a_later_turn_is_found_there(tokenizer) -> None:
-    tokenizer.chat_template = STRIP_REASONING
-    answer = {"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{ANSWER}"}
-    tool = {"role": "tool", "content": "17"}
-    prompts = [QUESTION, [*QUESTION, answer, tool], [*QUESTION, answer, tool, answer, *MORE]]
-    sampled = encode(tokenizer, answer["content"] + TURN_END)
-    calls = [call(str(n), render(tokenizer, prompt), sampled) for n, prompt in enumerate(prompts)]
-    boundaries = build_samples(calls, policy="split", tokenizer=tokenizer).boundaries
-    assert [each.kind for each in boundaries] == ["contiguous", "different"]
-    # The first of the two turns that lost it.
-    assert boundaries[1].position == len(calls[0].prompt_ids)
-
-
-EDITS = {
-    "system prompt": lambda messages: [{"role": "system", "content": "Be brief."}, *messages[1:]],
-    "tool result": lambda messages: [*messages[:3], {"role": "tool", "content": "18"}, *messages[4:]],
-    "removed turn": lambda messages: [*messages[:2], *messages[4:]],
-    "sampled turn": lambda messages: [*messages[:4], {"role": "assistant", "content": "It was 17."}, *messages[5:]],
-    "shorter": lambda messages: messages[:3],
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edited_history_is_a_fork_only_where_nothing_sampled_differs(tokenizer, name) -> None:
-    answers = [{"role": "assistant", "content": text} for text in (ANSWER, "It is 17 degrees.")]
-    tool = {"role": "tool", "content": "17"}
-    messages = [*QUESTION, answers[0], tool, answers[1], *MORE]
-    prompts = [render(tokenizer, part) for part in (messages[:2], messages[:4], EDITS[name](messages))]
-    samples = [encode(tokenizer, each["content"] + TURN_END) for each in [*answers, answers[0]]]
-    calls = [call(str(n), *pair) for n, pair in enumerate(zip(prompts, samples, strict=True))]
-    built = build_samples(calls, policy="split", tokenizer=tokenizer)
-    kind = "fork" if name in ("tool result", "shorter") else "different"
-    assert [(each.kind, each.action) for each in built.boundaries] == [("contiguous", "continued"), (kind, "split")]
-    assert built.samples[-1].tokens == prompts[2] + samples[2]
 
 
 # Of three turns [8, 9], [3, 4], and [5] behind [6, 7], with [1, 2] between them: prompts that part from that.
