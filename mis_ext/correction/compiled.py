@@ -134,8 +134,9 @@ class Graphs:
         except Exception as error:
             if not is_first and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
                 raise
-            said = str(error).strip().splitlines()
-            self.obstacle = f"{type(error).__name__}: {said[0]}" if said else repr(error)
+            # torch says which backend raised, and in the next line what.
+            said = " ".join(str(error).strip().splitlines()[:2])
+            self.obstacle = f"{type(error).__name__}: {said}" if said else repr(error)
             self._warn()
             return None
         self._has_run = True

@@ -103,6 +103,20 @@ def test_a_call_compares_its_own_tensors_and_sizes_and_not_its_configuration(gra
     assert len(said) == 2
 
 
+@pytest.mark.slow
+def test_what_keeps_torch_from_compiling_is_told_and_the_call_has_its_numbers(monkeypatch) -> None:
+    def backend(_graph, _inputs):
+        raise RuntimeError("no compiler for this machine")
+
+    compiles = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiles(function, backend=backend, **more))
+    monkeypatch.setattr(compiled, "graphs_of", lambda config: compiled.Graphs(plan_of(config)))
+    config = CONFIGS["weights of tokens"]
+    with pytest.warns(UserWarning, match="mis_compile: .* no compiler for this machine"):
+        found = correction_of(config.replace(compile=True), [3, 5], seed=0)
+    assert torch.equal(found.weights_T, correction_of(config.replace(compile=False), [3, 5], seed=0).weights_T)
+
+
 def hook(rank, config_keys, seed):
     samples = random_samples([9, 30, 4], seed=seed)
     totals = [12, 33, 7]
