@@ -116,7 +116,8 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
         if isinstance(value, str) and value == choice:
             return choice
     legal = " | ".join(choices) if len(choices) <= _FEW else f"{len(choices)} words"
-    raise ValueError(f"{key} must be one of {legal}, got {value!a}{did_you_mean(value, choices)}")
+    hint = _TRUTH if isinstance(value, bool) else did_you_mean(value, choices)
+    raise ValueError(f"{key} must be one of {legal}, got {value!a}{hint}")
 
 
 def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
@@ -134,8 +135,7 @@ def check_mapping(key: str, value: Any) -> dict[str, Any]:
         raise TypeError(f"{key} must be a mapping, got {value!r}")
     for inner in value:
         if not isinstance(inner, str):
-            hint = " (YAML reads yes, no, on and off as true and false: quote them)" if isinstance(inner, bool) else ""
-            raise TypeError(f"keys of {key} must be strings, got {inner!r}{hint}")
+            raise TypeError(f"keys of {key} must be strings, got {inner!r}{_TRUTH * isinstance(inner, bool)}")
     return dict(value)
 
 
@@ -173,6 +173,7 @@ def check_entries(what: str, given: Mapping[str, Any], needed: Iterable[str]) ->
         raise ValueError(f"{what} has no {', '.join(missing)}")
 
 
+_TRUTH = " (YAML reads yes, no, on and off as true and false: quote them)"
 _FEW = 10
 """So many names are listed in an error; of more the three nearest are."""
 _LIKE = 0.65

@@ -191,10 +191,6 @@ def test_it_warns_of_kept_denominators_beside_a_function_that_may_split_rollouts
         ),
         ({"use_tis": True}, ["--custom-tis-function-path is not set"]),
         ({"custom_tis_function_path": HOOK["custom_tis_function_path"]}, ["neither use_tis nor get_mismatch_metrics"]),
-        (
-            {"use_tis": True, "custom_tis_function_pth": "x"},
-            ["'custom_tis_function_pth': did you mean 'custom_tis_function_path'?"],
-        ),
         (HOOK | {"loss_type": "sft_loss"}, ["--loss-type sft_loss calls no function of mis_ext"]),
         (HOOK | {"loss_type": "custom_loss"}, ["--custom-loss-function-path is not set. "]),
         (

@@ -78,7 +78,7 @@ def test_samples_may_be_the_rows_of_a_tensor() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x[:-1], r"pg_loss has shape \[19\] on context-parallel rank 0 of 1, the lengths say \[20\]"),
+        (lambda x: x[:-1], r"pg_loss has shape \[19\] on context-parallel rank 0 of 1, but the lengths are \[20\]"),
         (lambda x: x[:, None], r"pg_loss has shape \[20, 1\]"),
         (lambda x: x[0], r"pg_loss has shape \[\]"),
         (lambda x: None, "pg_loss must be a 1-D tensor, got NoneType"),

@@ -43,7 +43,7 @@ REFUSED = {
     "{use_tis: true, tis_batch_normalize: true, tis_normalize_over: all}": r"tis_normalize_over",
     "{use_tis: true, mis_denominator: survivors}": r"mis_denominator",
     "{use_tis: true, mis_max_reject_fraction: 1.5}": r"mis_max_reject_fraction must be in \[0, 1\]",
-    "{use_tis: true, mis_guard: off}": r"mis_guard",
+    "{use_tis: true, mis_guard: off}": r"mis_guard must be .* got False \(YAML reads yes, no, on and off as",
     "{use_tis: true, mis_guard: {shifted_logprobs: warn}}": r"did you mean 'shifted_log_probs'",
     "{use_tis: true, mis_metrics: most}": r"mis_metrics must be all, core or a list of names, got 'most'",
     "{use_tis: true, mis_metrics: [mis_k4_kl]}": r"'mis_k4_kl'.*did you mean 'mis_k3_kl'",

@@ -75,7 +75,7 @@ _LOSSES = (
     {"mis_loss_mode": "bypass"},
     {"mis_loss_mode": "reinforce"},
     {"mis_loss_method": "icepop", "use_tis": "false"},
-    {"mis_loss_method": "{name: gspo, clip_low: 0.0003}", "use_tis": "false"},
+    {"mis_loss_method": "{name: gspo, high: 1.01}", "use_tis": "false"},
     {"mis_loss_denominator": "sequence"},
     {"mis_loss_denominator": "constant", "mis_loss_constant": "1024"},
     {"mis_loss_proximal": "current"},

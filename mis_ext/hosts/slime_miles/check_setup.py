@@ -124,29 +124,26 @@ def _entry_point(args: Any) -> _EntryPoint:
     loss_type = read_argument(args, "loss_type") or _HOOK.loss_type
     entry = next((each for each in (_HOOK, _LOSS) if each.loss_type == loss_type), None)
     if entry is None:
-        raise _not_called(args, f"--loss-type {loss_type} calls no function of mis_ext")
+        raise _not_called(f"--loss-type {loss_type} calls no function of mis_ext")
     if entry is _HOOK and not any(read_argument(args, switch) for switch in _SWITCHES):
-        raise _not_called(args, "neither use_tis nor get_mismatch_metrics is set")
+        raise _not_called("neither use_tis nor get_mismatch_metrics is set")
     path = read_argument(args, entry.argument)
     if path is None:
-        raise _not_called(args, f"{entry.flag} is not set")
+        raise _not_called(f"{entry.flag} is not set")
     try:
         found = _found_at(path)
     except (ImportError, AttributeError) as error:
         raise type(error)(f"{entry.flag} {path}: {error}") from error
     if found is not entry.function:
         wrapped = "a function of yours that calls it passes with functools.wraps"
-        raise _not_called(args, f"{entry.flag} {path} is not {entry.name} ({wrapped})")
+        raise _not_called(f"{entry.flag} {path} is not {entry.name} ({wrapped})")
     return entry
 
 
-def _not_called(args: Any, why: str) -> ValueError:
-    flags = (_HOOK.argument, _LOSS.argument, *_SWITCHES)
-    meant = {name: near_miss(name, flags) for name in all_arguments(args) if name not in (*flags, *FLAT_KEYS)}
-    why += "".join(f"; {name!a}: did you mean {key!r}?" for name, key in meant.items() if key is not None)
+def _not_called(why: str) -> ValueError:
     return ValueError(
         f"mis_ext would not be called: {why}. Give --use-tis {_HOOK.flag} {_HOOK.name}, or --loss-type "
-        f"{_LOSS.loss_type} {_LOSS.flag} {_LOSS.name}"
+        f"{_LOSS.loss_type} {_LOSS.flag} {_LOSS.name}; slime ignores a misspelt flag without a message"
     )
 
 
@@ -165,9 +162,7 @@ def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
     of_prompts = config.group and config.group.needs_rollout
     is_ours, is_prepared = str(path).startswith("mis_ext."), str(path).endswith(".prepare_rollout")
     is_counted = config.correction.staleness and (config.whole_loss is None or config.whole_loss.has_correction)
-    stores_versions = any(
-        read_argument(args, name) for name in ("custom_generate_function_path", "load_debug_rollout_data")
-    )
+    generates = read_argument(args, "custom_generate_function_path") or read_argument(args, "load_debug_rollout_data")
     refused = {
         f"{_ROLLOUT_FLAG} {path}: Miles passes no rollout data to it; remove the flag": (
             is_miles() and is_ours and not config.correction.staleness
@@ -178,9 +173,10 @@ def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
             is_counted and read_argument(args, "use_opd")
         ),
         "mis_staleness: the framework's own generate function stores no version of each token: give "
-        "--custom-generate-function-path mis_ext.rollout.generate": is_counted and not stores_versions,
-        f"mis_staleness: needs {_PREPARE}, which counts the lags": (is_counted and not is_prepared and path is None)
-        or (is_counted and path == "mis_ext.log_mismatch"),
+        "--custom-generate-function-path mis_ext.rollout.generate": is_counted and not generates,
+        f"mis_staleness: needs {_PREPARE}, which counts the lags": (
+            is_counted and path in (None, "mis_ext.log_mismatch")
+        ),
     }
     for why, is_wrong in refused.items():
         if is_wrong:
@@ -209,15 +205,11 @@ def _unread_keys(args: Any) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
-    unread = {key: near_miss(key, flags) for key in keys if key not in known and not key.startswith(_OF_ENGINES)}
-    hints = [f"{key!a} (did you mean {meant!r}?)" if meant else ascii(key) for key, meant in unread.items()]
-    without = "without effect unless a function of yours reads them"
-    return [
-        f"warning: keys of {path} that neither mis_ext nor the framework has, {without}: {', '.join(hints)}"
-    ] * bool(hints)
-
-
-_OF_ENGINES = ("sglang_", "vllm_")
+    unread = [key for key in keys if key not in known and not key.startswith(("sglang_", "vllm_"))]
+    meant = {key: near_miss(key, flags) for key in unread}
+    hints = [f"{key!a} (did you mean {flag!r}?)" if flag else ascii(key) for key, flag in meant.items()]
+    said = f"keys of {path} that neither mis_ext nor the framework has, without effect unless a function of yours reads"
+    return [f"warning: {said} them: {', '.join(hints)}"] * bool(hints)
 
 
 def summary(config: RunConfig) -> str:
@@ -275,16 +267,13 @@ def _error_of_ranks(error: Exception | None) -> Exception | None:
         for rank, each in enumerate(ranks):
             if each[name]:
                 shown.setdefault(each[name], {}).setdefault(each["node"], f"rank {rank} on {each['node']}")
-    said = [f"{', '.join([*where.values()][:_MOST_NODES])}: {value}" for value, where in shown.items()]
+    said = [f"{', '.join([*where.values()][:8])}: {value}" for value, where in shown.items()]
     if not said:
         return error
     said += ["install the same mis_ext on every node, and set the same MIS_EXT_BACKEND"] * differs
     differ = RuntimeError("check_setup: ranks differ; " + "; ".join(said))
     differ.__cause__ = error
     return differ
-
-
-_MOST_NODES = 8
 
 
 # --- the rehearsal: one call of what the framework will call, on drawn log-probs, with the run's own configuration

@@ -100,7 +100,7 @@ def weigh_batch(
         if pg_loss.shape != (layout.num_local_tokens,):
             raise ValueError(
                 f"pg_loss has shape {list(pg_loss.shape)} on context-parallel rank {groups.cp_rank} of "
-                f"{groups.cp_size}, the lengths say [{layout.num_local_tokens}]"
+                f"{groups.cp_size}, but the lengths are [{layout.num_local_tokens}]"
             )
         mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
         if layout.num_sequences > 0 and (is_absent(train_log_probs) or is_absent(rollout_log_probs)):
