@@ -162,14 +162,6 @@ def test_gradients_of_attention_in_16_bits_are_right(device):
         assert (mine.cpu().float() - theirs).abs().max() <= 3e-2 * theirs.abs().max()
 
 
-def test_a_mask_of_each_head_that_hides_nothing_changes_no_bit():
-    query, key, value, bounds = packed([40], [40])
-    expected = attention(query, key, value, is_causal=False, **bounds)
-    for heads in (1, 4):
-        mask = torch.ones(1, heads, 40, 40, dtype=torch.bool)
-        assert equal_bits(attention(query, key, value, is_causal=False, mask=mask, **bounds), expected)
-
-
 @pytest.mark.parametrize("hidden", [(), (0, 2, 3, 4, 5, 9, 11, 13)])
 def test_queries_before_the_first_key_have_no_gradient(hidden):
     num_q, num_k = (5, 3) if hidden else (150, 5)
