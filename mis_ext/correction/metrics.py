@@ -314,10 +314,6 @@ def _lag_max(t: Totals) -> Tensor:
     return torch.where(t["dated"] > 0.0, t["max lag"], math.nan)
 
 
-def _no_ratio(r: Responses) -> Tensor:
-    return r.generated - r.n
-
-
 _K3 = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
 _CHI2 = "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`"
 _PHANTOM = (
@@ -332,6 +328,7 @@ _LR = "root of `ess_ratio_token`: what to multiply the learning rate by"
 _LR_SEQ = "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it"
 _UNDATED = "tokens with a ratio, and weights of unknown age"
 _UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
+_NO_RATIO = "response tokens without a finite ratio"
 _NONZERO = "tokens whose two log-probs are different float32 numbers (+0 equals -0)"
 _INVALID = "`nonfinite_token_fraction` under the name that goes with these two"
 _FINAL = "bounded and scaled weights, whatever the gates do: their mean over a sequence"
@@ -365,12 +362,12 @@ MISMATCH_ROWS = (
     _Row("lr_multiplier_seq", "group", _LR_SEQ, lambda t: ESS_SEQUENCE(t).sqrt()),
     _Row("ratio_max", "group", "largest `exp d`", lambda t: bounded_exp(highest(t, "max d")), True),
     _Row("ratio_min", "group", "smallest `exp d`", lambda t: bounded_exp(-highest(t, "max -d"))),
-    _Row("nonfinite_token_fraction", "response_tokens", "response tokens without a finite ratio", _no_ratio, True),
+    _Row("nonfinite_token_fraction", "response_tokens", _NO_RATIO, lambda r: r.generated - r.n, True),
     _Row("unmeasured_seq_fraction", "responses", _UNMEASURED, lambda r: r.n == 0.0),
     _Row("train_rollout_logprob_abs_diff_max", "group", "largest `abs d`", _largest_gap),
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, "d != 0"),
-    _Row("train_rollout_logprob_abs_diff_invalid", "response_tokens", _INVALID, _no_ratio),
+    _Row("train_rollout_logprob_abs_diff_invalid", "response_tokens", _INVALID, lambda r: r.generated - r.n),
 )
 """How far the two engines are apart, whatever the correction does.
 

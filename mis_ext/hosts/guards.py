@@ -97,7 +97,7 @@ class Monitor:
         if self.is_done or is_capturing(on):
             return
         self._num_calls += 1
-        arrived = self._readback.receive()
+        arrived = None if self._readback.is_empty else self._readback.receive()
         if arrived is not None:
             self.is_done = bool(self._judge(arrived))
         if self.is_done or (self._num_calls - 1) % self._every:
