@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mis_ext.tools.diagnosis import Diagnosis
 from mis_ext.tools.report import Collector, Origin, Part
+from mis_ext.tools.report.recommendation import recommend
 
 NO_TEXT = {"other_text", "packed_responses"}
 
@@ -185,3 +186,27 @@ def test_growth_beyond_chance_is_never_nothing() -> None:
     (same_all,) = diagnosed(*parts[:2])
     assert (same_all.confidence, math.isnan(same_all.k3_share)) == ("likely", False)
     assert "more than chance" not in same_all.evidence
+
+
+# --- the headline follows the causes
+
+
+def headline_of(*parts: Part) -> tuple[str, tuple[str, ...]]:
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    found = recommend([], {}, collector.summary(), collector.diagnoses())
+    return found.headline, found.reasons
+
+
+def test_the_headline_names_the_cause_and_a_correction_comes_second() -> None:
+    headline, reasons = headline_of(*steps_of(same, plants.older, plants.older))
+    assert headline == "Find this first: stale weights, or a tensor that was not sent."
+    assert "the first update broke one side" in reasons[0]
+    assert reasons[1].startswith("Compare the weights of both sides tensor by tensor")
+    # Kernels, of steps that are alike, and of steps that are not.
+    assert headline_of(*steps_of(same, same))[0] == "No correction is needed."
+    grown = steps_of(same, lambda made: made._replace(behavior=made.behavior + made.noise(0.011)))
+    assert headline_of(*grown)[0].startswith("k3 is small and grows: ")
+    # Nothing but a size: no cause is made up.
+    assert headline_of(*steps_of(plants.quantised))[0].startswith("No candidate")

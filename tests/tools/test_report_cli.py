@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 from collections import defaultdict
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
@@ -164,7 +165,8 @@ def test_a_narrow_terminal_shows_the_names_of_traps_whole(low_precision) -> None
 
 
 def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precision) -> None:
-    page = Page((low_precision / "report.html").read_text())
+    text = (low_precision / "report.html").read_text()
+    page = Page(text)
     assert page.outside == []
     assert page.open == []
     assert len(page.ids) == len({*page.ids})
@@ -179,6 +181,17 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
     pictures = sorted(path.stem for path in low_precision.glob("*.png"))
     assert pictures == ["density", "position", "probability", "steps"]
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
+    # The first screen: k3 and its limit, its trend, the cause.
+    values = re.findall(r'<div class="tile (\w+)"><p class="value">(.*?)</p><p>(.*?)</p>', text)
+    overall = json.loads((low_precision / "summary.json").read_text())["summary"]["overall"]
+    assert [severity for severity, _, _ in values] == ["watch", "good", "watch"]
+    assert values[0][1:] == (f"{overall['k3']:.3g}", "k3 per token (limit 0.001)")
+    assert values[1][2] == "k3 over 2 steps"
+    assert values[2][2] == "possible, explains up to 100 % of k3"
+    assert text.count("<polyline") == 1
+    assert (
+        text.index('class="tiles"') < text.index('id="what-to-do"') < text.index("Over steps") < text.index('id="why"')
+    )
 
 
 def test_the_title_has_the_name_of_the_run_and_the_date_of_its_last_file(low_precision) -> None:

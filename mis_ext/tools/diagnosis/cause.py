@@ -69,6 +69,7 @@ class Finding:
     is_up_to: bool = False
     is_pattern: bool = True
     alternatives: tuple[str, ...] = ()
+    is_growing: bool = False
     name: str = ""
     title: str = ""
     advice: str = ""
@@ -130,6 +131,7 @@ class Diagnosis:
         alternatives: What would look the same in this evidence.
         is_up_to: Whether the share is the most that it may explain, beside what cannot be told from it.
         is_of_rest: Whether tokens were taken out before it was looked for.
+        is_growing: Whether k3 rises above that of the first step, so that a small one is not nothing.
     """
 
     cause: str
@@ -144,11 +146,12 @@ class Diagnosis:
     alternatives: tuple[str, ...] = ()
     is_up_to: bool = False
     is_of_rest: bool = False
+    is_growing: bool = False
 
     @classmethod
     def of(cls, cause: Cause, finding: Finding, *, is_of_rest: bool = False) -> Diagnosis:
         """A row with what its rule found."""
-        same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives")
+        same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives", "is_growing")
         made = cls(
             cause=finding.name or cause.name,
             title=finding.title or cause.title,

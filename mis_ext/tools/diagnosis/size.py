@@ -141,6 +141,7 @@ def size(left: Left) -> Finding | None:
         evidence=f"k3 {left.k3:.2g} is {row.evidence}" + (f"; {changes}" if changes else ""),
         k3_share=1.0 - left.explained,
         is_up_to=True,
+        is_growing=bool(changes),
         advice=_STEP_ADVICE if changes else row.advice,
         alternatives=tuple(dict.fromkeys((*(NOT_SENT[:2] if changes else ()), *_others(left, row, is_quiet=is_quiet)))),
     )

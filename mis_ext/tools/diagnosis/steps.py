@@ -207,7 +207,7 @@ def change_words(tokens: Evidence) -> str:
 
 @cause(
     name="stale_weights",
-    title="stale weights: tokens that were sampled with weights of another step, or without a tensor of them",
+    title="stale weights, or a tensor that was not sent",
     looks_like="the canary of mis_ext.rollout.generate says so, or k3 grows with the recorded versions, or over steps "
     "(threefold from the first ones: a jump, a growth, a return), or one file differs",
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
@@ -320,7 +320,7 @@ def _by_step(tokens: Evidence) -> Finding | None:
         confidence="possible",
         evidence=evidence + agree(tokens),
         k3_share=above / float(tokens.k3_T.sum()),
-        advice="" if is_return or story is None else COMPARE + stale.advice,
+        advice="" if is_return or story is None else COMPARE + ("" if agree(tokens) else stale.advice),
         alternatives=(*text, *(() if is_return or story is None else NOT_SENT)),
     )
 

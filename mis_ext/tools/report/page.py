@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,7 +14,8 @@ from markupsafe import Markup
 
 from mis_ext.files import printable
 from mis_ext.tools.diagnosis.cause import Diagnosis
-from mis_ext.tools.diagnosis.thresholds import KERNEL_K3, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.tools.diagnosis.thresholds import GROWTH, KERNEL_K3, NOTICED, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.tools.explain.traps import HARMLESS_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.plots import Drawing, pictures
 from mis_ext.tools.report.recommendation import Ranked
@@ -162,6 +163,7 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
         "steps": [(name, *_cells(step, ("num_tokens", *_STEP))) for name, step in summary.steps.items()],
         "tokens": [*map(_token_cells, summary.worst_tokens)],
         "samples": [[*_cells(each, _SAMPLE.values())] for each in summary.worst_samples],
+        "pitfalls": _pitfalls(ranking),
     }
     environment = Environment(
         loader=PackageLoader(__package__, ""),
@@ -183,6 +185,8 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
         rows=rows,
         has_groups=not any(math.isnan(ranked.outcome.groups) for ranked in ranking),
         pictures=pictures(report),
+        tiles=tiles(report),
+        sparkline=sparkline(report),
         sections={name: title for name, title in _SECTIONS.items() if against or name != "against"},
         NUMBERS=NUMBERS,
         CAUSES=CAUSES,
@@ -192,6 +196,53 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
         GROUP=_GROUP,
         OUTCOME=("configuration", *_OUTCOME, "removed by"),
     )
+
+
+class Tile(NamedTuple):
+    """A number of the first screen, how bad it is (``good``, ``watch``, ``bad``), and what it is."""
+
+    severity: str
+    value: str
+    text: str
+
+
+def tiles(report: Report) -> list[Tile]:
+    """What a reader wants first: k3 against its limit, its trend, and the likely cause."""
+    k3, steps = report.summary.overall.k3, [*report.summary.steps.values()]
+    size = "good" if k3 < HARMLESS_K3 else "watch" if k3 < QUANTISED_K3 else "bad"
+    trend = Tile("good", "one step", "no trend of k3")
+    if len(steps) > 1:
+        first, last = steps[0].k3, steps[-1].k3
+        severity = "bad" if last > GROWTH * first else "watch" if last > NOTICED * first else "good"
+        trend = Tile(severity, f"{number(first)} to {number(last)}", f"k3 over {len(steps)} steps")
+    found = report.diagnoses[0] if report.diagnoses else None
+    cause = Tile("watch", "no cause", "too few tokens to say")
+    if found is not None:
+        severity = "bad" if found.is_fault else "good" if found.confidence == "likely" and size == "good" else "watch"
+        cause = Tile(
+            severity, found.title.partition(":")[0], ", ".join(filter(None, (found.confidence, found.share_in_words)))
+        )
+    return [Tile(size, number(k3), f"k3 per token (limit {HARMLESS_K3:g})"), trend, cause]
+
+
+def sparkline(report: Report) -> str:
+    """Points of k3 over steps in a box of 100 by 20, on a logarithmic axis; empty for one step or equal engines."""
+    logs = [math.log(step.k3) for step in report.summary.steps.values() if step.k3 > 0.0]
+    if len(logs) < 2:
+        return ""
+    low, rise = min(logs), max(max(logs) - min(logs), 1e-9)
+    places = ((100 * index / (len(logs) - 1), 18 - 16 * (value - low) / rise) for index, value in enumerate(logs))
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _pitfalls(ranking: Sequence[Ranked]) -> list[tuple[str, str]]:
+    """Each pitfall once, with the configurations that have it."""
+    names: dict[str, list[str]] = {}
+    for ranked in ranking:
+        for text in (*ranked.warnings, *(f"Good to know: {note}" for note in ranked.notes)):
+            if ranked.name not in names.setdefault(text, []):
+                names[text].append(ranked.name)
+    return [(", ".join(each), text) for text, each in names.items()]
 
 
 def _escape(content: object) -> Markup:

@@ -17,8 +17,7 @@ from mis_ext.tools.report.summary import Group, Mismatch
 from mis_ext.tools.report.tally import LOG_PROB_WIDTH, LOWEST_LOG_PROB
 from mis_ext.tools.report.whole_report import Report
 
-K3, LOG_RATIO = "#0072B2", "#D55E00"
-"""A quantity has its colour in all pictures. Where one is shown twice, the second is lighter."""
+K3 = "#0072B2"
 LIGHTER_K3, GREY = "#56A8D8", "#595959"
 SIZE = 5.2, 3.4
 FEWEST_STEPS = 2
@@ -47,15 +46,15 @@ def pictures(report: Report) -> list[Picture]:
         (
             "probability",
             "By probability",
-            "Mean |log ratio| by decile of the engine's probability, and the share of k3 that the decile carries.",
+            "The share of k3 that tokens of each decile of the engine's probability carry.",
             _probability,
         ),
-        ("position", "By position in the response", "Mean |log ratio| and k3 by position.", _position),
+        ("position", "By position in the response", "k3 by position.", _position),
     ]
     if report.against is not None and any(len(run.summary.steps) >= FEWEST_STEPS for run in _runs(report)):
         rows.append(("steps", "A and B over steps", "k3 of each step, of A and of B.", _steps_of_two))
     elif len(report.summary.steps) >= FEWEST_STEPS:
-        rows.append(("steps", "Over steps", "k3 and mean |log ratio| of each step.", _steps))
+        rows.append(("steps", "Over steps", "k3 of each step.", _steps))
     return [Picture(name, title, text, partial(draw, report=report)) for name, title, text, draw in rows]
 
 
@@ -97,28 +96,15 @@ def _density(axes: Any, report: Report) -> None:
 def _probability(axes: Any, report: Report) -> None:
     rows = report.summary.by_probability
     places = [row.low + 0.05 for row in rows]
-    axes.bar(
-        places, [row.k3_share for row in rows], width=0.085, color=LIGHTER_K3, label="share of k3", hatch="//", ec=K3
-    )
+    axes.bar(places, [row.k3_share for row in rows], width=0.085, color=LIGHTER_K3, hatch="//", ec=K3)
     axes.set(xlabel="probability of the engine", ylabel="share of k3", ylim=(0, None))
-    other = axes.twinx()
-    other.plot(places, [row.mean_abs_difference for row in rows], color=LOG_RATIO, marker="s", label="mean |log ratio|")
-    other.set(ylabel="mean |log ratio| (nats)", ylim=(0, None))
-    other.grid(visible=False)
-    other.spines.right.set_visible(True)
-    handles = [handle for each in (axes, other) for handle in each.get_legend_handles_labels()[0]]
-    axes.legend(handles, [handle.get_label() for handle in handles], frameon=False)
 
 
 def _position(axes: Any, report: Report) -> None:
     rows = report.summary.by_position
-    places = _middles(rows)
-    gaps = [row.mean_abs_difference or math.nan for row in rows]
-    axes.plot(places, gaps, color=LOG_RATIO, marker="s", linestyle="--", label="mean |log ratio|")
-    axes.plot(places, [row.k3 or math.nan for row in rows], color=K3, marker="o", label="k3")
-    axes.set(xscale="log", xlabel="position in the response", ylabel="nats")
+    axes.plot(_middles(rows), [row.k3 or math.nan for row in rows], color=K3, marker="o", label="k3")
+    axes.set(xscale="log", xlabel="position in the response", ylabel="k3 (nats per token)")
     logarithmic(axes, rows)
-    axes.legend(frameon=False)
 
 
 def _middles(rows: Iterable[Group]) -> list[float]:
@@ -128,15 +114,11 @@ def _middles(rows: Iterable[Group]) -> list[float]:
 
 def _steps(axes: Any, report: Report) -> None:
     steps = report.summary.steps
-    places = range(len(steps))
-    axes.plot(places, [step.k3 or math.nan for step in steps.values()], color=K3, marker="o", label="k3")
-    gaps = [step.abs_mean or math.nan for step in steps.values()]
-    axes.plot(places, gaps, color=LOG_RATIO, marker="s", linestyle="--", label="mean |log ratio|")
+    axes.plot(range(len(steps)), [step.k3 or math.nan for step in steps.values()], color=K3, marker="o", label="k3")
     stride = max(1, len(steps) // 10)
-    axes.set_xticks([*places][::stride], [*steps][::stride])
-    axes.set(xlabel="step", ylabel="nats")
+    axes.set_xticks([*range(len(steps))][::stride], [*steps][::stride])
+    axes.set(xlabel="step", ylabel="k3 (nats per token)")
     logarithmic(axes, steps.values())
-    axes.legend(frameon=False)
 
 
 def _steps_of_two(axes: Any, report: Report) -> None:

@@ -17,7 +17,8 @@ from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction, without_terms
 from mis_ext.methods.method import Method
 from mis_ext.tools.diagnosis.cause import Diagnosis
-from mis_ext.tools.diagnosis.thresholds import PRETRAINED_K3
+from mis_ext.tools.diagnosis.table import CAUSES
+from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, PRETRAINED_K3
 from mis_ext.tools.explain.traps import (
     COST_OF_GATES,
     EVIDENCE,
@@ -158,7 +159,8 @@ def recommend(
     ranking = tuple(each for _, each in sorted(ranked, key=lambda pair: pair[0]))
     best = ranking[0].name if ranking else NONE
     yaml = next((candidate.yaml for candidate in candidates if candidate.name == best and not faults), "")
-    headline, reasons = _in_words(best, summary, faults, is_stale=is_stale, is_needed=is_needed)
+    found = [each for each in diagnoses if not each.is_of_few_tokens]
+    headline, reasons = _in_words(best, summary, faults, found, is_stale=is_stale, is_needed=is_needed)
     return Recommendation(headline, reasons, best, yaml, ranking)
 
 
@@ -207,16 +209,33 @@ def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) ->
 
 
 def _in_words(
-    best: str, summary: Summary, faults: Sequence[Diagnosis], *, is_stale: bool, is_needed: bool
+    best: str,
+    summary: Summary,
+    faults: Sequence[Diagnosis],
+    found: Sequence[Diagnosis],
+    *,
+    is_stale: bool,
+    is_needed: bool,
 ) -> tuple[str, tuple[str, ...]]:
     overall = summary.overall
     size = f"k3 is {overall.k3:.2g} per token, the effective sample size of token ratios {overall.ess_token:.2%}."
     if faults:
         return (
             f"Repair this first: {faults[0].title}.",
-            (faults[0].advice, "No configuration corrects it. The ranking below uses the data as they are.", size),
+            (
+                _sentence(faults[0].evidence),
+                faults[0].advice,
+                "No configuration corrects it. The ranking below uses the data as they are.",
+                size,
+            ),
         )
-    if not is_needed:
+    # The cause first, the correction second. A size is no cause.
+    main = next((each for each in found if each.cause in CAUSES and each.cause != "equal"), None)
+    leads = main is not None and not main.k3_share < MAIN_SHARE
+    grows = next((each for each in found if each.is_growing), None)
+    if not is_needed and grows is not None:
+        return (f"k3 is small and grows: {grows.title}.", (_sentence(grows.evidence), grows.advice))
+    if not is_needed and (main is None or not leads):
         return (
             "No correction is needed.",
             (
@@ -226,6 +245,13 @@ def _in_words(
             ),
         )
     reasons = [size]
+    if main is not None and leads:
+        reasons = [
+            _sentence(main.evidence),
+            main.advice,
+            f"Until then: {best}." if best != NONE else "No candidate corrects it.",
+            size,
+        ]
     if is_stale:
         reasons.append(
             "In a pretrained model token TIS gained 0.13 of reward with weights 8 steps old, 0.06 with weights 4 steps "
@@ -248,7 +274,14 @@ def _in_words(
             f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "
             f"at {overall.mean_length:.0f} tokens."
         )
-    return (f"Take {best}." if best != NONE else "No candidate is better than no correction."), tuple(reasons)
+    headline = f"Use {best}." if best != NONE else "No candidate is better than no correction."
+    if main is not None and leads:
+        headline = f"Find this first: {main.title}."
+    return headline, tuple(reasons)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _place(config: CorrectionConfig, method: Method | None, *, is_needed: bool) -> int:
