@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first screen of a report: what headless Chromium shows of its page.
 
-The guide's picture is of the last step before each of five syncs, every four steps:
+The guide's picture is of the recorded run that syncs its weights every four steps:
 
-bash examples/run.sh --num-rollout 20 --update-weights-interval 4 --rollout-data-postprocess-path dump_rollout.save
-mis-ext report runs/rollouts/{3,7,11,15,19}_{0,1}.pt --out mismatch
+tar xJf tests/data/example_dumps/dumps.tar.xz
+mis-ext report sync_every_4 --out mismatch
 python docs/picture_of_report.py mismatch/report.html
 """
 

@@ -85,7 +85,7 @@ def test_bf16_log_probs_are_a_small_part_of_what_kernels_give() -> None:
 @pytest.mark.whole_run
 def test_weights_that_are_never_synced_are_told_by_steps() -> None:
     (found,) = named("never synced, 6 steps")
-    assert "k3 rises from" in found.evidence
+    assert "k3 grows from" in found.evidence
 
 
 @pytest.mark.whole_run

@@ -213,8 +213,11 @@ def tiles(report: Report) -> list[Tile]:
     trend = Tile("good", "one step", "no trend of k3")
     if len(steps) > 1:
         first, last = steps[0].k3, steps[-1].k3
-        severity = "bad" if last > GROWTH * first else "watch" if last > NOTICED * first else "good"
-        trend = Tile(severity, f"{number(first)} to {number(last)}", f"k3 over {len(steps)} steps")
+        most = max(step.k3 for step in steps)
+        severity = "bad" if most > GROWTH * first else "watch" if most > NOTICED * first else "good"
+        trend = Tile(
+            severity, f"{number(first)} to {number(last)}", f"k3 over {len(steps)} steps, at most {number(most)}"
+        )
     found = report.diagnoses[0] if report.diagnoses else None
     cause = Tile("watch", "no cause", "too few tokens to say")
     if found is not None:

@@ -143,7 +143,7 @@ def test_weight_versions_of_all_shapes_are_compared_with_the_given_one(tmp_path,
     data["rollout_log_probs"][0] -= 1.0
     path = dump(tmp_path, 0, data)
     report = report_of(path, "--train-weight-version", "4")
-    assert "stale weights: tokens that were sampled with weights of another step" in report["hint"]
+    assert "stale weights, or a tensor that was not sent" in report["hint"]
     assert report_of(path)["hint"] is None
 
 
