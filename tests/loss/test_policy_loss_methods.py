@@ -319,18 +319,6 @@ REFUSED = [
     (3, "mis_loss_method must be a mapping, got 3"),
     ({"name": "icepop", "hihg": 2.0}, "unknown parameters of mis_loss_method: icepop: 'hihg' (did you mean 'high'?)"),
     ({"name": "icepop", "high": "5e-1"}, "mis_loss_method: icepop: high must be a number in [1, inf), got '5e-1'"),
-    ({"name": "icepop", "high": float("nan")}, "mis_loss_method: icepop: high must be in [1, inf), got nan"),
-    ({"name": "icepop", "high": 0.4}, "mis_loss_method: icepop: high must be in [1, inf), got 0.4"),
-    ({"name": "ppo", "low": 1.5}, "mis_loss_method: ppo: low must be in [0, 1], got 1.5"),
-    ({"name": "ipo", "delta": 0.0}, "mis_loss_method: ipo: delta must be in (0, inf), got 0.0"),
-    ({"name": "dispo", "positive": 2.0}, "mis_loss_method: dispo: positive must be a list, got 2.0"),
-    ({"name": "sapo", "positive": 0.0}, "mis_loss_method: sapo: positive must be in (0, inf), got 0.0"),
-    ({"name": "minirl", "cap": 0.0}, "mis_loss_method: minirl: cap must be in (0, inf), got 0.0"),
-    ({"name": "gmpo", "low": 2.0, "high": 1.0}, "mis_loss_method: gmpo: low must be in (0, 1], got 2.0"),
-    (
-        {"name": "clip_cov", "cov_low": 5.0, "cov_high": 1.0},
-        "cov_high (from cov_low: 5.0) must be in (5, inf), got 1.0",
-    ),
     ({"name": "maspo", "scale": 20.0}, "maspo: high (from scale: 20.0) must be in [20, inf), got 10.0"),
     (
         {"name": "icepop", "normalize_over": "token"},
