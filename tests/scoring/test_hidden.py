@@ -40,32 +40,6 @@ def test_drawn_cases_are_what_float64_says(backend, passes, first_seed) -> None:
         assert_near(case, found, judged(case), passes=passes)
 
 
-def test_gradients_of_float64_are_those_of_finite_differences(monkeypatch) -> None:
-    with_tiles(monkeypatch, tile=6, slopes=16, states=10)
-    generator = torch.Generator().manual_seed(6)
-    leaves = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in [(4, 5), (9, 5), (9,)]
-    ]
-    kept = KeptColumns(torch.tensor([0, 3, 5]), torch.tensor([0, 0, 2]), torch.tensor([True, False, True]))
-
-    def function(hidden_NE, weight_VE, bias_V):
-        return score_hidden(
-            hidden_NE,
-            weight_VE,
-            torch.tensor([1, 7, 2]),
-            bias=bias_V,
-            row_T=torch.tensor([3, 0, 1]),
-            temperature=0.7,
-            logit_scale=0.5,
-            soft_cap=4.0,
-            kept=kept,
-            vocab_size=8,
-        )
-
-    assert torch.autograd.gradcheck(function, leaves)
-
-
 def test_leading_dimensions_change_no_bit(backend, passes) -> None:
     case = plain(rows=6)
     wanted = answered(case)
