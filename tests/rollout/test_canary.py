@@ -80,22 +80,6 @@ def test_an_engine_that_stays_behind_has_the_weights_of_a_named_version(seed, ad
 
 
 @seeds
-@sides
-def test_an_engine_that_never_gets_weights_has_those_it_began_with(seed, with_trainer):
-    truth = Truth(seed)
-    found = verdicts(truth, [truth.weights[0]] * VERSIONS, with_trainer=with_trainer)
-    assert found == [("first", None), *[("old", "0")] * 3]
-
-
-@seeds
-def test_noise_of_the_engine_is_not_taken_for_new_weights(seed):
-    truth = Truth(seed)
-    stuck = [truth.weights[0]] * VERSIONS
-    found = verdicts(truth, stuck, with_trainer=False, noise=0.01)
-    assert [verdict for verdict, _ in found] == ["first", "unknown", "unknown", "unknown"]
-
-
-@seeds
 @pytest.mark.parametrize("scorings", [1, 2])
 def test_the_same_weights_under_another_load_are_not_said_to_have_arrived(seed, scorings):
     """Two scorings alike measure a noise of 0, which the next batch breaks."""

@@ -11,7 +11,6 @@ from tiny_tokenizers import TURN_END, render
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 from generate_runs import LIMITS, QUESTION, TOOL_RESULT, WITH_ENVIRONMENT, run
-from host_samples import SlimeSample
 from sglang_answers import END, TOKENIZER, answer, cut, stopped
 from tiny_tokenizers import encode, encode_bytewise
 from tokens.sample import Sample, Status
@@ -46,39 +45,6 @@ def test_messages_go_through_the_chat_template_with_the_tools_of_the_sample(toke
     server = run([lambda r: stopped(r, "mild")], tokenizer_folder, sample)
     assert server.requests[0]["input_ids"] == render(TOKENIZER, QUESTION, tools=tools)
     assert server.requests[0]["input_ids"] != render(TOKENIZER, QUESTION)
-
-
-@pytest.mark.parametrize("sample_class", [Sample, SlimeSample])
-def test_later_turns_hold_the_earlier_ones_as_they_were_sampled(tokenizer_folder, environment, sample_class):
-    said = environment(TOOL_RESULT, [{"role": "user", "content": "Thanks"}], None)
-    turns = ["Let me look", "It says rain", "Welcome"]
-    sample = sample_class(prompt=QUESTION)
-    script = [lambda r, text=text: stopped(r, text) for text in turns]
-    server = run(script, tokenizer_folder, sample, settings=WITH_ENVIRONMENT)
-
-    messages = [*QUESTION, *({"role": "assistant", "content": turn} for turn in turns)]
-    messages[2:2], messages[4:4] = TOOL_RESULT, [{"role": "user", "content": "Thanks"}]
-    assert TOKENIZER.decode(sample.tokens) + "\n" == TOKENIZER.decode(render(TOKENIZER, messages, generate=False))
-    assert said.told == [f"{turn}{TURN_END}" for turn in turns]
-    # In tokens, and not in text only: every later request begins with what is known by then.
-    known = render(TOKENIZER, QUESTION)
-    trained, log_probs = [], []
-    for request, turn in zip(server.requests, turns, strict=True):
-        assert request["input_ids"][: len(known)] == known
-        behind = request["input_ids"][len(known) :]
-        sampled = [*encode_bytewise(TOKENIZER, turn), END]
-        known = request["input_ids"] + sampled
-        trained += [0] * len(behind) + [1] * len(sampled)
-        log_probs += [0.0] * len(behind)
-        log_probs += [-0.1 - 0.01 * (number + len(request["input_ids"])) for number in range(len(sampled))]
-    assert sample.tokens == known
-    assert sample.loss_mask == trained
-    assert sample.rollout_log_probs == log_probs
-    assert sample.response == TOKENIZER.decode(known[len(render(TOKENIZER, QUESTION)) :])
-    assert sample.response_length == len(trained)
-    assert sample.weight_versions == ["7"] * 3
-    assert sample.status is Status.COMPLETED
-    assert sample.metadata["on_policy_tokens"]["boundaries/contiguous"] == 2
 
 
 def test_a_turn_that_a_stop_string_ended_gets_the_templates_end_as_a_masked_token(tokenizer_folder, environment):
