@@ -112,7 +112,7 @@ def test_most_open_tokens_raised_point_to_old_weights_first_and_engines_raise_ha
 def test_samples_that_old_weights_set_apart_are_not_taken_for_another_text() -> None:
     found = report_on("pretrained_stale_8").diagnoses
     assert [each.cause for each in found] == ["expert_routing", "low_precision"]
-    assert all(each.alternatives[0].startswith("stale weights, or an adapter") for each in found)
+    assert all(any(words.startswith("stale weights, or an adapter") for words in each.alternatives) for each in found)
 
 
 @pytest.mark.whole_run
