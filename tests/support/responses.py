@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "data" / "rollout_responses"
 
 
 def recorded(name: str) -> tuple[dict[str, Any], Any]:
-    """Request and response of a real SGLang server; ``data/rollout_responses/record.py`` says how they were made."""
+    """Request and response of a real SGLang server, as ``data/rollout_responses/README.md`` describes them."""
     record = json.loads((FOLDER / f"{name}.json").read_text())
     return record["request"], record["response"]
 
