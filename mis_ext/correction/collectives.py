@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only module that communicates.
 
-Everything is an all-gather of small rows, reduced locally in rank order: the same bits on every rank and on every run.
+The correction gathers small rows, and reduces them locally in rank order: the same bits on every rank and on every run.
+Its callers are in :mod:`mis_ext.correction.correct`. Large tensors of scoring are reduced by the backend, in any order.
 A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
 called through its own methods; objects are gathered over the former only. None is a group of one.
 

@@ -4,7 +4,7 @@
 Each configuration has graphs of its own, so that configurations do not share torch's limit on recompilations. A graph
 holds for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never reach it.
 
-A rank alone has one graph of all passes. Ranks that exchange numbers have three, one for each pass. The last one
+A call without exchanges has one graph of all passes. A call with exchanges has three, one for each pass. The last one
 computes tokens and responses again, so that only sums leave the others. Outside of the graphs are the collectives, the
 values of segments, the bits of kept tokens, and the product with the loss.
 """

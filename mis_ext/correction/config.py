@@ -345,6 +345,7 @@ class Weight:
             self._warn_unusual_bounds(bound)
 
     def _fill_bounds(self, bound: Bound) -> None:
+        # In Python alone: keys have defaults of their own, see keys/rows.py.
         high = DEFAULT_UPPER_BOUND if self.high is None else self.high
         check_number("high", high, low=0.0, high=math.inf, open_low=True)
         object.__setattr__(self, "high", float(high))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, keep mask, and metrics of one micro-batch: the passes, with one collective between two of them.
+"""Weights, keep mask, and metrics of one micro-batch: the passes, and what ranks exchange for them.
 
-Read :mod:`mis_ext.correction.passes` for the formulas.
+Read :mod:`mis_ext.correction.passes` for the formulas. :func:`correct` hands them the exchanges as functions.
+
+Context-parallel ranks agree on the keep mask in two steps. They gather the sums of each response, and decide alike on
+whole responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ _PHANTOM = (
 )
 _RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
 _ESS = "`(sum w)^2 / (n sum w^2)` of the "
-_ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` between -20 and 20"
+_ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences with a ratio, `W = exp(sum d)`, `sum d` between -20 and 20"
 _ESS_AGE = "`ess_ratio_token` if {} tokens had the ratio 1"
 _LR = "root of `ess_ratio_token`: what to multiply the learning rate by"
 _LR_SEQ = "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it"

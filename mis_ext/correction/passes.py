@@ -15,8 +15,9 @@ log-ratio under the key ``(label, "extreme")``, whose maximum over a response :f
 token without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
-``nonfinite_token_fraction`` counts it. A veto, a weight of responses, or a gate on their sum or mean needs all ratios,
-and masks the whole response.
+``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios, and
+masks the whole response. So does a veto; with ``action: zero`` it sets weights to 0. ``metrics_only`` masks nothing.
+In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask

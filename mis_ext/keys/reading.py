@@ -113,7 +113,8 @@ VETOES: dict[str, tuple[str, HookReduce, str]] = {
 
 
 def _weight(given: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None:
-    level, mode, low, high = (values[f"tis_{each}"] for each in ("level", "mode", "lower_bound", "upper_bound"))
+    level, mode = values["tis_level"], values["tis_mode"]
+    low, high = values["tis_lower_bound"], values["tis_upper_bound"]
     if level == "none":
         return None
     bound, edges = BOUNDS[mode], {}

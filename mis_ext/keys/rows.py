@@ -196,7 +196,7 @@ CORRECTION_ROWS: dict[str, Key] = {
     "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
     "tis_normalize_scope": Key(words(Scope), "data_parallel", "The samples of that mean."),
     "tis_normalize_over": Key(words(NormalizeOver), "kept", "The tokens of that mean."),
-    "mis_denominator": Key(words(Denominator), "fixed", "fixed: rejected tokens count in it."),
+    "mis_denominator": Key(words(Denominator), "fixed", "fixed: rejected tokens count in it. kept: they do not."),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(read_metrics, "core", "The metrics that are reported.", values="core | all, or list of names"),
     "mis_metric_max": Key(

@@ -124,6 +124,7 @@ class _Scored(torch.autograd.Function):
 
     With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_j`` is
     ``(g (1[j = v] - p_j) - h p_j (log p_j + H)) / T``. With ``kept``, ``p_j`` of the first term is among kept columns.
+    ``_slopes`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py`` compute it.
     """
 
     @staticmethod
