@@ -2,8 +2,10 @@
 """Real gloo processes: where a rank stands, and what the other one learns when it fails."""
 
 import argparse
+import itertools
 import os
 import platform
+import runpy
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -197,6 +199,53 @@ def check_another_backend_on_one_node(rank: int) -> None:
     backend = {} if rank else {"MIS_EXT_BACKEND": "tritn"}
     with mock.patch.dict(os.environ, backend), pytest.raises(RuntimeError, match=r"rank 0 on .*'tritn'.*install the"):
         start()
+
+
+def plain_gradient(model: torch.nn.Module, batches: list[Any]) -> torch.Tensor:
+    """One token after the other, with the rules of `TRUNCATE_AND_MASK`."""
+    loss, count = torch.zeros(()), 0.0
+    for batch in batches:
+        for first, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+            log_probs = model(batch.token_ids[first:end]).log_softmax(-1)
+            for place in range(first + 1, end):
+                current = log_probs[place - 1 - first, batch.token_ids[place]]
+                mask = float(batch.response_mask[place])
+                ratio = float((current.detach() - batch.behavior_logprobs[place]).exp())
+                count += mask
+                if mask and 0.35 <= ratio <= 1.8:
+                    loss = loss - mask * min(ratio, 1.05) * batch.advantages[place] * current
+    (loss / count).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+TRUNCATE_AND_MASK = {
+    "use_tis": True,
+    "tis_level": "token",
+    "tis_upper_bound": 1.05,
+    "use_rs": True,
+    "rs_level": "token",
+}
+TRUNCATE_AND_MASK |= {"rs_lower_bound": 0.35, "rs_upper_bound": 1.8}
+
+
+def check_the_example_of_context_parallelism(rank: int) -> None:
+    """Also with a fractional mask, and where a data-parallel rank has fewer micro-batches than the other."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "context_parallel.py"))
+    of_cp = Groups.of_process_groups(cp_group=dist.group.WORLD)
+    of_dp = Groups.of_process_groups(dp_group=dist.group.WORLD)
+    for groups, seeds in ((of_cp, [[0, 1]] * 2), (of_dp, [[0, 1], [2]])):
+        batches = {seed: example["example_batch"](groups.cp_size, seed) for own in seeds for seed in own}
+        for batch in batches.values():
+            batch.behavior_logprobs[:3] = torch.nan
+        half = batches[0].response_mask * torch.tensor([1.0] * 4 + [0.5] + [1.0] * 6)
+        batches[0] = batches[0]._replace(response_mask=half)
+        model, wanted = example["example_model"](), plain_gradient(example["example_model"](), [*batches.values()])
+        session, own = mis_ext.Session(TRUNCATE_AND_MASK), [batches[seed] for seed in seeds[rank]]
+        metrics = example["step"](model, own, session, groups, num_calls=2)
+        found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        # float32, sums of 20 tokens in another order.
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+        assert 0.0 < metrics["train/mis_kept_token_fraction"] < 1.0
 
 
 CHECKS: dict[str, Callable[[int], None]] = {
