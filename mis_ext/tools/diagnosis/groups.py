@@ -162,8 +162,8 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
     title="packed responses that see each other",
     looks_like="two groups of responses differ by a factor of 3 with few between, and which is which repeats along "
     "the dump as rows of 2 to 8 responses do: the first of each row is right",
-    advice="Score one response alone and compare. Reset the recurrent state, the positions and the attention mask at "
-    "each boundary of a packed row (cu_seqlens).",
+    advice="Score one response alone and compare: mis-ext check-packing does both. Reset the recurrent state, the "
+    "positions and the attention mask at each boundary of a packed row (cu_seqlens).",
     is_fault=True,
 )
 def packed(left: Left) -> Finding | None:

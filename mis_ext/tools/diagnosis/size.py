@@ -28,7 +28,7 @@ QUANTISED = (
 )
 _STEP_ADVICE = (
     "Look at the steps first: kernels and precision do not change over steps. Compare weights tensor by tensor after "
-    "the first update."
+    "the first update, with mis_ext.rollout.compare_weights."
 )
 
 

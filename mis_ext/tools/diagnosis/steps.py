@@ -23,8 +23,8 @@ NOT_SENT = (
     "a mismatch that training itself lets grow",
 )
 COMPARE = (
-    "Compare the weights of both sides tensor by tensor: a weight version says nothing about a tensor that was left "
-    "out or an adapter that was merged twice. "
+    "Compare the weights of both sides tensor by tensor with mis_ext.rollout.compare_weights: a weight version says "
+    "nothing about a tensor that was left out or an adapter that was merged twice. "
 )
 
 
