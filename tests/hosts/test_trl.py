@@ -21,6 +21,7 @@ from flat_keys import keys_of
 
 from mis_ext.correction.metrics import GroupNumber, Mean
 from mis_ext.hosts.trl import MisTrainer, log_metrics
+from mis_ext.tools.dumps import Dumps
 
 with lzma.open(Path(__file__).parents[1] / "data" / "trl" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)
@@ -228,6 +229,43 @@ def test_a_rollout_without_vllm_has_the_whole_loss() -> None:
         trainer._compute_loss(None, inputs)
     method = Trainer(BATCHES["close"], mis_keys={"mis_loss_method": "ppo"}, use_vllm=False)
     assert torch.isfinite(method._compute_loss(None, inputs))
+
+
+class Recorded(Host):
+    """With the ids and the places that a dump names."""
+
+    def _generate_and_score_completions(self, inputs: object) -> dict:
+        found = super()._generate_and_score_completions(inputs)
+        ids = torch.arange(found["completion_mask"].numel()).view(found["completion_mask"].shape) + 100
+        prompts = {"prompt_ids": torch.tensor([[0, 7]] * len(ids)), "prompt_mask": torch.tensor([[0, 1]] * len(ids))}
+        return found | prompts | {"completion_ids": ids}
+
+
+def test_the_class_of_the_page_writes_dumps_that_the_report_reads(tmp_path) -> None:
+    page = (ROOT / "docs" / "reference" / "trl.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "WritesDumps" in block), names)
+    batch = BATCHES["apart"]
+    trainer = type("Dumping", (names["WritesDumps"], MisTrainer, Recorded), {})(batch, mis_keys=RATIO)
+    trainer.args.output_dir, trainer.state = str(tmp_path), SimpleNamespace(global_step=3)
+    trainer.accelerator.process_index = 1
+    found = trainer._generate_and_score_completions([])
+    trainer.model.training = False
+    trainer._generate_and_score_completions([])
+    # One row each is a response: those without a token are none.
+    rows = [row for row, mask in enumerate(found["completion_mask"].bool()) if mask.any()]
+    samples = [*Dumps([tmp_path / "dumps" / "rank_1.jsonl"])]
+    assert len(samples) == len(rows) > 1
+    mask = found["completion_mask"] * found.get("tool_mask", 1)
+    for row, sample in zip(rows, samples, strict=True):
+        here = found["completion_mask"][row].bool()
+        wanted = found["old_per_token_logps"][row][here], found["sampling_per_token_logps"][row][here]
+        assert sample.rollout_id == 3
+        assert sample.token_ids == [7, *found["completion_ids"][row][here].tolist()]
+        assert torch.equal(torch.as_tensor(sample.response_mask), mask[row][here].to(torch.int64))
+        assert float(sample.advantages) == pytest.approx(float(found["advantages"][row]))
+        torch.testing.assert_close(sample.proximal_log_probs.float(), wanted[0])
+        torch.testing.assert_close(sample.behavior_log_probs.float(), wanted[1])
 
 
 def alone() -> dict[str, str]:
