@@ -135,7 +135,8 @@ def _jumps(steps: Sequence[Step]) -> Story | None:
         rise = max(each.k3 for each in later) / least.k3 if least.k3 else math.inf
         # Between steps that are far from each other training itself may let it grow.
         is_next = not (before.name.isdecimal() and step.name.isdecimal()) or int(step.name) == int(before.name) + 1
-        if is_next and _has_risen(least, most) and not _rise(later) and (not before.k3 or rise < step.k3 / before.k3):
+        is_flat = not _rise(earlier) and not _rise(later)
+        if is_next and _has_risen(least, most) and is_flat and (not before.k3 or rise < step.k3 / before.k3):
             last = earlier[-1]
             where = f"in step {last.name}" if len(earlier) == 1 else f"up to step {last.name}"
             update = ": the first update broke one side" if len(earlier) == 1 else ""
@@ -271,7 +272,15 @@ def _is_more(more: Evidence, less: Evidence) -> bool:
     # Of the mean |d| of responses: unlike k3, few tokens do not decide it.
     sides = [side.gap_S[side.num_S > 0].clamp_min(1e-12).log() for side in (more, less)]
     variance = sum(float(side.var()) / len(side) if len(side) > 1 else math.inf for side in sides)
-    return float(sides[0].mean() - sides[1].mean()) > limit.STEP_ERRORS * math.sqrt(variance)
+    errors = _of_few(limit.STEP_ERRORS, min(map(len, sides)) - 1)
+    return float(sides[0].mean() - sides[1].mean()) > errors * math.sqrt(variance)
+
+
+def _of_few(z: float, freedom: int) -> float:
+    """The quantile of Student's t with the chance of ``z`` standard errors (Cornish and Fisher, to second order)."""
+    if freedom < 1:
+        return math.inf
+    return z + (z**3 + z) / (4.0 * freedom) + (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
 
 
 def _by_version(tokens: Evidence) -> Finding | None:
