@@ -30,6 +30,8 @@ FOLDERS = {
     "../lab/benchmarks/results/": "results/",
 }
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+|[^):#\s]+\.(?:md|png|svg))")
+FILE = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)\)")
+"""A link with a path alone: to a file of the repository that the site does not have, it becomes text."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -87,8 +89,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), found[1]))
         return f"]({posixpath.relpath(_in_site(target), folder or '.')}"
 
+    def without_file(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), found[2]))
+        # The paths are relative to `docs/`, whose other files are in the site.
+        is_elsewhere = target.startswith("../") and not target.endswith((".md", ".png", ".svg"))
+        return found[1] if is_elsewhere and (ROOT / "docs" / target).exists() else found[0]
+
     markdown = IN_SOURCE.sub(lambda found: f"[`{found[1]}`][{found[2].replace('/', '.')}.{found[1]}]", markdown)
-    return API.sub(lambda found: _directives(found[1]), LINK.sub(to_page, markdown))
+    return API.sub(lambda found: _directives(found[1]), LINK.sub(to_page, FILE.sub(without_file, markdown)))
 
 
 def on_page_content(content: str, **_: Any) -> str:
