@@ -3,12 +3,12 @@
 
 Run the framework for one step with these flags. The loss stays as it is:
 
-    export MIS_EXT_RECORD=/tmp/loss_calls PYTHONPATH=~/mis_ext/examples:$PYTHONPATH
+    export MIS_EXT_RECORD=$HOME/loss_calls PYTHONPATH=~/mis_ext/examples:$PYTHONPATH
     --get-mismatch-metrics --custom-tis-function-path record_loss_call.record
 
 Then, on any machine with mis_ext:
 
-    python3 examples/record_loss_call.py /tmp/loss_calls
+    python3 examples/record_loss_call.py $HOME/loss_calls
 
 It prints what each call had, and what the hook of mis_ext says of it: that is what a report about slime, vime, or Miles
 needs. A record holds log-probs, masks, and lengths, no tokens and no text. Calls of a context-parallel run are listed,

@@ -7,7 +7,7 @@
 
 A Qwen3 of four layers that is trained here on the repository's pages, or the model in a folder given by ``--model``. A
 short supervised training makes the adapter.
-Every row samples anew: the engine's log-probs of its own tokens at temperature 1, and the trainer's of the same tokens.
+Each row has samples of its own: the engine's log-probs of its tokens at temperature 1, and the trainer's of the same.
 It prints a row for each case: k3, the largest difference, and the mean of the absolute one.
 """
 

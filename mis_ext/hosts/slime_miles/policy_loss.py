@@ -323,7 +323,7 @@ def _samples_under(key: str, batch: Mapping[str, Any], layout: PackedLayout) -> 
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
-    """The host's own model, whose output layer hands over hidden states in place of logits.
+    """The framework's own model, whose output layer hands over hidden states in place of logits.
 
     For ``--custom-model-provider-path mis_ext.model_provider`` beside ``mis_ext.policy_loss``. The host's passes that
     score the rollout with the trained, the reference or a teacher model take hidden states too: no flag of the hosts

@@ -73,7 +73,7 @@ def _split(tokens: Evidence, index_T: torch.Tensor, size: int) -> list[Evidence]
 
 @cause(
     name="stale_prefix_cache",
-    title="a prefix in the engine's cache that was computed with old weights",
+    title="a prefix in the engine's cache that was computed with stale weights",
     looks_like="the first 8 or 32 tokens of a turn differ twice as much as the 65th to 256th, or have 5 times their "
     "k3 (twice these factors where turns are shorter, above what follows the 32nd or 16th); or later turns do",
     advice=_PREFIX_ADVICE,
