@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # What the studies of the pretrained model need on Hopper GPUs beside torch 2.11 (CUDA 13.0), in one archive of 140 MB for
-# a machine without a network: SGLang with its kernels, Megatron-Core, and SmolLM2. pack_pilot.sh adds Qwen.
+# a machine without a network: SGLang with its kernels, Megatron-Core, and SmolLM2. pack_forks.sh adds Qwen.
 #
 #   lab/real_stack/pack_evidence.sh OUT.tar.xz
 #

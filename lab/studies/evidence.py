@@ -8,7 +8,7 @@
     python lab/studies/evidence.py compact                                # a file per study of what ran
     python lab/studies/evidence.py report                                 # pages and pictures of the collapse studies
     python lab/studies/evidence.py alert                                  # when would an alert on k3 have fired?
-    python lab/studies/evidence.py pilot                                  # what the pilot of forks at the alert decides
+    python lab/studies/evidence.py forks                                  # the pairs that forked at the alert, so far
 
 Results lie in ``lab/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
 a group lies in ``unfinished`` there; ``list`` says how far it got, and the page shows it. Several
@@ -34,7 +34,7 @@ import torch
 from evidence.archives import Row
 from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, alert_at, is_over
 from evidence.pretrained.fork import FORK_STUDIES
-from evidence.pretrained.fork import report as pilot_report
+from evidence.pretrained.fork import report as fork_report
 from evidence.pretrained.group import PretrainedGroup
 from evidence.results import Keeping, Results
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,7 +55,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {"list": "what has run", "run": "run what is missing", "compact": "a file per study of what ran"}
     for name, text in (
-        texts | {"report": "pages and pictures", "pilot": "what the pilot of forks decides so far"}
+        texts | {"report": "pages and pictures", "forks": "the pairs that forked at the alert, so far"}
     ).items():
         command = commands.add_parser(name, help=text)
         command.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all by default")
@@ -87,8 +87,8 @@ def main() -> None:
 
         alert.report(STUDIES[LADDER], STUDIES[CORRECTION], Results(FOLDER / "results"), FOLDER)
         return
-    if options.command == "pilot":
-        print(pilot_report(Results(options.results)))
+    if options.command == "forks":
+        print(fork_report(Results(options.results)))
         return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:
@@ -230,6 +230,11 @@ def run(group: PretrainedGroup, results: Results, places: Places, stop: Stop) ->
     with Progress(*columns, TextColumn("reward {task.fields[reward]:.3f}")) as progress:
         bar = progress.add_task(group.name, total=group.num_steps, reward=float("nan"))
         training = places.start(group)
+        # With its engine started: the other run is minutes from its alert.
+        while not results.can_begin(group) and group.forks_from not in results.names() and not stop:
+            time.sleep(1.0)
+        if not results.can_begin(group):
+            return
         rows = results.resume(group, training)
         with results.saving(group, training, rows) as keep:
             while training.num_steps_done < group.num_steps and not keep.is_over:
@@ -237,14 +242,14 @@ def run(group: PretrainedGroup, results: Results, places: Places, stop: Stop) ->
                 keep.write_now_and_then()
                 progress.update(bar, completed=training.num_steps_done, reward=rows[-1]["reward"])
                 keep.is_over = is_over(group, rows)
-                if group.keeps_alert:
-                    fork(group, rows, keep)
+                if group.steps_after_alert and not group.forks_from:
+                    keep_alert(group, rows, keep)
                 # Not before a step: every slice gets further.
                 if stop:
                     break
 
 
-def fork(group: PretrainedGroup, rows: list[Row], keep: Keeping) -> None:
+def keep_alert(group: PretrainedGroup, rows: list[Row], keep: Keeping) -> None:
     """Keep the state of this step if the alert fires at it."""
     if alert_at([row["k3"] for row in rows]) == rows[-1]["step"]:
         start = time.monotonic()

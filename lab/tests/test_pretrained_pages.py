@@ -284,13 +284,6 @@ def test_the_page_of_the_collapse_is_that_of_its_results(tmp_path: Path) -> None
     assert (tmp_path / "collapse.png").exists()
 
 
-def test_k3_at_a_sum_of_learning_rates_is_that_of_the_ten_steps_before() -> None:
-    rows = [{"k3": float(step)} for step in range(20)]
-    assert collapse_page._k3_at(rows, 1e-5, 2e-4) == 14.5
-    assert collapse_page._k3_at(rows, 2e-5, 2e-4) == 4.5
-    assert collapse_page._k3_at(rows[:19], 1e-5, 2e-4) is None
-
-
 def test_a_number_warns_once_its_mean_is_beyond_its_limit() -> None:
     limits = {name: limit for name, _, limit in collapse_runs.WARNINGS}
     quiet = [1.0] * 12

@@ -25,6 +25,7 @@ from .archives import Archives, Row
 from .group import Group
 
 if TYPE_CHECKING:
+    from .pretrained.group import PretrainedGroup
     from .pretrained.training import PretrainedTraining as Training
 
 UNFINISHED, ALERT = "unfinished", ".alert"
@@ -110,13 +111,19 @@ class Results:
         """Put the finished groups of a study into one archive, ``STUDY.zip``."""
         self._archives.compact(study, [group.name for group in groups])
 
-    def resume(self, group: Group, training: Training) -> list[Row]:
-        """Bring an interrupted group's training to where it was, at its stop or its alert; its rows so far."""
-        states = [path for path in (self._state(group), self._state(group, ALERT)) if path.exists()]
+    def can_begin(self, group: PretrainedGroup) -> bool:
+        """False until the run from which the group forks has kept its state at the alert."""
+        return not group.forks_from or any(path.exists() for path in self._starts(group))
+
+    def resume(self, group: PretrainedGroup, training: Training) -> list[Row]:
+        """Bring a training to where it was at its stop, its alert, or the alert that it forks from; its rows so far."""
+        states = [path for path in self._starts(group) if path.exists()]
         if not states:
             return []
         saved = torch.load(states[0], map_location="cpu", weights_only=False)
         training.restore(saved["training"])
+        if states[0] == self._state(group.forks_from, ALERT):
+            return []
         self._kept = saved["kept"]
         rows: list[Row] = saved["rows"]
         return rows
@@ -129,7 +136,7 @@ class Results:
         keeping = Keeping(
             kept,
             write=lambda: so_far._write_longer(group, training, rows, kept),
-            write_alert=lambda: self._write_state(self._state(group, ALERT), training, rows, kept),
+            write_alert=lambda: self._write_state(self._state(group.name, ALERT), training, rows, kept),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -137,10 +144,10 @@ class Results:
         finally:
             if training.num_steps_done == group.num_steps or keeping.is_over:
                 self._write(group, training, rows, kept)
-                self._state(group).unlink(missing_ok=True)
+                self._state(group.name).unlink(missing_ok=True)
                 so_far._archives.remove(group.name)
             elif training.has_begun:
-                self._write_state(self._state(group), training, rows, kept)
+                self._write_state(self._state(group.name), training, rows, kept)
                 keeping.write()
 
     def _write(self, group: Group, training: Training, rows: list[Row], kept: dict[str, Any]) -> None:
@@ -164,8 +171,12 @@ class Results:
         torch.save(state, part)
         part.replace(path)
 
-    def _state(self, group: Group, at: str = "") -> Path:
-        return self._folder / f"{group.name}{at}.state.pt"
+    def _starts(self, group: PretrainedGroup) -> list[Path]:
+        """Where a state may be from which the group goes on: the latest first."""
+        return [self._state(group.name), self._state(group.name, ALERT), self._state(group.forks_from, ALERT)]
+
+    def _state(self, name: str, at: str = "") -> Path:
+        return self._folder / f"{name}{at}.state.pt"
 
 
 class Keeping:

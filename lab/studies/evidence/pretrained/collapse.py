@@ -236,7 +236,11 @@ def alert_at(k3: Sequence[float]) -> int | None:
 
 
 def is_over(group: PretrainedGroup, rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether more steps would tell nothing: it has collapsed, or it stands at the last step at which a fall counts."""
+    """Whether more steps would tell nothing: it has collapsed, no later fall counts, or its alert is long ago."""
+    if group.steps_after_alert:
+        alert = rows[0]["step"] - 1 if group.forks_from else alert_at([row["k3"] for row in rows])
+        latest = group.num_steps - 1 - group.steps_after_alert
+        return bool(rows[-1]["step"] >= (latest if alert is None else alert + group.steps_after_alert))
     if group.last_fall and rows[-1]["step"] >= group.last_fall:
         may_fall = [at is not None and at <= group.last_fall for at in verdicts(rows, stays=0)]
         return all(at is not None or not falls for at, falls in zip(verdicts(rows), may_fall, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of the collapse studies: the ladder and its picture, which number warned, the pilot of forks, the atlases."""
+"""Pages of the collapse studies: the ladder and its picture, which number warned, forks at the alert, the atlases."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 
 from evidence.results import Results
-from evidence.study import NONE, Study
+from evidence.study import Study
 
 from . import collapse_correction, fork
 from .collapse import (
     COLLAPSE_STUDIES,
     CORRECTION,
-    EARLIER_RATE,
     ENGINES,
     LADDER,
     SMOOTH,
     STAYS,
     WINDOW,
-    alert_at,
     collapsed_at,
     verdicts,
 )
@@ -34,7 +32,6 @@ from .collapse_runs import (
     WARNINGS,
     Runs,
     draw,
-    earlier_runs,
     ends_of,
     first_crossing,
     label_of,
@@ -44,13 +41,10 @@ from .collapse_runs import (
     runs_seen,
     steps_seen,
 )
-from .group import PretrainedGroup
 
 # Of runs before any study: a line per step, with engine, method and reward.
 FIRST_LOOK = EVIDENCE / "first_look.jsonl"
 PAGE, RUNS = "collapse", "collapse_runs"
-# Runs of the pilot of forks whose machine was taken back, and sums of learning rates at which k3 is compared.
-STOPPED_PILOT, SUMS = "alert_stopped_", (1e-4, 2e-4, 2.68e-4)
 
 
 def report(results: Results, output: Path) -> None:
@@ -98,9 +92,9 @@ def report(results: Results, output: Path) -> None:
         "## The ladder of mismatch, without a correction",
         "",
         *_ladder_section(ladder, results, output),
-        "## Forks at the alert: the pilot",
+        "## Forks at the alert",
         "",
-        *_pilot_section(ladder, correction, results),
+        *_fork_section(results),
         "## The mismatch before any training",
         "",
         "k3 and reward of the untrained model. An engine whose reward is below half of bf16's has a fault, not a "
@@ -235,95 +229,36 @@ def _by_setting(study: Study, runs: Runs) -> list[str]:
     ]
 
 
-def _pilot_section(ladder: Study, correction: Study, results: Results) -> list[str]:
-    """The attempts at the pilot, of which the last decides, beside earlier runs; and how it runs."""
-    stopped = {name: results.rows_of(name) for name in results.names() if name.startswith(STOPPED_PILOT)}
-    if not stopped:
-        return ["Nothing has run yet.", ""]
-    earlier = [run for study in (ladder, correction) for run in runs_seen(study, results)]
-    uncorrected = [
-        (group.learning_rate, rows)
-        for group, rows in earlier
-        if group.engine.weights == "int4" and group.run[0] == NONE
-    ]
-    first = earlier_runs(f"{CORRECTION}_lr{EARLIER_RATE:g}_int4-")
-    uncorrected += [(EARLIER_RATE, rows) for name, rows in first.items() if name.endswith(f"-{NONE.name}")]
-    lows = [
-        min(fork.lasting(rows))
-        for group, rows in earlier
-        if group.condition == f"{CORRECTION}_bf16" and fork.lasting(rows)
-    ]
-    passed = [low > fork.LOWEST for low in lows]
-    pilot = next(study for study in fork.FORK_STUDIES if study.name == fork.PILOT)
-    last = max(name.removeprefix(STOPPED_PILOT).split("_")[0] for name in stopped)
-    verdicts = [
-        fork.verdict(group, stopped.get(f"{STOPPED_PILOT}{last}_{group.name.removeprefix(f'{fork.PILOT}_')}", []))
-        for group in pilot.groups
-        if isinstance(group, PretrainedGroup)
-    ]
-    lines = [
-        f"Token TIS from the alert on: a pilot, int4 without a correction and bf16 at {fork.RATE:g}, seeds 11 "
-        "and 12 (rules fixed beforehand: `lab/studies/evidence/pretrained/fork.py`). "
-        f"**{fork.decision(verdicts)}** Both int4 runs alerted before step {fork.DECIDES_AT}, but the trainer policy "
-        f"of both bf16 runs was below {fork.LOWEST:g}. So no forks follow at this learning rate.",
+def _fork_section(results: Results) -> list[str]:
+    """What the pilot decided, the pairs so far, and how they run."""
+    return [
+        "Is it too late to switch token TIS on when the alert fires? Pairs of runs from one state: int4 weights, 3e-6, "
+        "no correction until the alert, then 70 steps without and with token TIS (rules fixed beforehand: "
+        "`lab/studies/evidence/pretrained/fork.py`).",
         "",
-        "Three attempts on two H200 (SGLang 0.5.17). The first two (revision 11132afd) ended early: the machine was "
-        "taken back between two commands; then, with two runs, the time was up, of which a fault in `pilot.sh` took 5 "
-        "minutes. The third (revision 35cc13e9) began anew with all four runs, two on each GPU, and has the steps that "
-        "decide. It was read all along. `int4-seed11` was stopped after its alert, to leave its GPU to bf16; tests of "
-        "this repository ran on both GPUs from step 11 on. Nothing of the rules was changed.",
+        *fork.report(results).splitlines(),
         "",
-        "| attempt, run | steps | seconds a step after the first | k3, first ten steps "
-        f"| {' | '.join(f'k3 at {total:.1e}' for total in SUMS)} | alert at step "
-        "| trainer policy, last four (attempt 1: all three): sampled, greedy "
-        f"| lowest mean of four, sampled, from step {fork.DECIDES_AT} on |",
-        "|---" * 10 + "|",
-    ]
-    for name, rows in stopped.items():
-        attempt, run = name.removeprefix(STOPPED_PILOT).removesuffix(f"-{NONE.name}").split("_")
-        k3 = (_k3_at(rows, fork.RATE, total) for total in SUMS)
-        own = (np.mean([row[kind] for row in rows if kind in row][-LAST:]) for kind in ("own_reward", "own_greedy"))
-        alert, lasting = alert_at([row["k3"] for row in rows]), fork.lasting(rows)
-        cells = [f"{attempt}, {run}", str(len(rows)), f"{mean_of(rows[1:], 'seconds'):.1f}"]
-        cells += [f"{mean_of(rows[:WINDOW], 'k3'):.1e}", *("" if value is None else f"{value:.1e}" for value in k3)]
-        cells += ["" if alert is None else str(alert), ", ".join(f"{value:.2f}" for value in own)]
-        lines.append(f"| {' | '.join([*cells, f'{min(lasting):.3f}' if lasting else ''])} |")
-    ranges = []
-    for total in SUMS:
-        at = [value for rate, rows in uncorrected if (value := _k3_at(rows, rate, total)) is not None]
-        ranges.append(f"{min(at):.1e} to {max(at):.1e}, {len(at)} runs" if at else "")
-    lines += [
-        f"| earlier, int4, 2e-06 to 5e-06 |  |  |  | {' | '.join(ranges)} |  |  |  |",
+        "Trainer policy: mean of the sampled and the greedy reward on held-out questions, mean of the last four "
+        "evaluations.",
         "",
-        "k3 at a sum of learning rates: mean of the ten steps before. Two processes take 73 to 90 of a GPU's 144 GB, "
-        "and do 1.33 times the steps of one.",
-        "",
-        "Exploratory: after its alert `int4-seed12` went on without a correction, and its trainer policy fell from "
-        "0.61 at step 70 to 0.41 at step 110 (one evaluation each), while that of `bf16-seed12` went from 0.74 to "
-        f"0.73. At 3e-6 the bf16 condition holds in {sum(passed)} of {len(passed)} runs (lowest {min(lows):.2f}), so "
-        f"in two of two in about {(sum(passed) / len(passed)) ** 2:.0%} of draws: such a pilot can fail by chance. "
-        "The next one should run at 3e-6, where all six int4 runs alerted after 100 to 112 steps, with a bound for "
-        "the mean of the "
-        "bf16 runs, fixed before it begins.",
+        "**The pilot, at 4e-6, failed** by its rule: both int4 runs alerted before step 100 (71 and 88), but the "
+        "trainer policy of both bf16 runs fell below 0.75 (0.678 and 0.727, lowest mean of four sampled evaluations). "
+        "So the forks use 3e-6, at which six runs of each arm had run before: all int4 runs alerted, after 100 to 112 "
+        "steps. A second pilot there would have repeated these. The third attempt decided; in the first two the "
+        "machine was taken back or the time was up. One int4 run was stopped after its alert. Rows: "
+        "`results/alert_stopped.zip`; program and table: revision 954075ec.",
         "",
         "```bash",
         "bash lab/real_stack/pack_evidence.sh site.tar.xz",
         "python examples/questions/prepare.py gsm_symbolic 4096 questions.json",
-        "bash lab/real_stack/pack_pilot.sh site.tar.xz questions.json pilot",
-        "bash lab/real_stack/pilot.sh base pilot/00     # from here on with two GPUs, each within 30 seconds",
-        "bash lab/real_stack/pilot.sh take pilot/01     # and so on, to 15",
-        "bash lab/real_stack/pilot.sh start 420 OUT",
-        "bash lab/real_stack/pilot.sh poll 540 OUT      # again, until the table has 101 steps of each",
+        "bash lab/real_stack/pack_forks.sh site.tar.xz questions.json forks",
+        "bash lab/real_stack/forks.sh base forks/00     # from here on with two GPUs, each within 30 seconds",
+        "bash lab/real_stack/forks.sh take forks/01     # and so on, to the last",
+        "ONLY='alert_forks-seed21-none alert_forks-seed21-token_tis_2' bash lab/real_stack/forks.sh start 420 OUT",
+        "bash lab/real_stack/forks.sh poll 540 OUT      # again, until the runs have ended",
         "```",
         "",
     ]
-    return lines
-
-
-def _k3_at(rows: Sequence[dict[str, Any]], rate: float, total: float) -> float | None:
-    """The mean of the last steps before the sum of learning rates is so large; None: not seen so far."""
-    steps = round(total / rate)
-    return mean_of(rows[steps - WINDOW : steps], "k3") if len(rows) >= steps else None
 
 
 def _atlas_table(studies: Sequence[Study], results: Results) -> list[str]:

@@ -1,131 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switch a correction on when the alert fires: the pilot, which chooses the learning rate, and what it decides.
+"""Switch a correction on when the alert fires: pairs of runs that fork from one state.
 
-Fixed before the first run. int4 weights without a correction, and bf16 without mismatch, two seeds that no earlier
-study used, at a learning rate of 4e-6. k3 follows the sum of learning rates. At 3e-6 the alert fired after 100 to 112
-steps in six of six runs, a sum of 3.0e-4 to 3.4e-4, which 4e-6 reaches after 75 to 85 steps. The trainer policy of bf16
-had 0.81 there in the end; at 5e-6 it had 0.57 and 0.68 after 65 steps (means of four evaluations).
+Fixed before the first run. A run with int4 weights and no correction trains until the alert of the guide fires. Its
+state at that step is saved. It goes on without a correction for 70 steps; a second run begins from the saved state,
+with the same questions and sampling seeds, and token TIS at a cap of 2.
 
-The pilot passes if the alerts of both int4 runs fire before step 100, and if every mean of the last four sampled
-evaluations of both bf16 runs is above 0.75 from step 100 on, as far as the run was seen. It fails as soon as one of
-these is known not to hold; then forks wait for another pilot. A run that was seen to less than its alert, or to less
-than step 100, has not decided. Greedy evaluations, speed and memory are reported and decide nothing.
+The learning rate is 3e-6. The pilot at 4e-6 failed, because runs with bf16 weights lost their own policy too
+(lab/evidence/collapse_runs.md). At 3e-6 six earlier runs of each arm ran: all int4 runs alerted, after 100 to 112
+steps, and bf16 kept a trainer policy of 0.81 on average. A run that has not alerted by step 130 ends there, without a
+pair, and is counted.
 
-If it passes, forks follow: from the state at the alert two continuations of 70 steps, without a correction and with
-token TIS at a cap of 2. Primary outcome: the trainer policy in the end, mean of the last four evaluations, greedy and
-sampled, paired.
+Twelve pairs, seeds 21 to 32, the lowest first, whatever comes. Primary outcome: the trainer policy on held-out
+questions, mean of the last four evaluations that both runs of a pair have, of the sampled and the greedy reward; TIS
+minus none, tested by the exact permutation of signs, two-sided at 0.05, when all pairs have run or no GPU time is left.
+With a standard deviation of 0.12 between pairs, twelve see a difference of 0.11 with a power of 0.8. A pair counts if
+both runs were seen for 50 steps after the alert. Secondary: collapsed or not by the rule of :mod:`.collapse` (McNemar's
+exact test), k3 in the last ten steps. Between pairs the results are read, and decide nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from evidence.results import Results
-from evidence.study import Study
+from evidence.study import NONE, Study
 
-from .collapse import COLLAPSE_STUDIES, CORRECTION, alert_at
+from .collapse import COLLAPSE_STUDIES, CORRECTION, alert_at, collapsed_at
 from .group import PretrainedGroup, runs_of
+from .studies import token_tis
 
-PILOT = "alert_pilot"
-RATE = 4e-6
-# Alerts before this step, own policies from it on.
-DECIDES_AT, LOWEST, LAST = 100, 0.75, 4
-
-
-def _arm(engine: str) -> PretrainedGroup:
-    (study,) = (study for study in COLLAPSE_STUDIES if study.name == CORRECTION)
-    like = next(group for group in study.groups if group.name.startswith(f"{CORRECTION}_{engine}-"))
-    assert isinstance(like, PretrainedGroup)
-    changes = {"num_steps": 151, "last_fall": 0, "evaluates_greedily": True, "keeps_alert": True, "dump_steps": (0,)}
-    return replace(like, name=f"{PILOT}_{engine}", learning_rate=RATE, seeds=(11, 12), **changes)
-
-
-def _smoke(group: PretrainedGroup) -> PretrainedGroup:
-    return replace(group, name=f"alert_smoke_{group.name.split('_')[-1]}", num_steps=1, seeds=(0,), keeps_alert=False)
-
-
-_ARMS = [_arm("int4"), _arm("bf16")]
-FORK_STUDIES = (
-    Study(
-        name="alert_smoke",
-        question="Does everything of the pilot run on this machine?",
-        groups=runs_of([_smoke(arm) for arm in _ARMS]),
-    ),
-    Study(
-        name=PILOT,
-        question="At a rate of 4e-6, do int4 runs alert before step 100 while bf16 keeps its own policy?",
-        groups=runs_of(_ARMS),
-    ),
-)
+FORKS, SMOKE = "alert_forks", "alert_smoke"
+SEEDS = tuple(range(21, 33))
+STEPS_AFTER, FEWEST_AFTER, LATEST_ALERT, LAST = 70, 50, 130, 4
 
 Rows = Sequence[dict[str, Any]]
 
 
+def _runs() -> tuple[PretrainedGroup, ...]:
+    """For each seed the run without a correction, and the one that forks from it."""
+    (study,) = (study for study in COLLAPSE_STUDIES if study.name == CORRECTION)
+    like = next(group for group in study.groups if group.name.startswith(f"{CORRECTION}_int4-"))
+    assert isinstance(like, PretrainedGroup)
+    changes = {"num_steps": LATEST_ALERT + STEPS_AFTER + 1, "last_fall": 0, "stops_collapsed": False}
+    changes |= {"evaluates_greedily": True, "dump_steps": (0,), "steps_after_alert": STEPS_AFTER, "seeds": SEEDS}
+    runs = runs_of([replace(like, name=FORKS, methods=(NONE, token_tis(2.0)), **changes)])
+    first = {group.run[1]: group.name for group in runs if group.run[0] == NONE}
+    return tuple(group if group.run[0] == NONE else replace(group, forks_from=first[group.run[1]]) for group in runs)
+
+
+_RUNS = _runs()
+FORK_STUDIES = (
+    Study(
+        name=SMOKE,
+        question="Does everything of the forks run on this machine?",
+        groups=tuple(
+            replace(group, name=group.name.replace(FORKS, SMOKE), num_steps=1, steps_after_alert=0, forks_from="")
+            for group in _RUNS[:2]
+        ),
+    ),
+    Study(
+        name=FORKS,
+        question="Does token TIS, switched on when the alert fires, keep the trainer policy of an int4 run?",
+        groups=_RUNS,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs from one state.
+
+    Attributes:
+        seed: Of both.
+        alert: The step at which the alert fired.
+        before: Trainer policy, mean of the last four evaluations up to the alert.
+        none, tis: Trainer policy without and with token TIS, mean of the last four evaluations that both have.
+        steps: Seen of both after the alert.
+        fell: Whether the trainer policy collapsed, without and with token TIS.
+        k3: Of the last ten steps, without and with token TIS.
+    """
+
+    seed: int
+    alert: int
+    before: float
+    none: float
+    tis: float
+    steps: int
+    fell: tuple[bool, bool]
+    k3: tuple[float, float]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it was seen for long enough."""
+        return self.steps >= FEWEST_AFTER
+
+
+def pair_of(seed: int, none: Rows, tis: Rows) -> Pair | None:
+    """A pair, as far as both runs were seen; None without an alert, or before an evaluation after it."""
+    alert = alert_at([row["k3"] for row in none])
+    if alert is None or not tis:
+        return None
+    last = min(none[-1]["step"], tis[-1]["step"])
+    start = [row for row in none if row["step"] <= alert]
+    runs = [[row for row in rows if alert < row["step"] <= last] for rows in (none, tis)]
+    own = [_own(rows)[-LAST:] for rows in runs]
+    if not own[0]:
+        return None
+    fell = [_has_fallen([*start, *rows]) for rows in runs]
+    k3 = [float(np.mean([row["k3"] for row in rows[-10:]])) for rows in runs]
+    values = [float(np.mean(values)) for values in (_own(start)[-LAST:], *own)]
+    return Pair(seed, alert, *values, last - alert, (fell[0], fell[1]), (k3[0], k3[1]))
+
+
+def _own(rows: Rows) -> list[float]:
+    """The trainer policy at each evaluation: mean of the sampled and the greedy reward."""
+    return [(row["own_reward"] + row["own_greedy"]) / 2 for row in rows if "own_reward" in row]
+
+
+def _has_fallen(rows: Rows) -> bool:
+    series = {row["step"]: row["own_reward"] for row in rows if "own_reward" in row}
+    return collapsed_at([*series], [*series.values()]) is not None
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Two-sided p of the exact permutation of signs of paired differences."""
+    found = abs(sum(differences))
+    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in _signs(len(differences))]
+    return sum(value >= found - 1e-12 for value in sums) / len(sums)
+
+
+def _signs(number: int) -> list[tuple[int, ...]]:
+    return list(product((1, -1), repeat=number))
+
+
 def report(results: Results) -> str:
-    """What the pilot decides as far as it ran: a table, and the verdict."""
-    (study,) = (study for study in FORK_STUDIES if study.name == PILOT)
-    unfinished, begun = results.unfinished(study.groups)
+    """The pairs so far: a table, and what they say together."""
+    unfinished, _ = results.unfinished(_RUNS)
     lines = [
-        "| run | steps | s a step | k3, first ten and last five | alert | trainer policy, last four: sampled, greedy "
-        f"| lowest from step {DECIDES_AT} on |",
-        "|---" * 7 + "|",
+        "| seed | alert at step | steps after it | trainer policy at the alert | in the end: none | token TIS "
+        "| difference | k3 in the end: none, token TIS | collapsed: none, token TIS |",
+        "|---" * 9 + "|",
     ]
-    verdicts = []
-    for group in study.groups:
-        assert isinstance(group, PretrainedGroup)
-        is_done = results.is_done(group)
-        rows = (results if is_done else unfinished).rows(group) if is_done or group in begun else []
-        lines += [_line(group, rows)] if rows else []
-        verdicts.append(verdict(group, rows))
-    return "\n".join([*lines, "", f"**{decision(verdicts)}**"])
+    pairs, waiting = [], []
+    for none, tis in zip(_RUNS[::2], _RUNS[1::2], strict=True):
+        seen = [_rows(group, results, unfinished) for group in (none, tis)]
+        pair = pair_of(none.run[1], *seen)
+        if pair is None:
+            waiting += [f"seed {none.run[1]}: {len(seen[0])} steps, no pair"] if seen[0] else []
+            continue
+        pairs.append(pair)
+        words = ["yes" if fell else "no" for fell in pair.fell]
+        cells = [pair.seed, pair.alert, pair.steps, *(f"{value:.3f}" for value in (pair.before, pair.none, pair.tis))]
+        cells += [f"{pair.tis - pair.none:+.3f}", ", ".join(f"{value:.1e}" for value in pair.k3), ", ".join(words)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", *waiting, *([""] if waiting else []), conclusion(pairs)])
 
 
-def decision(verdicts: Sequence[bool | None]) -> str:
-    """Of all runs: one that fails decides, and all have to pass."""
-    if False in verdicts:
-        return f"The pilot fails at {RATE:g}."
-    return f"The pilot passes at {RATE:g}." if all(verdicts) else "The pilot has not decided."
+def conclusion(pairs: Sequence[Pair]) -> str:
+    """What the pairs that count say; the test once all have run."""
+    counted = [pair.tis - pair.none for pair in pairs if pair.counts]
+    if not counted:
+        return "No pair counts yet."
+    said = f"{len(counted)} of {len(SEEDS)} pairs: token TIS minus none {np.mean(counted):+.3f} on average"
+    said += f", {sum(value > 0 for value in counted)} of {len(counted)} above 0"
+    if len(counted) < len(SEEDS):
+        return f"**{said}. The test is made when all pairs have run.**"
+    return f"**{said}, p = {sign_test(counted):.4f}.**"
 
 
-def verdict(group: PretrainedGroup, rows: Rows) -> bool | None:
-    """Whether a run fulfils the condition of its arm; None: it was not seen to the step at which it is known."""
-    if group.engine.weights != "auto":
-        fired = alert_at([row["k3"] for row in rows])
-        if fired is not None:
-            return fired < DECIDES_AT
-        return False if len(rows) >= DECIDES_AT else None
-    means = lasting(rows)
-    return bool(min(means) > LOWEST) if means else None
-
-
-def lasting(rows: Rows, name: str = "own_reward") -> list[float]:
-    """Means of the last four evaluations, at every evaluation from the deciding step on."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    values = [value for _, value in found]
-    return [
-        float(np.mean(values[max(0, end - LAST) : end]))
-        for end, (step, _) in enumerate(found, start=1)
-        if step >= DECIDES_AT
-    ]
-
-
-def _line(group: PretrainedGroup, rows: Rows) -> str:
-    k3 = [row["k3"] for row in rows]
-    own = (
-        f"{np.mean([row[name] for row in rows if name in row][-LAST:]):.3f}" for name in ("own_reward", "own_greedy")
-    )
-    means = lasting(rows)
-    cells = (
-        group.name.removeprefix(f"{PILOT}_").removesuffix("-none"),
-        str(len(rows)),
-        f"{np.median([row['seconds'] for row in rows]):.1f}",
-        f"{np.mean(k3[:10]):.1e}, {np.mean(k3[-5:]):.1e}",
-        str(alert_at(k3)),
-        ", ".join(own),
-        f"{min(means):.3f}" if means else "",
-    )
-    return f"| {' | '.join(cells)} |"
+def _rows(group: PretrainedGroup, results: Results, unfinished: Results) -> Rows:
+    for where in (results, unfinished):
+        if where.is_done(group):
+            return where.rows(group)
+    return []

@@ -29,7 +29,9 @@ class PretrainedGroup(Group):
         evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them, or
             keys and values.
         evaluates_greedily: Evaluations sample a second time, at a temperature of 0.001.
-        keeps_alert: The state at which the alert fires is kept beside the results.
+        steps_after_alert: The run ends so many steps after its alert. A run that forks from no other keeps its state at
+            the alert beside the results, and goes on.
+        forks_from: The name of the run from whose state at the alert this one begins.
         stops_collapsed: A run in which rollouts and own policy have collapsed goes no further.
         last_fall: Falls that begin later do not count: a run that stands at this step goes no further. 0: all count.
         num_dumped: Answers of a rollout whose log-probs are kept.
@@ -55,7 +57,8 @@ class PretrainedGroup(Group):
     per_token_loss: bool = False
     evaluates_in_engine: bool = False
     evaluates_greedily: bool = False
-    keeps_alert: bool = False
+    steps_after_alert: int = 0
+    forks_from: str = ""
     stops_collapsed: bool = False
     last_fall: int = 0
     num_dumped: int = 64

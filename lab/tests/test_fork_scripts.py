@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lab/real_stack/pilot.sh: what it runs on which GPU, and again; qwen_model.py: names, and a file without its head."""
+"""lab/real_stack/forks.sh: what it runs on which GPU, and again; qwen_model.py: names, and a file without its head."""
 
 import hashlib
 import importlib.util
@@ -19,7 +19,7 @@ PYTHON = """#!/usr/bin/env bash
 case "$*" in
 -c*import\\ sys*) echo "$3-int4-1 $3-bf16-1 $3-int4-2 $3-bf16-2" ;;
 *run*) echo "$CUDA_VISIBLE_DEVICES: $*" >> "$CALLS"
-    [[ "$*" != *pilot-int4-1* || $(grep -c pilot-int4-1 "$CALLS") -gt 1 ]] ;;
+    [[ "$*" != *forks-int4-1* || $(grep -c forks-int4-1 "$CALLS") -gt 1 ]] ;;
 *weights*) echo "$*" >> "$CALLS" ;;
 *) echo "| table |" ;;
 esac
@@ -28,7 +28,7 @@ esac
 
 @pytest.fixture
 def carried(tmp_path: Path) -> Path:
-    """What pack_pilot.sh made, with a model of two pieces, and a machine of two GPUs."""
+    """What pack_forks.sh made, with a model of two pieces, and a machine of two GPUs."""
     for name, text in (("nvidia-smi", "#!/bin/sh\necho GPU 0\necho GPU 1\n"), ("python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -48,11 +48,11 @@ def carried(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pilot(carried: Path, *arguments: str, **more: str) -> str:
+def forks(carried: Path, *arguments: str, **more: str) -> str:
     environment = os.environ | more | {"PATH": f"{carried}:{os.environ['PATH']}", "PYTHON": str(carried / "python")}
     environment |= {"CALLS": str(carried / "calls"), "PLACE": str(carried / "place"), "PATIENCE": "20"}
     environment.setdefault("STAGGER", "0")
-    command = ["bash", str(FOLDER / "pilot.sh"), *arguments]
+    command = ["bash", str(FOLDER / "forks.sh"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=carried)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -61,27 +61,29 @@ def pilot(carried: Path, *arguments: str, **more: str) -> str:
 @pytest.mark.long_run
 def test_the_model_is_put_together_and_each_run_has_its_gpu_and_another_attempt(carried: Path) -> None:
     for step in (("base", "00"), ("take", "01"), ("take", "02"), ("start", "60", "out")):
-        said = pilot(carried, *step)
+        said = forks(carried, *step)
     assert "| table |" in said
     assert "poll again" not in said
-    assert "poll again" not in pilot(carried, "poll", "0", "out")
-    assert "pilot-int4-1 on GPU 0, attempt 2" in said
+    assert "poll again" not in forks(carried, "poll", "0", "out")
+    assert "forks-int4-1 on GPU 0, attempt 2" in said
     place = carried / "place"
     assert (place / "qwen.gguf").read_text() == "ab"
     calls = (carried / "calls").read_text().splitlines()
     # An arm on each GPU, and both arms on both.
-    ran = {call[0] + call.partition(" --only alert_pilot-")[2].partition(" ")[0] for call in calls if "pilot" in call}
+    ran = {
+        call[0] + call.partition(" --only alert_forks-")[2].partition(" ")[0] for call in calls if "alert_forks" in call
+    }
     assert ran >= {"0int4-1", "1bf16-1", "1int4-2", "0bf16-2"}
-    assert sum("run alert_pilot" in call for call in calls) == 5
-    assert all(f"--model {place}/qwen " in call for call in calls if "run alert_pilot" in call)
+    assert sum("run alert_forks" in call for call in calls) == 5
+    assert all(f"--model {place}/qwen " in call for call in calls if "run alert_forks" in call)
     assert sum("run alert_smoke" in call and f"--model {place}/random " in call for call in calls) == 4
     with tarfile.open(carried / "out/logs.tar.gz") as archive:
-        assert "logs/alert_pilot-int4-1.log" in archive.getnames()
+        assert "logs/alert_forks-int4-1.log" in archive.getnames()
 
 
 def test_without_a_trial_only_the_chosen_runs_start_and_the_first_poll_says_that_they_go_on(carried: Path) -> None:
     for step in (("base", "00"), ("take", "01"), ("take", "02")):
-        pilot(carried, *step)
+        forks(carried, *step)
     place = carried / "place"
     for _ in range(1200):
         if (place / "tried").exists():
@@ -91,21 +93,21 @@ def test_without_a_trial_only_the_chosen_runs_start_and_the_first_poll_says_that
         (place / name).unlink()
     shutil.rmtree(place / "smoke")
     # The runs begin a second apart, and the poll ends at once.
-    said = pilot(carried, "start", "0", "out", ONLY="alert_pilot-int4-2 alert_pilot-bf16-2", STAGGER="1")
+    said = forks(carried, "start", "0", "out", ONLY="alert_forks-int4-2 alert_forks-bf16-2", STAGGER="1")
     assert "poll again" in said
-    assert "poll again" not in pilot(carried, "poll", "60", "out")
+    assert "poll again" not in forks(carried, "poll", "60", "out")
     calls = (carried / "calls").read_text().splitlines()
-    ran = [call[0] + call.partition(" --only ")[2].partition(" ")[0] for call in calls if "run alert_pilot" in call]
-    assert ran == ["0alert_pilot-int4-2", "1alert_pilot-bf16-2"]
+    ran = [call[0] + call.partition(" --only ")[2].partition(" ")[0] for call in calls if "run alert_forks" in call]
+    assert ran == ["0alert_forks-int4-2", "1alert_forks-bf16-2"]
 
 
 def test_a_piece_that_did_not_arrive_stops_the_start(carried: Path) -> None:
-    pilot(carried, "base", "00")
-    pilot(carried, "take", "01")
+    forks(carried, "base", "00")
+    forks(carried, "take", "01")
     with pytest.raises(AssertionError, match="checksum did NOT match"):
-        pilot(carried, "start", "0", "out")
+        forks(carried, "start", "0", "out")
     with pytest.raises(AssertionError, match="seconds to poll"):
-        pilot(carried, "start")
+        forks(carried, "start")
 
 
 def test_a_file_without_its_head_is_mended_and_names_are_those_of_transformers(tmp_path: Path) -> None:

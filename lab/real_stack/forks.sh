@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The pilot of forks at the alert on a machine with GPUs and no network, step by step. pack_pilot.sh makes what is carried there.
+# Runs that fork at the alert, on a machine with GPUs and no network, step by step. pack_forks.sh makes what is carried there.
 #
-#   pilot.sh base FOLDER       # unpack what is not the model, and try everything with random weights, in the background
-#   pilot.sh take FOLDER       # keep a piece of the model
-#   pilot.sh start SECONDS OUT # put the pieces together, and begin: one process a run, in the background; then poll
-#   pilot.sh poll SECONDS OUT  # wait so long or until all have ended; then a table, and the results as files in OUT
+#   forks.sh base FOLDER       # unpack what is not the model, and try everything with random weights, in the background
+#   forks.sh take FOLDER       # keep a piece of the model
+#   forks.sh start SECONDS OUT # put the pieces together, and begin: one process a run, in the background; then poll
+#   forks.sh poll SECONDS OUT  # wait so long or until all have ended; then a table, and the results as files in OUT
 #
 # A machine that is taken back when no command runs loses every state: leave less than 30 seconds between commands, and
 # poll for as long as one command may take. A process that dies begins again, from its alert if it had one. ONLY at the
 # start: names of runs, else all of the study. STUDY, SMOKE, GPUS, PLACE and DEVICE are for tests.
 set -euo pipefail
-place="${PLACE:-${TMPDIR:-/tmp}/fork}" study="${STUDY:-alert_pilot}" smoke="${SMOKE:-alert_smoke}"
+place="${PLACE:-${TMPDIR:-/tmp}/fork}" study="${STUDY:-alert_forks}" smoke="${SMOKE:-alert_smoke}"
 code="$place/code" python="${PYTHON:-python3}"
 export PYTHONPATH="$code:$place/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
@@ -30,7 +30,7 @@ run_one() {
 }
 
 # run_all RESULTS MODEL STUDY SHARE [RUNS]: a process for each run; the GPUs in turn, and back, so that each has one of
-# an arm.
+# an arm. A run that forks from another waits for it with its engine started.
 run_all() {
     local index=0 group gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
     mkdir -p "$1" "$place/logs"
@@ -53,14 +53,14 @@ print(*[group.name for study in FORK_STUDIES if study.name == sys.argv[1] for gr
 case "$1" in
     base)
         mkdir -p "$place/pieces" "$place/logs"
-        cp "$0" "$place/pilot.sh"
+        cp "$0" "$place/forks.sh"
         for archive in base code; do tar -xJf "$2/$archive.tar.xz" -C "$place"; done
         command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv
         "$python" -c "import torch, transformers; print(torch.__version__, transformers.__version__, torch.cuda.device_count())"
         nproc --all && df -h "$place" | tail -n 1 && free -g | sed -n 2p
         # The start waits for it, however late its process begins.
         touch "$place/trying"
-        setsid bash "$place/pilot.sh" try > "$place/logs/try.log" 2>&1 < /dev/null &
+        setsid bash "$place/forks.sh" try > "$place/logs/try.log" 2>&1 < /dev/null &
         ;;
     try)
         echo $$ > "$place/trying"
@@ -86,8 +86,8 @@ case "$1" in
             [[ -e "$place/tried" ]] || tail -qn 2 "$place/logs/$smoke"*.log || true
         fi
         ls "$place/smoke" || echo "no trial with random weights: the first run compiles what it would have compiled"
-        setsid bash "$place/pilot.sh" go > "$place/logs/go.log" 2>&1 < /dev/null &
-        exec bash "$place/pilot.sh" poll "$2" "$out"
+        setsid bash "$place/forks.sh" go > "$place/logs/go.log" 2>&1 < /dev/null &
+        exec bash "$place/forks.sh" poll "$2" "$out"
         ;;
     go)
         # What the trial still holds of the GPUs.
@@ -101,11 +101,11 @@ case "$1" in
         grep -h "^== \|kept in\|Error" "$place/logs/$study"*.log | tail -n 24 || true
         ls -l "$place/results" 2> /dev/null | awk '/state/ {print $5, $9}' || true
         df -h "$place" | tail -n 1
-        "$python" "$code/lab/studies/evidence.py" pilot --results "$place/results" | tee "$3/table.md"
+        "$python" "$code/lab/studies/evidence.py" forks --results "$place/results" | tee "$3/table.md"
         # They are written all the while, of which tar complains.
         (cd "$place" && find results smoke -name '*.zip') | tar -C "$place" -czf "$3/results.tar.gz" --files-from - || true
         tar -C "$place" -czf "$3/logs.tar.gz" logs || true
         [[ -e "$place/ended" ]] || echo "not ended: poll again within 30 seconds"
         ;;
-    *) echo "pilot.sh base|take|start|poll, got $1" >&2; exit 1 ;;
+    *) echo "forks.sh base|take|start|poll, got $1" >&2; exit 1 ;;
 esac
