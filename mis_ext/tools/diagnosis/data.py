@@ -24,9 +24,8 @@ BASES = tuple((side, base) for side in ("engine", "trainer") for base in (2.0, 1
 @cause(
     name="placeholder_log_probs",
     title="placeholders in place of log-probs, or no log-prob at all",
-    looks_like="log-probs that are null, NaN or infinite; below -1000 on one side; 0 where the other is below -1, "
-    "unless the other finds zeros more probable than the rest; 0 at one place (first or last of a response or turn) "
-    "nearly always; all equal, in a response or everywhere; 8 that are lowest in a response, as of a clamp",
+    looks_like="Log-probs are null, NaN, infinite, below -1000, or 0 where the other side is below -1. Or they are "
+    "equal in a whole response, or at one place of each response",
     advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
     "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
     is_fault=True,
@@ -211,7 +210,7 @@ def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: 
 @cause(
     name="not_log_probs",
     title="numbers that are no log-probs: negated, probabilities, or with something added",
-    looks_like="both sides fit at least twice as well when the sign of one is flipped; or numbers above 0.1",
+    looks_like="Both sides fit at least twice as well if the sign of one is flipped. Or values are above 0.1",
     advice="Store natural logarithms of probabilities, which are below 0, without a reward or a bonus in them.",
     is_fault=True,
     guard="degenerate_behavior",
@@ -288,8 +287,7 @@ def are_policies(left: Left) -> bool:
 @cause(
     name="log_base",
     title="logarithms to base 2 or 10 on one side",
-    looks_like="one log-prob is 0.69, 1.44, 0.43 or 2.30 times the other: that explains half of the variance of the "
-    "differences and makes the mean ratio 1, which it was not to either side; or it explains 90 %",
+    looks_like="One log-prob is 0.69, 1.44, 0.43, or 2.30 times the other",
     advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
     is_fault=True,
 )
@@ -372,9 +370,8 @@ class Shift(NamedTuple):
 @cause(
     name="shifted_log_probs",
     title="log-probs shifted by one token or more",
-    looks_like="log-probs, or those of some responses, fit at least twice as well when one side is moved by a token; "
-    "in either half of such a response 4 tokens differ by more than 0.1 nats; or probabilities of a response do when "
-    "moved by 2 tokens or more",
+    looks_like="Log-probs fit at least twice as well if one side is shifted by a token or more, in all or some "
+    "responses",
     advice="Score position p with the logits of position p - 1, on both sides. Where the shift is by more than one "
     "token, take the last of the engine's log-probs, as many as there are ids: after a retraction or an abort those of "
     "a dropped attempt may stand before them.",

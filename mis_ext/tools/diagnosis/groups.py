@@ -160,8 +160,8 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
 @cause(
     name="packed_responses",
     title="packed responses that see each other",
-    looks_like="two groups of responses differ by a factor of 3 with few between, and which is which repeats along "
-    "the dump as rows of 2 to 8 responses do: the first of each row is right",
+    looks_like="Two groups of responses differ by a factor of 3. One in every 2 to 8 responses, the first of a "
+    "packed row, agrees",
     advice="Score one response alone and compare: mis-ext check-packing does both. Reset the recurrent state, the "
     "positions and the attention mask at each boundary of a packed row (cu_seqlens).",
     is_fault=True,
@@ -176,8 +176,8 @@ def packed(left: Left) -> Finding | None:
 @cause(
     name="other_text",
     title="another text on one side: tokenised again, behind another prompt or context, or of another sample",
-    looks_like="ids that differ; or two groups of responses, at any share, differ by a factor of 3 with few between, "
-    "and neither step, version, file nor place in a packed row tells them apart",
+    looks_like="Token IDs differ. Or two groups of responses differ by a factor of 3, and neither step, version, "
+    "file, nor packed row separates them",
     advice="Train on the ids that the engine returned: do not decode and encode again. Where ids are equal, compare "
     "what is before these responses on both sides (prompt, template, images, tools), and whether each has the "
     "log-probs of its own request.",

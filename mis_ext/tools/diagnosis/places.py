@@ -74,8 +74,8 @@ def _split(tokens: Evidence, index_T: torch.Tensor, size: int) -> list[Evidence]
 @cause(
     name="stale_prefix_cache",
     title="a prefix in the engine's cache that was computed with stale weights",
-    looks_like="the first 8 or 32 tokens of a turn differ twice as much as the 65th to 256th, or have 5 times their "
-    "k3 (twice these factors where turns are shorter, above what follows the 32nd or 16th); or later turns do",
+    looks_like="The first tokens of a turn differ at least twice as much as later ones, or later turns differ more "
+    "than the first",
     advice=_PREFIX_ADVICE,
     is_shape=True,
 )
@@ -135,9 +135,8 @@ def _bins(tokens: Evidence) -> torch.Tensor:
 @cause(
     name="late_positions",
     title="positions that one side treats differently, as with RoPE scaling, a window, a length limit, or decoding",
-    looks_like="tokens after a position (from the 32nd on) differ twice as much as those before, have 5 times "
-    "their k3, or differ more by a step that is no part of a steady rise; and that is a tenth of k3. Or first tokens "
-    "of responses are equal, and later ones differ",
+    looks_like="Tokens after a position differ at least twice as much as those before. Or the first tokens of "
+    "responses are equal, and later ones differ",
     advice="Compare rope_scaling, max_position_embeddings and sliding_window of both sides; where first tokens are "
     "equal, prefill and decode of the engine (mis-ext diff).",
     is_shape=True,
@@ -263,8 +262,8 @@ def _unfit_words(left: Left) -> tuple[str, ...]:
 @cause(
     name="expert_routing",
     title="most tokens agree and a few differ much, as with other experts in a mixture of experts",
-    looks_like="at most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at "
-    "least 60 % of k3",
+    looks_like="At most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at least 60 % "
+    "of k3",
     advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
     "(lab/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
     "reward was the same (lab/evidence/pretrained_moe.md). Look at the worst tokens. Truncated token weights "

@@ -36,9 +36,8 @@ def line_of(log_prob: Tensor, difference: Tensor) -> tuple[float, float]:
 @cause(
     name="temperature",
     title="another temperature in one of the log-probs",
-    looks_like="the difference falls or rises with the log-prob, by a line that explains more than 6 % of its "
-    "variance, or 45 % where a cut is seen beside it; `ratio - 1` says that one distribution is a power of the other; "
-    "and the first steps show it, too",
+    looks_like="Differences grow or fall with the log-prob, from the first step. One distribution is a power of the "
+    "other",
     advice="Divide the trainer's logits by the sampling temperature, or ask the engine for log-probs of what "
     "it sampled from (vLLM: --logprobs-mode processed_logprobs).",
     is_fault=True,
@@ -145,9 +144,8 @@ def line_words(left: Left) -> tuple[str, ...]:
 @cause(
     name="top_p_or_top_k",
     title="truncated sampling (top-p, top-k or min-p), or padding of the vocabulary, on one side only",
-    looks_like="the mean ratio is below 1 by more than 0.001, and larger differences are below 0; or by more "
-    "than 0.03 and 20 standard errors; or by 0.005 and 12, and no token loses 3 nats; in the first steps, too. "
-    "Padding: no token loses 0.05 nats",
+    looks_like="The mean ratio is below 1 and most larger differences are negative, from the first step. Padding: "
+    "all differences are small",
     advice="Sample with top_p 1 and no top_k, or give the trainer the kept tokens (mis_ext.rollout.define_log_probs). "
     "What a request leaves out vLLM takes from the model's generation_config.json: start it with --generation-config "
     "vllm. Padding: set its logits to minus infinity before the log-softmax.",
@@ -231,8 +229,8 @@ def _moved_down(tokens: Evidence) -> float:
 @cause(
     name="penalties",
     title="a penalty of the engine for tokens that occurred before (repetition, presence or frequency)",
-    looks_like="where ids are recorded: of uncertain tokens that occurred before in the response, the trainer finds at "
-    "least a quarter more of them more probable than the engine than it does of the others",
+    looks_like="The trainer finds tokens that occurred before in the response more probable than the engine does. "
+    "Needs token IDs",
     advice="Set repetition_penalty to 1, presence_penalty and frequency_penalty to 0 in the sampling parameters, or "
     "score with the same penalty.",
     is_fault=True,
@@ -268,7 +266,7 @@ def penalties(left: Left) -> Finding | None:
 @cause(
     name="bf16_log_probs",
     title="log-probs rounded to bfloat16",
-    looks_like="99 % of the log-probs of one side are bfloat16 numbers",
+    looks_like="99 % of the log-probs of one side are bfloat16 values",
     advice="Keep log-probs in float32 from the log-softmax to the dump.",
 )
 def rounded(left: Left) -> Finding | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause, percent
+from mis_ext.tools.diagnosis.cause import Finding, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence
 from mis_ext.tools.diagnosis.places import more_words
 from mis_ext.tools.diagnosis.sampling import OLD_WEIGHTS, PENALTIES, stale_words
@@ -35,8 +35,7 @@ _STEP_ADVICE = (
 @cause(
     name="equal",
     title="no difference, or one of float32 rounding",
-    looks_like="every log-prob is the same number on both sides, or none differs by more than 1.5 float32 steps (of 1 "
-    "where it is above -1), as of another formula such as log(softmax)",
+    looks_like="Both sides have the same values, or differ by float32 rounding only",
     advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart. For equal bits use "
     "the same formula on both sides.",
 )
@@ -110,11 +109,10 @@ SIZES = (
 @cause(
     name="size",
     title="what a difference of this size usually is",
-    looks_like=f"other causes explain at most {percent(limit.MAX_EXPLAINED)} of k3, and the rest is named by its size "
-    f"(SmolLM2-135M's): {', '.join(f'`{each.name}` below {each.below:g}' for each in SIZES[:3])}, `large_mismatch` "
-    "above; `stale_weights` where the mean difference exceeds 0.3 nats; `broken_trainer`, `broken_engine` where the "
-    "mean log-prob of that side is 0.3 nats below the other's, and below that of a uniform guess among the ids up to "
-    "the largest (32,000 if more, or not known)",
+    looks_like="No other cause explains k3. The class depends on its size (SmolLM2-135M): "
+    f"{', '.join(f'`{each.name}` below {each.below:g}' for each in SIZES[:3])}, `large_mismatch`"
+    " above. `stale_weights`: the mean difference exceeds 0.3 nats. `broken_trainer`, `broken_engine`: "
+    "the log-probs of this side are worse than a uniform guess",
     advice="What the report says beside the word: kernels need no correction; low precision may need token TIS "
     "(yaml/mis.yaml); a broken side has not loaded its weights.",
 )

@@ -209,8 +209,8 @@ def change_words(tokens: Evidence) -> str:
 @cause(
     name="stale_weights",
     title="stale weights, or a tensor that was not sent",
-    looks_like="the canary of mis_ext.rollout.generate says so, or k3 grows with the recorded versions, or over steps "
-    "(threefold from the first ones: a jump, a growth, a return), or one file differs",
+    looks_like="The canary of mis_ext.rollout.generate reports it. Or k3 jumps, grows, or returns over steps or "
+    "recorded versions, or one file differs",
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
     "trainer in fp16. After an update in flight one response is of two versions (docs/reference/methods_extras.md). "
     "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8 "
