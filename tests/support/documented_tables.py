@@ -106,18 +106,23 @@ def _one_of_every_kind() -> Iterable[CorrectionConfig]:
         )
 
 
+_PPO = "min(r A, clip(r, 0.8, 1.2) A)"
+"""The page of methods defines PPO as this formula, which many methods share."""
+
+
 def methods_table() -> Table:
     """Every method with its objective and the first source, whose title `mis-ext methods NAME` prints."""
-    rows = ((f"`{row.name}`", f"`{row.formula}`", _source(row.paper)) for row in METHODS.values())
+    rows = ((f"`{row.name}`", f"`{row.formula.replace(_PPO, 'PPO')}`", _source(row.paper)) for row in METHODS.values())
     return Table(("method", "objective of a token", "source"), tuple(rows))
 
 
 def _source(paper: str) -> str:
-    """The authors of the first source, and its number on arXiv or its year; the whole text if it has neither."""
+    """The number of the first source on arXiv, or its authors and year, or the whole text."""
+    if found := re.search(r"arXiv:[\d.]+", paper):
+        return found[0]
     first = paper.split(";")[0]
-    found = re.search(r"arXiv:[\d.]+", paper) or re.search(r"\b\d{4}\b", first)
-    authors = re.match(r".*? et al\.|[^,:]+", first)
-    return f"{authors[0]}, {found[0]}" if found and authors else paper
+    authors, year = re.match(r".*? et al\.|[^,:]+", first), re.search(r"\b\d{4}\b", first)
+    return f"{authors[0]}, {year[0]}" if authors and year else paper
 
 
 def causes_table() -> Table:
