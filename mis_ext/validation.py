@@ -16,17 +16,17 @@ _Choice = TypeVar("_Choice", bound=str)
 
 
 class Errors:
-    """Errors of several keys, which are raised together; a ``with`` block collects one."""
+    """Errors of several keys, which are raised together; a ``with`` block collects one in ``found``."""
 
     def __init__(self) -> None:
-        self._found: list[Exception] = []
+        self.found: list[Exception] = []
 
     def __enter__(self) -> Errors:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if isinstance(error, (TypeError, ValueError)):
-            self._found.append(error)
+            self.found.append(error)
             return True
         return False
 
@@ -37,9 +37,9 @@ class Errors:
             ValueError: There are errors, not all of which are of types.
             TypeError: All are of types.
         """
-        if self._found:
-            kind = TypeError if all(isinstance(error, TypeError) for error in self._found) else ValueError
-            raise kind("\n".join(dict.fromkeys(map(str, self._found)))) from None
+        if self.found:
+            kind = TypeError if all(isinstance(error, TypeError) for error in self.found) else ValueError
+            raise kind("\n".join(dict.fromkeys(map(str, self.found)))) from None
 
 
 @contextmanager

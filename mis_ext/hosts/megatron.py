@@ -25,7 +25,8 @@ from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_meg
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, refuse_mask, refuse_mask_sums, unpack
 from mis_ext.hosts.runs import Run, chosen_loss, shared_run
 from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
-from mis_ext.keys.reading import RunConfig, WholeLoss
+from mis_ext.keys.loss_keys import WholeLoss
+from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_hidden, score_tokens

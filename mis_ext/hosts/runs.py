@@ -12,16 +12,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mis_ext.correction.collectives import status_of_ranks
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
-from mis_ext.keys.reading import RunConfig, WholeLoss, read_config
-from mis_ext.keys.refusals import OF_OTHERS
+from mis_ext.keys.names import OF_OTHERS
+from mis_ext.keys.reading import RunConfig, read_config
 from mis_ext.keys.rows import ARGUMENTS
+
+if TYPE_CHECKING:
+    from mis_ext.keys.loss_keys import WholeLoss
 
 NOT_READ = "not read"
 """Stands for the value of an argument that is none of ours: only its name counts, which may be a misspelling."""

@@ -23,7 +23,7 @@ from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
 from mis_ext.hosts.runs import read_argument, shared_run
 from mis_ext.hosts.session import Session
-from mis_ext.keys.reading import WholeLoss
+from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.refusals import refuse_group_keys
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups_of_sums, num_tokens

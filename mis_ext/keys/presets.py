@@ -16,8 +16,8 @@ import yaml
 
 from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, HookLevel
 from mis_ext.files import preset_path, read_yaml
-from mis_ext.keys.reading import VETOES, config_from_mapping, read_config, says_whole_loss
-from mis_ext.keys.rows import GATE_ROWS
+from mis_ext.keys.reading import config_from_mapping, read_config, says_whole_loss
+from mis_ext.keys.rows import GATE_ROWS, VETOES
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import as_correction

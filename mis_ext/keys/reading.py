@@ -6,27 +6,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, HookReduce, Weight
+from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, Weight
 from mis_ext.correction.tokens import LAG
+from mis_ext.keys.names import refuse_names
 from mis_ext.keys.refusals import (
     APPLIED,
-    ESTIMATORS,
     KeysInUse,
+    against_built_in_bounds,
+    against_correction,
+    against_loss,
     double_correction,
     doubts,
-    refuse_built_in_bounds,
     refuse_combinations,
+    refuse_first,
     refuse_group_keys,
-    refuse_groups,
     refuse_idle_keys,
-    refuse_names,
 )
 from mis_ext.keys.rows import (
     CORRECTION_ROWS,
@@ -34,18 +34,17 @@ from mis_ext.keys.rows import (
     GROUP_ROWS,
     LEVELS,
     LOSS_ROWS,
-    Baseline,
-    BaselineOver,
+    VETOES,
     check_flags,
     read_rows,
 )
-from mis_ext.loss.words import Scoring
 from mis_ext.validation import Errors, check_mapping
 
 if TYPE_CHECKING:
-    from mis_ext.loss.settings import LossSettings
+    from mis_ext.keys.group_keys import GroupConfig
+    from mis_ext.keys.loss_keys import WholeLoss
 else:
-    LossSettings = Any  # The hook's run has none, and loads no loss.
+    GroupConfig = WholeLoss = Any  # The hook has neither, and loads neither.
 
 Keys = Mapping[str, Any] | str | Path
 """What spells a configuration: a mapping, or the path of a YAML file."""
@@ -74,7 +73,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     corrects = bool(given.get("use_tis", not measures))
     if measures or corrects:
         with wrong:
-            refuse_built_in_bounds(every)
+            refuse_first(against_built_in_bounds(every))
     if not given.keys() & {*VETOES} and every.keys() & {*VETOES}:
         given.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
     if given.keys() & {*APPLIED} <= read.keys():
@@ -86,73 +85,62 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     reporting["per_token_loss"] = read.get("calculate_per_token_loss", False)
     if not corrects:
         return CorrectionConfig(weight=None, metrics_only=True, **reporting)
-    values = {key: read[key] if key in given else row.default for key, row in CORRECTION_ROWS.items()}
-    if values["tis_lower_bound"] is None:
-        values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
-    config = CorrectionConfig(
-        weight=_weight(given, values),
-        gates=_gates(given, values),
+    values = _values({key: read[key] for key in given})
+    refuse_first(against_correction(given, values))
+    if "tis_lower_bound" in given and not KeysInUse(given, corrects=True).low:
+        # Existing files carry it with truncate, where it never had an effect.
+        warnings.warn(
+            f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate; remove it or use "
+            "tis_mode: clip",
+            stacklevel=3,
+        )
+    return CorrectionConfig(
+        weight=_weight(values),
+        gates=_gates(values),
         normalize_over=values["tis_normalize_over"] if values["tis_batch_normalize"] else None,
         scope=values["tis_normalize_scope"],
         denominator=values["mis_denominator"],
         **reporting,
     )
-    if config.staleness and not reporting["staleness"]:
-        keys = "rs_max_staleness, tis_when: stale, and a gate on the lag"
-        raise ValueError(f"{keys} need mis_staleness: true, with which the rollout stores the version of each token")
-    return config
 
 
 _REPORTING = ("mis_metrics", "mis_metric_max", "mis_max_reject_fraction", "mis_compile")
-VETOES: dict[str, tuple[str, HookReduce, str]] = {
-    "rs_veto_threshold": ("ratio", "min", "low"),
-    "rs_veto_upper_threshold": ("ratio", "max", "high"),
-    "rs_veto_probability": ("proximal_probability", "min", "low"),
-}
-"""Statistic, reduction and bound of the gate that each is."""
 
 
-def _weight(given: Mapping[str, Any], values: Mapping[str, Any]) -> Weight | None:
-    level, mode = values["tis_level"], values["tis_mode"]
-    low, high = values["tis_lower_bound"], values["tis_upper_bound"]
-    if level == "none":
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The value or default of every key of a correction; of bounds, the defaults that follow from the others."""
+    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | dict(given)
+    if values["tis_lower_bound"] is None:
+        values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
+    for bound in ("lower_bound", "upper_bound"):
+        if values[f"rs_{bound}"] is None:
+            values[f"rs_{bound}"] = values[f"tis_{bound}"]
+    return values
+
+
+def _weight(values: Mapping[str, Any]) -> Weight | None:
+    if values["tis_level"] == "none":
         return None
-    bound, edges = BOUNDS[mode], {}
-    if bound.has_high:
-        if high == math.inf:
-            raise ValueError("tis_upper_bound must be in (0, inf), got inf; write tis_mode: unbounded for no bound")
-        edges["high"] = high
-    if bound.has_low:
-        _check_order(given, "tis", low, high)
-        edges["low"] = low
-    elif "tis_lower_bound" in given and not KeysInUse(given, corrects=True).low:
-        # Existing files carry this pair: the lower bound never had an effect there.
-        warnings.warn(
-            f"tis_lower_bound={low:g} has no effect with tis_mode: {mode}; remove it or use tis_mode: clip",
-            stacklevel=4,
-        )
-    return Weight(level=level, mode=mode, when=values["tis_when"], **edges)
+    bound = BOUNDS[values["tis_mode"]]
+    low, high = (
+        values[f"tis_{side}_bound"] if used else None
+        for side, used in (("lower", bound.has_low), ("upper", bound.has_high))
+    )
+    return Weight(level=values["tis_level"], mode=bound.name, low=low, high=high, when=values["tis_when"])
 
 
-def _check_order(given: Mapping[str, Any], prefix: str, low: float, high: float) -> None:
-    if low >= high:
-        default = "" if f"{prefix}_lower_bound" in given else " (from tis_lower_bound, by default 1 / tis_upper_bound)"
-        raise ValueError(f"{prefix}_lower_bound must be below {prefix}_upper_bound, got {low!r}{default} and {high!r}")
-
-
-def _gates(given: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, ...]:
+def _gates(values: Mapping[str, Any]) -> tuple[Gate, ...]:
     gates = []
+    if values["use_rs"] and values["rs_level"] != "none":
+        low, high = values["rs_lower_bound"], values["rs_upper_bound"]
+        gates.append(Gate(reduce=REDUCTIONS[values["rs_level"]], low=low, high=high))
     if values["use_rs"]:
-        if values["rs_level"] != "none":
-            gates.append(_band(given, values))
-        elif not values["rs_gates"]:
-            raise ValueError("rs_level: none needs rs_gates; write use_rs: false for no gate")
         gates += values["rs_gates"]
     if values["use_rs"] or not values["rs_veto_requires_rs"]:
         gates += [
             Gate(statistic=statistic, reduce=reduce, **{bound: values[key]})
             for key, (statistic, reduce, bound) in VETOES.items()
-            if key in given
+            if values[key] is not None
         ]
     if values["rs_max_staleness"] is not None:
         reduce = LEVELS[values["rs_staleness_level"]]
@@ -160,98 +148,7 @@ def _gates(given: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Gate, .
     return tuple(gates)
 
 
-def _band(given: Mapping[str, Any], values: Mapping[str, Any]) -> Gate:
-    # What is not set is that of the weight.
-    low, high = (
-        values[f"{'rs' if f'rs_{bound}' in given else 'tis'}_{bound}"] for bound in ("lower_bound", "upper_bound")
-    )
-    _check_order(given, "rs", low, high)
-    if low == 0.0 and high == math.inf:
-        raise ValueError("use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing")
-    return Gate(reduce=REDUCTIONS[values["rs_level"]], low=low, high=high)
-
-
 # --- a run: all that keys and flags say
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoringChoice:
-    """How logits become log-probs and entropy. It does not change what the loss is.
-
-    Attributes:
-        by: Who scores, in slime and Miles.
-        said: What ``mis_loss_scoring`` says, or None.
-        inplace: The gradient takes the place of the logits.
-        observes_entropy: Miles reports the entropy also where it is no part of the loss (``observe_training_entropy``).
-        replays_top_p: slime normalises over the tokens that top-p kept (``rollout_top_p`` is not 1).
-    """
-
-    by: Scoring
-    said: Scoring | None
-    inplace: bool
-    observes_entropy: bool
-    replays_top_p: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WholeLoss:
-    """What only the full policy loss reads.
-
-    Attributes:
-        settings: What it computes.
-        has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
-        skips_scoring: The framework has no scoring pass (``skip_actor_forward_only``): its log-probs are stale.
-        is_told_to_skip: The framework was told to skip that pass (``use_rollout_logprobs``).
-        scoring: Who turns logits into log-probs.
-        temperature: Of the rollout, by which logits are divided (``rollout_temperature``); 0 is greedy sampling, for
-            which Miles does not divide.
-        reducer_path: ``custom_pg_loss_reducer_function_path``, or None.
-    """
-
-    settings: LossSettings
-    has_correction: bool
-    skips_scoring: bool
-    is_told_to_skip: bool
-    scoring: ScoringChoice
-    temperature: float
-    reducer_path: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupConfig:
-    """What the responses to one prompt share.
-
-    Attributes:
-        baseline: ``mis_group_baseline``: what a reward is compared with.
-        over: ``mis_group_over``: which trajectories count in it: ``all``, those that are ``trained``, or those of
-            which the correction has ``kept`` a token.
-        prompt_mean: ``mis_prompt_mean``: every prompt weighs the same.
-        with_deviation: The difference is divided by the standard deviation (``grpo_std_normalization``).
-        num_answers: ``n_samples_per_prompt``, or None.
-        per_token_loss: The framework divides by all tokens of a step.
-        said: The keys that were given.
-    """
-
-    baseline: Baseline
-    over: BaselineOver
-    prompt_mean: bool
-    with_deviation: bool
-    num_answers: int | None
-    per_token_loss: bool
-    said: tuple[str, ...]
-
-    @property
-    def of_rewards(self) -> str:
-        """What is said of the rewards: keys and values; nothing where it is not said."""
-        values = {"mis_group_baseline": self.baseline, "mis_group_over": self.over}
-        return ", ".join(f"{key}: {value}" for key, value in values.items() if key in self.said)
-
-    @property
-    def needs_rollout(self) -> str | None:
-        """The key for which the scored rollout must be seen, or None."""
-        if self.over == "kept":
-            return "mis_group_over: kept"
-        return "mis_prompt_mean: true" if self.prompt_mean else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +159,6 @@ class RunConfig:
         correction: What the correction computes.
         is_padded: Logits are ``[B, L, V]`` (``qkv_format: bshd``), not packed.
         also_measures: ``get_mismatch_metrics`` is set.
-        divides_by_kept: The framework divides by the tokens that are left (Miles' FSDP backend).
         whole_loss: None where the framework's own loss runs, and calls the hook.
         group: What responses to one prompt share; None where no key says anything about it.
         double_correction: How loss and correction together count the mismatch twice, or None.
@@ -272,7 +168,6 @@ class RunConfig:
     correction: CorrectionConfig
     is_padded: bool
     also_measures: bool
-    divides_by_kept: bool
     whole_loss: WholeLoss | None
     group: GroupConfig | None
     double_correction: str | None = None
@@ -288,14 +183,19 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     """
     wrong, loss, group = Errors(), None, None
     check_flags(given, wrong)
+    of_loss = read_rows(LOSS_ROWS | FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
+    is_legal = not wrong.found
     with wrong:
         correction = config_from_mapping(given)
-    if whole_loss:
+    if whole_loss and is_legal:
         from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
 
         with wrong:
-            loss = read_whole_loss(given)
+            loss = read_whole_loss({**given, **of_loss})
+            refuse_first(against_loss(given, loss))
     if any(given.get(key) is not None for key in GROUP_ROWS):
+        from mis_ext.keys.group_keys import read_group
+
         with wrong:
             group = read_group(given)
     wrong.raise_all()
@@ -303,7 +203,6 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
         also_measures=bool(given.get("get_mismatch_metrics")),
-        divides_by_kept=given.get("train_backend") == "fsdp",
         whole_loss=loss,
         group=group,
     )
@@ -311,29 +210,6 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     return dataclasses.replace(
         run, double_correction=double_correction(given, run), doubts=tuple(doubts(given, correction, group))
     )
-
-
-def read_group(given: Mapping[str, Any]) -> GroupConfig:
-    """What arguments say about the responses to one prompt.
-
-    Raises:
-        ValueError: A flag of the framework makes a key wrong, or is needed for it and not set.
-    """
-    wrong = Errors()
-    keys = read_rows(GROUP_ROWS, given, wrong)
-    wrong.raise_all()
-    group = GroupConfig(
-        baseline=keys.get("mis_group_baseline", "mean"),
-        over=keys.get("mis_group_over", "trained"),
-        prompt_mean=keys.get("mis_prompt_mean", False),
-        with_deviation=given.get("grpo_std_normalization") is not False
-        and given.get("advantage_estimator") in (None, *ESTIMATORS),
-        num_answers=given.get("n_samples_per_prompt"),
-        per_token_loss=bool(given.get("calculate_per_token_loss")),
-        said=tuple(keys),
-    )
-    refuse_groups(given, group)
-    return group
 
 
 # --- keys as callers give them

@@ -1,114 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are no keys, keys that have no effect beside the others, and keys that contradict each other."""
+"""What legal keys cannot be together: keys that have no effect beside the others, and keys that contradict each other.
+
+What a single key may be is in ``rows``. What only a launch shows, ``check_setup`` refuses.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import SequenceMatcher
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mis_ext.correction.config import BOUNDS, CorrectionConfig
-from mis_ext.keys.removed import REMOVED, refuse_removed
-from mis_ext.keys.rows import CORRECTION_ROWS, FLAT_KEYS, LOSS_ROWS, PREFIXES, ROWS
-from mis_ext.validation import Errors, check_known
+from mis_ext.correction.tokens import LAG
+from mis_ext.keys.names import TIS_OF_FRAMEWORKS
+from mis_ext.keys.rows import CORRECTION_ROWS, LOSS_ROWS, VETOES
+from mis_ext.loss.words import EPS_CLIP
+from mis_ext.validation import Errors
 
 if TYPE_CHECKING:
-    from mis_ext.keys.reading import GroupConfig, RunConfig
-
-# --- names
-
-_OF_PEERS = {
-    "use_mis": "use_tis: true, and use_rs: true for a filter",
-    # verl
-    "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
-    "rollout_is": "tis_level",
-    "rollout_is_threshold": "tis_upper_bound",
-    "rollout_is_batch_normalize": "tis_batch_normalize",
-    "rollout_rs": "use_rs: true and rs_level",
-    "rollout_rs_threshold": "rs_upper_bound and rs_lower_bound",
-    "rollout_token_veto_threshold": "rs_veto_threshold",
-    "bypass_mode": "mis_loss_mode: bypass",
-    # TRL
-    "vllm_importance_sampling_correction": "use_tis: true",
-    "vllm_importance_sampling_mode": "tis_level and tis_mode",
-    "vllm_importance_sampling_cap": "tis_upper_bound",
-}
-TIS_OF_FRAMEWORKS = {
-    "tis_clip": (2.0, "tis_upper_bound"),
-    "tis_clip_low": (0, "tis_mode: clip with tis_lower_bound"),
-}
-"""The bounds of the frameworks' built-in correction: their default, which is on every ``args``, and ours."""
-INSTEAD_OF_NULL = {
-    "tis_level": "tis_level: none for no weight",
-    "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
-    "rs_level": "rs_level: none for rs_gates alone, use_rs: false for no gate",
-}
-
-
-OF_OTHERS = (*_OF_PEERS, *REMOVED)
-"""Names that are refused whatever is known of the frameworks."""
-
-
-def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
-    """Refuse names that are no keys and can only be meant for us; null and false of another framework are nothing."""
-    with wrong:
-        refuse_removed(given)
-    names = [name for name in given if name not in ROWS and name not in REMOVED and name not in TIS_OF_FRAMEWORKS]
-    with wrong:
-        check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
-    meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
-    hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
-    hints += [f"{name!r} (write {key})" for name, key in _OF_PEERS.items() if given.get(name) not in (None, False)]
-    with wrong:
-        if hints:
-            raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")
-    for key, instead in INSTEAD_OF_NULL.items():
-        if key in given and given[key] is None:
-            with wrong:
-                raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
-
-
-def refuse_built_in_bounds(given: Mapping[str, Any]) -> None:
-    """Refuse bounds of the framework's built-in correction, which ours replaces."""
-    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
-        if given.get(key) not in (None, default):
-            raise ValueError(
-                f"{key}={given[key]!r}: no effect, because it belongs to the framework's built-in correction; write "
-                f"{instead}"
-            )
-
-
-_LETTERS_PER_SLIP = 6
-
-
-def near_miss(name: str, keys: Collection[str]) -> str | None:
-    """The key that ``name`` was probably meant to be: by a slip of the hand, or without its prefix."""
-    spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
-    if spelled in keys:
-        return spelled
-    if spelled.startswith("misc_"):
-        return None
-    # One word may be anybody's.
-    whole = [prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys]
-    # Length and letters are cheap, and enough for nearly all of the frameworks' names.
-    size, letters = len(spelled), {*spelled}
-    for key in keys:
-        num_slips = len(key) // _LETTERS_PER_SLIP
-        is_alike = abs(size - len(key)) <= num_slips and len(letters.symmetric_difference(key)) <= num_slips
-        if is_alike and _is_slip(spelled, key):
-            return key
-    return whole[0] if whole else None
-
-
-def _is_slip(name: str, key: str) -> bool:
-    """Whether few letters are missing, added or exchanged; a word of two letters must be there, as in ``use_rs``."""
-    last_word = key.rpartition("_")[2]
-    if len(last_word) < 3 and not name.endswith(f"_{last_word}") and not name.startswith(key):
-        return False
-    num_same = sum(block.size for block in SequenceMatcher(None, name, key, autojunk=False).get_matching_blocks())
-    return sorted(name) == sorted(key) or len(name) + len(key) - 2 * num_same <= len(key) // _LETTERS_PER_SLIP
-
+    from mis_ext.keys.group_keys import GroupConfig
+    from mis_ext.keys.loss_keys import WholeLoss
+    from mis_ext.keys.reading import RunConfig
+    from mis_ext.loss.settings import LossSettings
 
 # --- keys without effect
 
@@ -144,7 +57,7 @@ class KeysInUse:
         self.method_rejects, self.loses_tokens = method_rejects, loses_tokens
         bound = self.bound = None if values["tis_level"] == "none" else BOUNDS[values["tis_mode"]]
         mode_rejects = bound is not None and bound.rejects
-        has_gate = any(key in self.given for key in (*_VETOES, "rs_max_staleness"))
+        has_gate = any(key in self.given for key in (*VETOES, "rs_max_staleness"))
         self.rejects: bool = has_gate or values["use_rs"] or mode_rejects
         has_band = values["use_rs"] and values["rs_level"] != "none"
         gate_low, gate_high = (has_band and f"rs_{side}_bound" not in self.given for side in ("lower", "upper"))
@@ -178,7 +91,6 @@ class Idle(NamedTuple):
     at: Any = None
 
 
-_VETOES = ("rs_veto_threshold", "rs_veto_upper_threshold", "rs_veto_probability")
 REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
 """Keys of what is measured and watched."""
 APPLIED = tuple(key for key in CORRECTION_ROWS if key not in (*REPORTED, "use_tis"))
@@ -209,12 +121,12 @@ IDLE = (
     Idle(_OF_RS, lambda keys: "use_rs" not in keys.given, "use_rs is not set", _ON_RS),
     Idle(("rs_lower_bound", "rs_upper_bound"), lambda keys: keys.values["rs_level"] == "none", "rs_level is none"),
     Idle(
-        _VETOES,
+        (*VETOES,),
         lambda keys: keys.values["rs_veto_requires_rs"] and "use_rs" not in keys.given,
         _NO_VETO,
         "set use_rs: true, or remove rs_veto_requires_rs",
     ),
-    Idle(("rs_veto_requires_rs",), lambda keys: not keys.given.keys() & {*_VETOES}, "no veto is set"),
+    Idle(("rs_veto_requires_rs",), lambda keys: not keys.given.keys() & {*VETOES}, "no veto is set"),
     Idle(("rs_staleness_level",), lambda keys: "rs_max_staleness" not in keys.given, "rs_max_staleness is not set"),
     Idle(
         ("mis_loss_entropy_tokens", "mis_loss_kl_tokens"),
@@ -249,6 +161,51 @@ def refuse_idle_keys(keys: KeysInUse) -> None:
 # --- keys and flags that contradict each other
 
 
+def refuse_first(reasons: Iterable[str]) -> None:
+    """Raise the first reason, if there is one."""
+    for reason in reasons:
+        raise ValueError(reason)
+
+
+def against_correction(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    """Why the keys of a correction cannot be together; ``values`` are those of all its keys."""
+    low, high = values["tis_lower_bound"], values["tis_upper_bound"]
+    bound = None if values["tis_level"] == "none" else BOUNDS[values["tis_mode"]]
+    if bound is not None and bound.has_high and high == math.inf:
+        yield "tis_upper_bound must be in (0, inf), got inf; write tis_mode: unbounded for no bound"
+    if bound is not None and bound.has_low and low >= high:
+        yield _disorder(given, "tis", low, high)
+    if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
+        yield "rs_level: none needs rs_gates; write use_rs: false for no gate"
+    if values["use_rs"] and values["rs_level"] != "none":
+        low, high = values["rs_lower_bound"], values["rs_upper_bound"]
+        if low >= high:
+            yield _disorder(given, "rs", low, high)
+        if low == 0.0 and high == math.inf:
+            yield "use_rs: rs_lower_bound=0 and rs_upper_bound=inf reject nothing"
+    is_of_stale = values["rs_max_staleness"] is not None or values["tis_when"] == "stale"
+    if not values["mis_staleness"] and (is_of_stale or any(gate.statistic == LAG for gate in values["rs_gates"])):
+        yield (
+            "rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true, with which the rollout "
+            "stores the version of each token"
+        )
+
+
+def _disorder(given: Mapping[str, Any], prefix: str, low: float, high: float) -> str:
+    default = "" if f"{prefix}_lower_bound" in given else " (from tis_lower_bound, by default 1 / tis_upper_bound)"
+    return f"{prefix}_lower_bound must be below {prefix}_upper_bound, got {low!r}{default} and {high!r}"
+
+
+def against_built_in_bounds(given: Mapping[str, Any]) -> Iterator[str]:
+    """Bounds of the framework's built-in correction, which ours replaces."""
+    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
+        if given.get(key) not in (None, default):
+            yield (
+                f"{key}={given[key]!r}: no effect, because it belongs to the framework's built-in correction; write "
+                f"{instead}"
+            )
+
+
 def refuse_loss_keys(given: Mapping[str, Any]) -> None:
     """Refuse keys of the full policy loss where the framework's own loss runs."""
     idle = [key for key in LOSS_ROWS if given.get(key) is not None]
@@ -274,8 +231,8 @@ ESTIMATORS = ("grpo", "gspo", "cispo")
 """Of the frameworks, those in which the advantage of every token is the normalized reward."""
 
 
-def refuse_groups(given: Mapping[str, Any], group: GroupConfig) -> None:
-    """Refuse flags with which keys of the responses to one prompt would be wrong, or do nothing.
+def against_groups(given: Mapping[str, Any], group: GroupConfig) -> Iterator[str]:
+    """Flags with which keys of the responses to one prompt would be wrong, or do nothing.
 
     Flags that are not there are not looked at.
     """
@@ -292,30 +249,183 @@ def refuse_groups(given: Mapping[str, Any], group: GroupConfig) -> None:
     def is_unset(flag: str) -> bool:
         return flag in given and given[flag] is None
 
-    _refuse_first(
-        {
+    if group.needs_rollout and is_unset("rollout_data_postprocess_path"):
+        yield (
             f"{group.needs_rollout} needs --rollout-data-postprocess-path mis_ext.prepare_rollout, in slime; Miles has "
-            "nothing for it": group.needs_rollout and is_unset("rollout_data_postprocess_path"),
-            f"{rewards} needs --custom-reward-post-process-path mis_ext.group_rewards": (
-                rewards and not is_kept and is_unset("custom_reward_post_process_path")
-            ),
-            f"{rewards}: --advantage-estimator {estimator} compares no responses to one prompt": (
-                rewards and estimator not in (*ESTIMATORS, "reinforce_plus_plus_baseline")
-            ),
-            f"{rewards}: no effect with --disable-rewards-normalization; remove one of them": (
-                rewards and given.get("rewards_normalization") is False
-            ),
+            "nothing for it"
+        )
+    if rewards and not is_kept and is_unset("custom_reward_post_process_path"):
+        yield f"{rewards} needs --custom-reward-post-process-path mis_ext.group_rewards"
+    if rewards and estimator not in (*ESTIMATORS, "reinforce_plus_plus_baseline"):
+        yield f"{rewards}: --advantage-estimator {estimator} compares no responses to one prompt"
+    if rewards and given.get("rewards_normalization") is False:
+        yield f"{rewards}: no effect with --disable-rewards-normalization; remove one of them"
+    if is_kept and (changes or estimator not in ESTIMATORS):
+        yield (
             f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage is "
-            "not what the rewards of a prompt say; write trained": (
-                is_kept and (changes or estimator not in ESTIMATORS)
-            ),
+            "not what the rewards of a prompt say; write trained"
+        )
+    if group.prompt_mean and method in _COMPARE_SIZES:
+        yield (
             f"mis_prompt_mean: true scales advantages, and mis_loss_method: {method} compares their size; remove one "
-            "of them": group.prompt_mean and method in _COMPARE_SIZES,
-            f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them": (
-                group.prompt_mean and denominators
-            ),
-        }
-    )
+            "of them"
+        )
+    if group.prompt_mean and denominators:
+        yield f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them"
+
+
+_OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
+
+
+def against_loss(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
+    """Why keys and flags of the full policy loss cannot be together."""
+    settings, scoring, kl = loss.settings, loss.scoring, bool(given.get("use_kl_loss"))
+    yield from _against_mode(settings) if settings.method is None else _against_method(given, settings)
+    if settings.proximal == "current" and not settings.uses_proximal:
+        yield (
+            f"mis_loss_proximal: current: no effect, because {settings.chosen_by} does not compare with the proximal "
+            "policy; remove it"
+        )
+    if settings.proximal == "current" and settings.opsm_delta is not None:
+        yield (
+            "--use-opsm with mis_loss_proximal: current: the policies that it compares are then one; drop one of them"
+        )
+    yield from _against_denominator(given, loss)
+    if scoring.said == "fused" and scores_of_framework(given, compares_with_stored=False):
+        reason = scores_of_framework(given, compares_with_stored=False)
+        yield f"mis_loss_scoring: fused with {reason}; write mis_loss_scoring: host, or remove the key"
+    if scoring.inplace and scoring.by == "host":
+        reason = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
+        yield f"mis_loss_inplace: true: no effect, because the framework's function scores ({reason}); remove it"
+    if settings.mode in ("decoupled", "reinforce") and not given.get("use_tis"):
+        yield (
+            f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
+            "(tis_level: none for no weight)"
+        )
+    if given.get("use_score_centering"):
+        yield "--use-score-centering: vime adds this term in its loss, which mis_ext.policy_loss replaces; remove one"
+    path = given.get("custom_tis_function_path") or _OUR_HOOK
+    if path != _OUR_HOOK and loss.has_correction:
+        yield (
+            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext, and calls no "
+            "other; drop the flag, or keep the framework's loss"
+        )
+    steps = steps_per_rollout(given)
+    if settings.proximal == "current" and steps is not None and steps > 1:
+        # From the second step on the current policy is no longer the one before the update.
+        yield (
+            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
+            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
+            "key"
+        )
+    idle = [key for key in ("mis_loss_unbiased_kl", "mis_loss_kl_tokens") if given.get(key) is not None]
+    if idle and not kl:
+        yield f"{', '.join(idle)}: no effect, because --use-kl-loss is not set"
+    if kl and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"):
+        yield (
+            "mis_loss_unbiased_kl (ratio current / behavior) and --use-unbiased-kl (ratio current / old) are two "
+            "ratios: drop one of them"
+        )
+
+
+def _against_method(given: Mapping[str, Any], settings: LossSettings) -> Iterator[str]:
+    of = settings.chosen_by
+    if given.get("mis_loss_mode") is not None:
+        yield "mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode"
+    # What a framework sets by itself cannot be told from what a user wrote: other values are the user's.
+    replaced = {
+        f"--eps-clip {settings.eps_clip:g}": settings.eps_clip != EPS_CLIP,
+        f"--eps-clip-high {settings.eps_clip_high}": settings.eps_clip_high not in (None, EPS_CLIP),
+        f"--eps-clip-c {settings.eps_clip_c}": settings.eps_clip_c is not None,
+        f"--advantage-estimator {given.get('advantage_estimator')}": settings.ratios != "token",
+    }
+    idle = [text for text, is_set in replaced.items() if is_set]
+    if idle:
+        yield (
+            f"{', '.join(idle)}: no effect, because {of} defines the loss; remove it, and write what should differ as "
+            f"{of.replace(': ', ': {name: ')}, ...}}"
+        )
+    if settings.use_behavior and settings.uses_proximal:
+        yield (
+            f"{of} compares with the proximal policy, --use-rollout-logprobs skips its scoring: drop the flag, or with "
+            "one optimizer step per rollout write mis_loss_proximal: current"
+        )
+    if settings.needs_reference is not None and settings.kl is not None and settings.kl.coefficient != 0.0:
+        yield (
+            f"kl_loss_coef={settings.kl.coefficient!r}: {of} has a penalty against the reference policy of its own; "
+            "write --kl-loss-coef 0, which keeps the reference log-probs"
+        )
+
+
+def _against_mode(settings: LossSettings) -> Iterator[str]:
+    if settings.mode == "decoupled" and settings.use_behavior:
+        yield (
+            "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
+            "policy the old one: drop the flag, or write mis_loss_mode: bypass"
+        )
+    if settings.mode == "reinforce" and settings.ratios != "token":
+        yield (
+            "mis_loss_mode: reinforce has no ratio with gradient: --advantage-estimator gspo and cispo have no effect "
+            "there, write grpo"
+        )
+    if settings.eps_clip_c is not None and (settings.mode == "reinforce" or settings.ratios == "detached"):
+        of = "mis_loss_mode: reinforce" if settings.mode == "reinforce" else "--advantage-estimator cispo"
+        yield f"eps_clip_c={settings.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it"
+
+
+def _against_denominator(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
+    denominator, constant = loss.settings.denominator, loss.settings.constant
+    if denominator == "constant" and constant is None:
+        yield "mis_loss_denominator: constant needs mis_loss_constant, a number of tokens"
+    if denominator != "constant" and constant is not None:
+        yield f"mis_loss_constant={constant!r}: no effect, because mis_loss_denominator is {denominator}"
+    if loss.settings.per_token_loss and denominator != "original":
+        yield (
+            f"mis_loss_denominator: {denominator}: no effect, because --calculate-per-token-loss divides by all tokens "
+            "of the batch outside of the loss; for kept tokens there, write mis_denominator: kept"
+        )
+    if loss.reducer_path is not None and denominator != "original":
+        yield (
+            f"mis_loss_denominator: {denominator}: no effect, because --custom-pg-loss-reducer-function-path reduces "
+            "the policy loss; drop one of them"
+        )
+    if given.get("mis_denominator") == "kept" and denominator in ("kept", "constant"):
+        yield f"mis_denominator: kept and mis_loss_denominator: {denominator} are two denominators: drop one of them"
+
+
+def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool) -> str | None:
+    """Why fused scoring gives other log-probs than the framework's function, or none; None if it does not.
+
+    ``compares_with_stored``: whether the loss compares them with log-probs of the framework.
+    """
+    if given.get("true_on_policy_mode"):
+        return "--true-on-policy-mode: Miles' own function has the bits of SGLang's"
+    # Of one rank the parts are the whole. Whoever does not say how many there are is taken to have several.
+    if given.get("allgather_cp") and given.get("context_parallel_size") != 1:
+        return "--allgather-cp: the framework's function knows the contiguous parts of the ranks, and exchanges them"
+    # Miles divides bfloat16 logits and rounds again: its log-probs are then 0.02 nats off on average.
+    rounds = given.get("train_backend") == "fsdp" and given.get("rollout_temperature") not in (None, 0, 1)
+    if compares_with_stored and rounds:
+        return "--train-backend fsdp with a --rollout-temperature: Miles rounds their quotient"
+    return None
+
+
+def against_run(given: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
+    """Why a correction cannot be together with the framework's loss or ours."""
+    loss, correction = run.whole_loss, run.correction
+    divides_by_kept = given.get("train_backend") == "fsdp"
+    rejects = any(gate.action == "reject" for gate in correction.all_gates.values())
+    if divides_by_kept and correction.denominator == "kept":
+        yield (
+            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
+            "remove mis_denominator"
+        )
+    if divides_by_kept and loss is not None and loss.has_correction and rejects:
+        yield (
+            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
+            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
+            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
+        )
 
 
 def refuse_combinations(given: Mapping[str, Any], run: RunConfig) -> None:
@@ -324,7 +434,6 @@ def refuse_combinations(given: Mapping[str, Any], run: RunConfig) -> None:
     if given.get("loss_type") not in (None, "custom_loss"):
         refuse_loss_keys(given)
     if loss is not None:
-        _refuse_with_loss(given, run)
         method = loss.settings.method
         refuse_idle_keys(
             KeysInUse(
@@ -335,52 +444,7 @@ def refuse_combinations(given: Mapping[str, Any], run: RunConfig) -> None:
                 loses_tokens=correction.rejects_single_tokens,
             )
         )
-    rejects = any(gate.action == "reject" for gate in correction.all_gates.values())
-    _refuse_first(
-        {
-            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
-            "remove mis_denominator": run.divides_by_kept and correction.denominator == "kept",
-            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
-            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
-            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp": (
-                run.divides_by_kept and loss is not None and loss.has_correction and rejects
-            ),
-        }
-    )
-
-
-_OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
-
-
-def _refuse_with_loss(given: Mapping[str, Any], run: RunConfig) -> None:
-    assert run.whole_loss is not None
-    settings, steps = run.whole_loss.settings, steps_per_rollout(given)
-    path = given.get("custom_tis_function_path") or _OUR_HOOK
-    denominator, kl = settings.denominator, bool(given.get("use_kl_loss"))
-    idle = [key for key in ("mis_loss_unbiased_kl", "mis_loss_kl_tokens") if given.get(key) is not None]
-    _refuse_first(
-        {
-            f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
-            "(tis_level: none for no weight)": settings.needs_correction and not given.get("use_tis"),
-            "--use-score-centering: vime adds this term in its loss, which mis_ext.policy_loss replaces; remove one": (
-                given.get("use_score_centering")
-            ),
-            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext, and calls no "
-            "other; drop the flag, or keep the framework's loss": (path != _OUR_HOOK and run.whole_loss.has_correction),
-            f"mis_loss_denominator: {denominator}: no effect, because --custom-pg-loss-reducer-function-path reduces "
-            "the policy loss; drop one of them": run.whole_loss.reducer_path is not None and denominator != "original",
-            f"mis_denominator: kept and mis_loss_denominator: {denominator} are two denominators: drop one of them": (
-                given.get("mis_denominator") == "kept" and denominator in ("kept", "constant")
-            ),
-            # From the second step on the current policy is no longer the one before the update.
-            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
-            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
-            "key": settings.proximal == "current" and steps is not None and steps > 1,
-            f"{', '.join(idle)}: no effect, because --use-kl-loss is not set": idle and not kl,
-            "mis_loss_unbiased_kl (ratio current / behavior) and --use-unbiased-kl (ratio current / old) are two "
-            "ratios: drop one of them": kl and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"),
-        }
-    )
+    refuse_first(against_run(given, run))
 
 
 def double_correction(given: Mapping[str, Any], run: RunConfig) -> str | None:
@@ -441,13 +505,6 @@ def doubts(given: Mapping[str, Any], correction: CorrectionConfig, group: GroupC
 
 def _is_ours(path: Any) -> bool:
     return str(path).startswith("mis_ext.")
-
-
-def _refuse_first(reasons: Mapping[str, Any]) -> None:
-    """Raise the first reason that holds."""
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(reason)
 
 
 def steps_per_rollout(given: Mapping[str, Any]) -> int | None:

@@ -220,6 +220,13 @@ CORRECTION_ROWS: dict[str, Key] = {
 }
 """Keys of a correction."""
 
+VETOES: dict[str, tuple[str, HookReduce, str]] = {
+    "rs_veto_threshold": ("ratio", "min", "low"),
+    "rs_veto_upper_threshold": ("ratio", "max", "high"),
+    "rs_veto_probability": ("proximal_probability", "min", "low"),
+}
+"""Statistic, reduction and bound of the gate that each is."""
+
 GROUP_ROWS: dict[str, Key] = {
     "mis_group_baseline": Key(words(Baseline), "mean", "What a reward is compared with."),
     "mis_group_over": Key(words(BaselineOver), "trained", "Which trajectories of a prompt count in it."),

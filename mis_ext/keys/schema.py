@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.tokens import STATISTICS
-from mis_ext.keys.refusals import INSTEAD_OF_NULL, TIS_OF_FRAMEWORKS
+from mis_ext.keys.names import INSTEAD_OF_NULL, TIS_OF_FRAMEWORKS
 from mis_ext.keys.rows import GATE_ROWS, PREFIXES, ROWS, Key, read_compile, read_gates, read_guards, read_metrics
 from mis_ext.methods.catalogue import METHODS
 from mis_ext.validation import check_bool, check_choice, check_text

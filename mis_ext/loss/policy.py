@@ -169,7 +169,7 @@ def groups_of_sums(
     extra_metrics: frozenset[str] = frozenset(),
 ) -> list[Group]:
     """The ranks with which the loss exchanges sums of its own."""
-    exchanges = settings.sums_sequences is not None or "ess_ratio" in extra_metrics
+    exchanges = settings.sums_sequences or "ess_ratio" in extra_metrics
     averages = objective_of(settings).method.averages_over_batch
     wanted = ((cp_group, exchanges), (dp_group, averages))
     return [group for group, is_wanted in wanted if is_wanted and group is not None]

@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the loss. Frozen, checked at construction; errors contain the user's key."""
+"""Settings of the loss. ``keys/`` reads and checks them: nothing is checked here."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from mis_ext.loss.words import KlType, LossDenominator, Mode, PenaltyTokens, Proximal
+from mis_ext.loss.words import EPS_CLIP, KlType, LossDenominator, Mode, PenaltyTokens, Proximal
 from mis_ext.methods.published import ChosenMethod
-from mis_ext.validation import check_bool, check_choice, check_instance, check_number
 
 Ratios = Literal["token", "sequence", "detached"]
 KlRatio = Literal["none", "old", "behavior"]
-
-_finite = partial(check_number, low=-math.inf, high=math.inf, open_low=True, open_high=True)
-_clip = partial(check_number, low=0.0, high=math.inf)
-
-
-def _word_of(choices: Any) -> Callable[[str, Any], str]:
-    return partial(check_choice, choices=get_args(choices))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,31 +29,6 @@ class KlPenalty:
     type: KlType = "k1"
     ratio: KlRatio = "none"
     tokens: PenaltyTokens = "kept"
-
-    def __post_init__(self) -> None:
-        _finite("kl_loss_coef", self.coefficient)
-        check_choice("kl_loss_type", self.type, get_args(KlType))
-        check_choice("ratio", self.ratio, get_args(KlRatio))
-        check_choice("mis_loss_kl_tokens", self.tokens, get_args(PenaltyTokens))
-
-
-CHECKS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "mode": ("mis_loss_mode", _word_of(Mode)),
-    "ratios": ("ratios", _word_of(Ratios)),
-    "proximal": ("mis_loss_proximal", _word_of(Proximal)),
-    "denominator": ("mis_loss_denominator", _word_of(LossDenominator)),
-    "entropy_tokens": ("mis_loss_entropy_tokens", _word_of(PenaltyTokens)),
-    "use_behavior": ("use_rollout_logprobs", check_bool),
-    "per_token_loss": ("calculate_per_token_loss", check_bool),
-    "eps_clip": ("eps_clip", _clip),
-    "entropy_coef": ("entropy_coef", _finite),
-    "eps_clip_high": ("eps_clip_high", _clip),
-    "eps_clip_c": ("eps_clip_c", partial(check_number, low=1.0, high=math.inf, open_low=True)),
-    "opsm_delta": ("opsm_delta", partial(check_number, low=-math.inf, high=math.inf)),
-    "kl": ("kl", partial(check_instance, kinds=KlPenalty)),
-    "method": ("mis_loss_method", partial(check_instance, kinds=ChosenMethod)),
-}
-"""Of a field of :class:`LossSettings` the key or flag that users know it by, and what is legal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +68,7 @@ class LossSettings:
     ratios: Ratios = "token"
     use_behavior: bool = False
     proximal: Proximal = "stored"
-    eps_clip: float = 0.2
+    eps_clip: float = EPS_CLIP
     eps_clip_high: float | None = None
     eps_clip_c: float | None = None
     opsm_delta: float | None = None
@@ -114,89 +78,6 @@ class LossSettings:
     denominator: LossDenominator = "original"
     constant: float | None = None
     per_token_loss: bool = False
-
-    def __post_init__(self) -> None:
-        for field, (key, check) in CHECKS.items():
-            value = getattr(self, field)
-            if value is not None or self.__dataclass_fields__[field].default is not None:
-                check(key, value)
-        if self.method is None:
-            self._check_modes()
-        else:
-            self._check_method(self.method)
-        if self.proximal == "current":
-            self._check_current()
-        self._check_denominator()
-
-    def _check_method(self, chosen: ChosenMethod) -> None:
-        # What a host sets by itself cannot be told from what a user wrote: other values are the user's.
-        eps_clip = self.__dataclass_fields__["eps_clip"].default
-        replaced = {
-            f"mis_loss_mode: {self.mode}": self.mode != "baseline",
-            f"--eps-clip {self.eps_clip:g}": self.eps_clip != eps_clip,
-            f"--eps-clip-high {self.eps_clip_high}": self.eps_clip_high not in (None, eps_clip),
-            f"--eps-clip-c {self.eps_clip_c}": self.eps_clip_c is not None,
-            f"--advantage-estimator {'gspo' if self.ratios == 'sequence' else 'cispo'}": self.ratios != "token",
-        }
-        idle = [text for text, is_set in replaced.items() if is_set]
-        if idle:
-            raise ValueError(
-                f"{', '.join(idle)}: no effect, because {self.chosen_by} defines the loss; remove it, and write "
-                f"what should differ as {self.chosen_by.replace(': ', ': {name: ')}, ...}}"
-            )
-        if self.use_behavior and self.uses_proximal:
-            raise ValueError(
-                f"{self.chosen_by} compares with the proximal policy, --use-rollout-logprobs skips its "
-                "scoring: drop the flag, or with one optimizer step per rollout write mis_loss_proximal: current"
-            )
-        if self.needs_reference is not None and self.kl is not None and self.kl.coefficient != 0.0:
-            raise ValueError(
-                f"kl_loss_coef={self.kl.coefficient!r}: {self.chosen_by} has a penalty against the reference policy of "
-                "its own; write --kl-loss-coef 0, which keeps the reference log-probs"
-            )
-
-    def _check_modes(self) -> None:
-        if self.mode == "decoupled" and self.use_behavior:
-            raise ValueError(
-                "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
-                "policy the old one: drop the flag, or write mis_loss_mode: bypass"
-            )
-        if self.mode == "reinforce" and self.ratios != "token":
-            raise ValueError(
-                "mis_loss_mode: reinforce has no ratio with gradient: --advantage-estimator gspo and cispo have no "
-                "effect there, write grpo"
-            )
-        if self.eps_clip_c is not None and (self.mode == "reinforce" or self.ratios == "detached"):
-            of = "mis_loss_mode: reinforce" if self.mode == "reinforce" else "--advantage-estimator cispo"
-            raise ValueError(f"eps_clip_c={self.eps_clip_c!r}: no effect, because {of} has no dual clip; remove it")
-
-    def _check_current(self) -> None:
-        if self.use_behavior or not self.uses_proximal:
-            of = self.chosen_by if not self.uses_proximal else "--use-rollout-logprobs"
-            raise ValueError(
-                f"mis_loss_proximal: current: no effect, because {of} does not compare with the proximal policy; "
-                "remove it"
-            )
-        if self.opsm_delta is not None:
-            raise ValueError(
-                "--use-opsm with mis_loss_proximal: current: the policies that it compares are then one; drop one of "
-                "them"
-            )
-
-    def _check_denominator(self) -> None:
-        if self.denominator == "constant":
-            if self.constant is None:
-                raise ValueError("mis_loss_denominator: constant needs mis_loss_constant, a number of tokens")
-            check_number("mis_loss_constant", self.constant, low=0.0, high=math.inf, open_low=True, open_high=True)
-        elif self.constant is not None:
-            raise ValueError(
-                f"mis_loss_constant={self.constant!r}: no effect, because mis_loss_denominator is {self.denominator}"
-            )
-        if self.per_token_loss and self.denominator != "original":
-            raise ValueError(
-                f"mis_loss_denominator: {self.denominator}: no effect, because --calculate-per-token-loss divides by "
-                "all tokens of the batch outside of the loss; for kept tokens there, write mis_denominator: kept"
-            )
 
     @property
     def old_is_behavior(self) -> bool:
@@ -242,15 +123,7 @@ class LossSettings:
         return self.method is not None and self.method.method.needs_state_values
 
     @property
-    def sums_sequences(self) -> str | None:
-        """The flag that sums over sequences in the pass over tokens, or None."""
-        if self.method is not None and not self.method.method.is_of_tokens:
-            return self.chosen_by
-        if self.opsm_delta is not None:
-            return "--use-opsm"
-        return "--advantage-estimator gspo" if self.ratios == "sequence" else None
-
-    @property
-    def needs_correction(self) -> bool:
-        """True if the mode requires a correction."""
-        return self.mode in ("decoupled", "reinforce")
+    def sums_sequences(self) -> bool:
+        """True if the pass over tokens sums over sequences."""
+        of_method = self.method is not None and not self.method.method.is_of_tokens
+        return of_method or self.opsm_delta is not None or self.ratios == "sequence"

@@ -9,3 +9,5 @@ LossDenominator = Literal["original", "kept", "sequence", "constant"]
 PenaltyTokens = Literal["kept", "all"]
 Proximal = Literal["stored", "current"]
 Scoring = Literal["fused", "host"]
+EPS_CLIP = 0.2
+"""What the frameworks clip by where nobody says anything."""

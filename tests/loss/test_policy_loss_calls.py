@@ -20,7 +20,7 @@ from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
-from mis_ext.keys.loss_keys import loss_settings
+from mis_ext.keys.reading import read_config
 from mis_ext.keys.rows import FLAGS
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LossSettings
@@ -311,8 +311,8 @@ def test_every_flag_that_is_read_is_a_flag_of_the_hosts() -> None:
 
 
 def test_unset_flags_have_the_hosts_defaults() -> None:
-    assert loss_settings({}) == LossSettings()
-    assert loss_settings({"use_opsm": True}).opsm_delta == 1e-4
+    assert read_config({}, whole_loss=True).whole_loss.settings == LossSettings()
+    assert read_config({"use_opsm": True}, whole_loss=True).whole_loss.settings.opsm_delta == 1e-4
 
 
 # --- the page

@@ -12,7 +12,6 @@ from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 import mis_ext
 from mis_ext.hosts.runs import current_run, session_for
-from mis_ext.loss.settings import LossSettings
 
 CURRENT = {"mis_loss_proximal": "current"}
 SKIPS = CURRENT | {"use_rollout_logprobs": True}
@@ -160,8 +159,3 @@ def test_one_step_per_rollout_or_an_unknown_number_is_legal(flags) -> None:
 
 def test_stored_is_legal_with_any_number_of_steps() -> None:
     current_run(loss_cases.host_args(mis_loss_proximal="stored", num_steps_per_rollout=4), whole_loss=True)
-
-
-def test_settings_cannot_have_two_old_policies() -> None:
-    with pytest.raises(ValueError, match="no effect, because --use-rollout-logprobs does not compare"):
-        LossSettings(proximal="current", use_behavior=True)

@@ -19,8 +19,8 @@ from rows import for_each
 import mis_ext
 from mis_ext.correction.config import Gate
 from mis_ext.correction.tokens import MISMATCH
-from mis_ext.keys.loss_keys import loss_settings
 from mis_ext.keys.presets import flat_keys, method_yaml
+from mis_ext.keys.reading import read_config
 from mis_ext.methods import METHODS, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
@@ -145,7 +145,7 @@ def test_the_command_prints_the_file(capsys) -> None:
 @for_each("name", [name for name in METHODS if name not in HOOK])
 def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
     text = method_yaml(METHODS[name])
-    settings = loss_settings(yaml.safe_load(text))
+    settings = read_config(yaml.safe_load(text), whole_loss=True).whole_loss.settings
     assert settings.method.method == METHODS[name].method
     assert dict(settings.method.parameters) == METHODS[name].defaults
     assert "--custom-loss-function-path mis_ext.policy_loss" in text.replace("\n# ", " ")

@@ -5,14 +5,14 @@ from typing import get_type_hints
 
 import pytest
 
-from mis_ext.keys.reading import RunConfig, ScoringChoice, WholeLoss, config_from_mapping
+from mis_ext.keys.loss_keys import ScoringChoice, WholeLoss
+from mis_ext.keys.reading import config_from_mapping
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.published import ChosenMethod
 
 
 def test_the_types_of_settings_are_found_at_run_time() -> None:
     assert get_type_hints(LossSettings)["method"] == ChosenMethod | None
-    assert get_type_hints(RunConfig)["whole_loss"] == WholeLoss | None
     assert get_type_hints(WholeLoss)["scoring"] is ScoringChoice
 
 

@@ -37,8 +37,9 @@ from mis_ext.hosts.slime_miles.policy_loss import (
     policy_loss,
     refuse_missing_logits,
 )
+from mis_ext.keys.names import near_miss
 from mis_ext.keys.reading import RunConfig
-from mis_ext.keys.refusals import near_miss, refuse_loss_keys
+from mis_ext.keys.refusals import refuse_loss_keys
 from mis_ext.keys.rows import ARGUMENTS, FLAT_KEYS
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of

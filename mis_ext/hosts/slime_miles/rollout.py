@@ -17,7 +17,7 @@ from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout, refuse_mask_sums, unpack
 from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
-from mis_ext.keys.reading import GroupConfig, read_group
+from mis_ext.keys.group_keys import GroupConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
 from mis_ext.validation import check_lengths, check_list

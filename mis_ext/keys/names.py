@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that are no keys: misspelt, removed, or another framework's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from mis_ext.keys.removed import REMOVED, refuse_removed
+from mis_ext.keys.rows import FLAT_KEYS, PREFIXES, ROWS
+from mis_ext.validation import Errors, check_known
+
+_OF_PEERS = {
+    "use_mis": "use_tis: true, and use_rs: true for a filter",
+    # verl
+    "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
+    "rollout_is": "tis_level",
+    "rollout_is_threshold": "tis_upper_bound",
+    "rollout_is_batch_normalize": "tis_batch_normalize",
+    "rollout_rs": "use_rs: true and rs_level",
+    "rollout_rs_threshold": "rs_upper_bound and rs_lower_bound",
+    "rollout_token_veto_threshold": "rs_veto_threshold",
+    "bypass_mode": "mis_loss_mode: bypass",
+    # TRL
+    "vllm_importance_sampling_correction": "use_tis: true",
+    "vllm_importance_sampling_mode": "tis_level and tis_mode",
+    "vllm_importance_sampling_cap": "tis_upper_bound",
+}
+TIS_OF_FRAMEWORKS = {
+    "tis_clip": (2.0, "tis_upper_bound"),
+    "tis_clip_low": (0, "tis_mode: clip with tis_lower_bound"),
+}
+"""The bounds of the frameworks' built-in correction: their default, which is on every ``args``, and ours."""
+INSTEAD_OF_NULL = {
+    "tis_level": "tis_level: none for no weight",
+    "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
+    "rs_level": "rs_level: none for rs_gates alone, use_rs: false for no gate",
+}
+
+
+OF_OTHERS = (*_OF_PEERS, *REMOVED)
+"""Names that are refused whatever is known of the frameworks."""
+
+
+def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
+    """Refuse names that are no keys and can only be meant for us; null and false of another framework are nothing."""
+    with wrong:
+        refuse_removed(given)
+    names = [name for name in given if name not in ROWS and name not in REMOVED and name not in TIS_OF_FRAMEWORKS]
+    with wrong:
+        check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
+    meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
+    hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
+    hints += [f"{name!r} (write {key})" for name, key in _OF_PEERS.items() if given.get(name) not in (None, False)]
+    with wrong:
+        if hints:
+            raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")
+    for key, instead in INSTEAD_OF_NULL.items():
+        if key in given and given[key] is None:
+            with wrong:
+                raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
+
+
+def refuse_built_in_bounds(given: Mapping[str, Any]) -> None:
+    """Refuse bounds of the framework's built-in correction, which ours replaces."""
+    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
+        if given.get(key) not in (None, default):
+            raise ValueError(
+                f"{key}={given[key]!r}: no effect, because it belongs to the framework's built-in correction; write "
+                f"{instead}"
+            )
+
+
+_LETTERS_PER_SLIP = 6
+
+
+def near_miss(name: str, keys: Collection[str]) -> str | None:
+    """The key that ``name`` was probably meant to be: by a slip of the hand, or without its prefix."""
+    spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
+    if spelled in keys:
+        return spelled
+    if spelled.startswith("misc_"):
+        return None
+    # One word may be anybody's.
+    whole = [prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys]
+    # Length and letters are cheap, and enough for nearly all of the frameworks' names.
+    size, letters = len(spelled), {*spelled}
+    for key in keys:
+        num_slips = len(key) // _LETTERS_PER_SLIP
+        is_alike = abs(size - len(key)) <= num_slips and len(letters.symmetric_difference(key)) <= num_slips
+        if is_alike and _is_slip(spelled, key):
+            return key
+    return whole[0] if whole else None
+
+
+def _is_slip(name: str, key: str) -> bool:
+    """Whether few letters are missing, added or exchanged; a word of two letters must be there, as in ``use_rs``."""
+    last_word = key.rpartition("_")[2]
+    if len(last_word) < 3 and not name.endswith(f"_{last_word}") and not name.startswith(key):
+        return False
+    num_same = sum(block.size for block in SequenceMatcher(None, name, key, autojunk=False).get_matching_blocks())
+    return sorted(name) == sorted(key) or len(name) + len(key) - 2 * num_same <= len(key) // _LETTERS_PER_SLIP
