@@ -79,7 +79,7 @@ class MisTrainer:
         if not self._mis_is_in_loss:
             raise ValueError(
                 f"{type(self).__name__} computes its loss without TRL's _compute_loss: nothing of mis_ext would act on "
-                "it (docs/reference/other_trainers.md)"
+                "it (docs/reference/framework_options.md)"
             )
         return loss
 
