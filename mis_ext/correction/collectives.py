@@ -138,6 +138,11 @@ class Due:
             del self._rows[0]
         return rows
 
+    def merge(self, own: Tensor, group: Group, num_sums: int) -> Tensor:
+        """``[F, ...]`` of all ranks of a group: sums, and after ``num_sums`` rows maxima."""
+        parts = self.gather(own, group)
+        return torch.cat([parts[:, :num_sums].sum(0), parts[:, num_sums:].amax(0)])
+
     def tell(self) -> None:
         """Join all that are left with nothing but the status of this rank, which failed: no rank waits for it."""
         rows, self._rows = self._rows, []

@@ -26,14 +26,12 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import global_rank
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, places_of
-from mis_ext.correction.passes import (
+from mis_ext.correction.correct import (
     Exchange,
     Inputs,
     Passed,
     Plan,
     Sums,
-    by_name,
     decide,
     output_pass,
     plan_of,
@@ -41,6 +39,7 @@ from mis_ext.correction.passes import (
     run_passes,
     token_pass,
 )
+from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, places_of
 
 _LOG = logging.getLogger("mis_ext")
 _PAD = 65
@@ -98,7 +97,7 @@ class Graphs:
                 over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)
         out = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
         if not self.is_agreed and not (over_cp is None and over_dp is None):
-            self._agree(float(out.group_A[-1]))
+            self._agree(float(out.sums.group_A[-1]))
         return out
 
     def parts(
@@ -110,7 +109,7 @@ class Graphs:
         merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
         columns_FS = _with_columns(merged_FS, places.shape[1], self._plan)
         own_A = self._responses(columns_FS, self._plan)
-        sums = columns_FS, own_A, own_A if over_dp is None else over_dp(own_A)
+        sums = Sums(columns_FS, own_A, own_A if over_dp is None else over_dp(own_A))
         return _cut(self._outputs(padded, places, sizes, sums, self._plan, token_metrics), layout)
 
     def _agree(self, status: float) -> None:
@@ -179,7 +178,7 @@ def _outputs(
 ) -> Passed:
     blocks = Blocks(end_and_start_2S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r = decide(by_name(sums[0], plan.sums, plan.maxima), plan)
+    r = decide(plan.of_responses(sums.merged_FS), plan)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
@@ -227,7 +226,7 @@ def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
 def _cut(found: Passed, layout: PackedLayout) -> Passed:
     num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
     return found._replace(
-        merged_FS=found.merged_FS[:, :num_responses],
+        sums=found.sums._replace(merged_FS=found.sums.merged_FS[:, :num_responses]),
         weights_T=found.weights_T[:num_tokens],
         loss_mask_T=found.loss_mask_T[:num_tokens],
         keep_S=found.keep_S[:num_responses],

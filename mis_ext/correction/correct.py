@@ -1,34 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, keep mask, and metrics of one micro-batch: the passes, and what ranks exchange for them.
+"""Weights, keep mask, and metrics of one micro-batch: plain functions of tensors without branches on data.
 
-Read :mod:`mis_ext.correction.passes` for the formulas. :func:`correct` hands them the exchanges as functions.
+The tokens of all responses lie one after the other in one tensor ``[T]``. :func:`correct` has three passes:
+
+1. Tokens: log-ratios, what a single token decides, and the values that each response sums up.
+2. Responses: sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
+3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics.
+
+To follow one filter, take ``rs_veto_threshold: 1e-4``. It is ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
+:func:`judge_tokens` finds the log-ratio of each token. The largest of minus the log-ratio, :func:`gate_sums`, goes to
+:func:`decide`, which compares the smallest log-ratio of a response with ``log 1e-4``. A response token without a finite
+ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
+
+A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
+``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios, and
+masks the whole response. So does a veto; with ``action: zero`` it sets weights to 0. ``metrics_only`` masks nothing.
+In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
 
 Context-parallel ranks agree on the keep mask in two steps. They gather the sums of each response, and decide alike on
 whole responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets.
+
+==============  =======================================================================================================
+``generated``   the policy generated the token: the response mask
+``valid``       generated, and the log-ratio is finite
+``keep``        stays in the loss mask: valid, and no gate rejects it
+``weighted``    has a weight: valid, and no gate sets its weight to 0
+``live``        keep and weighted
+``usable``      of a response: it has a valid token, and every ratio that a statistic of the response needs is known
+==============  =======================================================================================================
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import STATUS_BYTES, Due, Group, Row, group_size
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.layout import PackedLayout, PackedStreams
-from mis_ext.correction.metrics import GroupNumber, Mean, Metric, Responses, Totals
-from mis_ext.correction.passes import Exchange, Inputs, add_scale, by_name, decide, plan_of, run_passes
-from mis_ext.correction.segments import segment_values
-from mis_ext.correction.tokens import Tokens
+from mis_ext.correction.config import CorrectionConfig, Gate
+from mis_ext.correction.layout import Blocks, PackedLayout, PackedStreams
+from mis_ext.correction.metrics import (
+    GENERATED,
+    PREFIX,
+    BatchMax,
+    BatchSum,
+    D,
+    GroupNumber,
+    Max,
+    Mean,
+    Metric,
+    MetricRow,
+    N,
+    Sum,
+    W,
+    response_metrics,
+)
+from mis_ext.correction.segments import KNOWN_SEGMENT, segment_values
+from mis_ext.correction.tokens import MAX_NATS, Tokens
 from mis_ext.validation import check_instance, check_tensors
 
 _BITS = 8
-_ALONE = Due((), torch.device("cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,27 +94,28 @@ class Correction:
     loss_mask_R: Tensor
     token_metrics: dict[str, Tensor]
     status: Tensor
-    _merged_FS: Tensor
-    _own_A: Tensor
-    _group_A: Tensor
+    _sums: Sums
 
     @functools.cached_property
     def responses(self) -> Responses:
         """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
         plan = plan_of(self.config)
-        return decide(by_name(self._merged_FS, plan.sums, plan.maxima), plan)
+        return decide(plan.of_responses(self._sums.merged_FS), plan)
 
     @functools.cached_property
-    def totals(self) -> Totals:
-        """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim, by name."""
-        plan = plan_of(self.config)
-        return by_name(self._own_A, plan.totals, plan.extremes)
+    def batch(self) -> Batch:
+        """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
+        return plan_of(self.config).batch(self._sums)
 
-    @functools.cached_property
-    def group_totals(self) -> Totals:
-        """The totals of all data-parallel ranks where a metric or the scale needs them, and the scale."""
-        plan = plan_of(self.config)
-        return add_scale(by_name(self._group_A, plan.totals, plan.extremes), self.totals, self.config)
+    @property
+    def totals(self) -> dict[BatchKey, Tensor]:
+        """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim."""
+        return plan_of(self.config).of_batch(self._sums.own_A)
+
+    @property
+    def watched(self) -> Tensor:
+        """``[5]``: the totals :data:`WATCHED`, on this data-parallel rank."""
+        return self._sums.own_A[: len(WATCHED)]
 
     @property
     def keep_mask_T(self) -> Tensor:
@@ -93,30 +130,30 @@ class Correction:
     @property
     def measured(self) -> dict[str, Tensor]:
         """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
-        r, total = self.responses, self.group_totals
-        return {name: row.measure(r, total)[1] > 0 for name, row in plan_of(self.config).rows.items()}
+        r, b = self.responses, self.batch
+        return {name: row.measure(r, b)[1] > 0 for name, row in plan_of(self.config).rows.items()}
 
     @property
     def metrics(self) -> dict[str, Metric]:
         """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
-        r, total = self.responses, self.group_totals
+        r, b = self.responses, self.batch
         found: dict[str, Metric] = {}
         for name, row in plan_of(self.config).rows.items():
-            amount_S, count_S = row.measure(r, total)
+            amount_S, count_S = row.measure(r, b)
             if row.over == "group":
                 found[name] = GroupNumber(amount_S.float())
                 continue
             if row.over in ("sequences", "responses"):
                 count_S = (count_S > 0.0).double()
             amount = torch.where(count_S > 0.0, amount_S, 0.0).sum()
-            amount = amount * self.scale if row.is_scaled else amount
+            amount = amount * b.scale if row.is_scaled else amount
             found[name] = Mean(amount.float(), count_S.sum().float())
         return found
 
     @property
     def scale(self) -> Tensor:
         """0-dim: what all weights are multiplied by, see ``normalize_over`` and ``denominator``."""
-        return self.group_totals["scale"]
+        return self.batch.scale
 
     def weigh(self, loss_T: Tensor) -> Tensor:
         """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
@@ -155,6 +192,7 @@ def compute_correction(
     """
     streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
     check_streams(streams, config, cp_group)
+    cp_group = cp_group if group_size(cp_group) > 1 else None
     return correct(streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics)
 
 
@@ -172,11 +210,8 @@ def correct(
     Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
     """
     layout, device = streams.layout, streams.response_mask_R.device
-    due = _ALONE
-    if cp_group is not None or dp_group is not None:
-        due = due_of(config, layout.response_lengths, cp_group, dp_group, is_whole=layout.is_whole, device=device)
-    # No rank waits for one that is alone.
-    with contextlib.nullcontext() if due is _ALONE else due.told_of_errors():
+    due = due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
+    with due.told_of_errors():
         plan, mask_R = plan_of(config), streams.response_mask_R.float()
         mask_T = layout.local_part(mask_R)
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
@@ -188,9 +223,9 @@ def correct(
         over_cp: Exchange = None
         over_dp: Exchange = None
         if cp_group is not None:
-            over_cp = functools.partial(_merged, due, cp_group, len(plan.sums))
+            over_cp = functools.partial(due.merge, group=cp_group, num_sums=len(plan.sums))
         if dp_group is not None and plan.needs_group:
-            over_dp = functools.partial(_merged, due, dp_group, len(plan.totals))
+            over_dp = functools.partial(due.merge, group=dp_group, num_sums=len(plan.totals))
         wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
         if wants_graphs and not torch.compiler.is_compiling():
             # Loads the compiler's modules.
@@ -199,7 +234,7 @@ def correct(
             found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
         else:
             found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
-        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.group_A[-1:]
+        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.sums.group_A[-1:]
         if config.metrics_only:
             weights_T = torch.ones_like(weights_T)
         elif layout.is_whole:
@@ -216,8 +251,391 @@ def correct(
             keep_R = unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
             loss_mask_R = torch.where(keep_R, mask_R, 0.0)
         metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
-        sums = found.merged_FS, found.own_A, found.group_A
-        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), *sums)
+        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found.sums)
+
+
+# --- 1. tokens
+
+
+class Inputs(NamedTuple):
+    """``[T]`` float32 each: log-probs of the local tokens, their response mask, their lags if they are needed.
+
+    ``segments``: the result of :func:`~mis_ext.correction.segments.segment_values`, empty without gates on segments.
+    """
+
+    proximal_T: Tensor
+    behavior_T: Tensor
+    mask_T: Tensor
+    lag_T: Tensor | None
+    segments: dict[str, Tensor]
+
+
+class Judged(NamedTuple):
+    """What a gate finds of tokens ``[N, 64]``, or of responses ``[S]``: its statistic, and whether it is outside.
+
+    ``counted``: a token that the gate looks at, or a response that has one; elsewhere nothing is outside.
+    """
+
+    value: Tensor
+    below: Tensor
+    above: Tensor
+    passes: Tensor
+    counted: Tensor
+
+
+def judge(gate: Gate, value: Tensor, counted: Tensor, known: Tensor | None = None) -> Judged:
+    """Compare with the bounds. Nothing passes that is not ``known``, because a token has no ratio."""
+    low, high = gate.edges
+    below, above = counted & (value < low), counted & (value > high)
+    passes = ~(below | above)
+    return Judged(value, below, above, passes if known is None else passes & known, counted)
+
+
+def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Mapping[str, Tensor]) -> dict[str, Judged]:
+    """Apply every gate to all valid tokens, whatever the others reject, so that their order does not matter.
+
+    ``segments``: ``[N, 64]``, the statistics of segments by the label of their gate, and which are known.
+    """
+    judged: dict[str, Judged] = {}
+    # Gates on tokens first: others may look at what these leave.
+    for label, gate in sorted(gates.items(), key=lambda item: not item[1].is_of_tokens):
+        if gate.is_of_segments:
+            judged[label] = judge(gate, segments[label], t.valid, segments[KNOWN_SEGMENT])
+        else:
+            counted = t.valid if gate.after is None else t.valid & judged[gate.after].passes
+            judged[label] = judge(gate, gate.row.of(t), counted)
+    return judged
+
+
+class Decided(NamedTuple):
+    """What single tokens decide; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid.
+
+    ``log_ratio``: what a weight of tokens bounds, nats: 0, and so weight 1, of a fresh token with ``when: stale``.
+    """
+
+    keep: Tensor
+    weighted: Tensor
+    weight: Tensor
+    log_ratio: Tensor
+    gates: Mapping[str, Judged]
+    config: CorrectionConfig
+
+
+def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
+    """What tokens decide, and ``[F + 1, S]`` float64: the plan's sums and maxima over local tokens, and no failure."""
+    t = Tokens.read(
+        blocks.of_tokens(x.proximal_T),
+        blocks.of_tokens(x.behavior_T),
+        (blocks.of_tokens(x.mask_T) != 0.0) & blocks.is_token_NB,
+        None if x.lag_T is None else blocks.of_tokens(x.lag_T),
+    )
+    keep = weighted = t.valid
+    judged: Mapping[str, Judged] = {}
+    if plan.gates:
+        judged = judge_tokens(
+            t, plan.gates, {label: blocks.of_tokens(value_T) for label, value_T in x.segments.items()}
+        )
+    for label, gate in plan.gates.items():
+        if gate.is_of_tokens and gate.action == "reject":
+            keep = keep & judged[label].passes
+        elif gate.is_of_tokens:
+            weighted = weighted & judged[label].passes
+    weight, log_ratio = t.valid.float(), t.d
+    if plan.config.weight is not None and plan.config.weight.level == "token":
+        if plan.config.weight.when == "stale":
+            log_ratio = torch.where(t.is_stale, t.d, 0.0)
+        weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
+    s = Decided(keep, weighted, weight, log_ratio, judged, plan.config)
+    sums_FS = blocks.sums([each.formula(t, s) for each in plan.sums])
+    no_failure_1S = torch.full_like(sums_FS[:1], -math.inf)
+    if not plan.maxima:
+        return s, torch.cat([sums_FS, no_failure_1S])
+    return s, torch.cat([sums_FS, blocks.maxima([each.formula(t, s) for each in plan.maxima]), no_failure_1S])
+
+
+# --- 2. responses
+
+KEPT = Sum(lambda t, s: s.keep)
+
+
+def gate_sums(label: str, gate: Gate) -> tuple[Sum | Max, Sum]:
+    """What a gate on responses compares with its bounds, of the tokens that it looks at; and their number.
+
+    The largest statistic, of a minimum the largest of minus it; else the sum, of ratios the sum of their logs.
+    """
+    count = N if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
+    if gate.reduce == "max":
+        return Max(lambda t, s: torch.where(s.gates[label].counted, s.gates[label].value, -math.inf)), count
+    if gate.reduce == "min":
+        return Max(lambda t, s: torch.where(s.gates[label].counted, -s.gates[label].value, -math.inf)), count
+    return Sum(lambda t, s: torch.where(s.gates[label].counted, s.gates[label].value, 0.0)), count
+
+
+class Responses(NamedTuple):
+    """What responses decide; ``[S]`` each, equal on all context-parallel ranks.
+
+    ``of``: sums and maxima over their tokens. ``n``, ``generated``: valid and response tokens. ``log_ratio``: what the
+    weight of a response bounds, 0 with a weight of tokens. ``gates``: those on responses, by label.
+    """
+
+    of: Mapping[Sum | Max, Tensor]
+    n: Tensor
+    generated: Tensor
+    keep: Tensor
+    weighted: Tensor
+    weight: Tensor
+    log_ratio: Tensor
+    usable: Tensor
+    num_kept: Tensor
+    gates: Mapping[str, Judged]
+    config: CorrectionConfig
+
+    def mean(self, total: Sum) -> Tensor:
+        """The mean over valid tokens, 0 of none."""
+        return (self.of[total] / self.n.clamp(min=1.0)).clamp(-MAX_NATS, MAX_NATS)
+
+    def measured(self, x: Tensor, otherwise: float = 0.0) -> Tensor:
+        """``x`` of a response with a valid token."""
+        return torch.where(self.n > 0.0, x, otherwise)
+
+
+def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
+    """What whole responses decide, from the sums over their tokens."""
+    config, n, generated = plan.config, of[N], of[GENERATED]
+    # The product or mean over a response with an unknown ratio is unknown too.
+    usable = (n > 0.0) & (n == generated) if plan.needs_all_ratios else n > 0.0
+    keep, weighted, gates = usable, usable, {}
+    for label, (value_sum, count_sum) in plan.gate_sums.items():
+        gate, value, count = plan.gates[label], of[value_sum], of[count_sum]
+        if gate.reduce == "min":
+            value = -value
+        elif gate.reduce == "mean":
+            # Of ratios: the log of the geometric mean.
+            value = value / count.clamp(min=1.0)
+        # A gate that looks at no token, because of another gate, decides nothing.
+        # rs_veto_threshold and its like: a response token without a finite ratio vetoes too.
+        gates[label] = judge(gate, value, count > 0.0, n == generated if gate.is_veto else None)
+        if gate.action == "reject":
+            keep = keep & gates[label].passes
+        else:
+            weighted = weighted & gates[label].passes
+    log_ratio, weight = torch.zeros_like(n), torch.ones_like(n)
+    if config.weight is not None and config.weight.level != "token":
+        # sequence: prod_t rho_t = exp(sum_t d_t). geometric: exp(mean_t d_t).
+        log_ratio = of[D] if config.weight.level == "sequence" else of[D] / n.clamp(min=1.0)
+        weight = config.weight.bounded(log_ratio)
+    num_kept = torch.where(keep, of[KEPT], 0.0)
+    return Responses(of, n, generated, keep, weighted, weight, log_ratio, usable, num_kept, gates, config)
+
+
+# --- 3. batch
+
+LIVE, W_LIVE = Sum(lambda t, s: s.keep & s.weighted), Sum(lambda t, s: torch.where(s.keep & s.weighted, s.weight, 0.0))
+
+
+def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
+    """What a response adds to the sum of the weights whose mean they are divided by, and to their number."""
+    over_kept, of_tokens = r.config.normalize_over == "kept", r.config.has_token_weights
+    counted = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
+    total = r.of[W_LIVE if over_kept else W] if of_tokens else r.weight
+    return torch.where(counted > 0.0, total, 0.0), counted if of_tokens else (counted > 0.0).double()
+
+
+IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
+# What the framework divides by: all response tokens, or all responses (of each response it takes the mean over its
+# response tokens). The kept part of it: kept tokens, or sum over responses of kept tokens / response tokens.
+TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
+KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
+
+WATCHED = (
+    GENERATED,
+    N,
+    BatchSum(lambda r: r.num_kept),
+    BatchSum(lambda r: r.num_kept > 0.0),
+    BatchSum(lambda r: r.generated > 0.0),
+)
+"""Totals that every call has, first, for the monitor of rejection: response, valid, and kept tokens, responses with a
+kept token, and with a response token."""
+
+BatchKey = Sum | Max | BatchSum | BatchMax
+
+
+def total_row(key: BatchKey, r: Responses) -> Tensor:
+    """``[S]``: what each response adds to a total, or the values of which it is the maximum."""
+    return r.of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
+
+
+def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
+    """What responses decide, and ``[A + 1]`` float64: totals of this data-parallel rank, and last the status."""
+    r = decide(plan.of_responses(merged_FS), plan)
+    # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
+    has_tokens_S = r.generated > 0.0
+    found, pad = [], functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
+    for key in plan.totals:
+        found.append(torch.where(has_tokens_S, total_row(key, r), 0.0).sum(dtype=torch.float64))
+    for extreme in plan.extremes:
+        # Padded, so that a call without responses has extremes too.
+        found.append(pad(torch.where(has_tokens_S, total_row(extreme, r), -math.inf)).amax())
+    return r, torch.stack([*found, pad(merged_FS[-1]).amax()])
+
+
+class Batch(NamedTuple):
+    """Sums and maxima over all responses, 0-dim, and by what all weights are divided and multiplied.
+
+    ``scale`` is ``denominator_factor / mean_weight``.
+    """
+
+    of: Mapping[BatchKey, Tensor]
+    mean_weight: Tensor
+    denominator_factor: Tensor
+    scale: Tensor
+
+    @classmethod
+    def over(cls, of: Mapping[BatchKey, Tensor], own: Mapping[BatchKey, Tensor], config: CorrectionConfig) -> Batch:
+        """With the factors over the configured scope; ``own`` are the totals of this rank, for ``micro_batch``."""
+        of_scope, one = (of if config.scope == "data_parallel" else own), torch.ones_like(of[GENERATED])
+        mean_weight = denominator = one
+        if config.normalize_over is not None:
+            mean_weight = _ratio_or_one(of_scope[IN_MEAN], of_scope[NUMBER_IN_MEAN])
+        if config.denominator == "kept":
+            # The framework divides its sum by TERMS. Times TERMS / KEPT_TERMS, it is divided by KEPT_TERMS: the kept
+            # tokens, or with a mean per response the sum over responses of (kept tokens / response tokens).
+            denominator = _ratio_or_one(of_scope[TERMS], of_scope[KEPT_TERMS])
+        return cls(of, mean_weight, denominator, denominator / mean_weight)
+
+
+def _ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """``numerator / denominator``; 1 where one of them is 0 because nothing was counted."""
+    counted = (numerator > 0.0) & (denominator > 0.0)
+    return torch.where(counted, numerator / torch.where(counted, denominator, 1.0), 1.0)
+
+
+# --- outputs
+
+
+class Sums(NamedTuple):
+    """``[F + 1, S]`` of the responses, and ``[A + 1]`` totals of this data-parallel rank, and of all; last a status."""
+
+    merged_FS: Tensor
+    own_A: Tensor
+    group_A: Tensor
+
+
+class Passed(NamedTuple):
+    """``[T]`` weights, and the mask that is left; ``[S]`` bool, responses that stay; ``[M, T]`` metrics or None."""
+
+    sums: Sums
+    weights_T: Tensor
+    loss_mask_T: Tensor
+    keep_S: Tensor
+    metrics_MT: Tensor | None
+
+
+def output_pass(
+    s: Decided, r: Responses, sums: Sums, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
+) -> Passed:
+    """The result of a call, once the totals are known."""
+    b = plan.batch(sums)
+    # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
+    factor_S = torch.where(r.weighted, r.weight * b.scale, 0.0).float()
+    weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
+    keep_NB = s.keep & blocks.spread_to_blocks(r.keep)
+    metrics_MT = None
+    if token_metrics and plan.rows:
+        rows_MS = response_metrics(r, b, plan.rows.values())
+        # Tokens outside the response mask read a column of zeros.
+        place_T = torch.where(mask_T != 0.0, blocks.response_T, len(r.n))
+        metrics_MT = torch.nn.functional.pad(rows_MS, (0, 1)).index_select(-1, place_T)
+    # A kept token counts as much as its mask: a mask of 0.25 stays one.
+    loss_mask_T = torch.where(blocks.to_tokens(keep_NB), mask_T, 0.0)
+    return Passed(sums, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
+
+
+Exchange = Callable[[Tensor], Tensor] | None
+"""From the sums or totals of this rank to those of all ranks; None for a rank alone."""
+
+
+def run_passes(
+    x: Inputs, blocks: Blocks, plan: Plan, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
+) -> Passed:
+    """All passes, operation by operation."""
+    s, parts_FS = token_pass(x, blocks, plan)
+    merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
+    r, own_A = response_pass(merged_FS, plan)
+    sums = Sums(merged_FS, own_A, own_A if over_dp is None else over_dp(own_A))
+    return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
+
+
+# --- what a configuration needs
+
+
+class Plan(NamedTuple):
+    """What a call with a configuration computes: nothing that the configuration does not need.
+
+    ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``segment_gates``: those on segments.
+    ``gate_sums``: of those on responses what decides, and how many tokens count. ``rows``: the metrics that are
+    emitted, by public name. ``needs_all_ratios``: a token without a ratio makes its response unusable. ``sums``,
+    ``maxima``: over the tokens of each response. ``totals``, ``extremes``: sums and maxima over all responses.
+    ``needs_group``: the totals of other data-parallel ranks are needed.
+    """
+
+    config: CorrectionConfig
+    gates: Mapping[str, Gate]
+    segment_gates: Mapping[str, Gate]
+    gate_sums: Mapping[str, tuple[Sum | Max, Sum]]
+    rows: Mapping[str, MetricRow]
+    needs_all_ratios: bool
+    sums: tuple[Sum, ...] = ()
+    maxima: tuple[Max, ...] = ()
+    totals: tuple[Sum | BatchSum, ...] = ()
+    extremes: tuple[Max | BatchMax, ...] = ()
+    needs_group: bool = False
+
+    def of_responses(self, merged_FS: Tensor) -> dict[Sum | Max, Tensor]:
+        """The rows by what they are; without the status, which is last."""
+        return dict(zip((*self.sums, *self.maxima), merged_FS.unbind(), strict=False))
+
+    def of_batch(self, totals_A: Tensor) -> dict[BatchKey, Tensor]:
+        """The same of totals."""
+        return dict(zip((*self.totals, *self.extremes), totals_A.unbind(), strict=False))
+
+    def batch(self, sums: Sums) -> Batch:
+        """The totals of all ranks, and the scale of the weights."""
+        return Batch.over(self.of_batch(sums.group_A), self.of_batch(sums.own_A), self.config)
+
+
+class _Asked(dict[Any, Tensor]):
+    """Notes what formulas read, in the order in which they first read it. Every value is 1."""
+
+    def __missing__(self, key: Any) -> Tensor:
+        self[key] = torch.ones(1, dtype=torch.float64, device="cpu")
+        return self[key]
+
+
+@functools.lru_cache(maxsize=32)
+def plan_of(config: CorrectionConfig) -> Plan:
+    """The sums, totals, and metrics that a configuration needs: its formulas run once on values that note who asks."""
+    gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
+    of_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
+    of_responses = {label: gate_sums(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
+    plan = Plan(config, gates, of_segments, of_responses, rows, config.needs_whole_sequences)
+    of, total = _Asked(), _Asked()
+    r = decide(of, plan)
+    response_metrics(r, Batch.over(total, total, config), rows.values())
+    totals = tuple(dict.fromkeys((*WATCHED, *total)))
+    for key in totals:
+        total_row(key, r)
+    return plan._replace(
+        sums=tuple(key for key in of if isinstance(key, Sum)),
+        maxima=tuple(key for key in of if isinstance(key, Max)),
+        totals=tuple(key for key in totals if isinstance(key, (Sum, BatchSum))),
+        extremes=tuple(key for key in totals if isinstance(key, (Max, BatchMax))),
+        needs_group=any(row.over == "group" for row in rows.values())
+        or (config.is_scaled and config.scope == "data_parallel"),
+    )
+
+
+# --- what ranks exchange
 
 
 def due_of(
@@ -226,7 +644,6 @@ def due_of(
     cp_group: Group | None,
     dp_group: Group | None,
     *,
-    is_whole: bool,
     device: torch.device,
 ) -> Due:
     """The collectives of a call, in the order in which it joins them.
@@ -234,18 +651,17 @@ def due_of(
     A rank that could not read its lengths knows the right ones only as far as they are numbers. With other lengths, or
     fewer, than on the other context-parallel ranks, its rows have another shape than theirs.
     """
-    plan, of_parts = plan_of(config), None if is_whole else cp_group
-    num_sequences = num_tokens = 0
+    plan, num_sequences, num_tokens = plan_of(config), 0, 0
     if cp_group is not None:
         num_sequences, num_tokens = len(response_lengths), sum(map(_as_integer, response_lengths))
     rows = []
     if plan.segment_gates:
-        rows.append(Row((1 + len(plan.segment_gates), num_tokens), torch.float32, of_parts, has_status=False))
+        rows.append(Row((1 + len(plan.segment_gates), num_tokens), torch.float32, cp_group, has_status=False))
     rows.append(Row((len(plan.sums) + len(plan.maxima) + 1, num_sequences), torch.float64, cp_group))
     if plan.needs_group:
         rows.append(Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group))
     if config.rejects_single_tokens:
-        rows.append(Row((-(-num_tokens // _BITS) + STATUS_BYTES,), torch.uint8, of_parts))
+        rows.append(Row((-(-num_tokens // _BITS) + STATUS_BYTES,), torch.uint8, cp_group))
     return Due(rows, device)
 
 
@@ -254,12 +670,6 @@ def _as_integer(length: Any) -> int:
         return int(length)
     except (TypeError, ValueError, OverflowError):
         return 0
-
-
-def _merged(due: Due, group: Group, num_sums: int, own: Tensor) -> Tensor:
-    """``[F, ...]`` of all ranks of a group: sums, and after ``num_sums`` rows maxima."""
-    parts = due.gather(own, group)
-    return torch.cat([parts[:, :num_sums].sum(0), parts[:, num_sums:].amax(0)])
 
 
 def pack_bits(layout: PackedLayout, flags_T: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import GuardName
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
-from mis_ext.correction.passes import WATCHED
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 
 _CALLS_PER_LOOK = 8
@@ -119,7 +118,7 @@ class Monitor:
 
 def rejection_totals(correction: Correction) -> Tensor:
     """The totals that :func:`warn_of_rejection` judges."""
-    return torch.stack([correction.totals[name] for name in WATCHED])
+    return correction.watched
 
 
 def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:

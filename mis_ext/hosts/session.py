@@ -220,8 +220,7 @@ class Session:
 
     def tell_failure(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Tensor:
         """Join the collectives of a call, in which the other ranks read that this one failed; 0-dim, its status."""
-        is_whole = groups.cp_group is None
-        due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, is_whole=is_whole, device=device).tell()
+        due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, device=device).tell()
         return torch.tensor(global_rank() + 1.0, dtype=torch.float64, device=device)
 
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:

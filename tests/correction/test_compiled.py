@@ -12,8 +12,8 @@ from thread_ranks import run_ranks
 
 import mis_ext
 from mis_ext.correction import compiled
+from mis_ext.correction.correct import plan_of
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.passes import plan_of
 
 CONFIGS = {
     "weights of tokens": mis_ext.CorrectionConfig(metrics="all", normalize_over="valid", denominator="kept"),

@@ -7,13 +7,13 @@ import functools
 import math
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.correct import Correction, compute_correction
-from mis_ext.correction.passes import add_scale
+from mis_ext.correction.correct import Batch, Correction, compute_correction
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import band_of
@@ -84,7 +84,7 @@ class WhatIf:
     _sums: Counter[str] = field(default_factory=Counter)
     _removed: Counter[str] = field(default_factory=Counter)
     _largest: float = -math.inf
-    _steps: dict[str, Counter[str]] = field(default_factory=dict)
+    _steps: dict[str, Counter[Any]] = field(default_factory=dict)
     # Of each part: groups, advantages or rewards, and what is kept; the first two are shared by all configurations.
     _samples: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class WhatIf:
         self._add_sequences(part, kept_T)
         self._add_removed(part, kept_T, passed_T)
         step = self._steps.setdefault(part.step, Counter())
-        step.update({name: float(value) for name, value in correction.totals.items()})
+        step.update({key: float(value) for key, value in correction.totals.items()})
         step.update({"factor": total, "squared": squared})
         return correction
 
@@ -223,8 +223,8 @@ class WhatIf:
         for step in self._steps.values():
             scale = 1.0
             if self.config.is_scaled:
-                total = {name: torch.tensor(value) for name, value in step.items()}
-                scale = float(add_scale(total, total, self.config)["scale"])
+                total = {key: torch.tensor(value) for key, value in step.items()}
+                scale = float(Batch.over(total, total, self.config).scale)
             weighted += step["factor"] * scale
             squared += step["squared"] * scale**2
         return weighted, squared
