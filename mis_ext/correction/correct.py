@@ -217,9 +217,8 @@ def correct(
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
         x = Inputs(*log_probs, mask_T, streams.lag_T, {})
         if plan.segment_gates:
-            tokens = Tokens.read(x.proximal_T, x.behavior_T, mask_T != 0.0, x.lag_T)
-            gates, gather = plan.segment_gates, due.gather
-            x = x._replace(segments=segment_values(tokens, gates, layout, mask_R, cp_group=cp_group, gather=gather))
+            gather = functools.partial(due.gather, group=cp_group)
+            x = x._replace(segments=segment_values(streams.tokens, plan.segment_gates, layout, mask_R, gather))
         over_cp: Exchange = None
         over_dp: Exchange = None
         if cp_group is not None:

@@ -129,37 +129,20 @@ class PackedLayout:
         chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size, partition=partition)
         return _context_parallel_layout(responses, totals, padded, chunks, torch.device(device))
 
-    @property
-    def longest_response(self) -> int:
-        """Tokens of the longest whole response."""
-        return max(self.response_lengths, default=0)
-
-    @property
-    def longest(self) -> int:
-        """Local tokens of the sequence that has most of them."""
-        return max(self.local_lengths, default=0)
-
     @functools.cached_property
-    def places(self) -> tuple[Tensor, BlockSizes]:
-        """End and start of the local tokens of each response, and sizes: see :func:`places_of`."""
-        return places_of(self.local_lengths, self.device)
+    def lengths(self) -> tuple[Tensor, BlockSizes]:
+        """``[S]`` local tokens of each response, on the device, and sizes: see :func:`lengths_on`."""
+        return lengths_on(self.local_lengths, self.device)
 
     @functools.cached_property
     def blocks(self) -> Blocks:
         """The local tokens of each response in blocks, for sums over them."""
-        return Blocks(*self.places)
+        return Blocks(*self.lengths)
 
     @functools.cached_property
     def sequence_T(self) -> Tensor:
         """``[T]``: the sequence of each local token; without :attr:`blocks`, which take longer to make."""
-        end_S, start_S = self.places[0]
-        return torch.repeat_interleave(end_S - start_S, output_size=self.num_local_tokens)
-
-    @property
-    def offset_T(self) -> Tensor:
-        """``[T]``: how many local tokens of its sequence precede a local token."""
-        start_T = self.places[0][1].index_select(0, self.sequence_T)
-        return torch.arange(self.num_local_tokens, device=self.device) - start_T
+        return torch.repeat_interleave(self.lengths[0], output_size=self.num_local_tokens)
 
     @property
     def sequence_R(self) -> Tensor:
@@ -280,16 +263,6 @@ def owned_chunks(*, cp_rank: int, cp_size: int, partition: Partition = "zigzag")
 # --- a micro-batch
 
 
-class TokenRatios(NamedTuple):
-    """Local tokens; every field is finite everywhere, 0 where ``valid_mask_T`` is False."""
-
-    log_ratio_T: Tensor
-    proximal_T: Tensor
-    behavior_T: Tensor
-    response_mask_T: Tensor
-    valid_mask_T: Tensor
-
-
 class PackedStreams(NamedTuple):
     """One micro-batch, packed: log-probs of the local tokens ``[T]``, nats, the mask of whole responses ``[R]``.
 
@@ -305,11 +278,10 @@ class PackedStreams(NamedTuple):
     lag_T: Tensor | None = None
 
     @property
-    def tokens(self) -> TokenRatios:
-        """Per-token ``log(pi_prox / mu)`` in float32, and the mask of the tokens that have one."""
-        response_mask_T = self.layout.local_part(self.response_mask_R).bool()
-        t = Tokens.read(self.proximal_logprobs_T, self.behavior_logprobs_T, response_mask_T)
-        return TokenRatios(t.d, t.log_pi, t.log_mu, response_mask_T, t.valid)
+    def tokens(self) -> Tokens:
+        """The local tokens ``[T]`` with their log-ratios in float32, as the correction reads them."""
+        generated_T = self.layout.local_part(self.response_mask_R) != 0
+        return Tokens.read(self.proximal_logprobs_T, self.behavior_logprobs_T, generated_T, self.lag_T)
 
 
 # --- sums over responses
@@ -324,16 +296,13 @@ class BlockSizes(NamedTuple):
     most_groups: int
 
 
-def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
-    """``[2, S]`` on ``device``, end and start of responses of these lengths; and sizes. For :class:`Blocks`."""
+def lengths_on(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
+    """``[S]`` int64 on ``device``, the lengths of responses; and sizes. For :class:`Blocks`."""
     length_S = torch.tensor(lengths, dtype=torch.int64)
-    end_S = length_S.cumsum(0)
-    blocks_S = (length_S + (Blocks.TOKENS - 1)) // Blocks.TOKENS
-    groups_S = (blocks_S + (Blocks.BLOCKS - 1)) // Blocks.BLOCKS
-    num_blocks, num_groups = torch.stack([blocks_S.sum(), groups_S.sum()]).tolist()
+    # Of each response, rounded up.
+    num_blocks, num_groups = ((length_S[:, None] + (_SIZES_2 - 1)) // _SIZES_2).sum(0).tolist()
     most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS * Blocks.BLOCKS)) or 1
-    (places_2S,) = to_device([torch.cat([end_S, end_S - length_S])], device)
-    return places_2S.view(2, len(lengths)), BlockSizes(sum(lengths), num_blocks, num_groups, most_groups)
+    return to_device([length_S], device)[0], BlockSizes(sum(lengths), num_blocks, num_groups, most_groups)
 
 
 class Blocks:
@@ -346,20 +315,21 @@ class Blocks:
     generated there.
 
     Args:
-        end_and_start_2S: int64: the token behind each response, and its first one, in the stream.
-        sizes: The sizes of :func:`places_of`.
+        length_S: int64: the tokens of each response, one response after the other.
+        sizes: The sizes of :func:`lengths_on`.
     """
 
     TOKENS, BLOCKS = 64, 16
 
-    def __init__(self, end_and_start_2S: Tensor, sizes: BlockSizes) -> None:
+    def __init__(self, length_S: Tensor, sizes: BlockSizes) -> None:
         self.sizes = sizes
-        end_S, start_S = end_and_start_2S
-        length_S = end_S - start_S
         blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
         groups_S = (blocks_S + (self.BLOCKS - 1)) // self.BLOCKS
-        block_end_S, group_end_S = blocks_S.cumsum(0), groups_S.cumsum(0)
-        first_block_S, first_group_S = block_end_S - blocks_S, group_end_S - groups_S
+        counts_3S = torch.stack([length_S, blocks_S, groups_S])
+        # One scan: the token, block, and group behind each response.
+        ends_3S = counts_3S.cumsum(-1)
+        end_S, block_end_S, group_end_S = ends_3S.unbind()
+        start_S, first_block_S, first_group_S = (ends_3S - counts_3S).unbind()
 
         self.response_T = _owners(length_S, end_S, sizes.num_tokens)
         self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
@@ -413,6 +383,10 @@ class Blocks:
             parts = torch.where(is_used, x_FN.index_select(-1, at).view(len(x_FN), *place.shape), identity)
             x_FN = parts.sum(-1) if identity == 0.0 else parts.amax(-1)
         return x_FN
+
+
+_SIZES_2 = torch.tensor([Blocks.TOKENS, Blocks.TOKENS * Blocks.BLOCKS])
+"""Tokens of a block, and of a group."""
 
 
 def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_rows
 from mis_ext.correction.config import Gate
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import Tokens
@@ -49,9 +48,13 @@ class Runs(NamedTuple):
         """``[R]``: tokens of the run; at least 1."""
         return self.next_R - self.first_R
 
-    def sums(self, rows_FR: Sequence[Tensor], longest: int) -> list[Tensor]:
-        """``F`` times ``[R]``: the sum of each row over a token's run; no run has more than ``longest`` tokens."""
-        offset_R, last_R = self.place_R - self.first_R, self.next_R - 1
+    def sums(self, rows_FR: Sequence[Tensor], layout: PackedLayout) -> list[Tensor]:
+        """``F`` times ``[R]``: the sum of each row over a token's run."""
+        offset_R, last_R, longest = (
+            self.place_R - self.first_R,
+            self.next_R - 1,
+            max(layout.response_lengths, default=0),
+        )
         return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
 
 
@@ -60,19 +63,17 @@ def segment_values(
     gates: Mapping[str, Gate],
     layout: PackedLayout,
     mask_R: Tensor,
-    *,
-    cp_group: Group | None,
-    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
+    gather: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
     """``[T]``: the statistic of each token's segment, by the label of its gate, and whether it is known.
 
     It is known where every token of the segment has a ratio. The statistics count those that have one.
     """
     rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates.values())]
-    rows_FR = whole_rows(torch.stack(rows), layout, cp_group=cp_group, gather=gather)
+    rows_FR = whole_rows(torch.stack(rows), layout, gather)
     generated_R = mask_R != 0
     runs = Runs.of(generated_R, layout.sequence_R)
-    size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout.longest_response)
+    size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout)
     found = {}
     for (label, gate), total_R in zip(gates.items(), totals, strict=True):
         value_R = total_R / count_R.clamp(min=1.0) if gate.reduce == "segment_mean" else total_R
@@ -80,19 +81,13 @@ def segment_values(
     return found | {KNOWN_SEGMENT: layout.local_part(count_R == size_R)}
 
 
-def whole_rows(
-    rows_FT: Tensor,
-    layout: PackedLayout,
-    *,
-    cp_group: Group | None,
-    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
-) -> Tensor:
-    """``[F, R]``: rows of local tokens as rows of whole responses, the same on all context-parallel ranks."""
+def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """``[F, R]``: rows of local tokens as rows of whole responses; ``gather`` those of all context-parallel ranks."""
     if layout.is_whole:
         return rows_FT
     rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
     # Each token lies on one rank, so that nothing is rounded.
-    return gather(rows_FR.index_copy(-1, layout.position_T, rows_FT), cp_group).sum(0)
+    return gather(rows_FR.index_copy(-1, layout.position_T, rows_FT)).sum(0)
 
 
 def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:

@@ -225,14 +225,14 @@ class DataSums(NamedTuple):
 def data_sums(streams: PackedStreams) -> Tensor:
     """The numbers of :class:`DataSums` in float64, on the device of the tokens."""
     tokens = streams.tokens
-    layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid_mask_T, tokens.proximal_T, tokens.behavior_T
+    layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid, tokens.log_pi, tokens.log_mu
     response_T = layout.local_part(streams.response_mask_R) != 0
     pair_T = valid_T[1:] & valid_T[:-1] & (layout.sequence_T[1:] == layout.sequence_T[:-1])
     if not layout.is_whole:
         pair_T = pair_T & (layout.position_T[1:] == layout.position_T[:-1] + 1)
     before, after = slice(None, -1), slice(1, None)
     shifts = ((before, before), (after, after), (after, before), (before, after))
-    gaps = [(valid_T, tokens.log_ratio_T), *((pair_T, trainer_T[a] - engine_T[b]) for a, b in shifts)]
+    gaps = [(valid_T, tokens.d), *((pair_T, trainer_T[a] - engine_T[b]) for a, b in shifts)]
     sums = [torch.where(each_T, gap_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).abs(), 0.0) for each_T, gap_T in gaps]
     counts = [response_T, valid_T, *(response_T & ~each.isfinite() for each in streams[1::-1])]
     counts += [_placeholders(*sides, valid_T, layout) for sides in ((engine_T, trainer_T), (trainer_T, engine_T))]

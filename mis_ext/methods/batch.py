@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.correction.config import OF_SEGMENTS, Reduce, When
-from mis_ext.correction.layout import PackedLayout, to_device
+from mis_ext.correction.layout import PackedLayout, runs, to_device
 from mis_ext.correction.segments import Runs, running_sums, whole_rows
 from mis_ext.correction.tokens import STATISTICS, Pair, Policy, Tokens, bounded_exp
 
@@ -75,7 +75,7 @@ class Reductions:
         if reduce in OF_SEGMENTS:
             masked_R, mask_R = self._whole(masked_T, mask_T)
             segments = Runs.of(mask_R, self._layout.sequence_R)
-            (total_R,) = segments.sums([masked_R], self._layout.longest_response)
+            (total_R,) = segments.sums([masked_R], self._layout)
             # All tokens of a run are of the mask, so that its length is their number.
             return self._layout.local_part(total_R / segments.length_R if reduce == "segment_mean" else total_R)
         if reduce == "sum":
@@ -140,13 +140,15 @@ class Reductions:
         if self._layout.is_whole:
             return values_T, mask_T
         rows_FT = torch.stack([values_T, mask_T.to(values_T.dtype)])
-        values_R, mask_R = whole_rows(rows_FT, self._layout, cp_group=self._cp_group, gather=self._gather)
+        values_R, mask_R = whole_rows(rows_FT, self._layout, functools.partial(self._gather, group=self._cp_group))
         return values_R, mask_R > 0.0
 
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         layout = self._layout
         if layout.is_whole:
-            return running_sums(values_T, layout.offset_T, layout.longest)
+            length_S, _ = layout.lengths
+            offset_T = runs(torch.zeros_like(length_S), length_S, total=layout.num_local_tokens)
+            return running_sums(values_T, offset_T, max(layout.local_lengths, default=0))
         pieces = layout.pieces
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
         values_T = running_sums(values_T, offset_T, max(pieces.lengths, default=0))

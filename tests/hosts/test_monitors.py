@@ -28,9 +28,9 @@ def totals(
     valid_tokens: float | None = None,
 ) -> SimpleNamespace:
     """What a monitor reads of a correction."""
-    numbers = {"generated": tokens, "n": tokens if valid_tokens is None else valid_tokens, "kept tokens": kept_tokens}
-    numbers |= {"responses": sequences, "kept responses": kept_sequences}
-    return SimpleNamespace(totals={name: torch.tensor(x) for name, x in numbers.items()}, weights_T=torch.ones(2))
+    valid_tokens = tokens if valid_tokens is None else valid_tokens
+    watched = torch.tensor([tokens, valid_tokens, kept_tokens, kept_sequences, sequences])
+    return SimpleNamespace(watched=watched, weights_T=torch.ones(2))
 
 
 def rejection_monitor(max_fraction: float) -> Monitor:

@@ -122,8 +122,8 @@ def test_no_penalty_is_seen_without_ids_or_of_too_few_tokens_or_where_there_is_n
     assert "penalties" not in causes(penalised(0.002))
     first = penalised(1.0, count=1)
     few = Part.of_lists(
-        proximal=[first.tokens.proximal_T[:40]],
-        behavior=[first.tokens.behavior_T[:40]],
+        proximal=[first.tokens.log_pi[:40]],
+        behavior=[first.tokens.log_mu[:40]],
         origins=[Origin(token_ids=first.origins[0].token_ids[:40])],
     )
     assert "penalties" not in causes(few)

@@ -44,7 +44,7 @@ def pretrained(tmp_path: Path) -> Sides:
     proximal, behavior = [], []
     for part in Parts(Dumps([path])):
         lengths = [*part.streams.layout.response_lengths]
-        for side, values in ((proximal, part.tokens.proximal_T), (behavior, part.tokens.behavior_T)):
+        for side, values in ((proximal, part.tokens.log_pi), (behavior, part.tokens.log_mu)):
             side += torch.split(values, lengths)
     return proximal, behavior
 

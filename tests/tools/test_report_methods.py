@@ -172,7 +172,7 @@ def test_a_method_is_tried_part_by_part_as_the_command_does() -> None:
     for seed in range(2):
         both.add(drawn(seed=seed))
     outcomes = [outcome_of(NO_CORRECTION, drawn(seed=seed), METHODS["dppo_tv"].method) for seed in range(2)]
-    sizes = [float(drawn(seed=seed).tokens.response_mask_T.sum()) for seed in range(2)]
+    sizes = [float(drawn(seed=seed).tokens.generated.sum()) for seed in range(2)]
     wanted = sum(size * each.learning_rate for size, each in zip(sizes, outcomes, strict=True)) / sum(sizes)
     assert both.outcomes()["m"].learning_rate == pytest.approx(wanted)
     assert wanted != 1.0

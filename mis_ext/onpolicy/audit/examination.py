@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout, TokenRatios
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.tokens import Tokens
 from mis_ext.onpolicy.audit.audit_report import Divergence, Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
 from mis_ext.tools.diagnosis.evidence import Evidence, versions_behind
@@ -176,13 +177,7 @@ def examine(sample: Sample, index: int) -> Problem | Facts | None:
 def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor) -> Evidence:
     """Differences in float64, because of two float64 numbers float32 may be equal."""
     rollout_T, train_T = (torch.where(active_T, each, 0.0).double() for each in (rollout_T, train_T))
-    tokens = TokenRatios(
-        log_ratio_T=train_T - rollout_T,
-        proximal_T=train_T,
-        behavior_T=rollout_T,
-        response_mask_T=active_T,
-        valid_mask_T=active_T,
-    )
+    tokens = Tokens(train_T - rollout_T, train_T, rollout_T, generated=active_T, valid=active_T)
     trainer, engine = (_version_names(each) for each in (sample.train_version, sample.rollout_versions))
     has_ids = sample.train_token_ids is not None and sample.rollout_token_ids is not None
     return Evidence.of(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout, TokenRatios
-from mis_ext.correction.tokens import MAX_LOG_RATIO, is_open, k3
+from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.tokens import MAX_LOG_RATIO, Tokens, is_open, k3
 from mis_ext.tools.diagnosis import thresholds as limit
 
 MAX_KEPT, BLOCK = 1 << 22, 64
@@ -93,7 +93,7 @@ class Evidence:
     @classmethod
     def of(
         cls,
-        tokens: TokenRatios,
+        tokens: Tokens,
         layout: PackedLayout,
         *,
         versions_behind: Sequence[float] | None = None,
@@ -121,7 +121,7 @@ class Evidence:
             turns: Of the trained tokens, where they are known already.
             given: Log-probs of trainer and engine as they came, ``[T]``: those that are not finite are counted.
         """
-        count, trained_T = layout.num_sequences, tokens.response_mask_T
+        count, trained_T = layout.num_sequences, tokens.generated
         position_T = positions(layout) if position_T is None else position_T
         turn_T, place_T = turns_of(trained_T, position_T) if turns is None else turns
         ids = [None] * count if token_ids is None else [*token_ids]
@@ -135,8 +135,8 @@ class Evidence:
             *(layout.sums(missing).double() if missing else torch.zeros(2, count, dtype=torch.float64)),
         ]
         rows = (
-            tokens.proximal_T.double(),
-            tokens.behavior_T.double(),
+            tokens.log_pi.double(),
+            tokens.log_mu.double(),
             layout.sequence_T,
             position_T,
             turn_T,
@@ -144,7 +144,7 @@ class Evidence:
             _at(trained_T, turn_T, place_T, layout),
             torch.cat([torch.empty(0, dtype=torch.int8), *map(_repeated, ids, layout.response_lengths)]),
         )
-        valid = tokens.valid_mask_T.nonzero().flatten()
+        valid = tokens.valid.nonzero().flatten()
         return cls(
             **_named(row.index_select(0, valid) for row in rows),
             columns_S=torch.stack(columns, dim=1),

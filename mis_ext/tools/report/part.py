@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout, PackedStreams, TokenRatios
-from mis_ext.correction.tokens import bounded_exp
+from mis_ext.correction.layout import PackedLayout, PackedStreams
+from mis_ext.correction.tokens import Tokens, bounded_exp
 from mis_ext.hosts.packing import check_mask
 from mis_ext.tools.diagnosis.evidence import Turns, positions, turns_of, versions_behind
 from mis_ext.tools.dumps import DumpedSample
@@ -94,14 +94,14 @@ class Part:
         return cls(step=step, streams=streams, advantages_T=_cat(spread), origins=origins)
 
     @cached_property
-    def tokens(self) -> TokenRatios:
+    def tokens(self) -> Tokens:
         """Log-ratios and masks ``[T]``, as the correction computes them."""
         return self.streams.tokens
 
     @cached_property
     def _valid_N(self) -> Tensor | None:
         """Which tokens are valid; None for all of them, which are most parts, and then nothing has to be copied."""
-        valid_T = self.tokens.valid_mask_T
+        valid_T = self.tokens.valid
         return None if bool(valid_T.all()) else valid_T.nonzero().flatten()
 
     def of_valid(self, values_T: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ class Part:
     @cached_property
     def ratio_T(self) -> Tensor:
         """Ratios ``[T]``, bounded as in the correction."""
-        return bounded_exp(self.tokens.log_ratio_T)
+        return bounded_exp(self.tokens.d)
 
     @cached_property
     def no_ratio_T(self) -> Tensor:
         """Trained tokens without a finite log-prob of both sides."""
-        return self.tokens.response_mask_T & ~self.tokens.valid_mask_T
+        return self.tokens.generated & ~self.tokens.valid
 
     @cached_property
     def reward_S(self) -> Tensor:
@@ -126,11 +126,11 @@ class Part:
     @cached_property
     def num_response_S(self) -> Tensor:
         """``[S]`` trained tokens of each response."""
-        return self.streams.layout.sums([self.tokens.response_mask_T])[0].float()
+        return self.streams.layout.sums([self.tokens.generated])[0].float()
 
     @cached_property
     def _has_advantage_T(self) -> Tensor:
-        return self.tokens.response_mask_T & ~self.advantages_T.isnan()
+        return self.tokens.generated & ~self.advantages_T.isnan()
 
     @cached_property
     def advantage_T(self) -> Tensor:
@@ -178,7 +178,7 @@ class Part:
     @cached_property
     def turns(self) -> Turns:
         """Runs of trained tokens in each response."""
-        return turns_of(self.tokens.response_mask_T, self.position_T)
+        return turns_of(self.tokens.generated, self.position_T)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

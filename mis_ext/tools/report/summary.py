@@ -289,7 +289,7 @@ def _by_version(sequences: Sequences) -> list[Group]:
 def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
     """The tokens with the largest ``|d|``."""
     tokens = part.tokens
-    largest = tokens.log_ratio_T.abs().topk(min(limit, len(tokens.log_ratio_T)))
+    largest = tokens.d.abs().topk(min(limit, len(tokens.d)))
     found = []
     for place in largest.indices[largest.values > 0.0].tolist():
         sequence, position = int(part.sequence_T[place]), int(part.position_T[place])
@@ -302,9 +302,9 @@ def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
                 sample_index=origin.sample_index,
                 position=position,
                 token_id=own,
-                proximal=float(tokens.proximal_T[place]),
-                behavior=float(tokens.behavior_T[place]),
-                log_ratio=float(tokens.log_ratio_T[place]),
+                proximal=float(tokens.log_pi[place]),
+                behavior=float(tokens.log_mu[place]),
+                log_ratio=float(tokens.d[place]),
                 ids_before=before,
                 ids_behind=behind,
             )

@@ -92,8 +92,9 @@ class TokenTally:
     @classmethod
     def of(cls, part: Part) -> TokenTally:
         """Counts and sums of the tokens of a part."""
-        mask_T = part.tokens.response_mask_T
-        difference, proximal, behavior = map(part.of_valid, part.tokens[:3])
+        mask_T = part.tokens.generated
+        t = part.tokens
+        difference, proximal, behavior = map(part.of_valid, (t.d, t.log_pi, t.log_mu))
         rows = token_rows(difference)
         ratio_excess = rows["ratio_excess"]
         # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
@@ -190,10 +191,10 @@ class Sequences:
     def of(cls, part: Part) -> Sequences:
         """The sequences of a part, with the sums of their tokens."""
         tokens = part.tokens
-        rows = token_rows(tokens.log_ratio_T)
+        rows = token_rows(tokens.d)
         # In the precision and order of the correction, so that its gates decide on the same sums.
-        masks = (tokens.response_mask_T, tokens.valid_mask_T)
-        rows_T = (rows["difference"], rows["gap"], rows["k3"], tokens.proximal_T, tokens.behavior_T)
+        masks = (tokens.generated, tokens.valid)
+        rows_T = (rows["difference"], rows["gap"], rows["k3"], tokens.log_pi, tokens.log_mu)
         reduced = part.streams.layout.sums([*masks, *rows_T])
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)

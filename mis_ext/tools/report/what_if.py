@@ -96,7 +96,7 @@ class WhatIf:
         """
         correction = correct(part, self.config)
         tokens = part.tokens
-        response_T, valid_T = tokens.response_mask_T, tokens.valid_mask_T
+        response_T, valid_T = tokens.generated, tokens.valid
         kept_T = correction.keep_mask_T
         unscaled_T = weights_T = correction.weights_T / correction.scale
         passed_T = None
@@ -127,7 +127,7 @@ class WhatIf:
 
     def _first_update(self, method: Method, part: Part, weights_T: Tensor, kept_T: Tensor) -> FirstUpdate:
         is_known_T = part.advantages_T.isfinite()
-        num_unknown = _sum(part.tokens.response_mask_T & ~is_known_T)
+        num_unknown = _sum(part.tokens.generated & ~is_known_T)
         if num_unknown and looks_at_advantages(method):
             raise ValueError(
                 f"{self.name}: it looks at the advantages, and {num_unknown:,.0f} trained tokens of step "
@@ -139,7 +139,7 @@ class WhatIf:
             proximal_logprobs_T=part.streams.proximal_logprobs_T.float(),
             behavior_logprobs_T=part.streams.behavior_logprobs_T.float(),
             advantages_T=torch.where(is_known_T, part.advantages_T, 1.0),
-            response_mask_T=part.tokens.response_mask_T,
+            response_mask_T=part.tokens.generated,
             layout=part.streams.layout,
             weights_T=weights_T if corrects else None,
             keep_mask_T=kept_T if corrects else None,
@@ -172,7 +172,7 @@ class WhatIf:
             )
 
     def _add_removed(self, part: Part, kept_T: Tensor, passed_T: Tensor | None) -> None:
-        response_T = part.tokens.response_mask_T
+        response_T = part.tokens.generated
         no_ratio_T = part.no_ratio_T
         gates = named_gates(self.config)
         removed_T = response_T & ~kept_T & ~no_ratio_T
