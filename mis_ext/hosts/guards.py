@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session watches: mistakes in the data, masks, how much is rejected, and the failures of other ranks.
+"""Runtime checks of a session: data, masks, the rejected share, and failures of other ranks.
 
-The first look of each waits for the device. Later ones read what has arrived meanwhile, so that nobody waits, and find
-a mistake a call late.
+The first run of a check waits for the device. Later ones read what has arrived, and report a problem a call late.
 """
 
 from __future__ import annotations
@@ -21,42 +20,10 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 
 _CALLS_PER_LOOK = 8
-_SLOTS = 64
 
 
 class MismatchWarning(UserWarning):
     """The data or the configuration make the correction weak, useless or suspicious."""
-
-
-class AsyncReadback:
-    """One tensor on its way from the device to the host, which the host takes without waiting once it has arrived."""
-
-    def __init__(self) -> None:
-        self._sent: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.is_empty = True
-
-    def send(self, values: Tensor) -> None:
-        """Send ``values`` to the host, in place of what is on its way."""
-        self.is_empty = False
-        if not values.is_cuda:
-            self._sent = (values, None)
-            return
-        on_host = torch.empty_like(values, device="cpu", pin_memory=True)
-        on_host.copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        self._sent = (on_host, copied)
-
-    def receive(self) -> list[float] | None:
-        """The numbers, once; None while there are none."""
-        if self._sent is None:
-            return None
-        values, copied = self._sent
-        if copied is not None and not copied.query():  # type: ignore[no-untyped-call]
-            return None
-        self._sent, self.is_empty = None, True
-        numbers: list[float] = values.tolist()
-        return numbers
 
 
 def is_capturing(values: Tensor) -> bool:
@@ -65,13 +32,12 @@ def is_capturing(values: Tensor) -> bool:
 
 
 class Monitor:
-    """Judges numbers of calls. On a device it waits for the first ones, and reads later ones when they have arrived.
+    """Judges numbers of calls: of the first call and on a CPU at once, later ones when they have arrived.
 
     Args:
         judge: Of the numbers. Raises, or returns whether it need not look again.
         every: Calls from one look to the next.
         merge: Adds up the numbers of all calls; None: a look is at one call.
-        waits: False: never waits, and judges a call late on a CPU too.
     """
 
     def __init__(
@@ -80,25 +46,24 @@ class Monitor:
         *,
         every: int = _CALLS_PER_LOOK,
         merge: Callable[[Tensor, Tensor], Tensor] | None = None,
-        waits: bool = True,
     ) -> None:
-        self._judge, self._every, self._merge, self._waits = judge, every, merge, waits
-        self._readback = AsyncReadback()
+        self._judge, self._every, self._merge = judge, every, merge
         self._num_calls = 0
         self._merged: Tensor | None = None
+        self._sent: tuple[Tensor, torch.cuda.Event] | None = None
         self.is_done = False
 
     def observe(self, numbers_of: Callable[[Any], Tensor | None], seen: Any, *, on: Tensor) -> None:
         """Judge what has arrived, and in its turn the numbers of what is ``seen``, on the device of ``on``.
 
-        ``numbers_of`` gives None where nothing can be wrong.
+        ``numbers_of`` gives ``[N]``, or None where nothing can be wrong.
         """
         if self.is_done or is_capturing(on):
             return
         self._num_calls += 1
-        arrived = None if self._readback.is_empty else self._readback.receive()
-        if arrived is not None:
-            self.is_done = bool(self._judge(arrived))
+        if self._sent is not None and self._sent[1].query():  # type: ignore[no-untyped-call]
+            arrived, self._sent = self._sent[0], None
+            self._look_at(arrived)
         if self.is_done or (self._num_calls - 1) % self._every:
             return
         numbers = numbers_of(seen)
@@ -106,14 +71,21 @@ class Monitor:
             return
         if self._merge is not None:
             self._merged = numbers = numbers if self._merged is None else self._merge(self._merged, numbers)
-        if self._waits and (self._num_calls == 1 or not on.is_cuda):
-            self.is_done = bool(self._judge(numbers.tolist()))
-        elif self._readback.is_empty:
-            self._readback.send(numbers)
+        if self._num_calls == 1 or not on.is_cuda:
+            self._look_at(numbers)
+        elif self._sent is None:
+            on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            on_host.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._sent = on_host, copied
 
-    def forget(self) -> None:
-        """Judge the next calls without the numbers of those before."""
-        self._merged = None
+    def _look_at(self, numbers: Tensor) -> None:
+        try:
+            self.is_done = bool(self._judge(numbers.tolist()))
+        except Exception:
+            self._merged = None  # The next call is judged by itself.
+            raise
 
 
 def rejection_totals(correction: Correction) -> Tensor:
@@ -143,36 +115,13 @@ def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
         )
     else:
         return False
-    warnings.warn(message, MismatchWarning, stacklevel=5)
+    warnings.warn(message, MismatchWarning, stacklevel=6)
     return True
 
 
-class StatusMonitor:
-    """Raises when another rank failed: at once on a CPU and at the first call, else a call late without waiting."""
-
-    def __init__(self) -> None:
-        self._slots: Tensor | None = None
-        self._next = 0
-
-    def observe(self, status: Tensor) -> None:
-        """Raise if a rank has failed whose data a call of this session needed."""
-        if is_capturing(status):
-            return
-        if self._slots is None:
-            raise_if_failed(float(status))
-        if not status.is_cuda:
-            return
-        if self._slots is None:
-            self._slots = torch.full((_SLOTS,), -torch.inf, pin_memory=True)
-        # Four bytes arrive whole, now or later; a status that has not arrived yet is seen by a later call.
-        raise_if_failed(float(self._slots.max()))
-        self._slots[self._next].copy_(status, non_blocking=True)
-        self._next = (self._next + 1) % _SLOTS
-
-
-def raise_if_failed(status: float) -> None:
+def raise_if_failed(statuses: Sequence[float]) -> None:
     """Raise an error if a status names a rank on which a call failed."""
-    rank = failed_rank(status)
+    rank = failed_rank(max(statuses))
     if rank is not None:
         raise RuntimeError(f"a call failed on rank {rank}; the error of that rank says why")
 

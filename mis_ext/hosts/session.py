@@ -22,7 +22,6 @@ from mis_ext.hosts.guards import (
     DataSums,
     MismatchWarning,
     Monitor,
-    StatusMonitor,
     data_sums,
     findings_in,
     is_capturing,
@@ -55,8 +54,8 @@ class Session:
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
         self._data = Monitor(self._judge_data, every=1, merge=torch.add)
-        self._rejection = Monitor(partial(warn_of_rejection, self.config.max_reject_fraction), waits=False)
-        self._status = StatusMonitor()
+        self._rejection = Monitor(partial(warn_of_rejection, self.config.max_reject_fraction))
+        self._status = Monitor(raise_if_failed, every=1, merge=torch.maximum)
         self._ranges: dict[Refuse, Monitor] = {
             refuse_mask: Monitor(refuse_mask),
             refuse_mask_sums: Monitor(refuse_mask_sums),
@@ -86,7 +85,7 @@ class Session:
             streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group, token_metrics=token_metrics
         )
         if not groups.is_alone:
-            self._status.observe(correction.status)
+            self._hear(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
             self._rejection.observe(rejection_totals, correction, on=correction.weights_T)
         return correction
@@ -113,7 +112,7 @@ class Session:
         """
         correction = self.neutral(response_lengths, groups=groups, device=device)
         if not groups.is_alone:
-            self._status.observe(correction.status)
+            self._hear(correction.status)
 
     @contextmanager
     def local_work(
@@ -151,7 +150,7 @@ class Session:
             return
         status = status_of_ranks(groups, device=device, fails=fails)
         if not fails:
-            self._status.observe(status)
+            self._hear(status)
 
     def meet(self, groups: Groups, *, device: torch.device) -> None:
         """In the first call with these groups, hear of ranks that could not read their keys.
@@ -166,7 +165,7 @@ class Session:
         self._met.add(key)
         status = status_of_ranks(shared, device=device)
         if not is_capturing(status):
-            raise_if_failed(float(status))
+            raise_if_failed([float(status)])
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
         """Refuse values by the smallest and largest of them; on a GPU in the first call and now and then.
@@ -231,10 +230,12 @@ class Session:
         streams = PackedStreams(nothing_T, nothing_T, mask_R, layout)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
+    def _hear(self, status: Tensor) -> None:
+        self._status.observe(torch.atleast_1d, status, on=status)
+
     def _judge_data(self, numbers: list[float]) -> bool:
         for found in findings_in(numbers):
             if found.guard is not None and self.config.stops(found.guard):
-                self._data.forget()  # The next call is judged by itself: the same mistake stops it too.
                 self.report(found.guard, found.message)
             elif self.is_news(f"guard {found.guard}") and (found.guard is not None or self._is_first_rank):
                 self.warn(found.message)

@@ -135,7 +135,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         gather_rows(session.tell_failure(lengths, groups=alone, device=device), groups.dp_group)
         raise
     status = session.neutral(lengths, groups=alone, device=device).status
-    raise_if_failed(float(gather_rows(status, groups.dp_group).amax()))
+    raise_if_failed(gather_rows(status, groups.dp_group).tolist())
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
@@ -208,7 +208,7 @@ def _compare_prompts(
         raise
     number = torch.full_like(status, len(own["reward"]))
     number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
-    raise_if_failed(float(status_W.amax()))
+    raise_if_failed(status_W.tolist())
     numbers = [int(each) for each in number_W.tolist()]
     # From here on every rank has the same numbers, and raises the same errors.
     rows = torch.zeros(max(numbers), len(_SAMPLE), dtype=torch.float64, device=device)
