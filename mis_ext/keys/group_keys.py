@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mis_ext.keys.refusals import ESTIMATORS, against_groups, refuse_first
+from mis_ext.keys.loss_refusals import ESTIMATORS, against_groups
+from mis_ext.keys.refusals import refuse_first
 from mis_ext.keys.rows import GROUP_ROWS, Baseline, BaselineOver, read_rows
 from mis_ext.validation import Errors
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mis_ext.keys.refusals import scores_of_framework
+from mis_ext.keys.loss_refusals import against_loss, scores_of_framework
+from mis_ext.keys.refusals import refuse_first
 from mis_ext.keys.rows import DEFAULT_SCORING
 from mis_ext.loss.settings import KlPenalty, KlRatio, LossSettings, Ratios
 from mis_ext.loss.words import Scoring
@@ -68,11 +69,15 @@ _FIELDS = {
 
 
 def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    """What only the full policy loss reads of arguments, each of which is legal; ``mis_loss_method`` is chosen."""
+    """What only the full policy loss reads of arguments, each of which is legal; ``mis_loss_method`` is chosen.
+
+    Raises:
+        ValueError: Keys or flags contradict each other, or have no effect.
+    """
     settings, temperature = _loss_settings(given), given.get("rollout_temperature")
     said, compares = given.get("mis_loss_scoring"), settings.reads_stored
     is_of_framework = scores_of_framework(given, compares_with_stored=compares) is not None
-    return WholeLoss(
+    loss = WholeLoss(
         settings=settings,
         has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
         skips_scoring=bool(given.get("skip_actor_forward_only")),
@@ -87,6 +92,8 @@ def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
         temperature=1.0 if temperature is None else float(temperature),
         reducer_path=given.get("custom_pg_loss_reducer_function_path"),
     )
+    refuse_first(against_loss(given, loss))
+    return loss
 
 
 def _loss_settings(given: Mapping[str, Any]) -> LossSettings:

@@ -20,7 +20,6 @@ from mis_ext.keys.refusals import (
     KeysInUse,
     against_built_in_bounds,
     against_correction,
-    against_loss,
     double_correction,
     doubts,
     refuse_combinations,
@@ -192,7 +191,6 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 
         with wrong:
             loss = read_whole_loss({**given, **of_loss})
-            refuse_first(against_loss(given, loss))
     if any(given.get(key) is not None for key in GROUP_ROWS):
         from mis_ext.keys.group_keys import read_group
 

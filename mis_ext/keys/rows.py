@@ -279,21 +279,14 @@ GATE_ROWS: dict[str, Key] = {
 _SWITCHES = (
     *("allgather_cp", "grpo_std_normalization", "keep_old_actor", "normalize_advantages", "observe_training_entropy"),
     *("recompute_loss_function", "rewards_normalization", "skip_actor_forward_only", "true_on_policy_mode"),
-    *(
-        "use_critic",
-        "use_dynamic_global_batch_size",
-        "use_kl_loss",
-        "use_opd",
-        "use_opsm",
-        "use_score_centering",
-        "use_unbiased_kl",
-    ),
+    *("use_critic", "use_dynamic_global_batch_size", "use_kl_loss", "use_opd", "use_opsm", "use_score_centering"),
+    "use_unbiased_kl",
 )
 _COUNTS = (
     *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
     *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
 )
-_PATHS = (
+_TEXTS = (
     *("advantage_estimator", "custom_advantage_function_path", "custom_generate_function_path"),
     *("custom_pg_loss_reducer_function_path", "custom_reward_post_process_path", "custom_tis_function_path"),
     *("load_debug_rollout_data", "loss_type", "on_policy_tokens", "qkv_format", "rollout_data_postprocess_path"),
@@ -302,7 +295,7 @@ _PATHS = (
 FLAGS: dict[str, Check | None] = {
     **dict.fromkeys(_SWITCHES, check_bool),
     **dict.fromkeys(_COUNTS, partial(check_integer, low=1)),
-    **dict.fromkeys(_PATHS),
+    **dict.fromkeys(_TEXTS),
     **dict.fromkeys(("eps_clip", "eps_clip_high"), number("[0,inf]")),
     **dict.fromkeys(("entropy_coef", "kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"), number("(-inf,inf)")),
     "eps_clip_c": number("(1,inf]"),

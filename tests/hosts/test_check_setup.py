@@ -61,27 +61,27 @@ def start(keys: dict[str, Any]) -> None:
     [
         (
             HOOK,
-            "mis_ext: the host's own loss calls compute_mis_weights_with_cp "
+            "mis_ext: the framework's loss calls compute_mis_weights_with_cp "
             "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
         ),
         (
             HOOK
             | {"tis_level": "none", "use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 4.0, "mis_metrics": []},
-            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | gate rs_mask: 0.5 <= rho_t <= 4 "
+            "mis_ext: the framework's loss calls compute_mis_weights_with_cp | gate rs_mask: 0.5 <= rho_t <= 4 "
             "| 0 metrics train/mis_*",
         ),
         (
             MEASURE | {"mis_metrics": ["mis_kl"]},
-            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | measures only | 1 metrics train/mis_*",
+            "mis_ext: the framework's loss calls compute_mis_weights_with_cp | measures only | 1 metrics train/mis_*",
         ),
         (
             LOSS | {"use_tis": True, "tis_upper_bound": 3.0},
-            "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline "
+            "mis_ext: policy_loss replaces the framework's loss, mis_loss_mode: baseline "
             "| weight, token: x = rho_t; w = x, at most 3 | 9 metrics train/mis_*",
         ),
         (
             LOSS | {"mis_loss_method": "dppo_tv"},
-            "mis_ext: policy_loss in place of the host's loss, mis_loss_method: dppo_tv | no correction (no use_tis)",
+            "mis_ext: policy_loss replaces the framework's loss, mis_loss_method: dppo_tv | no correction (no use_tis)",
         ),
         (
             LOSS
@@ -90,12 +90,12 @@ def start(keys: dict[str, Any]) -> None:
                 "mis_prompt_mean": True,
                 "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
             },
-            "mis_ext: policy_loss in place of the host's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
+            "mis_ext: policy_loss replaces the framework's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
             "over all | every prompt weighs the same | no correction (no use_tis)",
         ),
         (
             HOOK | {"mis_prompt_mean": True, "rollout_data_postprocess_path": "mis_ext.prepare_rollout"},
-            "mis_ext: the host's own loss calls compute_mis_weights_with_cp | every prompt weighs the same "
+            "mis_ext: the framework's loss calls compute_mis_weights_with_cp | every prompt weighs the same "
             "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
         ),
     ],

@@ -39,8 +39,8 @@ EXPERT_FLAGS = [
     """),
 ]
 
-CALLED = "mis_ext: the host's own loss calls compute_mis_weights_with_cp"
-REPLACED = "mis_ext: policy_loss in place of the host's loss"
+CALLED = "mis_ext: the framework's loss calls compute_mis_weights_with_cp"
+REPLACED = "mis_ext: policy_loss replaces the framework's loss"
 
 
 def own_corrections(package: str, *, whose: str) -> tuple[Case, ...]:

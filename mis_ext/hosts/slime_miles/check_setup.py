@@ -216,9 +216,9 @@ def _unread_keys(args: Any) -> list[str]:
 def summary(config: RunConfig) -> str:
     """What will run, in one line: hook or full policy loss, weight, filters, and how many metrics."""
     correction, loss = config.correction, config.whole_loss
-    parts = ["the host's own loss calls compute_mis_weights_with_cp"]
+    parts = ["the framework's loss calls compute_mis_weights_with_cp"]
     if loss is not None:
-        parts = [f"policy_loss in place of the host's loss, {loss.settings.chosen_by}"]
+        parts = [f"policy_loss replaces the framework's loss, {loss.settings.chosen_by}"]
     if config.group is not None:
         group = config.group
         parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
