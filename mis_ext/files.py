@@ -90,7 +90,7 @@ def names_in_yaml(text: bytes, *, once: Collection[str]) -> list[str]:
 
 
 def _num_nodes(value: Any, known: dict[int, int]) -> int:
-    """How many values there are, those behind an alias as often as it is used."""
+    """Count the values, those behind an alias as often as it is used."""
     if not isinstance(value, (dict, list)):
         return 1
     if id(value) not in known:
@@ -165,7 +165,7 @@ _PRESETS = Path(__file__).parent / "_presets"
 
 
 class PresetRemarks(NamedTuple):
-    """What a preset does, when to take it, and whose method it is."""
+    """The remarks of a preset: its effect, its use, and its source."""
 
     what: str
     when: str
@@ -195,5 +195,5 @@ def preset_text(name: str) -> str:
 
 
 def preset_remarks(name: str) -> PresetRemarks:
-    """What the preset called ``name`` says about itself."""
+    """Read the remarks at the top of the file of the preset ``name``."""
     return PresetRemarks(*re.findall(r"^# (?:What|When|Source): (.*)$", preset_text(name), flags=re.MULTILINE))

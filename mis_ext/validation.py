@@ -189,7 +189,7 @@ def did_you_mean(value: Any, choices: Collection[str]) -> str:
 
 
 def nearest(value: Any, choices: Collection[str]) -> str:
-    """What to say of many ``choices`` before the command that lists them: up to three that ``value`` is like."""
+    """Return up to three of many ``choices`` that ``value`` resembles, for a message."""
     near = _near(value, choices, 3)
     return f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}; " if near else ""
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What frameworks need from the correction. A host adapter knows its framework; nothing else does."""
+"""Integrations of the correction into frameworks. Only the module of a framework depends on it."""

@@ -340,12 +340,12 @@ def fused_scores(
 
 
 _PASSES_ON = frozenset({"transpose", "contiguous", "float", "to"})
-"""What stands between a model's output layer and its loss, by the names of PyTorch's functions.
+"""Functions of PyTorch that may come between the output layer of a model and its loss, by name.
 
 Not ``detach``: the head would still lead to the graph that was left.
 """
 _CHANGES_NOTHING = frozenset({"requires_grad_", "__get__"})
-"""What gives the same tensor, and is neither of these nor in place."""
+"""Functions that return the same tensor, and are neither of these nor in place."""
 
 
 class Head(NamedTuple):

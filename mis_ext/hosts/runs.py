@@ -38,9 +38,9 @@ def read_argument(args: Any, name: str) -> Any:
 
 
 def all_arguments(args: Any) -> dict[str, Any]:
-    """What a configuration is made of, and the names of all other arguments, among which misspellings hide.
+    """Return the arguments of a configuration, and the names of all others, to find misspellings.
 
-    Attributes of classes and properties count too, and what a wrapper passes on. Others' properties are not called.
+    Includes attributes of classes, properties, and the arguments of a wrapper. Others' properties are not called.
     """
     names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
     values = {name: read_argument(args, name) for name in ARGUMENTS}
@@ -51,7 +51,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
 
 
 class Run(NamedTuple):
-    """What the arguments of a run say, and what a run keeps from call to call."""
+    """The settings of a run, read from its arguments, and the state that it keeps between calls."""
 
     config: RunConfig
     session: Session

@@ -31,7 +31,7 @@ _LOST = {
     "aux_loss_enabled": False,
 }
 _UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""How TRL samples by default: from the distribution that its trainer scores with."""
+"""Default sampling of TRL, which is from the distribution that its trainer scores."""
 
 
 class MisTrainer:

@@ -26,7 +26,7 @@ PLACES = (
     "rollout_correction",
     "actor_rollout_ref.actor.policy_loss.rollout_correction",
 )
-"""Where a configuration of verl has them; the first that is there counts."""
+"""Places of the options in a configuration of verl; the first that exists counts."""
 
 _SWITCHES = ("bypass_mode", "rollout_is_batch_normalize")
 _REDUCTIONS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
@@ -89,7 +89,7 @@ def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """What to change where a whole configuration of verl has its trainer in fp16 and its engine in bf16."""
+    """Return what to change if a whole configuration of verl has its trainer in fp16 and its engine in bf16."""
     rollout = _at(content, "actor_rollout_ref.rollout.dtype")
     places = [f"actor_rollout_ref.actor.{key}.dtype" for key in ("fsdp_config", "megatron")]
     return tuple(
@@ -101,7 +101,7 @@ def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _at(content: Mapping[str, Any], place: str) -> Any:
-    """What stands at a place with points; None where nothing does."""
+    """Return the value at a dotted place, or None if there is none."""
     found: Any = content
     for name in place.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None

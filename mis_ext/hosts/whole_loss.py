@@ -284,7 +284,7 @@ def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
 
 
 def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, missing: Mapping[str, str]) -> LossTokens:
-    """What a loss needs of the tokens that are given. Without proximal log-probs the current ones take their place."""
+    """Check the given tokens, and select what the loss reads. Current log-probs replace missing proximal ones."""
     log_probs, mask_R = {**given.log_probs}, given.response_mask_R
     if "behavior" not in log_probs and settings.needs_behavior is not None:
         raise ValueError(f"{missing['behavior']}, with which {settings.needs_behavior} compares")

@@ -20,12 +20,12 @@ from torch import Tensor
 from mis_ext.validation import check_tensors
 
 EPSILON = 1e-6
-"""What the hosts add to a deviation."""
+"""The frameworks add this to a standard deviation."""
 _CENTERED = 1e-4
 """Rewards that were centered in float32 have a mean of at most this, over the largest of all."""
 _ROUNDED = 0.5
-"""What rounding leaves of equal float32 rewards up to 4: at most 2^-22, over a deviation of 0 and EPSILON. Of larger
-ones it leaves more, and then times EPSILON a power of two, or few of them."""
+"""Equal float32 rewards up to 4 leave at most 2^-22 after rounding, over a standard deviation of 0 and EPSILON. Larger
+ones leave more: a power of two times EPSILON, or a sum of few."""
 
 
 @torch.no_grad()

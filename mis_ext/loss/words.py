@@ -10,4 +10,4 @@ PenaltyTokens = Literal["kept", "all"]
 Proximal = Literal["stored", "current"]
 Scoring = Literal["fused", "host"]
 EPS_CLIP = 0.2
-"""What the frameworks clip by where nobody says anything."""
+"""The default clip of the frameworks."""

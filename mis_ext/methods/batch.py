@@ -44,7 +44,7 @@ class Reductions:
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
         self.has_other_sequences = group_size(dp_group) > 1
-        """Whether other ranks hold sequences that this one does not see."""
+        """True if other ranks have sequences that this one does not."""
         self._num_joined, self._num_gathers = num_joined, 0
 
     def left_over(self) -> Reductions:

@@ -63,7 +63,7 @@ def list_methods() -> str:
 
 
 def describe_method(row: PublishedMethod) -> str:
-    """When to use a method, its objective, parameters, log-probs and source, as text."""
+    """Describe a method: its use, objective, parameters, log-probs, and source."""
     facts = method_facts(row)
     parameters = ", ".join(
         f"{name}={f'{value:g}' if isinstance(value, float) else value} in {facts['legal'][name]}"

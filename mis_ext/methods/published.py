@@ -19,7 +19,7 @@ SYMBOLS = (
     "rho_1..T, w_1..T: product over the sequence. mean: over its tokens. p, q: probability under the current and under "
     "the behavior policy. sg: without gradient. 1[...]: 1 where it holds, else 0; it never carries gradient."
 )
-"""What the formulas mean."""
+"""The symbols of the formulas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

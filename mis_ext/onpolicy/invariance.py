@@ -26,7 +26,7 @@ SequenceFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What one probe found; "equal" is the only pass.
+    """Result of one probe; "equal" is the only pass.
 
     Attributes:
         name: What was done.
@@ -83,7 +83,7 @@ Pieces = list[tuple[Tensor, Tensor]]
 
 
 def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> InvarianceReport:
-    """Whether ``fn`` gives each row the same bits alone and in any company.
+    """Check that ``fn`` computes the same bits for a row alone and with any other rows.
 
     The reference is each row alone. Probed are: repeated runs, the whole batch, chunks of several sizes, permutations,
     rows of zeros, huge numbers and NaN before and after (their own output is ignored), and non-contiguous storage. An
@@ -142,7 +142,7 @@ def check_sequence_invariance(
     *,
     make_decoder: Callable[[], SequenceFunction] | None = None,
 ) -> InvarianceReport:
-    """Whether a causal ``fn`` gives each position the same bits however the sequence is fed.
+    """Check that a causal ``fn`` computes the same bits for a position however the sequence is fed.
 
     The reference is ``fn(sequence)``, one forward over all of it. Probed are: repeated runs, shorter prefixes, decoding
     token by token, chunked prefill with several chunk sizes, and half a prefill and then decoding. Kinds are those of

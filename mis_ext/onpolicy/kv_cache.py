@@ -22,7 +22,7 @@ DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class SimulatedKVCache:
-    """What :func:`simulate_kv_cache` put into a model. :meth:`remove`, or the end of a ``with`` block, takes it out.
+    """Simulation by :func:`simulate_kv_cache`. :meth:`remove`, or the end of a ``with`` block, removes it.
 
     Attributes:
         num_layers: Attention layers of this rank that round.

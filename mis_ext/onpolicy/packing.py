@@ -71,11 +71,11 @@ class PackingReport:
 
     @property
     def passed(self) -> bool:
-        """Whether packing changes nothing but rounding."""
+        """True if packing changes nothing but rounding."""
         return not self.differing and self.rounding <= _MOST_ROUNDING
 
     def explain(self) -> str:
-        """What was found, in one sentence."""
+        """Describe the result in one sentence."""
         if self.rounding > _MOST_ROUNDING:
             return (
                 f"a sequence that begins a packed row, or is scored again, differs from itself alone by "

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 LARGEST_ID = 2**31 - 1
 """No vocabulary is larger."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no whole character."""
+"""Decoders write this character for bytes that are no whole character."""
 MINUS_INFINITY = -9999.0
 """JSON has no infinity: vLLM writes this in place of the log-prob of what cannot be drawn."""
 # By so much a sum of probabilities may exceed 1: nobody says in which type the log-probs were, and one of bfloat16
@@ -151,7 +151,7 @@ class Boundary:
 
 
 Policy = Literal["strict", "split"]
-"""What to do where the ids do not continue."""
+"""Action if the token IDs of a call do not continue those of the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of the engine are not those of the trainer: by the engine's own check, tensor by tensor."""
+"""Find tensors of the engine that differ from the trainer's, with the engine's own check."""
 
 from __future__ import annotations
 

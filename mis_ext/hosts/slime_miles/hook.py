@@ -81,7 +81,7 @@ def weigh_batch(
     response_lengths: Sequence[int],
     max_seq_lens: Sequence[int] | None,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """What :func:`compute_mis_weights_with_cp` returns, of a run and its ranks."""
+    """Compute the result of :func:`compute_mis_weights_with_cp` for a run and its ranks."""
     session, device = run.session, device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):

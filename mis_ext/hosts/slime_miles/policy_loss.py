@@ -84,7 +84,7 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_miles() -> bool:
-    """Whether Miles trains in this process."""
+    """Return True if Miles trains in this process."""
     return find_framework() is MILES
 
 
@@ -131,7 +131,7 @@ def _fused_scores(
     *,
     with_entropy: bool | None = None,
 ) -> Scores:
-    """What the host's own function gives, of a part of the vocabulary; the loss says itself what of the entropy."""
+    """Compute the values of the framework's own function for a part of the vocabulary."""
     loss, observes, kept = chosen_loss(config), True, None
     if is_miles():
         # Of greedy sampling Miles leaves the logits as they are.
@@ -169,7 +169,7 @@ def scores_without_logits(
     top_p_token_ids: Sequence[Any] | None = None,
     top_p_token_offsets: Sequence[Any] | None = None,
 ) -> Any:
-    """What the host's own function for log-probs gives of a rollout, from hidden states: lists of samples.
+    """Compute the values of the framework's own log-prob function from hidden states: lists of samples.
 
     Its parameters are those of both hosts' functions. One that neither has is a ``TypeError``: it may say which
     columns to score.

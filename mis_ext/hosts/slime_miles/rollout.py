@@ -169,7 +169,7 @@ def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
 
 
 _SAMPLE = ("prompt", "trajectory", "reward", "step", "kept", "tokens", "divisor", "terms")
-"""What ranks tell each other of a sample."""
+"""The values of a sample that ranks exchange."""
 
 
 def _compare_prompts(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exactness audit can find (verdicts, problems, differences), and its report of all of it."""
+"""Report of an audit: verdict, problems, and differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mis_ext.tools.diagnosis.cause import Diagnosis
 
 
 class Verdict(str, Enum):
-    """Whether trainer and rollout agree; a mean that rounds to zero has no say in it."""
+    """Verdict on the equality of trainer and rollout; a mean that rounds to zero does not matter."""
 
     EXACT = "EXACT"
     """The same number on every active token (+0 and -0 are one), and the engine's records have those of the rollout."""
@@ -109,7 +109,7 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is EXACT; nothing else is a pass."""
+        """True if the verdict is EXACT."""
         return self.verdict is Verdict.EXACT
 
     @property

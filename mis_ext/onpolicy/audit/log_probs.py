@@ -222,7 +222,7 @@ def _diagnoses(found: Found, verdict: Verdict) -> list[Diagnosis]:
 
 
 def _cautions(facts: Sequence[Facts], verdict: Verdict) -> Iterator[str]:
-    """What equal streams do not show by themselves."""
+    """Cautions about equal log-probs, which do not prove where they are from."""
     if verdict is Verdict.UNPROVED:
         yield (
             "one side may be a copy of the other: give what the engine recorded before training, of every sample "

@@ -31,7 +31,7 @@ _MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_ker
 
 
 class _Overrides(ExitStack):
-    """What a block has put onto the stacks of its thread, and how many blocks rely on it."""
+    """Overrides that a block has put onto the stacks of its thread, and the number of blocks that use them."""
 
     num_blocks = 0
 
@@ -89,7 +89,7 @@ def batch_invariant_mode() -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether products and attention called from here are those of :func:`batch_invariant_mode`."""
+    """Return True if matmuls and attention called from here are those of :func:`batch_invariant_mode`."""
     return FunctionOverrides.is_on() and OperatorOverrides.is_on()
 
 

@@ -26,7 +26,7 @@ _PIECE = 1 << 14
 
 
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``func`` returns, or writes into its first argument; in the layout of the first operand of its shape."""
+    """Compute ``func``, in place if it is, in the layout of the first operand of the shape of its result."""
     if func._schema.is_mutable:
         return args[0].copy_(elementwise(functional(func), *args, **kwargs))
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module computes for tensors of a device, what it takes, and the norm that engines call by name."""
+"""Modules that compute for tensors of a device, their legal inputs, and the norm that engines call by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mixture of experts needs besides plain products: those of groups of rows, sums of rows, and an order of ties.
+"""Functions of MoE models: matmuls of groups of rows, sums of rows, and an order of ties.
 
 A token has the same bits, whichever other tokens its experts get: a row of a grouped product has those of its own
 product with the matrix of its expert, a token's experts are added up in the order in which they lie, and of equal

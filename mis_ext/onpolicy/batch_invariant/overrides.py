@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mode puts in the place of torch's functions and operators, what passes, and what it refuses by name."""
+"""Replacements of torch's functions and operators in the mode, those that pass, and those that it rejects by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FunctionOverrides(TorchFunctionMode):
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether functions called from here arrive at one of these."""
+        """Return True if functions called from here arrive at one of these."""
         return any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -53,7 +53,7 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether operators called from here arrive at one of these."""
+        """Return True if operators called from here arrive at one of these."""
         return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
 
     def __torch_dispatch__(
@@ -291,7 +291,7 @@ _PASSING = _names("""
 
 @cache
 def kind_of(func: Any) -> Kind:
-    """What the mode does with an operator that gets floating-point numbers."""
+    """Return the treatment of an operator that gets floating-point values."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return "refused"
     if _override_of(func) is not None:

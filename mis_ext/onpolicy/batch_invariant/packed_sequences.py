@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sequences lie in packed tensors, and which keys their queries may attend to."""
+"""Layout of sequences in packed tensors, and the keys that their queries may attend to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Packing(NamedTuple):
-    """What attention gets besides queries, keys and values: see the arguments of :func:`.attention.attention`."""
+    """Arguments of :func:`.attention.attention` in addition to queries, keys, and values."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

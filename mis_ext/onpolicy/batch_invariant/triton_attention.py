@@ -46,7 +46,7 @@ def may_attend(
     IS_CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """Which of ``queries`` may attend to which keys of the block at ``start``, ``[queries, keys]`` bool.
+    """Return the mask of ``queries`` and the keys of the block at ``start``, ``[queries, keys]`` bool.
 
     The causal diagonal ends at the last key: the queries are the last ones of the sequence, as in a decode.
     """
@@ -191,7 +191,7 @@ _WIDE = 128
 
 
 class Tile(NamedTuple):
-    """How many queries a program takes at a time, and how it is launched; keys come in blocks of ``BLOCK_N``."""
+    """Number of queries of a program, and its launch options; keys come in blocks of ``BLOCK_N``."""
 
     BLOCK_M: int
     num_warps: int

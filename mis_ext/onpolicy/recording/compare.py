@@ -73,7 +73,7 @@ class ModuleDifference:
 
     @property
     def is_culprit(self) -> bool:
-        """Whether the difference, or one of them, arises in this module."""
+        """True if the difference, or one of them, arises in this module."""
         return self.culprit_row is not None
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class ModuleDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What :func:`mis_ext.onpolicy.recording.compare.compare` found.
+    """Result of :func:`mis_ext.onpolicy.recording.compare.compare`.
 
     Attributes:
         modules: Every output that was compared, in a's order of execution.
@@ -126,7 +126,7 @@ class Comparison:
 
     @property
     def num_rows(self) -> int:
-        """How many rows (tokens of an output) were compared, over all outputs."""
+        """Number of compared rows (tokens of an output), over all outputs."""
         return sum(module.num_rows for module in self.modules)
 
     @property
@@ -143,7 +143,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the verdict is EXACT."""
+        """True if the verdict is EXACT."""
         return self.verdict == "EXACT"
 
     def summary(self) -> str:
@@ -357,7 +357,7 @@ _PLACEHOLDER = re.compile(r"\\?\{(\w+)\\?\}")
 
 
 class Target(NamedTuple):
-    """What a module is compared with: the pair that says so (None: nothing said), and a name or a transform."""
+    """Counterpart of a module: the pair that names it (None: no pair does), and a name or a transform."""
 
     source: str | None
     name: str

@@ -75,12 +75,12 @@ def row_difference(a: PlacedRows, b: PlacedRows) -> RowDifference:
 
 
 def row_size(entry: PlacedRows) -> int:
-    """How many elements a token has in this tensor."""
+    """Number of elements of a token in this tensor."""
     return entry.values.shape[1:].numel()
 
 
 def _compare_rows(rows_a: Tensor, rows_b: Tensor) -> tuple[Tensor, float, int, int]:
-    """Which rows differ, the largest difference, the same in ULPs, and how many elements are NaN."""
+    """Return the rows that differ, the largest difference, the same in ULPs, and the number of NaN elements."""
     dtype = _common_dtype(rows_a.dtype, rows_b.dtype)
     # Parts of complex numbers last; sizes written out: -1 is ambiguous without rows.
     rows_a, rows_b = (as_real(rows.to(dtype)) for rows in (rows_a, rows_b))
@@ -174,7 +174,7 @@ class InputDifference:
         return InputState(is_there_N, differs_N)
 
     def all_rows(self) -> InputState:
-        """Whether there are inputs, and whether any row of them differs, as one row."""
+        """Reduce the inputs to one row: whether there are any, and whether a row of them differs."""
         differs = any(bool(compared.values.any()) for compared in self._compared)
         return InputState(torch.tensor([bool(self.compared)]), torch.tensor([differs]))
 

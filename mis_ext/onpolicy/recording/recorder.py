@@ -262,7 +262,7 @@ def _tensors_in(value: Any, label: str = "", *, of_dataclasses: bool = False) ->
 
 
 def _others_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
-    """What is no activation among nested tuples, lists and mappings, with its path: parameters, numbers, caches.
+    """Find all but activations in nested tuples, lists, and mappings, with their paths: parameters, numbers, caches.
 
     A collection without tensors is one of them; None is none.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model computed, by module and token: collected forward by forward, saved, and loaded.
+"""Recordings of the outputs of a model, by module and token: collected forward by forward, saved, and loaded.
 
 Also from the files of SGLang's tensor dumper (``sglang.srt.debug_utils.dumper``).
 """
@@ -42,7 +42,7 @@ with its parameter."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
-    """What a model computed, by module and token.
+    """The outputs of a model, by module and token.
 
     Attributes:
         outputs: In the order of execution: of the first forward that has them, and what first appears in a later one
@@ -158,7 +158,7 @@ class RecordingBuilder:
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote, on the CPU; tensors and plain values only."""
+    """Load a file of ``torch.save`` to the CPU; tensors and plain values only."""
     try:
         return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     except OSError:
@@ -383,7 +383,7 @@ def _add(builder: RecordingBuilder, dumps: list[_Dump], rows: Rows) -> None:
 
 
 def _place(name: str, layer: Any) -> tuple[Kind, str, str]:
-    """Whether a dump is an input or an output, of which module, and its label there."""
+    """Return the module of a dump, its label there, and whether it is an input or an output."""
     if name == "input_ids":
         return "inputs", "", name
     match = _MODULE_TENSOR.fullmatch(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token a row of a tensor belongs to: (sequence, absolute position), whatever the order of the dimensions."""
+"""Map rows of a tensor to tokens (sequence, absolute position), in any order of the dimensions."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from mis_ext.validation import check_choice, check_integer, check_list
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)
 _MAX_CHANCE = 1e-3
-"""That some layer chose expert 0 for every token."""
+"""Chance that some layer chose expert 0 for every token, at most."""
 _OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
 _SGLANG_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
 _NUMPY_DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32}
@@ -116,7 +116,7 @@ class RoutedExperts:
         num_experts: int,
         moe_layers: Sequence[int] | None = None,
     ) -> RoutedExperts:
-        """What SGLang returns for one sample when asked with ``return_routed_experts``.
+        """Read the experts that SGLang returns for one sample with ``return_routed_experts``.
 
         SGLang 0.5 sends base64 of row-major ``[rows, num_layers, topk]``: the positions from
         ``routed_experts_start_len`` (0 unless asked otherwise) to the last but one token, prompt included, also where a
@@ -161,7 +161,7 @@ class RoutedExperts:
         start: int = 0,
         moe_layers: Sequence[int] | None = None,
     ) -> RoutedExperts:
-        """What vLLM returns for one sample where it runs with ``--enable-return-routed-experts``.
+        """Read the experts that vLLM returns for one sample with ``--enable-return-routed-experts``.
 
         vLLM 0.32 sends base64 of a NumPy file ``[rows, layers, topk]``: the positions from the request's
         ``routed_experts_prompt_start`` to the last but one token, prompt included. Its layers are all decoder layers;
@@ -191,7 +191,7 @@ class RoutedExperts:
 
 
 class RoutingDisagreement(NamedTuple):
-    """How far two routings differ, over what both recorded.
+    """Differences of two routings, over the tokens and layers that both recorded.
 
     ``differing_tokens`` is the share of (token, layer) pairs whose sets of experts differ, ``differing_choices`` the
     share of the expert choices that the other routing did not make, ``num_compared`` the number of pairs.
@@ -203,7 +203,7 @@ class RoutingDisagreement(NamedTuple):
 
 
 def routing_disagreement(a: Sequence[Tensor], b: Sequence[Tensor]) -> RoutingDisagreement:
-    """How far two routings of the same tokens differ; the order of the experts of a token does not matter.
+    """Compare two routings of the same tokens; the order of the experts of a token does not matter.
 
     Args:
         a: One routing: a tensor ``[T, L, K]`` per sample, or per micro-batch in a trainer's order; -1: not recorded.
@@ -310,7 +310,7 @@ def _vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
 
 
 def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[str, Any]:
-    """What an engine sent, with ``routed_experts`` in it."""
+    """Return the fields of an engine's response, or raise an error if it has no ``routed_experts``."""
     fields = {"routed_experts": given} if isinstance(given, str) else given
     if not isinstance(fields, Mapping):
         raise TypeError(f"{name} must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")

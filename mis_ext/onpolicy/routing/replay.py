@@ -94,7 +94,7 @@ def record_routing(model: Module | Sequence[Module]) -> Iterator[RoutingRecord]:
 
 
 class RoutingRecord:
-    """What :func:`record_routing` has seen so far."""
+    """The routing that :func:`record_routing` has recorded so far."""
 
     def __init__(self, num_layers: int, recorders: dict[int, _Recorder]) -> None:
         self._num_layers, self._recorders = num_layers, recorders
@@ -215,7 +215,7 @@ class _Replay:
 
 
 def _is_in_backward() -> bool:
-    """Whether autograd's engine is running: then a forward pass is the recomputation of a checkpointed layer."""
+    """Return True if autograd's engine is running: a forward pass then recomputes a checkpointed layer."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -38,7 +38,7 @@ class LocalRouting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingLayout:
-    """Which token each row of a rank's routers is.
+    """Map the rows of a rank's routers to tokens.
 
     Attributes:
         lengths: Tokens of each sample, prompt and response.
