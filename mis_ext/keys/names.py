@@ -63,16 +63,6 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
                 raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
 
 
-def refuse_built_in_bounds(given: Mapping[str, Any]) -> None:
-    """Refuse bounds of the framework's built-in correction, which ours replaces."""
-    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
-        if given.get(key) not in (None, default):
-            raise ValueError(
-                f"{key}={given[key]!r}: no effect, because it belongs to the framework's built-in correction; write "
-                f"{instead}"
-            )
-
-
 _LETTERS_PER_SLIP = 6
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import warnings
@@ -169,8 +168,8 @@ class RunConfig:
     also_measures: bool
     whole_loss: WholeLoss | None
     group: GroupConfig | None
-    double_correction: str | None = None
-    doubts: tuple[str, ...] = ()
+    double_correction: str | None
+    doubts: tuple[str, ...]
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
@@ -197,16 +196,15 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         with wrong:
             group = read_group(given)
     wrong.raise_all()
-    run = RunConfig(
+    refuse_combinations(given, correction, loss)
+    return RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
         also_measures=bool(given.get("get_mismatch_metrics")),
         whole_loss=loss,
         group=group,
-    )
-    refuse_combinations(given, run)
-    return dataclasses.replace(
-        run, double_correction=double_correction(given, run), doubts=tuple(doubts(given, correction, group))
+        double_correction=double_correction(given, correction, loss),
+        doubts=tuple(doubts(given, correction, group)),
     )
 
 

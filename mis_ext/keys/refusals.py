@@ -19,7 +19,7 @@ from mis_ext.validation import Errors
 
 if TYPE_CHECKING:
     from mis_ext.keys.group_keys import GroupConfig
-    from mis_ext.keys.reading import RunConfig
+    from mis_ext.keys.loss_keys import WholeLoss
 
 # --- keys without effect
 
@@ -223,27 +223,8 @@ def refuse_group_keys(keys: Collection[str]) -> None:
         )
 
 
-def against_run(given: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Why a correction cannot be together with the framework's loss or ours."""
-    loss, correction = run.whole_loss, run.correction
-    divides_by_kept = given.get("train_backend") == "fsdp"
-    rejects = any(gate.action == "reject" for gate in correction.all_gates.values())
-    if divides_by_kept and correction.denominator == "kept":
-        yield (
-            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
-            "remove mis_denominator"
-        )
-    if divides_by_kept and loss is not None and loss.has_correction and rejects:
-        yield (
-            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
-            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
-            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
-        )
-
-
-def refuse_combinations(given: Mapping[str, Any], run: RunConfig) -> None:
+def refuse_combinations(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> None:
     """Refuse what keys and flags of a whole run cannot be together."""
-    loss, correction = run.whole_loss, run.correction
     if given.get("loss_type") not in (None, "custom_loss"):
         refuse_loss_keys(given)
     if loss is not None:
@@ -257,12 +238,28 @@ def refuse_combinations(given: Mapping[str, Any], run: RunConfig) -> None:
                 loses_tokens=correction.rejects_single_tokens,
             )
         )
-    refuse_first(against_run(given, run))
+    refuse_first(_against_fsdp(given, correction, loss))
 
 
-def double_correction(given: Mapping[str, Any], run: RunConfig) -> str | None:
+def _against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> Iterator[str]:
+    if given.get("train_backend") != "fsdp":
+        return
+    if correction.denominator == "kept":
+        yield (
+            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
+            "remove mis_denominator"
+        )
+    rejects = any(gate.action == "reject" for gate in correction.all_gates.values())
+    if loss is not None and loss.has_correction and rejects:
+        yield (
+            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
+            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
+            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
+        )
+
+
+def double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
     """How loss and correction together count the mismatch twice, or None; a guard, so that a user can allow it."""
-    loss, correction = run.whole_loss, run.correction
     if given.get("mis_loss_method") is not None:
         chosen = None if loss is None or not loss.has_correction else loss.settings.method
         if chosen is None or correction.weight is None or not chosen.method.weighs_behavior:
@@ -296,19 +293,16 @@ def doubts(given: Mapping[str, Any], correction: CorrectionConfig, group: GroupC
             f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead of the newest "
             "version, and a lag of 0 does not mean current weights"
         )
-    asked = {}
-    keys = given.get("on_policy_tokens")
+    keys, asked = given.get("on_policy_tokens"), []
     if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
         # What else it may be, and which keys there are, the function itself says.
-        asked[f"on_policy_tokens ({', '.join(map(str, keys))})"] = (
-            "custom_generate_function_path",
-            "mis_ext.rollout.generate",
-        )
+        what = f"on_policy_tokens ({', '.join(map(str, keys))})"
+        asked.append((what, "custom_generate_function_path", "mis_ext.rollout.generate"))
     if group is not None and group.needs_rollout:
-        asked[group.needs_rollout] = ("rollout_data_postprocess_path", "mis_ext.prepare_rollout")
+        asked.append((group.needs_rollout, "rollout_data_postprocess_path", "mis_ext.prepare_rollout"))
     if group is not None and group.of_rewards and group.over != "kept":
-        asked[group.of_rewards] = ("custom_reward_post_process_path", "mis_ext.group_rewards")
-    for what, (argument, function) in asked.items():
+        asked.append((group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards"))
+    for what, argument, function in asked:
         path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
         if path is None and argument in given:
             yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.correction.tokens import STATISTICS
 from mis_ext.keys.names import INSTEAD_OF_NULL, TIS_OF_FRAMEWORKS
 from mis_ext.keys.rows import GATE_ROWS, PREFIXES, ROWS, Key, read_compile, read_gates, read_guards, read_metrics
 from mis_ext.methods.catalogue import METHODS
+from mis_ext.methods.published import words_of
 from mis_ext.validation import check_bool, check_choice, check_text
 
 _Node = dict[str, Any]
@@ -40,17 +41,8 @@ def json_schema() -> _Node:
 
 
 def schema_text() -> str:
-    """The schema as JSON, with a line for each key: what changes is seen in a comparison of two files."""
-
-    def lines(value: Any) -> str:
-        rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(node)}" for key, node in value.items())
-        return f"{{\n{rows}\n }}"
-
-    parts = {
-        key: lines(value) if key in ("properties", "definitions") else json.dumps(value)
-        for key, value in json_schema().items()
-    }
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in parts.items()) + "\n}\n"
+    """The schema as JSON."""
+    return json.dumps(json_schema(), indent=1) + "\n"
 
 
 def described(name: str) -> dict[str, Any]:
@@ -101,7 +93,7 @@ def _gate() -> _Node:
 def _methods() -> dict[str, _Node]:
     return {
         f"method_{name}": _object(
-            {"name": {"const": name}} | {key: _parameter(hint) for key, hint in _parameters(row.make).items()},
+            {"name": {"const": name}} | {key: _parameter(row.hints[key]) for key in row.defaults},
             description=row.formula,
             required=["name"],
         )
@@ -109,15 +101,9 @@ def _methods() -> dict[str, _Node]:
     }
 
 
-def _parameters(make: Any) -> dict[str, Any]:
-    hints = get_type_hints(make, include_extras=True)
-    return {name: hint for name, hint in hints.items() if name != "return"}
-
-
 def _parameter(hint: Any) -> _Node:
     """What the annotation of a method's parameter allows in a file."""
-    words = [word for each in (hint, *get_args(hint)) if get_origin(each) is Literal for word in get_args(each)]
-    if words:
+    if words := words_of(hint):
         return {"enum": [*words, None]}
     if get_origin(hint) is tuple:
         kinds = [_parameter(kind) for kind in get_args(hint)]

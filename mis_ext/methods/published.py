@@ -104,7 +104,7 @@ class PublishedMethod:
         ``where`` is for messages. With ``infinity`` an upper bound may be that.
         """
         check_known(f"parameters of {where}", given, self.defaults)
-        values, hints = self.defaults, self._hints
+        values, hints = self.defaults, self.hints
         for name, default in values.items():
             value = default if given.get(name) is None else given[name]
             if value is not None:
@@ -129,10 +129,11 @@ class PublishedMethod:
     @property
     def legal(self) -> dict[str, str]:
         """Legal values of each parameter as text: ``(0, 1]``, a list ``[0, inf) x (first, inf)``, or words."""
-        return {name: _legal(self._hints[name]) for name in self.defaults}
+        return {name: _legal(self.hints[name]) for name in self.defaults}
 
     @property
-    def _hints(self) -> dict[str, Any]:
+    def hints(self) -> dict[str, Any]:
+        """Annotations of the parameters by name."""
         return get_type_hints(self.make, include_extras=True)
 
 
@@ -145,8 +146,8 @@ class ChosenMethod:
     method: Method
 
 
-def _words(hint: Any) -> tuple[str, ...]:
-    # Of a Literal, also where None may take its place.
+def words_of(hint: Any) -> tuple[str, ...]:
+    """The words of a ``Literal``, also where None may replace them."""
     return tuple(chain.from_iterable(get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is Literal))
 
 
@@ -159,12 +160,12 @@ def _legal(hint: Any) -> str:
     if get_origin(hint) is tuple:
         kinds = [*map(_legal, get_args(hint))]
         return " x ".join(kinds) if all(kinds) else ""
-    return " | ".join(_words(hint)) or str(_range(hint) or "")
+    return " | ".join(words_of(hint)) or str(_range(hint) or "")
 
 
 def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any], *, infinity: bool = False) -> Any:
     """The value as its parameter takes it; ``others`` are the parameters that stand before it."""
-    if words := _words(hint):
+    if words := words_of(hint):
         return check_choice(key, value, words)
     if get_origin(hint) is tuple:
         kinds, values = get_args(hint), check_list(key, value)
@@ -197,7 +198,7 @@ def published(
         assert text is not None
         row = PublishedMethod(make.__name__, family or make.__module__.rpartition(".")[2], formula, paper, make, text)
         for name in row.defaults:
-            if not _legal(row._hints.get(name)):
+            if not _legal(row.hints.get(name)):
                 raise TypeError(f"{row.name}: {name}: annotate it with a Range, or a Literal of its words")
         return row
 

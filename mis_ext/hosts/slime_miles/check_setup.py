@@ -46,23 +46,22 @@ from mis_ext.tools.explain.words import steps_of
 
 
 class _EntryPoint(NamedTuple):
-    """Where the framework calls a function of ours: flag and function, and the loss type that calls it."""
+    """A flag with which the framework calls a function of ours, and the loss type that does."""
 
-    flag: str
+    argument: str
     name: str
     function: Any
     loss_type: str
 
     @property
-    def argument(self) -> str:
-        return self.flag.removeprefix("--").replace("-", "_")
+    def flag(self) -> str:
+        return f"--{self.argument.replace('_', '-')}"
 
 
 _HOOK = _EntryPoint(
-    "--custom-tis-function-path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
+    "custom_tis_function_path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
 )
-_LOSS = _EntryPoint("--custom-loss-function-path", "mis_ext.policy_loss", policy_loss, "custom_loss")
-_SWITCHES = ("use_tis", "get_mismatch_metrics")
+_LOSS = _EntryPoint("custom_loss_function_path", "mis_ext.policy_loss", policy_loss, "custom_loss")
 _ROLLOUT_FLAG = "--rollout-data-postprocess-path"
 _PREPARE = f"{_ROLLOUT_FLAG} mis_ext.prepare_rollout"
 
@@ -85,13 +84,15 @@ def check_setup(args: Any) -> None:
         AttributeError: A module has no such function.
         RuntimeError: Some ranks raise one of these and others do not, or mis_ext is not the same on all of them.
     """
-    said, error = [], None
+    said, installed, error = [], "", None
+    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     try:
+        installed = _installed() if has_ranks else ""
         said = _checked(args)
     except Exception as found:
         error = found
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        error = _error_of_ranks(error)
+    if has_ranks:
+        error = _error_of_ranks(installed, error)
     if error is not None:
         raise error
     if read_argument(args, "rank") in (None, 0):
@@ -123,16 +124,16 @@ def _checked(args: Any) -> list[str]:
 def _entry_point(args: Any) -> _EntryPoint:
     """The one function of ours that the framework will call."""
     loss_type = read_argument(args, "loss_type") or _HOOK.loss_type
-    entry = next((each for each in (_HOOK, _LOSS) if each.loss_type == loss_type), None)
-    if entry is None:
+    if loss_type not in (_HOOK.loss_type, _LOSS.loss_type):
         raise _not_called(f"--loss-type {loss_type} calls no function of mis_ext")
-    if entry is _HOOK and not any(read_argument(args, switch) for switch in _SWITCHES):
+    entry = _HOOK if loss_type == _HOOK.loss_type else _LOSS
+    if entry is _HOOK and not (read_argument(args, "use_tis") or read_argument(args, "get_mismatch_metrics")):
         raise _not_called("neither use_tis nor get_mismatch_metrics is set")
     path = read_argument(args, entry.argument)
     if path is None:
         raise _not_called(f"{entry.flag} is not set")
     try:
-        found = _found_at(path)
+        found = inspect.unwrap(_function_at(path))
     except (ImportError, AttributeError) as error:
         raise type(error)(f"{entry.flag} {path}: {error}") from error
     if found is not entry.function:
@@ -148,10 +149,10 @@ def _not_called(why: str) -> ValueError:
     )
 
 
-def _found_at(path: str) -> Any:
-    """What a dotted path leads to, found as the frameworks find it, without its decorators."""
+def _function_at(path: str) -> Any:
+    """The function that a dotted path names, as the frameworks find it."""
     module, _, name = path.rpartition(".")
-    return inspect.unwrap(getattr(import_module(module), name))
+    return getattr(import_module(module), name)
 
 
 # --- keys that need a launch
@@ -248,29 +249,24 @@ def _installed() -> str:
     return f"mis_ext {mis_ext.__version__}, files {read.hexdigest()[:8]}, {backend}"
 
 
-def _error_of_ranks(error: Exception | None) -> Exception | None:
+def _error_of_ranks(installed: str, error: Exception | None) -> Exception | None:
     """What this rank has to raise, so that either all ranks raise something or none does.
 
     Other versions of mis_ext read what is exchanged here: its keys stay.
     """
-    found = {"node": platform.node(), "error": "", "installed": ""}
-    try:
-        found["installed"] = _installed()
-    except Exception as wrong:
-        error = error or wrong
-    if error is not None:
-        found["error"] = f"{type(error).__name__}: {error}"[:2000]
+    message = "" if error is None else f"{type(error).__name__}: {error}"[:2000]
+    found = {"node": platform.node(), "error": message, "installed": installed}
     ranks = gather_objects(found, dist.group.WORLD)
-    # Of each value a rank of each node that has it.
-    shown: dict[str, dict[str, str]] = {}
     is_partial, differs = any(not each["error"] for each in ranks), len({each["installed"] for each in ranks}) > 1
+    # For each value one rank of each node that has it.
+    shown: dict[str, dict[str, str]] = {}
     for name in ["error"] * is_partial + ["installed"] * differs:
         for rank, each in enumerate(ranks):
             if each[name]:
                 shown.setdefault(each[name], {}).setdefault(each["node"], f"rank {rank} on {each['node']}")
-    said = [f"{', '.join([*where.values()][:8])}: {value}" for value, where in shown.items()]
-    if not said:
+    if not shown:
         return error
+    said = [f"{', '.join([*where.values()][:8])}: {value}" for value, where in shown.items()]
     said += ["install the same mis_ext on every node, and set the same MIS_EXT_BACKEND"] * differs
     differ = RuntimeError("check_setup: ranks differ; " + "; ".join(said))
     differ.__cause__ = error
@@ -287,9 +283,8 @@ def _rehearse(args: Any, entry: _EntryPoint, config: RunConfig) -> list[str]:
         ValueError: The first step would raise it; or a TypeError or ArithmeticError.
     """
     loss, path = config.whole_loss, read_argument(args, entry.argument)
-    module, _, name = path.rpartition(".")
     parts = {
-        f"{entry.flag} {path}, only {entry.name} in it": getattr(import_module(module), name) is not entry.function,
+        f"{entry.flag} {path}, only {entry.name} in it": _function_at(path) is not entry.function,
         "the framework's function for log-probs": loss is not None and loss.scoring.by == "host",
         f"--custom-pg-loss-reducer-function-path {loss and loss.reducer_path}": loss is not None and loss.reducer_path,
     }
