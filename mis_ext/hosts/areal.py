@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AReaL: our whole loss in the place of the one function that has its clip, its mask and its clamp."""
+"""AReaL: the full policy loss of mis_ext instead of the one function that has its clip, its mask and its clamp."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Groups(NamedTuple):
     def of_places(
         cls, cp_rank: int, cp_size: int, cp_group: Group, dp_rank: int, dp_size: int, dp_group: Group
     ) -> Groups:
-        """The groups from ranks, sizes and process groups that a host states; a group of one rank becomes None."""
+        """The groups from ranks, sizes and process groups that a framework states; a group of one rank becomes None."""
         return cls(
             cp_rank=cp_rank,
             cp_size=cp_size,
@@ -86,11 +86,11 @@ class Groups(NamedTuple):
 
 
 ALONE = Groups()
-"""The groups of a single process: it reduces over nobody else."""
+"""The groups of a single process: it reduces over no one else."""
 
 
 def initialized_megatron() -> Any:
-    """``megatron.core.parallel_state`` if the host has imported and initialised it, else None."""
+    """``megatron.core.parallel_state`` if the framework has imported and initialised it, else None."""
     megatron = sys.modules.get("megatron.core.parallel_state")
     return megatron if megatron is not None and megatron.model_parallel_is_initialized() else None
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches as slime, Miles and Megatron loops hold them, lists of tensors per sample: their scores and whole loss.
+"""Batches as slime, Miles and Megatron loops hold them, lists of tensors per sample: their scores and full policy loss.
 
 :func:`make_loss_func` is that for a plain Megatron-Core loop, whose ranks share sequences, batch and vocabulary.
 :func:`hand_over_hidden_states` lets a model of Megatron-Core make no logits: what it gives are logits of no columns,
-which the schedule, the wrappers of the model and the host pass on like any others. With them goes a :class:`Head`, from
-which :func:`fused_scores` takes what it needs, in the loss and in the pass that scores the rollout.
+which the schedule, the wrappers of the model and the framework pass on like any others. With them goes a :class:`Head`,
+from which :func:`fused_scores` takes what it needs, in the loss and in the pass that scores the rollout.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
             loss, count = found.loss * cp_size, number / cp_size
         values = torch.stack([*found.metrics.values()])
         pairs = torch.stack([values, count.to(values.dtype).expand_as(values)], dim=1)
-        # Here no host divides by samples of which nothing is known.
+        # Here no framework divides by samples of which nothing is known.
         return loss, number.int(), dict(zip(found.metrics, pairs.unbind(), strict=True)) | found.measured()
 
     return loss_func
@@ -155,7 +155,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             ),
             advantages_T=packed("advantages"),
             response_mask_R=mask_R,
-            # As the hosts' reducers have it.
+            # As the frameworks' reducers have it.
             divisor_S=divisor_S.clamp_min(1.0),
             layout=layout,
             entropy_T=scores.entropy_T,
@@ -186,7 +186,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
 
 
 def _mask_sums(given: Any, layout: PackedLayout) -> Tensor | None:
-    """``[S]``: the tokens of each sample's rollout, where the host knows them."""
+    """``[S]``: the tokens of each sample's rollout, where the framework knows them."""
     if given is None:
         return None
     is_list = isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given)
@@ -210,7 +210,7 @@ def _reducer_maker(loss: WholeLoss) -> Callable[..., Reducer] | None:
 def _reducer(
     make: Callable[..., Reducer], loss: WholeLoss, batch: Batch, layout: PackedLayout, correction: Correction | None
 ) -> Reducer:
-    """The user's own, made from the returned masks as the hosts do."""
+    """The user's own, made from the returned masks as the frameworks do."""
     masks = batch["loss_masks"]
     if correction is not None and not correction.config.metrics_only:
         masks = unpack(correction.loss_mask_R, layout)
@@ -246,14 +246,14 @@ def megatron_vocabulary() -> VocabularyPart:
 
 
 def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
-    """Log-probs and entropy from logits as the hosts compute them, for a batch outside of a host."""
+    """Log-probs and entropy from logits as the frameworks compute them, for a batch outside of a framework."""
     refuse_host_scoring(config)
     part, temperature = megatron_vocabulary(), positive_temperature(config)
     return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)
 
 
 def refuse_host_scoring(config: RunConfig) -> None:
-    """Refuse a key that asks for the function of a host."""
+    """Refuse a key that asks for the function of a framework."""
     if chosen_loss(config).scoring.said == "host":
         raise ValueError("mis_loss_scoring: host requires slime or Miles: remove the key")
 
@@ -400,7 +400,7 @@ def _is_plain(forward: Any, plain: Any) -> bool:
 
 
 def hand_over_hidden_states(model: Any) -> None:
-    """Let the last stage of a model of Megatron-Core give hidden states to the loss, and no logits.
+    """Make the last stage of a Megatron-Core model pass hidden states to the loss instead of logits.
 
     Its output layer keeps its weight and its name in checkpoints. It makes logits as before for whoever calls it with
     another argument (``runtime_gather_output`` in inference), and where the model itself computes a loss, as that of

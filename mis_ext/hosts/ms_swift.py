@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ms-swift: our weights in the place of those that its ``GRPOTrainer`` computes of log-probs of vLLM."""
+"""ms-swift: our weights instead of those that its ``GRPOTrainer`` computes of log-probs of vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def register(keys: Keys) -> None:
     """Replace the one method that computes ms-swift's correction, in this process: call it in an external plugin.
 
     Raises:
-        ValueError: A key is of the whole loss, which stays ms-swift's.
+        ValueError: A key is of the full policy loss, which stays ms-swift's.
     """
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 

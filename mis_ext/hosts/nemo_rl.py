@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL: our whole loss around its own, which goes on to report its metrics."""
+"""NeMo-RL: the full policy loss of mis_ext around its own, which goes on to report its metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF: our whole loss in the place of its fixed ``PolicyLoss``."""
+"""OpenRLHF: the full policy loss of mis_ext instead of its fixed ``PolicyLoss``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections for a trainer of your own: of padded batches or whole responses, and their metrics as plain numbers."""
+"""Corrections for a custom trainer, of padded batches or whole responses, and their metrics as floats."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def correct_padded(
     dp_group: Group | None = None,
     lag: Tensor | None = None,
 ) -> PaddedCorrection:
-    """Correct a padded batch. Values under the mask are ignored.
+    """Compute importance weights and a keep mask for a padded batch. Values at masked positions are ignored.
 
     Args:
-        session: A session, a configuration, or a mapping of its keys. Use one session for all calls: it checks the data
-            of the first calls, and raises an error if another rank failed. A configuration or a mapping does neither.
-            Then, after an error on one rank, the others continue without its samples.
-        proximal_logprobs: ``[B, T]``, nats, scored by the trainer before the update.
-        behavior_logprobs: ``[B, T]``, nats, as the inference engine reported them.
+        session: A :class:`Session`, a configuration, or a mapping of its keys. Use one session for the whole run: it
+            checks the data of the first calls, and raises an error if another rank fails. A configuration or a mapping
+            does neither: if one rank fails, the others continue without its samples.
+        proximal_logprobs: ``[B, T]``, nats, trainer log-probs before the update.
+        behavior_logprobs: ``[B, T]``, nats, engine log-probs recorded during sampling.
         response_mask: ``[B, T]``, nonzero on tokens that the policy generated.
-        dp_group: Ranks that hold other sequences; None for one rank.
-        lag: ``[B, T]``, weight updates since the weights that sampled each token, NaN where nobody knows; for a
-            configuration with ``staleness``.
+        dp_group: Data-parallel process group; None for one rank.
+        lag: ``[B, T]``, staleness of each token in weight updates, NaN if unknown; for a configuration with
+            ``staleness``.
 
     Raises:
         ValueError: The tensors do not have one shape ``[B, T]``, or a guard of the session found wrong data.
@@ -100,18 +100,18 @@ def compute_mis_weights(
     loss_masks: list[Tensor],
     lags: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Weights, keep masks and metrics of whole responses on one rank. These samples are the whole scope and rollout.
+    """Compute weights, keep masks, and metrics of whole responses on one rank, for these samples alone.
 
     Args:
         config: The configuration, or a mapping of its keys.
         train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
-        rollout_log_probs: The same, as the inference engine reported them (behavior).
+        rollout_log_probs: The same, recorded by the engine during sampling (behavior).
         loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
         lags: Per sample ``[R_i]``, as the ``lag`` of :func:`correct_padded`.
 
     Returns:
         Per sample the weights (float32, 0 where a token has none) and the mask (the given value on kept tokens, else
-        0); and every metric as a 0-dim tensor. docs/reference/metrics.md says over what each metric is a mean.
+        0); and every metric as a 0-dim tensor. docs/reference/metrics.md lists the scope of each metric.
     """
     config = config_given(config)
     check_samples("loss_masks", loss_masks)
@@ -132,7 +132,7 @@ def compute_mis_weights(
 
 
 def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
-    """A session for a framework that keeps its own loss, and refuses the keys of ours."""
+    """Create a session for a framework that keeps its own loss. Keys of the full policy loss raise an error."""
     given = read_keys(keys)
     if says_whole_loss(given):
         raise ValueError(f"keys of the full policy loss: {keeps_loss} keeps its own loss. Use keys of a correction")
@@ -140,7 +140,7 @@ def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
 
 
 def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group | None = None) -> dict[str, float]:
-    """One number per metric, for wandb, TensorBoard or MLflow; NaN where nothing was measured.
+    """Convert metrics to floats for wandb, TensorBoard, or MLflow; NaN where nothing was measured.
 
     A ``Mean`` is the sum of its totals by the sum of its counts, over all calls and ranks. A ``GroupNumber`` is the
     mean over the calls and ranks in which it was measured. All of them are copied from the device at once.
@@ -148,7 +148,7 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
     Args:
         calls: The metrics of each call of a step, as ``correct_padded``, ``Session.correct`` and
             ``policy_loss_from_log_probs`` return them.
-        prefix: What stands in front of each name.
+        prefix: Prefix of each name.
         group: Ranks that share the step, data- and context-parallel ones, as a ``torch.distributed`` process group.
             Every one of them must call, also one that has no metrics. None for one rank.
 
@@ -175,7 +175,7 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
 
 
 def _terms(calls: Iterable[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:
-    """The names of the metrics, and what each adds to total and count."""
+    """Return the names of the metrics, with their terms of total and count."""
     metrics = [each for call in calls for each in call.items()]
     if not metrics:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of per-sample tensors, as the hosts hold them, to packed tensors and back."""
+"""Lists of per-sample tensors, as the frameworks hold them, to packed tensors and back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pack_rollout(
         rollout_id: Number of the rollout, for the message.
         device: Where the tensors go.
         key: Who asks, for the message.
-        remedy: What to do where the host has not scored the rollout, for the message.
+        remedy: What to do where the framework has not scored the rollout, for the message.
     """
     check_entries("rollout_data", rollout_data, ("response_lengths", "total_lengths", "loss_masks"))
     sides = ("log_probs", "rollout_log_probs")
@@ -77,12 +77,12 @@ def pack_rollout(
 class TokenLags:
     """The lag of every token of a rollout, found again in a micro-batch.
 
-    The hosts tell a correction neither which samples it sees nor anything of their versions. But what they give it of
-    the behavior log-probs are the tensors of the rollout themselves.
+    The frameworks tell a correction neither which samples it sees nor anything of their versions. But what they give it
+    of the behavior log-probs are the tensors of the rollout themselves.
 
     Args:
         samples: Behavior log-probs of this rank's tokens, per sample.
-        lags: Per sample ``[length]``, NaN where nobody knows.
+        lags: Per sample ``[length]``, NaN where no one knows.
     """
 
     def __init__(self, samples: Sequence[Tensor], lags: Sequence[Tensor]) -> None:
@@ -110,7 +110,7 @@ class TokenLags:
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
     """One tensor per sample of whole responses."""
-    # Not tracked as views, which is faster; nobody needs to know that a mask and its neighbour share memory.
+    # Not tracked as views, which is faster; no one needs to know that a mask and its neighbour share memory.
     return [*torch.unsafe_split_with_sizes(values_R, layout.response_lengths)]
 
 
@@ -136,7 +136,7 @@ def refuse_divisors(extremes: Sequence[float]) -> None:
 
 
 def refuse_mask_sums(extremes: Sequence[float]) -> None:
-    """Refuse what the host calls sums of masks, with these numbers of :func:`extremes_of`."""
+    """Refuse what the framework calls sums of masks, with these numbers of :func:`extremes_of`."""
     low, high = extremes
     if not 0.0 <= low <= high < math.inf:
         raise ValueError(f"rollout_mask_sums has values from {low:g} to {high:g}: each must be finite and at least 0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prime-rl: our whole loss as its custom loss, one packed sample a call."""
+"""prime-rl: the full policy loss of mis_ext as its custom loss, one packed sample a call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ROLL: our weights and masks in the place of its train-infer correction."""
+"""ROLL: our weights and masks instead of its train-infer correction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def register(keys: Keys) -> None:
     Without that setting its workers correct, in processes of their own, and nothing of ours runs.
 
     Raises:
-        ValueError: A key is of the whole loss, which stays ROLL's.
+        ValueError: A key is of the full policy loss, which stays ROLL's.
     """
     from roll.utils import train_infer_corrections
 

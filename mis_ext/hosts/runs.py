@@ -62,7 +62,7 @@ class Run(NamedTuple):
         return chosen_loss(self.config)
 
     def check_rollout(self, groups: Groups) -> None:
-        """Refuse in the loss what nobody prepared, and warn once, on one rank, of what perhaps nobody did.
+        """Refuse in the loss what no one prepared, and warn once, on one rank, of what perhaps no one did.
 
         Where the framework calls a function of the user's, at the flag for ours, it may not have called ours.
         """
@@ -95,7 +95,7 @@ _kept: dict[int, _Kept] = {}
 
 
 def session_for(args: Any) -> Session:
-    """The session of this ``args`` object."""
+    """Return the session of this ``args`` object."""
     return current_run(args).session
 
 

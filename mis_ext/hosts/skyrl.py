@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SkyRL: our whole loss in its registry of policy losses."""
+"""SkyRL: the full policy loss of mis_ext in its registry of policy losses."""
 
 from __future__ import annotations
 

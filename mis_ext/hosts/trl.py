@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL: our weights in the losses of its ``GRPOTrainer``, or our whole loss; the keys say which."""
+"""TRL: our weights in the losses of its ``GRPOTrainer``, or the full policy loss of mis_ext; the keys say which."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MisTrainer:
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's, or the error that this trainer has a loss of its own."""
-        # Liger's loss in older versions of TRL gets our ratio, but not our whole loss.
+        # Liger's loss in older versions of TRL gets our ratio, but not the full policy loss of mis_ext.
         self._mis_is_in_loss = self.mis_loss is None and getattr(self, "use_liger_kernel", False)
         loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
         if not self._mis_is_in_loss:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl: our correction in its trainer and its bypass mode, or our whole loss; the keys say which."""
+"""verl: our correction in its trainer and its bypass mode, or the full policy loss of mis_ext; the keys say which."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _OWN = {"gspo": "gspo", "sapo": "sapo", "gmpo": "geo_mean"}
 def register(keys: Keys) -> None:
     """Put mis_ext into this process of verl; as one of ``VERL_USE_EXTERNAL_MODULES`` with the file ``MIS_EXT_KEYS``.
 
-    Without a key of the whole loss, verl's losses get our weights, masks and metrics: its function that computes them
-    is replaced, for verl has no registration of it. With one, the policy losses ``mis_ext`` (three policies) and
+    Without a key of the full policy loss, verl's losses get our weights, masks and metrics: its function that computes
+    them is replaced, for verl has no registration of it. With one, the policy losses ``mis_ext`` (three policies) and
     ``bypass_mode`` (two) are ours, and every other name raises.
     """
     from verl.protocol import DataProto

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loss of packed tokens, whoever packed them; of log-probs, and of hidden states, for trainers of their own.
+"""The full policy loss of packed tokens, from log-probs and from hidden states, for custom trainers.
 
 :func:`tokens_for` says what a loss needs of the tokens, :func:`packed_loss` corrects them and computes their loss.
 """
@@ -39,7 +39,7 @@ _MISSING = {
 
 
 class TotalLoss(NamedTuple):
-    """The part of a batch's loss that one call gives. Totals and counts of all calls and ranks are added.
+    """Part of the loss of a batch that one call computes. Totals and counts of all calls and ranks are added.
 
     ``total``: 0-dim with gradient: the sum over sequences of per-sequence means, or with ``calculate_per_token_loss``
     over tokens. ``num_terms``: 0-dim, this call's sequences with a response token, or its response tokens; on a
@@ -73,7 +73,7 @@ def policy_loss_from_log_probs(
     groups: Groups = ALONE,
     lag: Tensor | None = None,
 ) -> TotalLoss:
-    """The whole policy loss of a micro-batch, with its correction and metrics, from log-probs.
+    """Compute the full policy loss of a micro-batch, its correction, and its metrics from log-probs.
 
     Without ``layout`` the tensors are padded, ``[B, L]``; values under the mask are ignored. With ``layout`` they are
     packed: tensors are ``[T]``, the mask ``[R]`` (the same without context parallelism).
@@ -94,7 +94,7 @@ def policy_loss_from_log_probs(
             response token is not looked at.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
-        lag: Weight updates since the weights that sampled each token, NaN where nobody knows; for a correction with
+        lag: Weight updates since the weights that sampled each token, NaN where no one knows; for a correction with
             ``mis_staleness``.
 
     Raises:
@@ -175,7 +175,7 @@ def policy_loss_from_log_probs(
     else:
         # Every context-parallel rank has a part of each sequence.
         num_terms = (num_tokens(mask_R, whole) > 0.0).sum().float() / groups.cp_size
-    # slime and Miles log a 0 where nobody gave the entropy; here it is not among the metrics.
+    # slime and Miles log a 0 where no one gave the entropy; here it is not among the metrics.
     given_names = [name for name in found.metrics if name != "entropy_loss" or entropy is not None]
     metrics = {name: Mean(found.metrics[name], num_terms) for name in given_names}
     # What the correction could not measure in a sequence is no term of its mean.
@@ -196,7 +196,7 @@ def policy_loss_from_hidden(
     head: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> TotalLoss:
-    """The whole policy loss of a micro-batch from hidden states: of no token is there a row of logits.
+    """Compute the full policy loss of a micro-batch from hidden states, without logits.
 
     The head is applied to the response tokens alone, twice: for the log-probs, from which all coefficients of the loss
     follow, and in the backward pass for the gradient. The entropy is reported, and part of the loss if ``entropy_coef``

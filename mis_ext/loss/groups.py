@@ -6,7 +6,7 @@ With rewards ``R_j``, one for each trajectory ``j`` that counts, and ``S`` their
     mean            A_i = (R_i - mean_j R_j) / (S + 1e-6)
     leave-one-out   A_i = (R_i - mean_{j != i} R_j) / (S + 1e-6)
 
-Both are linear in the rewards but for a factor and a constant of the prompt. So they can be computed anew from what
+Both are linear in the rewards but for a factor and a constant of the prompt. So they can be computed again from what
 another baseline has left, over other trajectories.
 
 A trajectory may have become several samples (turns, sub-agents), each with its reward: it still counts once.
@@ -38,7 +38,7 @@ def group_advantages(
     leave_one_out: bool = False,
     with_deviation: bool = True,
 ) -> Tensor:
-    """``[N]``: the advantage of each sample over the trajectories of its prompt that count.
+    """Compute the advantage ``[N]`` of each sample over the counted trajectories of its prompt.
 
     It is 0 for a trajectory that does not count, and where there is no other one.
 
@@ -139,17 +139,17 @@ def prompt_factors(
 ) -> Tensor:
     """``[N]``: by what the loss of each sample is multiplied so that every prompt of a step weighs the same.
 
-    The host computes ``1 / terms * sum_i 1 / divisor_i * sum_t l_it``. With the factors it is a mean over the prompts
-    that have a kept token, each the mean of its kept tokens, weighted by their mask. A prompt of several steps is one
-    prompt in each.
+    The framework computes ``1 / terms * sum_i 1 / divisor_i * sum_t l_it``. With the factors it is a mean over the
+    prompts that have a kept token, each the mean of its kept tokens, weighted by their mask. A prompt of several steps
+    is one prompt in each.
 
     Args:
         group_N: Which prompt a sample answers.
         step_N: The optimizer step that it is trained in.
         kept_N: The sum of the mask over its kept tokens.
         tokens_N: The sum of its mask.
-        divisor_N: What the host divides its sum by.
-        terms_N: What the host divides the sum over all samples of its step by. None: its tokens, and nothing else.
+        divisor_N: What the framework divides its sum by.
+        terms_N: What the framework divides the sum over all samples of its step by. None: its tokens, and nothing else.
     """
     (steps_P, _), place_N = _distinct(step_N, group_N)
     (steps_U,), step_P = _distinct(steps_P)
@@ -157,7 +157,7 @@ def prompt_factors(
     kept_P = zeros_P.index_add(0, place_N, kept_N)
     prompts_P = zeros_U.index_add(0, step_P, (kept_P > 0).to(kept_P.dtype))[step_P]
     if terms_N is None:
-        # As the hosts count, the mask of a sample has a sum of at least 1.
+        # As the frameworks count, the mask of a sample has a sum of at least 1.
         of_step_P = zeros_U.index_add(0, step_P, zeros_P.index_add(0, place_N, tokens_N.clamp_min(1.0)))[step_P]
         scale_N = of_step_P[place_N]
     else:

@@ -27,7 +27,7 @@ from mis_ext.methods.method import Method
 from mis_ext.methods.parts import Estimator, KlTerm, Penalty, Ratio, RatioWeight, Score, Slope
 
 LOW_VAR_CAP = 10.0
-"""The hosts' bound of ``low_var_kl``, in nats."""
+"""The frameworks' bound of ``low_var_kl``, in nats."""
 
 _ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
@@ -35,7 +35,7 @@ _ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_va
 class Objective(NamedTuple):
     """Objective of each token.
 
-    ``method``: the policy gradient, with penalties of its own. ``kl``: the host's penalty, or None. ``pair``,
+    ``method``: the policy gradient, with penalties of its own. ``kl``: the framework's penalty, or None. ``pair``,
     ``reduce``: the log-ratio that metrics report, of the token or the mean of its sequence.
     """
 
@@ -92,12 +92,12 @@ def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
 
 
 class LossTokens(NamedTuple):
-    """One micro-batch of the whole policy loss, packed.
+    """One micro-batch of the full policy loss, packed.
 
     ``log_probs``: ``[T]`` per policy, nats; the current policy's carries gradient. ``advantages_T``: ``[T]``.
-    ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the host
-    divides each sample by, above 0. ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not 0; None
-    where nobody asks for it. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
+    ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the
+    framework divides each sample by, above 0. ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not
+    0; None where no one asks for it. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
     ``state_values_T``: ``[T]``, the mean advantage in the token's state; None where no method asks for it. ``lag_T``:
     ``[T]``, weight updates since the weights that sampled; None where the correction does not ask for it. ``layout``,
     ``cp_group``, ``cp_rank``: where the tokens lie, and who holds the others of the same sequences. ``dp_group``: who
@@ -147,12 +147,12 @@ class Evaluation(NamedTuple):
     """``[T]`` each, 0 or False where a token is not valid.
 
     ``log_ratio_T``: log of current / old, of the token or of what the surrogate compares. ``kept_T``: valid, and
-    rejected by nobody. ``clipped_T``: PPO's clip, or CISPO's bounds, act; the dual clip does not count. Of a method by
+    rejected by no one. ``clipped_T``: PPO's clip, or CISPO's bounds, act; the dual clip does not count. Of a method by
     name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
     ``policy``: loss of the policy gradient, and its slope in log pi, before :meth:`slope` spreads it over a sequence
     whose tokens share one ratio (``surrogate``). ``penalty``: value and slope of what a method subtracts besides, or
     None. ``loss_T``: the loss of the policy gradient with that penalty, 0 where neither counts. ``kl``: value and slope
-    of the host's KL estimate, or None.
+    of the framework's KL estimate, or None.
     """
 
     batch: Batch

@@ -6,7 +6,7 @@
 ``share_t`` is 1 by the divisor of the token's sample. Nothing here is differentiated by autograd, but a reducer of
 yours: the parts of the loss say the slope of each token. No loop over samples, and no reading of values on the host.
 
-With ``D_i`` what the host divides sample ``i`` by (the sum of the mask of its rollout, which several samples and
+With ``D_i`` what the framework divides sample ``i`` by (the sum of the mask of its rollout, which several samples and
 micro-batches can share), ``n_i`` the sum of its own mask and ``k_i`` that over its kept tokens:
 
 | denominator | divides by | a rejected token |
@@ -17,7 +17,7 @@ micro-batches can share), ``n_i`` the sum of its own mask and ``k_i`` that over 
 | ``constant`` | a number | does not matter, nor does the length of the response |
 
 Conversion, sample by sample: ``loss(other) = loss(original) * D_i / divisor``. With ``per_token_loss`` all are 1, as
-the host divides by the tokens of the whole batch. Penalty and entropy keep ``D_i``.
+the framework divides by the tokens of the whole batch. Penalty and entropy keep ``D_i``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ORDER = (
     "kl_loss",
     "ois",
 )
-"""The hosts' names, in their order; behind them those of the correction, then ``LAST``."""
+"""The frameworks' names, in their order; behind them those of the correction, then ``LAST``."""
 
 LAST = ("opsm_clipfrac", "opd_reverse_kl")
 
@@ -91,7 +91,7 @@ def compute_policy_loss(
         tokens: The micro-batch.
         correction: Weights and masks; None, or one that only measures, for none.
         token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
-        reducer: From the loss of each local token to its sum, in place of ``settings.denominator``.
+        reducer: From the loss of each local token to its sum, instead of ``settings.denominator``.
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
         telling: Around the sums: after an error a rank joins those that are left, and leaves it to this to tell.
     """
@@ -231,13 +231,13 @@ def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:
-    # As the hosts' reducers have it: a token counts as much as its mask says.
+    # As the frameworks' reducers have it: a token counts as much as its mask says.
     mask_T = tokens.layout.local_part(tokens.response_mask_R).to(divisor_S.dtype)
     return mask_T if settings.per_token_loss else mask_T * tokens.layout.spread(divisor_S.reciprocal())
 
 
 def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Tensor:
-    """``[S]``: of a denominator that is not the host's."""
+    """``[S]``: of a denominator that is not the framework's."""
     host_S, response_R = tokens.divisor_S, tokens.response_mask_R
     if settings.constant is not None:
         return torch.full_like(host_S, settings.constant)
@@ -310,14 +310,14 @@ class Row(NamedTuple):
 def token_rows(
     settings: LossSettings, tokens: LossTokens, found: Evaluation, *, is_corrected: bool, with_kl: bool
 ) -> list[Row]:
-    """The parts of the loss, and what the hosts report beside them.
+    """The parts of the loss, and what the frameworks report beside them.
 
     Args:
         settings: What the loss is.
         tokens: The micro-batch.
         found: What is known of its tokens.
         is_corrected: Whether there is a correction, also one that only measures.
-        with_kl: Whether the host also reports a KL estimate between behavior and proximal policy.
+        with_kl: Whether the framework also reports a KL estimate between behavior and proximal policy.
     """
     kept_T, valid_T = found.kept_T, found.batch.valid_T
     rows = [
@@ -357,7 +357,7 @@ def totals_of(rows: list[Row], share_T: Tensor) -> dict[str, Tensor]:
 def correction_totals(token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
     """0-dim each: sums of value times share of a correction's metrics, ``[T]``, which are 0 outside the response.
 
-    For a host that divides by all samples; those that were not measured are in, see ``Correction.token_metrics``.
+    For a framework that divides by all samples; those that were not measured are in, see ``Correction.token_metrics``.
     """
     if not token_metrics:
         return {}
@@ -402,10 +402,10 @@ def effective_samples(
 
 
 def masked_sequences(delta: float, pair: Pair, tokens: LossTokens, found: Evaluation) -> Tensor:
-    """0-dim: the hosts' ``opsm_clipfrac``: of each sample, tokens of a masked sequence by response tokens.
+    """0-dim: the frameworks' ``opsm_clipfrac``: of each sample, tokens of a masked sequence by response tokens.
 
-    As there, tokens that the policy did not generate count above the line only, and the host's denominator does not
-    enter.
+    As there, tokens that the policy did not generate count above the line only, and the framework's denominator does
+    not enter.
     """
     masked_T = (tokens.advantages_T < 0.0) & (found.batch.statistic("k1", pair, "mean") > delta)
     count_T = found.batch.reductions.count(found.batch.response_T).clamp_min(1.0)

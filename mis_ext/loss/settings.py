@@ -20,7 +20,7 @@ class KlPenalty:
     Args:
         coefficient: ``kl_loss_coef``.
         type: ``kl_loss_type``; ``low_var_kl`` is ``k3``, at most 10 in absolute value, without gradient beyond.
-        ratio: What the estimate is multiplied by, with gradient: nothing; current / old (the hosts'
+        ratio: What the estimate is multiplied by, with gradient: nothing; current / old (the frameworks'
             ``use_unbiased_kl``); current / behavior (``mis_loss_unbiased_kl``), which is unbiased for what was sampled.
         tokens: Whether it loses the tokens that the correction rejects.
     """
@@ -36,11 +36,11 @@ class LossSettings:
     """One policy loss. ``old`` is the policy whose ratio is clipped: the proximal one, or the behavior policy.
 
     Args:
-        mode: ``baseline``: PPO as the hosts have it. ``decoupled``: the same, and a correction is required.
+        mode: ``baseline``: PPO as the frameworks have it. ``decoupled``: the same, and a correction is required.
             ``bypass``: PPO whose old policy is the behavior policy. ``reinforce``: ``sg(weight) A log pi``.
-        method: A published method in place of ``mode``, ``ratios`` and the clips; None for these.
+        method: A published method instead of ``mode``, ``ratios`` and the clips; None for these.
         ratios: ``token``: PPO. ``sequence``: GSPO. ``detached``: CISPO. Not used by ``reinforce``.
-        use_behavior: ``baseline`` with the behavior policy as old policy, the hosts' ``use_rollout_logprobs``.
+        use_behavior: ``baseline`` with the behavior policy as old policy, the frameworks' ``use_rollout_logprobs``.
         proximal: ``stored``: the proximal policy is what was scored before training, as far as it was. ``current``: it
             is the current policy, without gradient, so that its ratio is 1: right for one optimizer step per rollout.
         eps_clip: The ratio's lower bound is ``1 - eps_clip``.
@@ -53,7 +53,7 @@ class LossSettings:
         kl: The KL penalty, or None.
         denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.policy`.
         constant: The constant of ``denominator="constant"``, in tokens.
-        per_token_loss: The host divides by the tokens of the whole batch itself.
+        per_token_loss: The framework divides by the tokens of the whole batch itself.
 
     References:
         Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et al., dual clip,
@@ -114,7 +114,7 @@ class LossSettings:
 
     @property
     def needs_reference(self) -> str | None:
-        """The key that compares with the reference policy, besides the host's own penalty, or None."""
+        """The key that compares with the reference policy, besides the framework's own penalty, or None."""
         return self.chosen_by if self.method is not None and "reference" in self.method.method.policies else None
 
     @property

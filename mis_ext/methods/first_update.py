@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A method where the current policy still is the proximal one: at the first update of a rollout, and in the hook.
 
-The hook alone can do PPO, which is the host's, with weights and gates between the two engines.
+The hook alone can do PPO, which is the framework's, with weights and gates between the two engines.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def first_update(
     Where the surrogate gives every token the mean of its sequence, that is the number for one advantage per sequence.
 
     Args:
-        method: Its terms are left out: they do not multiply an advantage.
+        method: Its terms are omitted: they do not multiply an advantage.
         proximal_logprobs_T: ``[T]``, nats, also taken as those of the current policy.
         behavior_logprobs_T: ``[T]``, nats.
         advantages_T: ``[T]``; a token whose advantage is not finite is not valid.

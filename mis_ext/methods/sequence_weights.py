@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of whole sequences without a bound that somebody chose: the tail is smoothed, or small ones are dropped.
 
-Pareto smoothing puts quantiles of a fitted tail in the place of the largest weights. Rejection control drops sequences
+Pareto smoothing replaces the largest weights by quantiles of a fitted tail. Rejection control drops sequences
 with a small weight at random, and survivors weigh more.
 """
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 Verdict = Literal["first", "arrived", "old", "other", "unknown"]
 _KEPT_VERSIONS = 8
-# Two scorings of the same weights differ by about the noise; so do old weights from themselves.
+# Two scorings of the same weights differ by about the noise; so do stale weights from themselves.
 _NOISE_FACTOR = 2.0
 # Two scorings alike prove no noise of 0: under another batch the same weights in bfloat16 may differ by 1e-3 to 1e-2
 # nats per token. A choice, not measured between loads.
@@ -86,7 +86,7 @@ class Canary:
 
     The engine scores it as a prompt, which neither SGLang nor vLLM read from their prefix cache: SGLang with
     ``max_new_tokens: 0`` and ``logprob_start_len: 0``, vLLM with ``prompt_logprobs: 0``, an adapter of LoRA with the
-    request's own field for it. The first token has no log-prob, and is left out. Score it twice at a version: the two
+    request's own field for it. The first token has no log-prob, and is omitted. Score it twice at a version: the two
     measure the engine's noise, without which every other number looks like new weights.
     """
 

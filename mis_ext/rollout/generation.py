@@ -19,8 +19,8 @@ LARGEST_ID = 2**31 - 1
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this character for bytes that are no whole character."""
 MINUS_INFINITY = -9999.0
-"""JSON has no infinity: vLLM writes this in place of the log-prob of what cannot be drawn."""
-# By so much a sum of probabilities may exceed 1: nobody says in which type the log-probs were, and one of bfloat16
+"""JSON has no infinity: vLLM writes this instead of the log-prob of what cannot be drawn."""
+# By so much a sum of probabilities may exceed 1: no one says in which type the log-probs were, and one of bfloat16
 # between -4 and -8 is rounded by up to 2**-6. In float32 it is 1e-3.
 _MASS_ERROR = 2e-2
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -114,7 +114,7 @@ class BoundaryAction(str, Enum):
     """Another sample, behind exactly the call's own prompt. Of the calls that several samples have before them, that
     which ends last has the tokens."""
     DROPPED = "dropped"
-    """The call is left out: a duplicate, or one that sampled nothing and does not continue the conversation."""
+    """The call is omitted: a duplicate, or one that sampled nothing and does not continue the conversation."""
     RAISED = "raised"
     """The boundary is an error."""
 

@@ -7,7 +7,7 @@ Below: what is in them, by class: of a conversation, and summed over all of them
 |---|---|
 | ``conversation`` | id; calls of one id belong together, in the order of lines and files |
 | ``request``, ``response`` | as they were sent and came, decoded |
-| ``format`` | a key of :data:`READERS`; may be left out where the response proves it |
+| ``format`` | a key of :data:`READERS`; may be omitted where the response proves it |
 | ``request_id`` | optional: names the call; else the server's name for it |
 | ``text`` | optional: what the agent kept of the response's text |
 | ``choice`` | which choice of a response, where it has several; not for ``sglang`` |
@@ -257,7 +257,7 @@ class LogReport:
     def add(self, calls: Iterable[LoggedCall]) -> tuple[TrainingSample, ...]:
         """Count one more conversation; returns what is trained under the policy.
 
-        A refused call is left out, and the next one compared with the calls before it.
+        A refused call is omitted, and the next one compared with the calls before it.
         """
         self._counts["conversations"] += 1
         read: list[tuple[LoggedCall, Generation]] = []

@@ -53,7 +53,7 @@ def score_hidden(
     sequence_parallel: bool = False,
     gradient_accumulation_fusion: bool = False,
 ) -> Scores:
-    """Score tokens from the logits ``hidden @ weight.T``, of which one tile exists at a time.
+    """Score tokens from the logits ``hidden @ weight.T``, one tile at a time.
 
     Logits are float32, and so is what is added up over tiles, for operands of any dtype (float64 for float64); the
     gradient of a logit is rounded to their dtype before it is multiplied. If the incoming gradients of a token are both

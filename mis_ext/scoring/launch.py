@@ -17,7 +17,7 @@ from torch import Tensor
 def kernel(function: Callable[..., None]) -> Any:
     """``triton.jit`` of a kernel that is compiled for its compile-time arguments and dtypes, whatever the values.
 
-    Triton would compile anew where an integer is 1 or a pointer is aligned, which differs from call to call here.
+    Triton would compile again where an integer is 1 or a pointer is aligned, which differs from call to call here.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]

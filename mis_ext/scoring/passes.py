@@ -16,7 +16,7 @@ BITS = 32
 
 
 class KeptColumns(NamedTuple):
-    """The columns of the vocabulary from which each token was sampled, as the engine recorded them.
+    """Sampling support: the columns of the vocabulary from which each token was sampled.
 
     ``id_N``: the kept ids, for one token after the other, in any order. ``token_N``: to which of the ``T`` tokens each
     id belongs. ``is_recorded_T``: False for a token without a record; then all columns are kept. A token is always
@@ -224,7 +224,7 @@ class Backend(Protocol):
         scale: float,
         with_product: bool,
     ) -> None:
-        """Read the rows of the tokens once and write :class:`RowSums` into ``out`` ``[6, T]``, but what nobody wants.
+        """Read the rows of the tokens once and write :class:`RowSums` into ``out`` ``[6, T]``, but what no one wants.
 
         ``bits_TC`` are the kept columns, 32 a word; None for all.
         """

@@ -37,7 +37,7 @@ EntropyUse = Literal["gradient", "value", "none"]
 
 
 class Scores(NamedTuple):
-    """``[T]``, nats: log-probs with gradient, and entropy; None where nobody wants it."""
+    """``[T]``, nats: log-probs with gradient, and entropy; None where no one wants it."""
 
     log_prob_T: Tensor
     entropy_T: Tensor | None
@@ -56,7 +56,7 @@ def score_tokens(
     tp_group: Group | None = None,
     tp_rank: int = 0,
 ) -> Scores:
-    """Log-probs of tokens, and the entropy of the distributions that they were sampled from.
+    """Compute log-probs of tokens and the entropy of their distributions.
 
     Sums are float32 for logits of any dtype (float64 for float64). If the incoming gradients of a token are both 0, its
     gradient is exactly 0, for any logits. Tensor-parallel ranks need one all-gather of a few numbers per token, and

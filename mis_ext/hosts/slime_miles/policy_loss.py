@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole loss in slime, vime, and Miles: which of them runs, who scores the logits there, and what is handed back.
+"""The full policy loss in slime, vime, and Miles: which of them runs, who scores the logits, and the returned values.
 
 Without logits: the model that their provider makes, and the pass that scores the rollout.
 """
@@ -50,21 +50,22 @@ IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 def policy_loss(
     args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch and its metrics.
+    """Compute the full policy loss of a micro-batch and its metrics.
 
-    For ``--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss``. The hosts' own flags, the keys of
-    the correction and the keys ``mis_loss_*`` select the loss, see docs/reference/policy_loss.md.
+    For ``--loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss``. The frameworks' own flags, the keys
+    of the correction and the keys ``mis_loss_*`` select the loss, see docs/reference/policy_loss.md.
 
     Args:
-        args: The host's arguments, with the keys of mis_ext among them.
-        batch: The micro-batch as the host has it; lists per sample, under context parallelism this rank's parts.
+        args: The framework's arguments, with the keys of mis_ext among them.
+        batch: The micro-batch as the framework has it; lists per sample, under context parallelism this rank's parts.
         logits: ``[1, T, V / TP]`` packed, or padded ``[B, L, V / TP]``. With ``mis_loss_inplace`` the backward pass
             writes their gradient over them.
-        sum_of_sample_mean: The host's reducer. Not called: all its sums are taken together, with the same denominators.
+        sum_of_sample_mean: The framework's reducer. Not called: all its sums are taken together, with the same
+            denominators.
 
     Returns:
         The loss, with gradient: this rank's sum over samples of per-sample means (or the sum over tokens), which the
-        host scales. And metrics of the same kind under the host's names, 0-dim and on the CPU: one copy for all.
+        host scales. And metrics of the same kind under the framework's names, 0-dim and on the CPU: one copy for all.
 
     Raises:
         ValueError: A flag, a key, a length or the data of the first calls is wrong; the message says what to change.
@@ -96,7 +97,7 @@ def find_ranks() -> tuple[Groups, VocabularyPart]:
 def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart) -> Host:
     """Return how the framework scores and what it reports; without one, Megatron-Core or nothing by itself.
 
-    The hosts' own functions for log-probs take their ``args``; nobody else sees them.
+    The frameworks' own functions for log-probs take their ``args``; no one else sees them.
     """
     is_fused = chosen_loss(config).scoring.by == "fused"
     if is_miles():
@@ -112,9 +113,9 @@ def _ranks_of_miles() -> tuple[Groups, VocabularyPart]:
 
 
 def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
-    """As :func:`find_host`, of one rank with the whole vocabulary and ``groups``: it asks the host for nothing.
+    """As :func:`find_host`, of one rank with the whole vocabulary and ``groups``: it asks the framework for nothing.
 
-    Where the host's own function scores, the fused pass of mis_ext stands for it.
+    Where the framework's own function scores, the fused pass of mis_ext stands for it.
     """
     if find_framework() is None:
         refuse_host_scoring(config)
@@ -171,12 +172,12 @@ def scores_without_logits(
 ) -> Any:
     """Compute the values of the framework's own log-prob function from hidden states: lists of samples.
 
-    Its parameters are those of both hosts' functions. One that neither has is a ``TypeError``: it may say which
+    Its parameters are those of both frameworks' functions. One that neither has is a ``TypeError``: it may say which
     columns to score.
 
     Args:
         logits: With the head that would make them.
-        args: The host's arguments.
+        args: The framework's arguments.
         unconcat_tokens: Whole samples.
         total_lengths: Of the samples.
         response_lengths: Of their responses.
@@ -188,7 +189,7 @@ def scores_without_logits(
         top_p_token_offsets: Of slime, where those of each token begin.
 
     Raises:
-        ValueError: The host asks for a loss.
+        ValueError: The framework asks for a loss.
     """
     if not non_loss_data:
         raise ValueError("non_loss_data must be True: mis_ext.model_provider scores a rollout here, got False")
@@ -323,12 +324,12 @@ def _samples_under(key: str, batch: Mapping[str, Any], layout: PackedLayout) -> 
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
-    """The framework's own model, whose output layer hands over hidden states in place of logits.
+    """Build the framework's own model with an output layer that returns hidden states instead of logits.
 
-    For ``--custom-model-provider-path mis_ext.model_provider`` beside ``mis_ext.policy_loss``. The host's passes that
-    score the rollout with the trained, the reference or a teacher model take hidden states too: no flag of the hosts
-    says which function does that, so the name under which their training actor calls it is set to one of ours. A
-    critic's layer takes the place of the changed one, and values are what they were.
+    For ``--custom-model-provider-path mis_ext.model_provider`` beside ``mis_ext.policy_loss``. The framework's passes
+    that score the rollout with the trained, the reference or a teacher model take hidden states too: no flag of the
+    frameworks says which function does that, so the name under which their training actor calls it is set to one of
+    ours. A critic's layer takes the place of the changed one, and values are what they were.
 
     Args:
         pre_process: Whether this pipeline stage has the embedding.
@@ -338,7 +339,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     Raises:
         ValueError: Something that the run asks for needs logits.
     """
-    # The hosts' Megatron-LM has it, Megatron-Core alone has not.
+    # The frameworks' Megatron-LM has it, Megatron-Core alone has not.
     args = import_module("megatron.training.global_vars").get_args()
     refuse_missing_logits(args, current_run(args, whole_loss=True).config)
     backend = f"{(find_framework() or SLIME).name}.backends.megatron_utils"
@@ -376,7 +377,7 @@ def refuse_missing_logits(args: Any, config: RunConfig) -> None:
 
 
 def _replace_scoring(actor: Any) -> None:
-    """Set the name under which the host's training actor calls the function for log-probs.
+    """Set the name under which the framework's training actor calls the function for log-probs.
 
     Raises:
         ValueError: It has no such name.
@@ -391,7 +392,7 @@ def _replace_scoring(actor: Any) -> None:
 
 
 def _scoring(of_host: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's function for log-probs, and ours where it is called without logits."""
+    """The framework's function for log-probs, and ours where it is called without logits."""
 
     @functools.wraps(of_host, assigned=())
     def get_log_probs_and_entropy(logits: Tensor, **given: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts' hooks of a whole rollout: its rewards (slime and Miles), and what is scored before training (slime)."""
+"""Hooks of a whole rollout: its rewards (slime and Miles), and values that need all of it before training (slime)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_
 
 
 def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """The rewards, and what is left of them over the baseline of each prompt.
+    """Compute the rewards, raw and relative to the baseline of their prompts.
 
     For ``--custom-reward-post-process-path mis_ext.group_rewards``. A prompt is told by ``group_index``, however many
     samples there are of it; the samples of a ``rollout_id`` are one trajectory, and count once. A sample that is not
@@ -35,8 +35,8 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
     the prompt is subtracted here, and :func:`prepare_rollout` applies the baseline once, also ``leave_one_out``.
 
     Args:
-        args: The host's arguments, with the keys of mis_ext among them.
-        samples: The host's ``Sample`` objects of one rollout.
+        args: The framework's arguments, with the keys of mis_ext among them.
+        samples: The framework's ``Sample`` objects of one rollout.
 
     Raises:
         ValueError: A flag contradicts a key, a sample lacks a ``group_index`` or reward, or a trajectory has several.
@@ -77,26 +77,26 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
 
 
 def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
-    """Compute what needs the whole rollout on all ranks: lags, baselines of prompts; refuse shared denominators.
+    """Compute values of the whole rollout on all ranks: lags and baselines of prompts.
 
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
     :func:`_token_lags`. ``mis_denominator: kept`` refuses samples that share a denominator.
 
     With ``mis_group_over: kept`` a trajectory of which the correction keeps no token leaves the baseline of its
     prompt. With ``mis_prompt_mean`` every prompt weighs the same. Both change ``advantages``, in which the policy
-    gradient is linear; KL and entropy terms keep the host's denominators. slime's data source numbers samples prompt by
-    prompt, so a prompt is told by ``sample_indices`` and ``n_samples_per_prompt``.
+    gradient is linear; KL and entropy terms keep the framework's denominators. slime's data source numbers samples
+    prompt by prompt, so a prompt is told by ``sample_indices`` and ``n_samples_per_prompt``.
 
     Args:
-        args: The host's arguments.
+        args: The framework's arguments.
         rollout_id: Number of the rollout, for messages.
         rollout_data: This rank's samples: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
-            ``response_lengths``, and ``rollout_mask_sums`` where the host has them. For baselines and prompts also
+            ``response_lengths``, and ``rollout_mask_sums`` where the framework has them. For baselines and prompts also
             ``advantages``, which are changed, ``rewards``, ``sample_indices``, ``rollout_ids``, and the schedule.
 
     Raises:
-        ValueError: The host gives no rollout data (Miles), has not scored the rollout before training, or lets samples
-            share denominators with ``mis_denominator: kept``.
+        ValueError: The framework gives no rollout data (Miles), has not scored the rollout before training, or lets
+            samples share denominators with ``mis_denominator: kept``.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     run = current_run(args)
@@ -141,9 +141,9 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
     """The lags of this rank's tokens, or why there are none: the loss says it, where the other ranks hear of it.
 
-    ``mis_ext.rollout.generate`` stores the version of each token where the hosts carry a number per token to the
+    ``mis_ext.rollout.generate`` stores the version of each token where the frameworks carry a number per token to the
     trainer, the log-probs of a teacher. The trainer's own version is the number of times that it has sent its weights
-    to the engine. Neither host passes it on, nor Miles the rollout: both are read from the trainer that calls.
+    to the engine. Neither framework passes it on, nor Miles the rollout: both are read from the trainer that calls.
     """
     frame = sys._getframe(1)
     trainer: Any = None
@@ -154,7 +154,7 @@ def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
         frame = frame.f_back  # type: ignore[assignment]
     if trainer is None or rollout_data is None:
         return "mis_staleness: this trainer has no weight_updater with a weight_version, from which lags are counted"
-    # Taken out: it is nobody's log-prob, and the host would report its mean.
+    # Taken out: it is no one's log-prob, and the framework would report its mean.
     versions = rollout_data.pop(VERSIONS, None)
     if versions is not None and len(versions) == 0 and rollout_data.get("rollout_log_probs") == []:
         # This rank has no sample.
@@ -252,7 +252,7 @@ def _samples_of(
 ) -> dict[str, Tensor]:
     """``[S]`` each, float64: this rank's samples. Without a correction what is trained is kept.
 
-    Tokens count as much as their mask says, as in the host's denominators.
+    Tokens count as much as their mask says, as in the framework's denominators.
     """
     needed = ["advantages", "rewards", "sample_indices", "rollout_ids", "loss_masks"]
     if of_prompts.prompt_mean:
@@ -328,7 +328,7 @@ def _sums(masks: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> None:
-    """Refuse samples of which the host divides the sum by more than their own number of tokens."""
+    """Refuse samples of which the framework divides the sum by more than their own number of tokens."""
     given = rollout_data.get("rollout_mask_sums")
     if given is None:
         return

@@ -48,7 +48,7 @@ def build_samples(
     sample. Best of n, retries, sub-agents and interleaved conversations need no ids of their own. A sampled token is
     trained in one sample at most; other samples have it in their prompt.
 
-    With every policy, duplicates and calls that sampled nothing are left out.
+    With every policy, duplicates and calls that sampled nothing are omitted.
 
     Args:
         generations: The calls of one conversation, in order.

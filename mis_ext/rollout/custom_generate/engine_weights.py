@@ -47,7 +47,7 @@ class EngineWeights(NamedTuple):
 
     Attributes:
         versions: What each engine calls its weights.
-        canaries: What the canary says of each; nothing where it was not asked for, or the host aborted it.
+        canaries: What the canary says of each; nothing where it was not asked for, or the framework aborted it.
     """
 
     versions: tuple[str, ...]
@@ -84,7 +84,7 @@ class Watch:
 
         Raises:
             ConnectionError: An engine does not answer, or the router has none.
-            StaleWeightsError: An engine has old weights, and the run shall stop then.
+            StaleWeightsError: An engine has stale weights, and the run shall stop then.
             ValueError: An engine names no version, or has one cache for all keys.
         """
         reading = self._reading
@@ -132,7 +132,7 @@ _WATCHES: dict[str, Watch] = {}
 
 
 async def engine_weights(args: Any, settings: Settings, tokenizer: Tokenizer) -> EngineWeights | None:
-    """The weights of the host's engines, if a setting asks for them."""
+    """The weights of the framework's engines, if a setting asks for them."""
     if settings.canary is None and not settings.cache_by_version:
         return None
     address = SGLANG.router(args)
@@ -173,7 +173,7 @@ async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> b
     """Refuse a server that does not know the key, and so ignores it without a word: it would hide old prefixes.
 
     Returns:
-        Whether it knows the key; False where the host aborted the question, which is asked again before the next
+        Whether it knows the key; False where the framework aborted the question, which is asked again before the next
         request.
     """
     ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
@@ -205,7 +205,7 @@ async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:
 async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, list[float]] | None:
     """Return the version with which the engine scored the text, and its log-probs of all tokens but the first.
 
-    None where the host aborted it, with all requests of that moment.
+    None where the framework aborted it, with all requests of that moment.
     """
     request = {
         "input_ids": ids,

@@ -53,7 +53,7 @@ async def generate(
 
     A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` (in evaluation
     ``eval_max_context_len``) or ``max_turns``, make the sample truncated. An aborted request makes it aborted, and so
-    does a host that aborts its rollout while the environment has its turn: then nothing more is requested. With
+    does a framework that aborts its rollout while the environment has its turn: then nothing more is requested. With
     ``partial_rollout`` the sample keeps what was sampled, log-probs included, and goes on from there when it comes
     back; otherwise it stays as it came. The limit ``max_new_tokens`` is that of each turn. No token is added to
     ``sample`` before the conversation is over.
@@ -71,7 +71,7 @@ async def generate(
             :class:`~mis_ext.rollout.custom_generate.host.Settings` describes, under ``on_policy_tokens``. Miles
             calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
             the other arguments, and the state of its rollout.
-        sample: The host's ``Sample``; ``metadata["tools"]`` goes to the chat template.
+        sample: The framework's ``Sample``; ``metadata["tools"]`` goes to the chat template.
         sampling_params: Of the framework, with ``max_new_tokens``; for vLLM they are renamed.
         evaluation: Nothing will be trained.
 
@@ -110,9 +110,9 @@ async def _generate(
     rows = known_rows(args, sample) if getattr(args, FLAG, False) and not evaluation else None
     options = partial(template_options, args, sample, evaluation=evaluation)
     prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, options)
-    # What the host's own function left unfinished was a first turn.
+    # What the framework's own function left unfinished was a first turn.
     first = (0, sample.response_length, sample.response)
-    # A host that samples a prompt afresh clears the response and keeps the metadata.
+    # A framework that samples a prompt afresh clears the response and keeps the metadata.
     is_resumed = sample.response_length > 0
     turn = Turn(*(sample.metadata.get(UNFINISHED, first) if is_resumed else first))
     flag = abort_flag(args, sample, state)
@@ -130,7 +130,8 @@ async def _generate(
         sample.status = sample.Status.ABORTED
         return sample
     sample.tokens = prompt_ids
-    # The hosts ask the first sample of a batch whether there are log-probs, also where there was no room for a token.
+    # The frameworks ask the first sample of a batch whether there are log-probs, also where there was no room for a
+    # token.
     sample.rollout_log_probs = sample.rollout_log_probs or []
     _append_calls(args, sample, ended, tokenizer)
     if rows is not None:
@@ -161,7 +162,7 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
     for whole in built.samples:
         known = len(whole.tokens) - whole.response_length
         token_ids, log_probs = whole.tokens, [0.0] * known + whole.rollout_log_probs
-    # Of what the host's own function has sampled nobody stored a version. What is longer is of an earlier attempt.
+    # Of what the framework's own function has sampled no one stored a version. What is longer is of an earlier attempt.
     stores = stores_versions(args)
     before = (getattr(sample, VERSIONS, None) or [])[: sample.response_length] if stores else []
     version_of_each: list[float] = [*before, *[math.nan] * (sample.response_length - len(before))]
@@ -169,7 +170,7 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
         start = len(call.generation.prompt_ids)
         sampled = slice(start, start + len(call.generation.sampled_ids))
         _append(args, sample, *call.observation)
-        # slime's method would take the experts of this request alone, both hosts' the version of tokens not kept.
+        # slime's method would take the experts of this request alone, both frameworks' the version of tokens not kept.
         left_out = ["routed_experts"]
         if call.num_discarded:
             left_out += ["weight_version", "weight_versions"]
@@ -201,9 +202,9 @@ def _append(
     log_probs: Sequence[float] = (),
     meta_info: Mapping[str, Any] | None = None,
 ) -> None:
-    """Append tokens to the host's sample: those of a response, or without its ``meta_info`` those that nobody sampled.
+    """Append tokens to the framework's sample: a response with its ``meta_info``, or tokens that were not sampled.
 
-    The host's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
+    The framework's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
     """
     if meta_info is None and not token_ids:
         return
@@ -224,7 +225,7 @@ def _append(
 
 
 def _note_weights(sample: Any, ended: Ended, *, is_resumed: bool, evaluation: bool) -> None:
-    """Count what is known of the engines' weights, and leave the canary's word where the host's dump has it."""
+    """Count what is known of the engines' weights, and leave the canary's word where the framework's dump has it."""
     verdicts = [call.weights.verdict for call in ended.calls if call.weights is not None and call.weights.canaries]
     counts = {f"canary_{verdict}": verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     if any(call.is_outdated for call in ended.calls):
@@ -234,7 +235,7 @@ def _note_weights(sample: Any, ended: Ended, *, is_resumed: bool, evaluation: bo
     before = known.pop(CANARY, None)
     if is_resumed and before is not None:
         verdicts.append(before)
-    # What it said of tokens that the host has cleared goes with them.
+    # What it said of tokens that the framework has cleared goes with them.
     if not evaluation and (verdicts or before is not None):
         sample.train_metadata = {**known, CANARY: min(verdicts, key=VERDICTS.index)} if verdicts else known
 
@@ -334,8 +335,9 @@ class Ended(NamedTuple):
         calls: All requests, in order; none if there was no room for a token.
         turn: The last turn of the model.
         cut: The context or the limit of turns ended it, and not the model, the server or the environment.
-        aborted: The server gave a request up, or the host its rollout.
-        unsent: What the environment said since the last request, where the host gave up its rollout before the next.
+        aborted: The server gave a request up, or the framework its rollout.
+        unsent: What the environment said since the last request, where the framework gave up its rollout before the
+            next.
     """
 
     calls: list[Call]
@@ -361,7 +363,7 @@ class Episode:
     async def run(self, prompt_ids: list[int], turn: Turn, num_rows: int | None = None) -> Ended:
         """The episode to its end: from a prompt that may hold a part of ``turn``, or all of it, not answered yet.
 
-        ``num_rows`` is the number of tokens whose experts are known; None: nobody asks for them.
+        ``num_rows`` is the number of tokens whose experts are known; None: no one asks for them.
         """
         step = self.settings.load_environment()
         calls: list[Call] = []
@@ -410,7 +412,7 @@ class Episode:
         key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
         for is_last in (False, True):
             weights = await engine_weights(self.args, self.settings, self.tokenizer)
-            # While the engines were asked, there was no request that the host's abort could reach.
+            # While the engines were asked, there was no request that the framework's abort could reach.
             if weights is not None and self.is_aborted():
                 return None
             if weights is not None and self.settings.cache_by_version:
@@ -472,7 +474,7 @@ def encode_prompt(
     prompt: str | Sequence[Mapping[str, Any]],
     template_options: Callable[[], Mapping[str, Any]],
 ) -> list[int]:
-    """Token ids of a sample's prompt: a text, to which the host has applied the template, as it stands; or messages."""
+    """Return the token IDs of a sample's prompt: a text with the template applied by the framework, or messages."""
     if not isinstance(prompt, str):
         prompt = _render(tokenizer, prompt, template_options())
     return tokenizer.encode(prompt, add_special_tokens=False)
@@ -487,7 +489,7 @@ def observation_text(
     """Return the text between a sampled turn and the next one.
 
     Messages are rendered behind an assistant's turn that stands for the sampled one; a text is returned as it stands.
-    The end of that turn is left out where the model sampled it itself, as ``end_id``.
+    The end of that turn is omitted where the model sampled it itself, as ``end_id``.
     """
     if isinstance(observation, str):
         return observation

@@ -30,11 +30,11 @@ from mis_ext.rollout.sampling_parameters import SamplingParameters
 from mis_ext.validation import check_bool, check_known, check_number
 
 KEY = "on_policy_tokens"
-"""Key of the mapping in the hosts' ``--custom-config-path`` file."""
+"""Key of the mapping in the frameworks' ``--custom-config-path`` file."""
 STALENESS = "staleness"
 VERSIONS = "teacher_log_probs"
-"""Field of a sample in which both hosts carry a number for each token of the response to the trainer, who splits it as
-he splits log-probs. It is for distillation from a teacher; without one nobody reads it."""
+"""Field of a sample with one value per response token, which both frameworks pass to the trainer like log-probs. It is
+for distillation from a teacher, and otherwise unused."""
 CANARY = f"{KEY}_canary"
 """Key in ``sample.train_metadata`` of what the canary says of the engines; the report looks for it in dumps."""
 Observation = str | Sequence[Mapping[str, Any]] | None
@@ -82,7 +82,7 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:
-        """The settings in a host's ``args``; the defaults where there are none."""
+        """The settings in a framework's ``args``; the defaults where there are none."""
         given = getattr(args, KEY, None) or {}
         if not isinstance(given, Mapping):
             raise TypeError(f"{KEY} must be a mapping of {', '.join(f.name for f in fields(cls))}, got {given!r}")
@@ -90,7 +90,7 @@ class Settings:
         return cls(**given)
 
     def max_context(self, args: Any, *, evaluation: bool) -> int | None:
-        """The most tokens of a prompt and its response together, None for no limit; the hosts' 0 means none too.
+        """The most tokens of a prompt and its response together, None for no limit; the frameworks' 0 means none too.
 
         Raises:
             ValueError: There is an environment and no limit: the engine would refuse what no longer fits its context.
@@ -149,7 +149,7 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
 def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
     """Return the options of the chat template: ``apply_chat_template_kwargs`` and the tools of the sample.
 
-    Those of the sample come before those of its evaluation dataset, which slime has, and these before the host's.
+    Those of the sample come before those of its evaluation dataset, which slime has, and these before the framework's.
     """
     tools = sample.metadata.get("tools")
     options = getattr(sample, "apply_chat_template_kwargs", None) or _host_options(args, sample, evaluation) or {}
@@ -158,7 +158,7 @@ def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, A
 
 def _host_options(args: Any, sample: Any, evaluation: bool) -> Mapping[str, Any] | None:
     general: Mapping[str, Any] | None = getattr(args, "apply_chat_template_kwargs", None)
-    # A sample does not name its dataset, but has what the host puts into each sample of it.
+    # A sample does not name its dataset, but has what the framework puts into each sample of it.
     found: list[tuple[str, Mapping[str, Any] | None]] = []
     for dataset in (getattr(args, "eval_datasets", None) or ()) if evaluation else ():
         function = getattr(dataset, "custom_generate_function_path", None)
@@ -250,9 +250,9 @@ def host_name(sample: object) -> str | None:
 
 @functools.cache
 def load_tokenizer(checkpoint: str, chat_template_path: str | None, host: str | None) -> ChatTokenizer:
-    """The tokenizer of a checkpoint, by the host's own loader, which may repair it; kept for the next call.
+    """The tokenizer of a checkpoint, by the framework's own loader, which may repair it; kept for the next call.
 
-    ``chat_template_path``, Miles' flag of that name, is a file with a template in place of the checkpoint's.
+    ``chat_template_path``, Miles' flag of that name, is a file with a template instead of the checkpoint's.
     """
     if host is not None:
         load = importlib.import_module(f"{host}.utils.processing_utils").load_tokenizer
@@ -267,10 +267,10 @@ def load_tokenizer(checkpoint: str, chat_template_path: str | None, host: str | 
 
 
 def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], bool]:
-    """A function that says whether the host has aborted its rollout; always False where no host runs.
+    """A function that says whether the framework has aborted its rollout; always False where no framework runs.
 
-    The host aborts the requests of that moment, once. An episode that was with its environment then has none, and only
-    the flag tells it. Newer versions of Miles hand over the ``state``, whose flag it is.
+    The framework aborts the requests of that moment, once. An episode that was with its environment then has none, and
+    only the flag tells it. Newer versions of Miles pass the ``state``, whose flag it is.
     """
     if state is None:
         framework = find_framework(sample)
@@ -291,11 +291,11 @@ def was_aborted(meta_info: Mapping[str, Any]) -> bool:
 async def post_json(
     url: str, payload: Mapping[str, Any], *, host: str | None, max_attempts: int, headers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The server's answer to a request, as decoded JSON, by the client of a host, or without one by our own.
+    """The server's answer to a request, as decoded JSON, by the client of a framework, or without one by our own.
 
     Ours lets each request wait in a thread of asyncio's default executor, so a handful run at a time. It tries again,
     ``max_attempts`` times in all, while the server cannot be reached or has an error of its own, and not what the
-    server refuses (HTTP 4xx): a host's client knows no difference.
+    server refuses (HTTP 4xx): a framework's client knows no difference.
 
     Raises:
         ConnectionError: No answer; the message has the URL, the attempts and what the server last said.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a sample, for the hosts' ``--use-rollout-routing-replay``, joined over the requests of its episode.
+"""Experts of a sample for ``--use-rollout-routing-replay``, joined over the requests of its episode.
 
 Row ``p`` is the choice made while token ``p`` was fed forward, so a sample of ``T`` tokens has ``T - 1`` rows
-``[layers, topk]``: the last token was never fed. Tokens that nobody sampled have rows too, as the next request feeds
-them. SGLang answers each request with the rows of its whole sequence, and the hosts' own functions keep the last
+``[layers, topk]``: the last token was never fed. Tokens that no one sampled have rows too, as the next request feeds
+them. SGLang answers each request with the rows of its whole sequence, and the frameworks' own functions keep the last
 answer. Where the cache was dropped in between, as with every update of the weights, these are not the experts with
-which the earlier tokens were sampled: the engine has computed them again. So a request asks for the rows that nobody
+which the earlier tokens were sampled: the engine has computed them again. So a request asks for the rows that no one
 has yet, and what came before stays.
 """
 
@@ -151,7 +151,7 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
 
 
 def join_rows(args: Any, sample: Any, parts: Sequence[Rows]) -> Any:
-    """The rows of a sample in the type of its host: slime's has tensors, Miles' arrays."""
+    """The rows of a sample in the type of its framework: slime's has tensors, Miles' arrays."""
     import numpy
 
     if not parts:

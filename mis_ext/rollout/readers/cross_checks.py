@@ -285,7 +285,7 @@ def _top_log_probs(body: Field, api: str, logits_advice: str) -> list[list[float
             row = [entry.get("logprob") for entry in found]
         else:
             raise places.entry(position).malformed(_TOP_LOG_PROBS)
-        # Null proves nothing, and is in nobody's way.
+        # Null proves nothing, and is in no one's way.
         if not (row := [value for value in row if value is not None]):
             continue
         # Sums and sets in C: a loop over the numbers would take longer than all else that a reader does.

@@ -196,7 +196,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
             "beam_width": [1],
             # All of those that were drawn come back.
             "best_of": [1, parameters.value.get("n")],
-            # vLLM gives these back in the place of a sample.
+            # vLLM gives these back instead of a sample.
             "trace_decode_token_ids": [[]],
         }
         for key, values in harmless.items():

@@ -197,7 +197,7 @@ def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
 def _check_offset(choice: dict[str, Any], offsets: Field) -> None:
     """Check that a token of vLLM begins at the end of the one before it, or of the text so far (older versions)."""
     values = offsets.array() if offsets else []
-    # SGLang has -1 in place of every offset.
+    # SGLang has -1 instead of every offset.
     if values[:1] in ([], [-1]):
         return
     if set(map(type, values)) != {int}:
