@@ -104,8 +104,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
         reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
         warnings.warn(
-            f"{reason} does not use the trainer's own pass over the rollout: --use-rollout-logprobs makes the host "
-            "skip it",
+            f"{reason} does not use the trainer's own pass over the rollout: the framework "
+            "skips it with --use-rollout-logprobs",
             stacklevel=4,
         )
     told, device = status_groups(settings, groups, extra_metrics=host.metrics), device_of(logits)
@@ -319,8 +319,8 @@ def fused_scores(
     if not isinstance(logits, NoLogits):
         if logits.shape[-1] == 0:
             raise ValueError(
-                f"logits have shape {list(logits.shape)}: the output layer hands over hidden states, and what stands "
-                "between it and the loss has lost them"
+                f"logits have shape {list(logits.shape)}: the output layer passes hidden states, and a function "
+                "between it and the loss has dropped them"
             )
         return score_tokens(logits, token_T, row_T=row_T, inplace=loss.scoring.inplace, **given)
     head = logits.head

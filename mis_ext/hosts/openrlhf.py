@@ -50,9 +50,9 @@ class MisLoss:
             loss = current_run(keys, whole_loss=True).loss
             if loss.has_correction or loss.settings.needs_behavior:
                 raise ValueError(
-                    "OpenRLHF asks its engine for log-probs only while its own correction is on, which does not act on "
-                    "the loss of mis_ext: write --algo.advantage.is_correction_enable, from OpenRLHF 0.11.2 on "
-                    "--algo.advantage.is_correction_level token"
+                    "OpenRLHF asks its engine for log-probs only while its own correction is on, which has no "
+                    "effect on the loss of mis_ext: write --algo.advantage.is_correction_enable, in OpenRLHF 0.11.2 "
+                    "and newer --algo.advantage.is_correction_level token"
                 )
         found = policy_loss_from_log_probs(
             keys,

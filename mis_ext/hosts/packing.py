@@ -102,7 +102,7 @@ class TokenLags:
             if sample.numel() and (known is lag or known.numel() != sample.numel()):
                 raise ValueError(
                     "mis_staleness: a sample of this micro-batch is not of the rollout that mis_ext.prepare_rollout "
-                    "saw, or the host has copied its rollout_log_probs since"
+                    "saw, or the framework has copied its rollout_log_probs since"
                 )
             found.append(lag)
         return found

@@ -78,7 +78,7 @@ class MisTrainer:
         loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
         if not self._mis_is_in_loss:
             raise ValueError(
-                f"{type(self).__name__} computes its loss without TRL's _compute_loss: nothing of mis_ext would act on "
+                f"{type(self).__name__} computes its loss without TRL's _compute_loss: mis_ext would have no effect on "
                 "it (docs/reference/framework_options.md)"
             )
         return loss

@@ -116,7 +116,7 @@ def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
     if own is None or said == _SEQUENCES or _follows(own, config):
         return said
     warnings.warn(
-        f"loss_agg_mode={said} does not act on this policy loss, but on entropy and KL: verl's own one is a mean over "
+        f"loss_agg_mode={said} affects entropy and KL, not this policy loss: the loss of verl is a mean over "
         f"sequences ({_SEQUENCES}) in this version, and so is that of mis_ext",
         stacklevel=3,
     )

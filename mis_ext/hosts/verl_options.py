@@ -36,8 +36,8 @@ _CRITERIA = tuple(
     for estimate in ("k1", "k2", "k3")
     if f"{level}_{estimate}" != "seq_max_k1"
 )
-_VETO = "here it is a gate {reduce: min, low: THRESHOLD}"
-_BAND = "write the band as {}_threshold: LOW_HIGH"
+_VETO = "here it is a filter {reduce: min, low: THRESHOLD}"
+_BAND = "write the range as {}_threshold: LOW_HIGH"
 _REINFORCE = "write bypass_mode: true and loss_type: reinforce"
 _OLD: dict[str, tuple[tuple[Any, ...], str]] = {
     "tis_imp_ratio_cap": ((None, -1), "write rollout_is: token and rollout_is_threshold: CAP"),
@@ -93,8 +93,9 @@ def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
     rollout = _at(content, "actor_rollout_ref.rollout.dtype")
     places = [f"actor_rollout_ref.actor.{key}.dtype" for key in ("fsdp_config", "megatron")]
     return tuple(
-        f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: the engine does not see "
-        "small updates then, and our runs lost reward. Give both one dtype (lab/evidence/normal.md)."
+        f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: updates below the "
+        "bf16 resolution do not reach the engine, and our runs lost reward. Use the same dtype for both "
+        "(lab/evidence/normal.md)."
         for place in places
         if _at(content, place) in _FP16 and rollout in _BF16
     )
@@ -175,7 +176,7 @@ def _weight(level: str, threshold: Any, *, is_normalized: bool) -> dict[str, Any
         return {"weight": {"level": level, "mode": "truncate", "high": high}, "gates": [], **mean}
     if is_normalized:
         raise ValueError(
-            f"rollout_is_batch_normalize with the band rollout_is_threshold={threshold!r}: verl's mean counts what is "
+            f"rollout_is_batch_normalize with the range rollout_is_threshold={threshold!r}: verl's mean counts what is "
             "outside as 0, which no key of a correction does; for tokens write mis_loss_method: {name: icepop, "
             "low: LOW, high: HIGH, normalize_over: all_tokens}, which is then per micro-batch"
         )

@@ -169,7 +169,7 @@ def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str
     # Servers that decode while they sample hold back a character until its last byte.
     shown = [*bodies, *(decoding.whole_text for decoding in whole)]
     if any(text.replace(REPLACEMENT, "") == candidate.replace(REPLACEMENT, "") for candidate in shown):
-        detail = "the text differs only where bytes are no whole character: the decoder leaves such out, or an agent"
+        detail = "the text differs only where bytes are no whole character: the decoder omits them, or an agent"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     begins = ((decoding, sampled) for decoding in whole for sampled in (decoding.text, decoding.whole_text))
     cut = next(((decoding, sampled) for decoding, sampled in begins if sampled.startswith(text)), None)

@@ -470,7 +470,7 @@ def test_a_model_without_logits_is_announced(capsys) -> None:
             HOOK | {"custom_model_provider_path": "mis_ext.model_provider"},
             "only mis_ext.policy_loss takes hidden states",
         ),
-        (HIDDEN | {"mis_loss_scoring": "host"}, "the host's own function scores here"),
+        (HIDDEN | {"mis_loss_scoring": "host"}, "the framework's own function scores here"),
         (HIDDEN | {"mis_loss_inplace": True}, "mis_loss_inplace: no effect without logits"),
     ],
 )

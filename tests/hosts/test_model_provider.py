@@ -271,9 +271,9 @@ def test_no_model_is_made_where_the_run_needs_logits(host_modules) -> None:
     ("options", "message"),
     [
         ({"loss_type": "policy_loss"}, "only mis_ext.policy_loss takes hidden states"),
-        ({"mis_loss_scoring": "host"}, "the host's own function scores here"),
-        ({"true_on_policy_mode": True}, "the host's own function scores here"),
-        ({"allgather_cp": True, "context_parallel_size": 2}, "the host's own function scores here"),
+        ({"mis_loss_scoring": "host"}, "the framework's own function scores here"),
+        ({"true_on_policy_mode": True}, "the framework's own function scores here"),
+        ({"allgather_cp": True, "context_parallel_size": 2}, "the framework's own function scores here"),
         ({"mis_loss_inplace": True}, "mis_loss_inplace: no effect without logits"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_loss_that_is_computed_again_trains_the_model_or_is_refused(use_reentr
         empty, other = handed_over(logits)
         found, _ = checkpoint(mis_ext.policy_loss, args, batch, empty, use_reentrant=use_reentrant)
         if use_reentrant:
-            with pytest.raises(ValueError, match="between it and the loss has lost them"):
+            with pytest.raises(ValueError, match="between it and the loss has dropped them"):
                 found.backward()
         else:
             found.backward()
@@ -314,7 +314,7 @@ def loss_of(args, batch, given: tuple) -> tuple:
 
 def test_the_hosts_own_function_is_not_called_in_a_loss_without_logits() -> None:
     args, batch, logits = batch_of({"mis_loss_scoring": "host"})
-    with running("slime"), pytest.raises(ValueError, match="leaves no logits to the host's own function"):
+    with running("slime"), pytest.raises(ValueError, match="leaves no logits for the framework's own"):
         mis_ext.policy_loss(args, batch, handed_over(logits)[0])
 
 

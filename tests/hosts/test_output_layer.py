@@ -90,7 +90,7 @@ def test_an_operation_in_place_is_not_lost(change) -> None:
 def test_logits_that_have_lost_their_head_are_refused() -> None:
     batch = loss_cases.local_batch(loss_cases.whole_batch())
     logits = batch.pop("logits")[..., :0].requires_grad_()
-    with pytest.raises(ValueError, match="between it and the loss has lost them"):
+    with pytest.raises(ValueError, match="between it and the loss has dropped them"):
         mis_ext.make_loss_func(loss_cases.host_args(), batch)(logits)
 
 

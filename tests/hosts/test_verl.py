@@ -129,7 +129,7 @@ def test_where_verls_own_loss_follows_its_setting_ours_does_and_says_so_where_no
     of_sequences, of_tokens = (RECORD["losses"][f"gspo{words}"]["plain"]["apart"]["loss"] for words in ("", ", tokens"))
     assert of_tokens == of_sequences
     given = {"info": {}, "is_bypass": False}
-    with pytest.warns(UserWarning, match="loss_agg_mode=token-mean does not act .*seq-mean-token-mean"):
+    with pytest.warns(UserWarning, match="loss_agg_mode=token-mean affects entropy .*seq-mean-token-mean"):
         found = loss_of(keys, BATCHES["apart"], mode="token-mean", own=own_loss(follows=False), **given)
     assert float(found["loss"]) == pytest.approx(of_sequences, rel=1e-5)
     # Version 0.9.1 of verl has a gspo that follows.
@@ -180,9 +180,9 @@ def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None"),
         ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "2,3"}, "rollout_rs_threshold='2,3'"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs_threshold of token_k2='0.1_0.2'"),
-        ({"rollout_token_veto_threshold": 1e-4}, "rollout_token_veto_threshold=0.0001: here it is a gate {reduce: min"),
-        ({"rollout_rs_threshold_lower": 0.5}, "rollout_rs_threshold_lower=0.5: write the band as rollout_rs_threshold"),
-        ({"rollout_is_threshold_lower": 0.5}, "write the band as rollout_is_threshold: LOW_HIGH"),
+        ({"rollout_token_veto_threshold": 1e-4}, "=0.0001: here it is a filter {reduce: min"),
+        ({"rollout_rs_threshold_lower": 0.5}, "=0.5: write the range as rollout_rs_threshold"),
+        ({"rollout_is_threshold_lower": 0.5}, "write the range as rollout_is_threshold: LOW_HIGH"),
         ({"rollout_rs": "sequence"}, 'rollout_rs: seq_sum_k1 and rollout_rs_threshold: "1/HIGH_1/LOW", whose ratio is'),
         ({"use_policy_gradient": True}, "use_policy_gradient=True: write bypass_mode: true and loss_type: reinforce"),
         ({"use_pure_rollout_correction": True}, "loss_type: reinforce"),
@@ -190,7 +190,7 @@ def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:
         ({"tis_imp_ratio_cap": 2}, "tis_imp_ratio_cap=2: write rollout_is: token and rollout_is_threshold: CAP"),
         ({"rollout_is": True, "rollout_is_threshold": 2.0}, "rollout_is=True: write what rollout_is_level said"),
         ({"rollout_is_level": "token", "rollout_is_mode": "mask"}, "rollout_is_level='token': write rollout_is"),
-        ({"rollout_is_level": "token", "rollout_is_mode": "mask"}, "for mask write the band as rollout_is_threshold"),
+        ({"rollout_is_level": "token", "rollout_is_mode": "mask"}, "for mask write the range as rollout_is_threshold"),
         ({"rollout_is": "token", "rollout_is_treshold": 2.0}, "did you mean 'rollout_is_threshold'"),
         ({"bypass_mode": True, "loss_type": "ppo"}, "loss_type"),
         ({"bypass_mode": "false"}, "bypass_mode must be"),
@@ -252,7 +252,7 @@ def test_what_an_error_says_for_old_options_gives_the_masks_of_the_old_release(n
         convert_verl(options)
     said = re.search(r'write (rollout_rs: \w+) and (rollout_rs_threshold: "\S+")', str(caught.value))
     if said is None:
-        gate = re.search(r"a gate (\{.*\})", str(caught.value)).group(1).replace("THRESHOLD", str(*options.values()))
+        gate = re.search(r"a filter (\{.*\})", str(caught.value)).group(1).replace("THRESHOLD", str(*options.values()))
         keys = keys_of(gates=[yaml.safe_load(gate)])
     else:
         keys = convert_verl(yaml.safe_load("\n".join(said.groups()))).keys
@@ -409,4 +409,4 @@ def test_the_command_says_where_the_engine_would_stay_behind_a_trainer_in_fp16(
     printed = capsys.readouterr().out
     remark = f"# actor_rollout_ref.actor.{engine}.dtype is {trainer}, and actor_rollout_ref.rollout.dtype is {rollout}"
     assert (remark in printed) == is_named
-    assert ("Give both one dtype" in printed) == is_named
+    assert ("Use the same dtype" in printed) == is_named

@@ -243,7 +243,7 @@ def _scores_of_host(
 ) -> Scores:
     loss = chosen_loss(config)
     if isinstance(logits, NoLogits):
-        raise ValueError("mis_ext.model_provider leaves no logits to the host's own function for log-probs")
+        raise ValueError("mis_ext.model_provider leaves no logits for the framework's own log-prob function")
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():
@@ -366,7 +366,7 @@ def refuse_missing_logits(args: Any, config: RunConfig) -> None:
             "mis_ext.policy_loss"
         )
     elif loss.scoring.by == "host":
-        why = "the host's own function scores here (mis_loss_scoring: host, --true-on-policy-mode, --allgather-cp)"
+        why = "the framework's own function scores here (mis_loss_scoring: host, --true-on-policy-mode, --allgather-cp)"
     elif loss.scoring.inplace:
         why = "mis_loss_inplace: no effect without logits; remove it"
     elif is_miles() and read_argument(args, "recompute_loss_function"):

@@ -261,7 +261,7 @@ def _samples_of(
     if missing or of_prompts.num_answers is None:
         raise ValueError(f"{key}: rollout_data has no {', '.join(missing) or 'n_samples_per_prompt'}; remove the key")
     if any(index is None for index in rollout_data["sample_indices"]):
-        raise ValueError(f"{key}: samples have no index, by which slime's data source numbers the answers to a prompt")
+        raise ValueError(f"{key}: samples have no index, which slime's data source numbers by prompt")
 
     def column(name: str, values: Any) -> Tensor:
         try:

@@ -164,7 +164,7 @@ async def _version(engine: str, max_attempts: int) -> str:
         if answer is not None and answer.get("weight_version") is not None:
             return str(answer["weight_version"])
     raise ValueError(
-        f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: leave "
+        f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: remove "
         "them out, or use an SGLang that has it"
     )
 
@@ -188,7 +188,7 @@ async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> b
     if cached := meta.get("cached_tokens"):
         raise ValueError(
             f"{engine} reads {cached} tokens out of the prefix cache of another extra_key, so it does not know this "
-            f"field: leave out {KEY}.cache_by_version and flush the cache at every update, or use a newer SGLang"
+            f"field: remove {KEY}.cache_by_version and flush the cache at every update, or use a newer SGLang"
         )
     return True
 
@@ -221,6 +221,6 @@ async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, l
     if [row[1] for row in rows] != ids or meta.get("weight_version") is None:
         raise ValueError(
             f"{engine} did not score the canary: {len(rows)} log-probs of {len(ids)} tokens, weight_version "
-            f"{meta.get('weight_version')!r}; leave out canary"
+            f"{meta.get('weight_version')!r}; remove canary"
         )
     return str(meta["weight_version"]), [row[0] for row in rows[1:]]

@@ -61,7 +61,7 @@ def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
         by = f" (weight versions {', '.join(versions)})" if len(versions) > 1 else ""
         raise ValueError(
             f"the request was retracted{by}: SGLang computed its experts again, and its log-probs are of the experts "
-            "before; leave it out of the replay, or update weights with pause_generation in mode in_place or abort"
+            "before; exclude it from the replay, or update weights with pause_generation in mode in_place or abort"
         )
 
 
@@ -157,7 +157,7 @@ def join_rows(args: Any, sample: Any, parts: Sequence[Rows]) -> Any:
     if not parts:
         raise ValueError(
             f"sample {sample.index} has no room for a token, so the engine chose no experts, which {FLAG} needs of "
-            "every sample: leave such prompts out (rollout_max_prompt_len)"
+            "every sample: exclude such prompts (rollout_max_prompt_len)"
         )
     shapes = sorted({part.shape[1:] for part in parts})
     if len(shapes) > 1:

@@ -203,7 +203,7 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
             found = parameters.get(key)
             if found and found.value not in values:
                 problem = f"{found.path} is {reprlib.repr(found.value)}, so the response is no sample of the policy"
-                raise NotASample(name, f"{problem}: leave it out")
+                raise NotASample(name, f"{problem}: remove it")
     return asked, answer
 
 
