@@ -23,21 +23,21 @@ _CALLS_PER_LOOK = 8
 
 
 class MismatchWarning(UserWarning):
-    """The data or the configuration make the correction weak, useless or suspicious."""
+    """The data or the configuration makes the correction weak, useless, or suspicious."""
 
 
 def is_capturing(values: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which nothing can be sent."""
+    """Whether a CUDA graph is being captured. Then nothing can be sent."""
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Monitor:
-    """Judges numbers of calls: of the first call and on a CPU at once, later ones when they have arrived.
+    """Judges numbers of calls: at once in the first call and on a CPU, else when they have arrived on the host.
 
     Args:
         judge: Of the numbers. Raises, or returns whether it need not look again.
-        every: Calls from one look to the next.
-        merge: Adds up the numbers of all calls; None: a look is at one call.
+        every: Look at the numbers of one in so many calls.
+        merge: Combines the numbers of all calls; None: judge each call by itself.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Monitor:
         self.is_done = False
 
     def observe(self, numbers_of: Callable[[Any], Tensor | None], seen: Any, *, on: Tensor) -> None:
-        """Judge what has arrived, and in its turn the numbers of what is ``seen``, on the device of ``on``.
+        """Judge what has arrived, and if this call has its turn, judge or send ``numbers_of(seen)``.
 
-        ``numbers_of`` gives ``[N]``, or None where nothing can be wrong.
+        ``numbers_of`` returns ``[N]`` on the device of ``on``, or None if nothing can be wrong.
         """
         if self.is_done or is_capturing(on):
             return
@@ -94,7 +94,7 @@ def rejection_totals(correction: Correction) -> Tensor:
 
 
 def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
-    """Warn when more is rejected than the user thought possible; whether it has warned."""
+    """Warn if a larger share is rejected than ``max_fraction``; return whether it did."""
     tokens, valid, kept, kept_responses, responses = totals
     limit = f"(limit: mis_max_reject_fraction={max_fraction:g})"
     unknown, rejected, lost = (
@@ -143,7 +143,7 @@ _MAX_MEAN_ABS_DIFF = 0.3
 
 
 class Finding(NamedTuple):
-    """A mistake that stops the run unless its guard is set to warn; without a guard a doubt."""
+    """A mistake in the data. It stops the run unless its guard is set to warn; without a guard it only warns."""
 
     guard: GuardName | None
     message: str
@@ -152,9 +152,9 @@ class Finding(NamedTuple):
 class DataSums(NamedTuple):
     """Sums over this rank's tokens, which add up over calls.
 
-    Of ``[engine, trainer]``: ``nonfinite`` of all response tokens, and ``placeholders`` of those with a finite ratio.
-    ``gap`` is the absolute difference. Of pairs of neighbours it is ``first`` and ``second``, and where one side is
-    shifted by a token ``earlier`` and ``later``. Differences are bounded: one absurd log-prob must not decide.
+    ``nonfinite_*`` count response tokens, ``placeholders_*`` those with a finite ratio. ``gap`` sums absolute gaps,
+    ``first`` and ``second`` over pairs of neighbors, ``earlier`` and ``later`` with one side shifted by a token.
+    Differences are bounded, so that one absurd log-prob does not decide.
     """
 
     response: float
@@ -189,7 +189,7 @@ def data_sums(streams: PackedStreams) -> Tensor:
 
 
 def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: PackedLayout) -> Tensor:
-    """Tokens whose log-prob is none: a sentinel, 0 for an improbable token, or one value in a whole response."""
+    """Tokens with a placeholder: a sentinel, 0 for an improbable token, or one value in a whole response."""
     usual_T = valid_T & (other_T >= _SENTINEL)
     of_other = [torch.where(valid_T, each, 0.0) for each in (torch.ones_like(other_T), other_T, other_T.square())]
     count_S, sum_S, square_S = layout.sums(of_other)
@@ -201,7 +201,7 @@ def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: Pack
 
 
 def findings_in(numbers: Sequence[float]) -> Iterator[Finding]:
-    """What the sums of :class:`DataSums` give away."""
+    """The mistakes that the sums of :class:`DataSums` show."""
     sums = DataSums(*numbers)
     nonfinite = {"engine": sums.nonfinite_engine, "trainer": sums.nonfinite_trainer}
     side = max(nonfinite, key=nonfinite.__getitem__)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mis_ext.keys.loss_keys import WholeLoss
 
 NOT_READ = "not read"
-"""Stands for the value of an argument that is none of ours: only its name counts, which may be a misspelling."""
+"""The value of an argument that mis_ext does not read. Its name may be a misspelled key."""
 
 _MAX_MAPPINGS = 64
 
@@ -62,9 +62,9 @@ class Run(NamedTuple):
         return chosen_loss(self.config)
 
     def check_rollout(self, groups: Groups) -> None:
-        """Refuse in the loss what no one prepared, and warn once, on one rank, of what perhaps no one did.
+        """Refuse a rollout that was not prepared, and warn once, on one rank, of what may be missing.
 
-        Where the framework calls a function of the user's, at the flag for ours, it may not have called ours.
+        The user's function at a flag may not call that of mis_ext.
         """
         key = self.config.group and self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
@@ -84,7 +84,7 @@ def chosen_loss(config: RunConfig) -> WholeLoss:
 
 
 class _Kept(NamedTuple):
-    """A run, the ``args`` it is of, and of a mapping a copy of what was read."""
+    """A run, its ``args``, and a copy of them if they are a mapping."""
 
     run: Run
     args: Callable[[], Any]
@@ -100,15 +100,14 @@ def session_for(args: Any) -> Session:
 
 
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
-    """The run of this ``args`` object, which is read once; a mapping again when it has changed.
+    """The run of this ``args`` object, which is read once; a mapping is read again when it has changed.
 
     Args:
         args: A namespace, a dataclass, a wrapper, or a mapping; the same object for all micro-batches of a run.
-        whole_loss: Whether the full policy loss asks, whose flags are then checked too.
+        whole_loss: Whether to read and check the full policy loss too.
     """
-    # slime 624b824 and Miles 31f1ca9 set no argument that is read here after training has started: only "rank" before
-    # it, and "loss_type" in the critic's copy. So their args are not compared with what was read. A mapping is that of
-    # a user's own loop, which may change a key.
+    # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and
+    # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
     kept = _kept.get(id(args))
     before = kept.run if kept is not None and kept.args() is args else None
     is_current = kept is not None and (kept.read is None or kept.read == args)
@@ -120,7 +119,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
 
 
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
-    """:func:`current_run` of ranks that share a call: all of them hear if one cannot read its keys in the first one.
+    """:func:`current_run` of ranks that share a call: all raise in the first call if one cannot read its keys.
 
     Raises:
         ValueError: A key is wrong.
@@ -153,7 +152,7 @@ def _new_run(config: RunConfig, before: Run | None) -> Run:
 
 
 def _keep(args: Any, run: Run) -> None:
-    """Keep the run as long as ``args`` lives; of mappings, whose end cannot be watched, the last ones."""
+    """Keep the run as long as ``args`` exists; of mappings, which have no weak references, the last ones."""
     key, read = id(args), copy.deepcopy(dict(args)) if isinstance(args, Mapping) else None
     _kept.pop(key, None)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One configuration in use: every call of a run, with the checks that the first calls need."""
+"""A session: the configuration of a run, and the checks of its calls."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ class Session:
     """Corrects the micro-batches of one run, with one configuration (or a mapping of its keys).
 
     Attributes:
-        token_lags: The lags of the current rollout's tokens, where the host gives none to its loss; or why there are
-            none. The caller sets them, once per rollout.
-        rollout_seen: Whether the rollout was prepared, which prompts need. The caller sets it.
+        token_lags: Lags of the tokens of the current rollout, or why there are none. The caller sets them per rollout.
+        rollout_seen: Whether the rollout was prepared, as keys of prompts require. The caller sets it.
     """
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
@@ -93,10 +92,10 @@ class Session:
     def lags_of(
         self, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device
     ) -> Tensor | None:
-        """``[T]``: the lags of a micro-batch whose behavior log-probs these are; None where no key asks for them.
+        """The lags ``[T]`` of a micro-batch with these behavior log-probs; None if no key needs them.
 
         Raises:
-            ValueError: Nobody has stored them.
+            ValueError: The lags were not stored.
         """
         if not self.config.staleness:
             return None
@@ -124,15 +123,15 @@ class Session:
         status_groups: Sequence[Group] = (),
         corrects: bool = True,
     ) -> Iterator[None]:
-        """Local work before the collectives of a call: an error in it is raised after the other ranks know of it.
+        """Do local work before the collectives of a call: an error is raised after the other ranks have received it.
 
-        They learn of it in the collectives of a correction, if the call ``corrects``, and then in
-        :meth:`exchange_status` of ``status_groups``.
+        It is sent in the collectives of a correction, if the call ``corrects``, and then by :meth:`exchange_status`
+        over ``status_groups``.
         """
         try:
             yield
         except Exception:
-            # The first error is raised, also where a group itself is broken.
+            # The first error is raised, even if a group fails too.
             with suppress(Exception):
                 if corrects and not groups.is_alone:
                     self.tell_failure(response_lengths, groups=groups, device=device)
@@ -141,7 +140,7 @@ class Session:
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> None:
-        """Hear from other ranks whether they failed, or tell them, where no correction does.
+        """Exchange with other ranks whether a call failed, if no correction does.
 
         Raises:
             RuntimeError: Another rank failed.
@@ -153,7 +152,7 @@ class Session:
             self._hear(status)
 
     def meet(self, groups: Groups, *, device: torch.device) -> None:
-        """In the first call with these groups, hear of ranks that could not read their keys.
+        """Check in the first call with these groups that all ranks could read their keys.
 
         Raises:
             RuntimeError: Another rank failed.
@@ -168,7 +167,7 @@ class Session:
             raise_if_failed([float(status)])
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
-        """Refuse values by the smallest and largest of them; on a GPU in the first call and now and then.
+        """Refuse values by the smallest and largest of them; on a GPU in the first and some later calls.
 
         Args:
             values: Of any shape.
@@ -180,7 +179,7 @@ class Session:
         self._ranges[refuse].observe(extremes_of, values, on=values)
 
     def report(self, guard: GuardName, message: str) -> None:
-        """Raise, or warn where the user said so or where nothing is corrected."""
+        """Raise, or warn if ``mis_guard`` allows it or nothing is corrected."""
         if self.config.stops(guard):
             raise ValueError(
                 f"{message.rstrip('.')}. To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
@@ -188,9 +187,9 @@ class Session:
         self.warn(message)
 
     def report_missing(self, *, is_rollout_missing: bool) -> None:
-        """Say which log-probs a correction lacks; nothing where it only measures."""
+        """Report which log-probs a correction lacks; nothing if it only measures."""
         if self.config.metrics_only:
-            return  # The hosts may measure without log-probs: the metrics then say so by being NaN.
+            return  # The metrics are then NaN.
         if is_rollout_missing:
             message = "rollout_log_probs are missing: the rollout function must store the inference engine's log-probs"
         else:
@@ -198,17 +197,17 @@ class Session:
         self.report("missing_log_probs", message)
 
     def warn(self, message: str) -> None:
-        """Warn of something legal that is probably not meant, as a ``MismatchWarning``."""
+        """Issue a ``MismatchWarning``."""
         warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def is_news(self, message: str) -> bool:
-        """Whether this is the first time that the message is asked for."""
+        """Whether this is the first call with this message."""
         is_new = message not in self._told
         self._told.add(message)
         return is_new
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
-        """The correction without guards and monitors.
+        """Compute the correction without guards and monitors.
 
         Raises:
             ValueError: An argument is wrong.
@@ -218,12 +217,12 @@ class Session:
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def tell_failure(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Tensor:
-        """Join the collectives of a call, in which the other ranks read that this one failed; 0-dim, its status."""
+        """Join the collectives of a call, and send in them that this rank failed; return its 0-dim status."""
         due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, device=device).tell()
         return torch.tensor(global_rank() + 1.0, dtype=torch.float64, device=device)
 
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
-        """A call to which this rank adds nothing but its presence."""
+        """Join the collectives of a call without tokens."""
         layout = PackedLayout.without_tokens(response_lengths, is_whole=groups.cp_group is None, device=device)
         nothing_T = torch.empty(0, device=device)
         mask_R = torch.zeros(layout.num_whole_tokens, device=device)

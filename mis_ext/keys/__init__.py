@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How people spell a configuration: keys, presets, and what is nearly one of them."""
+"""Keys and presets: from what a user writes to configuration objects."""

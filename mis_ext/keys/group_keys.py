@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and flags that say what responses to one prompt share, in slime and Miles."""
+"""Keys of what responses to one prompt share: their baseline and their weight, in slime and Miles."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class GroupConfig:
 
     @property
     def of_rewards(self) -> str:
-        """What is said of the rewards: keys and values; nothing where it is not said."""
+        """The keys of the baseline that were given, with their values."""
         values = {"mis_group_baseline": self.baseline, "mis_group_over": self.over}
         return ", ".join(f"{key}: {value}" for key, value in values.items() if key in self.said)
 
     @property
     def needs_rollout(self) -> str | None:
-        """The key for which the scored rollout must be seen, or None."""
+        """The key that needs the whole scored rollout, or None."""
         if self.over == "kept":
             return "mis_group_over: kept"
         return "mis_prompt_mean: true" if self.prompt_mean else None
 
 
 def read_group(given: Mapping[str, Any]) -> GroupConfig:
-    """What arguments say about the responses to one prompt.
+    """Read the keys of responses to one prompt.
 
     Raises:
-        ValueError: A flag of the framework makes a key wrong, or is needed for it and not set.
+        ValueError: A key is wrong with a flag of the framework, or needs a flag that is not set.
     """
     wrong = Errors()
     keys = read_rows(GROUP_ROWS, given, wrong)

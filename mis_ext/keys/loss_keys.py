@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full policy loss that the frameworks' flags and our keys spell, and who scores its log-probs."""
+"""The full policy loss: from keys and flags to its settings, and to the function that scores its log-probs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mis_ext.loss.words import Scoring
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringChoice:
-    """How logits become log-probs and entropy. It does not change what the loss is.
+    """Which function turns logits into log-probs and entropy.
 
     Attributes:
-        by: Who scores, in slime and Miles.
-        said: What ``mis_loss_scoring`` says, or None.
-        inplace: The gradient takes the place of the logits.
-        observes_entropy: Miles reports the entropy also where it is no part of the loss (``observe_training_entropy``).
-        replays_top_p: slime normalises over the tokens that top-p kept (``rollout_top_p`` is not 1).
+        by: That of mis_ext, or that of slime or Miles.
+        said: The value of ``mis_loss_scoring``, or None.
+        inplace: The gradient overwrites the logits.
+        observes_entropy: Miles reports the entropy even if it is no part of the loss (``observe_training_entropy``).
+        replays_top_p: slime normalizes over the tokens that top-p kept (``rollout_top_p`` is not 1).
     """
 
     by: Scoring
@@ -42,9 +42,8 @@ class WholeLoss:
         has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
         skips_scoring: The framework has no scoring pass (``skip_actor_forward_only``): its log-probs are stale.
         is_told_to_skip: The framework was told to skip that pass (``use_rollout_logprobs``).
-        scoring: Who turns logits into log-probs.
-        temperature: Of the rollout, by which logits are divided (``rollout_temperature``); 0 is greedy sampling, for
-            which Miles does not divide.
+        scoring: Which function turns logits into log-probs.
+        temperature: Divides the logits (``rollout_temperature``). At 0, greedy sampling, Miles does not divide.
         reducer_path: ``custom_pg_loss_reducer_function_path``, or None.
     """
 
@@ -58,18 +57,15 @@ class WholeLoss:
 
 
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
-_FIELDS = {
-    **{"mis_loss_mode": "mode", "mis_loss_method": "method", "mis_loss_proximal": "proximal"},
-    **{"mis_loss_denominator": "denominator", "mis_loss_constant": "constant"},
-    **{"mis_loss_entropy_tokens": "entropy_tokens", "entropy_coef": "entropy_coef"},
-    **{"eps_clip": "eps_clip", "eps_clip_high": "eps_clip_high", "eps_clip_c": "eps_clip_c"},
-    "calculate_per_token_loss": "per_token_loss",
-}
-"""Of a key or flag the field of :class:`LossSettings` that it is."""
+_FIELDS = (
+    *("mis_loss_mode", "mis_loss_method", "mis_loss_proximal", "mis_loss_denominator", "mis_loss_constant"),
+    *("mis_loss_entropy_tokens", "entropy_coef", "eps_clip", "eps_clip_high", "eps_clip_c"),
+)
+"""Keys and flags that are fields of :class:`LossSettings`, without their prefix."""
 
 
 def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    """What only the full policy loss reads of arguments, each of which is legal; ``mis_loss_method`` is chosen.
+    """Read what only the full policy loss needs. Each argument is legal, and ``mis_loss_method`` is a method.
 
     Raises:
         ValueError: Keys or flags contradict each other, or have no effect.
@@ -109,9 +105,10 @@ def _loss_settings(given: Mapping[str, Any]) -> LossSettings:
     opsm_delta = 1e-4 if given.get("opsm_delta") is None else given["opsm_delta"]
     return LossSettings(
         ratios=_RATIOS.get(given.get("advantage_estimator") or "", "token"),
-        # With a proximal policy that needs no scoring the flag says no more than that the framework skips it.
+        # With mis_loss_proximal: current the flag only means that the framework skips its scoring pass.
         use_behavior=bool(given.get("use_rollout_logprobs")) and given.get("mis_loss_proximal") != "current",
         kl=kl,
         opsm_delta=opsm_delta if given.get("use_opsm") else None,
-        **{field: given[key] for key, field in _FIELDS.items() if given.get(key) is not None},
+        per_token_loss=bool(given.get("calculate_per_token_loss")),
+        **{key.removeprefix("mis_loss_"): given[key] for key in _FIELDS if given.get(key) is not None},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What legal keys and flags cannot be together: those of the full policy loss, and of responses to one prompt."""
+"""Refused combinations of the full policy loss, and of keys about the responses to one prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 
 
 def against_loss(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
-    """Why keys and flags of the full policy loss cannot be together."""
+    """Contradictions among keys and flags of the full policy loss."""
     settings, scoring, kl = loss.settings, loss.scoring, bool(given.get("use_kl_loss"))
     yield from _against_mode(settings) if settings.method is None else _against_method(given, settings)
     if settings.proximal == "current" and not settings.uses_proximal:
@@ -73,7 +73,7 @@ def _against_method(given: Mapping[str, Any], settings: LossSettings) -> Iterato
     of = settings.chosen_by
     if given.get("mis_loss_mode") is not None:
         yield "mis_loss_method and mis_loss_mode both say what the policy gradient is: remove mis_loss_mode"
-    # What a framework sets by itself cannot be told from what a user wrote: other values are the user's.
+    # A default of the framework looks like a user's value: only other values are the user's.
     replaced = {
         f"--eps-clip {settings.eps_clip:g}": settings.eps_clip != EPS_CLIP,
         f"--eps-clip-high {settings.eps_clip_high}": settings.eps_clip_high not in (None, EPS_CLIP),
@@ -135,13 +135,13 @@ def _against_denominator(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[
 
 
 def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool) -> str | None:
-    """Why fused scoring gives other log-probs than the framework's function, or none; None if it does not.
+    """Why only the framework's function gives the log-probs that are needed; None if fused scoring does too.
 
-    ``compares_with_stored``: whether the loss compares them with log-probs of the framework.
+    ``compares_with_stored``: the loss compares them with log-probs that the framework scored.
     """
     if given.get("true_on_policy_mode"):
         return "--true-on-policy-mode: Miles' own function has the bits of SGLang's"
-    # Of one rank the parts are the whole. Whoever does not say how many there are is taken to have several.
+    # One rank has the whole sequence. Without context_parallel_size there may be several.
     if given.get("allgather_cp") and given.get("context_parallel_size") != 1:
         return "--allgather-cp: the framework's function knows the contiguous parts of the ranks, and exchanges them"
     # Miles divides bfloat16 logits and rounds again: its log-probs are then 0.02 nats off on average.
@@ -171,10 +171,7 @@ ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
 def against_groups(given: Mapping[str, Any], group: GroupConfig) -> Iterator[str]:
-    """Flags with which keys of the responses to one prompt would be wrong, or do nothing.
-
-    Flags that are not there are not looked at.
-    """
+    """Flags with which keys of responses to one prompt are wrong or have no effect. An absent flag is not checked."""
     rewards, estimator = group.of_rewards, given.get("advantage_estimator") or ESTIMATORS[0]
     is_kept, method = group.over == "kept", given.get("mis_loss_method")
     method = method.get("name") if isinstance(method, Mapping) else method

@@ -32,20 +32,20 @@ TIS_OF_FRAMEWORKS = {
     "tis_clip": (2.0, "tis_upper_bound"),
     "tis_clip_low": (0, "tis_mode: clip with tis_lower_bound"),
 }
-"""The bounds of the frameworks' built-in correction: their default, which is on every ``args``, and ours."""
+"""Bounds of the frameworks' built-in correction: the default, which is on every ``args``, and what replaces it."""
 INSTEAD_OF_NULL = {
     "tis_level": "tis_level: none for no weight",
     "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
     "rs_level": "rs_level: none for rs_gates alone, use_rs: false for no gate",
 }
-
+"""Keys for which null could mean two things."""
 
 OF_OTHERS = (*_OF_PEERS, *REMOVED)
-"""Names that are refused whatever is known of the frameworks."""
+"""Other names that are refused."""
 
 
 def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
-    """Refuse names that are no keys and can only be meant for us; null and false of another framework are nothing."""
+    """Collect names that are no keys but mean mis_ext. Another framework's option may be null or false."""
     with wrong:
         refuse_removed(given)
     names = [name for name in given if name not in ROWS and name not in REMOVED and name not in TIS_OF_FRAMEWORKS]
@@ -63,32 +63,27 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
                 raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
 
 
-_LETTERS_PER_SLIP = 6
-
-
 def near_miss(name: str, keys: Collection[str]) -> str | None:
-    """The key that ``name`` was probably meant to be: by a slip of the hand, or without its prefix."""
+    """The key that ``name`` probably means: misspelled, or without its prefix."""
     spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
     if spelled in keys:
         return spelled
     if spelled.startswith("misc_"):
         return None
-    # One word may be anybody's.
-    whole = [prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys]
-    # Length and letters are cheap, and enough for nearly all of the frameworks' names.
-    size, letters = len(spelled), {*spelled}
-    for key in keys:
-        num_slips = len(key) // _LETTERS_PER_SLIP
-        is_alike = abs(size - len(key)) <= num_slips and len(letters.symmetric_difference(key)) <= num_slips
-        if is_alike and _is_slip(spelled, key):
-            return key
-    return whole[0] if whole else None
+    slips = (key for key in keys if _is_slip(spelled, key))
+    # A single word may belong to anyone.
+    bare = (prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys)
+    return next(slips, next(bare, None))
 
 
 def _is_slip(name: str, key: str) -> bool:
-    """Whether few letters are missing, added or exchanged; a word of two letters must be there, as in ``use_rs``."""
+    """Whether at most one letter in six differs. A last word of two letters, as in ``use_rs``, must be there."""
+    most = len(key) // 6
+    # Length and letters are cheap, and enough for nearly all names.
+    if abs(len(name) - len(key)) > most or len({*name}.symmetric_difference(key)) > most:
+        return False
     last_word = key.rpartition("_")[2]
     if len(last_word) < 3 and not name.endswith(f"_{last_word}") and not name.startswith(key):
         return False
     num_same = sum(block.size for block in SequenceMatcher(None, name, key, autojunk=False).get_matching_blocks())
-    return sorted(name) == sorted(key) or len(name) + len(key) - 2 * num_same <= len(key) // _LETTERS_PER_SLIP
+    return sorted(name) == sorted(key) or len(name) + len(key) - 2 * num_same <= most

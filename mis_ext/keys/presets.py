@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files to configurations, be it a user's, a preset, or that of a method's row; and back to keys."""
+"""Configurations from files, presets, and published methods; and keys from configurations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
 def load_config(path: str | Path) -> CorrectionConfig:
     """The configuration in a YAML file.
 
-    Keys without the prefixes of mis_ext belong to the host and are ignored.
+    Keys without the prefixes of mis_ext belong to the framework and are ignored.
 
     Raises:
         OSError: The file cannot be read.
@@ -55,13 +55,13 @@ def preset(name: str) -> CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Spelt:
-    """What a configuration file says, and whatever is known of a method that it names.
+    """The content of a configuration file, and facts about the method in it.
 
     Attributes:
-        config: The correction that acts.
-        loss: The whole loss, with what the file says of the host's flags; None where it has no key of ours.
-        said: What reading it warned of.
-        about: Of a published method, by title; empty without one.
+        config: The correction.
+        loss: The full policy loss, with flags of the framework from the file; None without a key of the loss.
+        said: Warnings of reading it.
+        about: Facts about a published method, by title; empty without one.
     """
 
     config: CorrectionConfig
@@ -71,7 +71,7 @@ class Spelt:
 
 
 def read_file(path: str | Path) -> Spelt:
-    """What a YAML file spells: a correction, and with a key of ours of the whole loss that loss.
+    """Read a YAML file: a correction, and with a key of the full policy loss that loss.
 
     With ``mis_loss_method`` keys of a correction need ``use_tis: true`` in the file.
     """
@@ -81,7 +81,7 @@ def read_file(path: str | Path) -> Spelt:
 
 
 def read_method(row: PublishedMethod) -> Spelt:
-    """What :func:`method_yaml` spells for this row."""
+    """The content of :func:`method_yaml` for this row."""
     flags, keys = _flags_and_keys(row)
     return dataclasses.replace(_spelt(keys), about=_about(row, flags, method=row.method, parameters={}))
 
@@ -91,28 +91,28 @@ def _spelt(content: dict[str, Any]) -> Spelt:
         warnings.simplefilter("always")
         run = read_config(content, whole_loss=says_whole_loss(content))
     said = tuple(dict.fromkeys(str(each.message) for each in caught))
-    config, whole = run.correction, run.whole_loss
-    if whole is None or whole.settings.method is None:
-        return Spelt(config=config, loss=None if whole is None else whole.settings, said=said)
-    if not whole.has_correction:
-        config = NO_CORRECTION
+    if run.whole_loss is None:
+        return Spelt(config=run.correction, said=said)
+    loss, chosen = run.whole_loss.settings, run.whole_loss.settings.method
+    if chosen is None:
+        return Spelt(config=run.correction, loss=loss, said=said)
+    config = run.correction if run.whole_loss.has_correction else NO_CORRECTION
     if run.double_correction is not None:
         if config.stops("double_correction"):
             raise ValueError(run.double_correction)
         said += (run.double_correction,)
-    chosen = whole.settings.method
     row = find_method(chosen.name)
     changed = {name: value for name, value in chosen.parameters if value != row.defaults[name]}
     about = _about(row, _whole_loss_flags(chosen.method), method=chosen.method, parameters=changed)
-    return Spelt(config=config, loss=whole.settings, said=said, about=about)
+    return Spelt(config=config, loss=loss, said=said, about=about)
 
 
 def method_yaml(row: PublishedMethod) -> str:
-    """A file that runs a method with its defaults: the hook's keys where the hook can do it, else the whole loss's."""
+    """A file that runs a method with its defaults: keys of a correction if they can express it, else of the loss."""
     flags, keys = _flags_and_keys(row)
     remarks = _remarks(row, flags)
     if "use_tis" in keys and any(gate.action == "reject" for gate in config_from_mapping(keys).all_gates.values()):
-        remarks["Denominator"] = "rejected terms stay in the host's; mis_denominator: kept takes them out."
+        remarks["Denominator"] = "rejected tokens count in the framework's; mis_denominator: kept removes them."
     comment = "\n".join(
         textwrap.fill(f"{title}: {text}", 118, break_on_hyphens=False) for title, text in remarks.items()
     )
@@ -120,7 +120,7 @@ def method_yaml(row: PublishedMethod) -> str:
 
 
 def keys_as_yaml(keys: Mapping[str, Any]) -> str:
-    """A line for each key; what is below one stands behind it."""
+    """Keys as YAML, a line for each; the innermost mappings and lists are in one line too."""
     is_block = {key: None if isinstance(value, (dict, list)) else False for key, value in keys.items()}
     return "".join(
         yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=is_block[key], width=120)
@@ -129,10 +129,10 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
 
 
 def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
-    """The keys that spell ``config``; what is at its default is left out.
+    """The keys of ``config``, without those at their default.
 
     Raises:
-        ValueError: It measures only, which is said by the framework's switches.
+        ValueError: It measures only, for which the framework has flags.
     """
     if config.metrics_only:
         raise ValueError("metrics_only is spelled use_tis: false")
@@ -145,7 +145,7 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     keys |= _keys_of_gates(config.gates)
     if config.normalize_over is not None:
         keys["tis_batch_normalize"] = True
-        # Where nothing is rejected both words say the same, and one of them is refused.
+        # If nothing is rejected both words mean the same, and valid is refused.
         if config.gates or (weight is not None and weight.bound.rejects):
             keys["tis_normalize_over"] = config.normalize_over
     if config.is_scaled and config.scope != "data_parallel":
@@ -160,7 +160,7 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
 
 
 def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
-    """``rs_gates`` for what no other key spells: gates keep their order."""
+    """Keys of the filters, in their order: ``rs_gates`` for those without a key of their own."""
     fields = [field for field in dataclasses.fields(Gate) if field.name in GATE_ROWS]
     rest = [
         {"statistic": gate.statistic, "reduce": gate.reduce}
@@ -185,7 +185,7 @@ def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
 
 
 def _flags_and_keys(row: PublishedMethod) -> tuple[str, dict[str, Any]]:
-    """The host's flags for a method with its defaults, and the keys of its file."""
+    """The framework's flags for a method with its defaults, and the keys of its file."""
     try:
         found = as_correction(row.method)
     except ValueError:
@@ -221,7 +221,7 @@ def _remarks(row: PublishedMethod, flags: str) -> dict[str, str]:
 
 
 def _about(row: PublishedMethod, flags: str, *, method: Method, parameters: Mapping[str, Any]) -> dict[str, str]:
-    """All that is known of a method as it was chosen."""
+    """Facts about a method with its parameters."""
     changed = [f"{name}={value} (default {row.defaults[name]})" for name, value in parameters.items()]
     more = {"Parameters": ", ".join(changed) or "the defaults", "Log-probs": ", ".join(method.policies)}
     return _remarks(row, flags) | more

@@ -45,7 +45,7 @@ else:
     GroupConfig = WholeLoss = Any  # The hook has neither, and loads neither.
 
 Keys = Mapping[str, Any] | str | Path
-"""What spells a configuration: a mapping, or the path of a YAML file."""
+"""Keys of a configuration: a mapping, or the path of a YAML file."""
 
 
 # --- a correction
@@ -120,11 +120,13 @@ def _weight(values: Mapping[str, Any]) -> Weight | None:
     if values["tis_level"] == "none":
         return None
     bound = BOUNDS[values["tis_mode"]]
-    low, high = (
-        values[f"tis_{side}_bound"] if used else None
-        for side, used in (("lower", bound.has_low), ("upper", bound.has_high))
+    return Weight(
+        level=values["tis_level"],
+        mode=bound.name,
+        low=values["tis_lower_bound"] if bound.has_low else None,
+        high=values["tis_upper_bound"] if bound.has_high else None,
+        when=values["tis_when"],
     )
-    return Weight(level=values["tis_level"], mode=bound.name, low=low, high=high, when=values["tis_when"])
 
 
 def _gates(values: Mapping[str, Any]) -> tuple[Gate, ...]:
@@ -157,10 +159,10 @@ class RunConfig:
         correction: What the correction computes.
         is_padded: Logits are ``[B, L, V]`` (``qkv_format: bshd``), not packed.
         also_measures: ``get_mismatch_metrics`` is set.
-        whole_loss: None where the framework's own loss runs, and calls the hook.
-        group: What responses to one prompt share; None where no key says anything about it.
-        double_correction: How loss and correction together count the mismatch twice, or None.
-        doubts: What is wrong if a function of the user's leaves something out: a warning each.
+        whole_loss: The full policy loss; None if the framework's loss runs, which calls the hook.
+        group: What responses to one prompt share; None without a key about it.
+        double_correction: Why loss and correction together count the mismatch twice, or None.
+        doubts: Warnings about a function of the user, which may leave something out.
     """
 
     correction: CorrectionConfig
@@ -173,10 +175,10 @@ class RunConfig:
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
-    """The configuration that arguments spell.
+    """Read the configuration of a run from its arguments.
 
     Raises:
-        ValueError: A key or flag is wrong, or has no effect beside the others; a line for each of them.
+        ValueError: A key or flag is wrong, or has no effect with the others; a line for each of them.
         TypeError: A value has the wrong type.
     """
     wrong, loss, group = Errors(), None, None
@@ -186,7 +188,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     with wrong:
         correction = config_from_mapping(given)
     if whole_loss and is_legal:
-        from mis_ext.keys.loss_keys import read_whole_loss  # And the loss: no call of the hook needs it.
+        from mis_ext.keys.loss_keys import read_whole_loss  # Also loads the loss, which the hook does not need.
 
         with wrong:
             loss = read_whole_loss({**given, **of_loss})
@@ -212,7 +214,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 
 
 def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
-    """``config`` itself, or what a mapping of keys spells."""
+    """``config`` itself, or the configuration in a mapping of keys."""
     if isinstance(config, CorrectionConfig):
         return config
     if isinstance(config, Mapping):
@@ -228,7 +230,7 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
 
 def read_keys(keys: Keys) -> dict[str, Any]:
     """The keys themselves, or those in the file."""
-    from mis_ext.files import read_yaml  # And PyYAML: no call of the hook reads a file.
+    from mis_ext.files import read_yaml  # Also loads PyYAML, which the hook does not need.
 
     found: Any = read_yaml(keys) if isinstance(keys, (str, Path)) else keys
     if not isinstance(found, Mapping):
@@ -242,7 +244,7 @@ def says_whole_loss(keys: Mapping[str, Any]) -> bool:
 
 
 def interned_keys(keys: Keys, **more: Any) -> dict[str, Any]:
-    """``keys`` and ``more``: for the same ones the same object, by which sessions know a run."""
+    """``keys`` and ``more``, as one object for equal values: sessions identify a run by it."""
     return _interned(json.dumps(keys if isinstance(keys, str) else read_keys(keys)), json.dumps(more))
 
 

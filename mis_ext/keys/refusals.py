@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What legal keys cannot be together: keys that have no effect beside the others, and keys that contradict each other.
+"""Refused combinations: keys that have no effect with the others, and keys that contradict each other.
 
-What a single key may be is in ``rows``. Keys of the full policy loss, which the hook does not load, are in
-``loss_refusals``. What only a launch shows, ``check_setup`` refuses.
+The legal values of a single key are in ``rows``, combinations of the full policy loss in ``loss_refusals``, which the
+hook does not load. ``check_setup`` refuses what needs the launch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class KeysInUse:
-    """What is known of the keys where they are judged together.
+    """The keys of a configuration, with what decides whether one of them has an effect.
 
     Attributes:
         given: The keys that are set.
-        values: Of every key of a correction its value or default.
+        values: The value or default of every key of a correction.
         corrects: The correction is applied.
         measures: Its metrics are computed.
         method_rejects: The method of the loss has a mask.
-        loses_tokens: A response of which the correction keeps a token can lose others.
-        bound: The row of the weight's mode, None without a weight.
+        loses_tokens: The correction can keep a part of a response.
+        bound: The row of the weight's mode; None without a weight.
         rejects: Tokens with a ratio can leave the mask.
-        low, high: Whether a bound of the weight is looked at, by it or by a filter that has none of its own.
-        is_repeated: The filter of ``use_rs`` is that of the weight's mode.
+        low, high: The weight uses this bound, or a filter without its own does.
+        is_repeated: The filter of ``use_rs`` equals that of the weight's mode.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class KeysInUse:
 
 
 class Idle(NamedTuple):
-    """``keys``, at the value ``at`` or any, do nothing where ``when`` holds; ``because`` says why."""
+    """Keys without effect if ``when`` holds, at the value ``at`` or at any. ``because`` is the reason."""
 
     keys: tuple[str, ...]
     when: Callable[[KeysInUse], bool]
@@ -135,14 +135,14 @@ IDLE = (
     Idle(("mis_loss_denominator",), lambda keys: not (keys.corrects and keys.loses_tokens), _NONE_PARTLY, at="kept"),
     Idle(("tis_normalize_over",), lambda keys: not keys.rejects, _ALL_KEPT, at="valid"),
 )
-"""A key that is false is none that does nothing: it says so."""
+"""A key that is false is never refused."""
 
 
 def refuse_idle_keys(keys: KeysInUse) -> None:
-    """Refuse keys that are set although they would have no effect.
+    """Refuse keys that have no effect.
 
     Raises:
-        ValueError: There are such keys; the message says why, and what to write.
+        ValueError: There are such keys; the message has the reason, and what to write.
     """
     wrong, named = Errors(), set[str]()
     for row in IDLE:
@@ -166,7 +166,7 @@ def refuse_first(reasons: Iterable[str]) -> None:
 
 
 def against_correction(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Why the keys of a correction cannot be together; ``values`` are those of all its keys."""
+    """Contradictions among the keys of a correction; ``values`` has all of them."""
     low, high = values["tis_lower_bound"], values["tis_upper_bound"]
     bound = None if values["tis_level"] == "none" else BOUNDS[values["tis_mode"]]
     if bound is not None and bound.has_high and high == math.inf:
@@ -195,7 +195,7 @@ def _disorder(given: Mapping[str, Any], prefix: str, low: float, high: float) ->
 
 
 def against_built_in_bounds(given: Mapping[str, Any]) -> Iterator[str]:
-    """Bounds of the framework's built-in correction, which ours replaces."""
+    """Bounds of the framework's built-in correction, which mis_ext replaces."""
     for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
         if given.get(key) not in (None, default):
             yield (
@@ -215,7 +215,7 @@ def refuse_loss_keys(given: Mapping[str, Any]) -> None:
 
 
 def refuse_group_keys(keys: Collection[str]) -> None:
-    """Refuse what only a function of the whole rollout reads, where there is none."""
+    """Refuse keys that only a function of the whole rollout reads."""
     if keys:
         raise ValueError(
             f"{', '.join(keys)}: no effect here: slime and Miles alone show mis_ext the responses to a prompt; compute "
@@ -259,7 +259,7 @@ def _against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: 
 
 
 def double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
-    """How loss and correction together count the mismatch twice, or None; a guard, so that a user can allow it."""
+    """Why loss and correction together count the mismatch twice, or None. A guard: the user can allow it."""
     if given.get("mis_loss_method") is not None:
         chosen = None if loss is None or not loss.has_correction else loss.settings.method
         if chosen is None or correction.weight is None or not chosen.method.weighs_behavior:
@@ -280,7 +280,7 @@ def double_correction(given: Mapping[str, Any], correction: CorrectionConfig, lo
 
 
 def doubts(given: Mapping[str, Any], correction: CorrectionConfig, group: GroupConfig | None) -> Iterator[str]:
-    """What is wrong if a function of the user's leaves something out, or with this schedule of weight updates."""
+    """Warnings about functions of the user that may leave something out, and about the schedule of weight updates."""
     generates, interval = given.get("custom_generate_function_path"), given.get("update_weights_interval") or 1
     is_foreign = given.get("rollout_data_postprocess_path") is None and not _is_ours(generates or "mis_ext.")
     if correction.denominator == "kept" and is_foreign:
@@ -295,7 +295,7 @@ def doubts(given: Mapping[str, Any], correction: CorrectionConfig, group: GroupC
         )
     keys, asked = given.get("on_policy_tokens"), []
     if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
-        # What else it may be, and which keys there are, the function itself says.
+        # The function checks it.
         what = f"on_policy_tokens ({', '.join(map(str, keys))})"
         asked.append((what, "custom_generate_function_path", "mis_ext.rollout.generate"))
     if group is not None and group.needs_rollout:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every key of a file in one row: check, default, sentence, unit.
 
-The check is the type and the legal range. From the row come also the error, the JSON Schema, the reference page, and
-what ``mis-ext keys NAME`` prints. The other modules of this folder: ``reading`` makes configuration objects of keys,
-``refusals`` has what keys cannot be together, ``presets`` reads files, ``schema`` prints rows.
+The check has the type and the legal range. The error, the JSON Schema, the reference page, and the output of ``mis-ext
+keys NAME`` follow from the row. Other modules: ``reading`` makes configuration objects from keys, ``refusals`` has the
+refused combinations, ``names`` the refused names, ``presets`` reads files, ``schema`` writes the rows as JSON Schema.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ PREFIXES = ("tis_", "rs_", "mis_")
 class Key(NamedTuple):
     """One key: ``check`` gives its value or raises an error with key, value, and legal range.
 
-    A default of None is unset, or follows from other keys, as the sentence says. ``values``: what is legal, where it is
-    no number, word, switch, or text.
+    A default of None means unset, or a default that ``text`` describes. ``values``: the legal values, if they are not a
+    number, word, switch, or text.
     """
 
     check: Check
@@ -87,17 +87,17 @@ def words(*choices: Any) -> Check:
     )
 
 
-# --- values that are no single number, word or switch
+# --- values that are not a single number, word, or switch
 
 LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
     "sequence_min": "min",
     "sequence_max": "max",
 }
-"""What ``level`` says about the tokens of a response."""
+"""The reduction over the tokens of a response for each word of ``level``."""
 
 
 def read_gates(key: str, value: Any) -> tuple[Gate, ...]:
-    """The filters that a list of mappings spells."""
+    """The filters of a list of mappings."""
     gates, wrong = [], Errors()
     for place, fields in enumerate(check_list(key, value)):
         with wrong:
@@ -232,7 +232,7 @@ GROUP_ROWS: dict[str, Key] = {
     "mis_group_over": Key(words(BaselineOver), "trained", "Which trajectories of a prompt count in it."),
     "mis_prompt_mean": Key(check_bool, False, "Gives every prompt the same weight."),
 }
-"""Of what responses to one prompt share; functions of the whole rollout read them, in slime and Miles."""
+"""Keys of what responses to one prompt share. Functions of the whole rollout read them, in slime and Miles."""
 
 DEFAULT_SCORING: Scoring = "fused"
 LOSS_ROWS: dict[str, Key] = {
@@ -252,7 +252,7 @@ LOSS_ROWS: dict[str, Key] = {
     "mis_loss_scoring": Key(words(Scoring), DEFAULT_SCORING, "Who turns logits into log-probs."),
     "mis_loss_inplace": Key(check_bool, False, "The gradient replaces the logits in memory."),
 }
-"""Keys of the full policy loss; what else it reads are flags of the frameworks."""
+"""Keys of the full policy loss, which also reads flags of the frameworks."""
 
 FRAMEWORK_ROWS: dict[str, Key] = {
     "get_mismatch_metrics": Key(check_bool, False, "A flag of the framework: calls mis_ext for its metrics."),
@@ -304,12 +304,10 @@ FLAGS: dict[str, Check | None] = {
     "rollout_temperature": number("[0,inf)"),
     "rollout_top_p": number("(0,1]"),
 }
-"""Other flags of the frameworks that are read, and with which of their values no loss fails or is NaN.
-
-A file can set them to anything. None: what it may be says the framework.
-"""
+"""Other flags of the frameworks that are read. A file can set them too, so the check refuses values with which a loss
+fails or is NaN. None: the framework checks it."""
 ARGUMENTS = (*ROWS, *FLAGS)
-"""Every argument that is read; the names of all others are only compared with ours."""
+"""Every argument that is read. The names of others are only compared with these."""
 
 
 def read_rows(rows: Mapping[str, Key], given: Mapping[str, Any], wrong: Errors) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON Schema of a configuration file, with which editors complete and check it while it is written.
+"""The JSON Schema of a configuration file, with which editors complete and check it.
 
-It says of each key alone what is legal. What two keys mean together only the loader sees, which refuses all that the
-schema refuses.
+It describes each key by itself. The loader refuses all that the schema refuses, and combinations of keys too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def json_schema() -> _Node:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of mis_ext",
-        "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are those of the host.",
+        "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are the framework's.",
         "type": "object",
         "properties": keys,
         "patternProperties": {
@@ -46,14 +45,14 @@ def schema_text() -> str:
 
 
 def described(name: str) -> dict[str, Any]:
-    """All that is known of a key."""
+    """The row of a key, for ``mis-ext keys``."""
     row = ROWS[name]
     default = json.dumps(row.default) if isinstance(row.default, bool) else row.default
     return {"key": name, "legal": row.legal, "default": default or None, "unit": row.unit or None, "what": row.text}
 
 
 def _node(row: Key, *, nullable: bool = True) -> _Node:
-    """What the check of a row lets pass."""
+    """What the check of a row allows."""
     check = row.check
     if check in (check_bool, check_text):
         node: _Node = {"type": ["boolean" if check is check_bool else "string", "null"]}

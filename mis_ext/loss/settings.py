@@ -36,9 +36,9 @@ class LossSettings:
     """One policy loss. ``old`` is the policy whose ratio is clipped: the proximal one, or the behavior policy.
 
     Args:
-        mode: ``baseline``: PPO as the frameworks have it. ``decoupled``: the same, and a correction is required.
+        mode: ``baseline``: PPO of the frameworks. ``decoupled``: the same, and a correction is required.
             ``bypass``: PPO whose old policy is the behavior policy. ``reinforce``: ``sg(weight) A log pi``.
-        method: A published method instead of ``mode``, ``ratios`` and the clips; None for these.
+        method: A published method, which replaces ``mode``, ``ratios``, and the clips; or None.
         ratios: ``token``: PPO. ``sequence``: GSPO. ``detached``: CISPO. Not used by ``reinforce``.
         use_behavior: ``baseline`` with the behavior policy as old policy, the frameworks' ``use_rollout_logprobs``.
         proximal: ``stored``: the proximal policy is what was scored before training, as far as it was. ``current``: it
@@ -53,7 +53,7 @@ class LossSettings:
         kl: The KL penalty, or None.
         denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.policy`.
         constant: The constant of ``denominator="constant"``, in tokens.
-        per_token_loss: The framework divides by the tokens of the whole batch itself.
+        per_token_loss: The framework divides by the tokens of the whole batch.
 
     References:
         Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et al., dual clip,
@@ -114,7 +114,7 @@ class LossSettings:
 
     @property
     def needs_reference(self) -> str | None:
-        """The key that compares with the reference policy, besides the framework's own penalty, or None."""
+        """The key that compares with the reference policy, besides the framework's penalty, or None."""
         return self.chosen_by if self.method is not None and "reference" in self.method.method.policies else None
 
     @property
