@@ -110,9 +110,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    checkpoint = saved(model, tmp_path_factory.mktemp("checkpoint"))
-    with sglang_server(checkpoint, weight_version="7") as port:
-        yield host_args(port, checkpoint)
+    """One for all tests of this file: to start it takes most of their time."""
+    checkpoint, shim = saved(model, tmp_path_factory.mktemp("checkpoint")), tmp_path_factory.mktemp("shim")
+    # SGLang compares weights on CUDA alone, and moves nothing else to it here: that move is left out.
+    (shim / "sitecustomize.py").write_text("import torch\ntorch.Tensor.cuda = lambda self, *a, **k: self\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(shim))
+        with sglang_server(checkpoint, weight_version="7") as port:
+            yield host_args(port, checkpoint)
 
 
 @pytest.fixture
@@ -329,13 +334,8 @@ def test_the_experts_of_conversations_are_those_of_the_model(tmp_path):
         assert torch.equal(rows.long(), own_experts(model, sample))
 
 
-def test_tensors_that_did_not_arrive_are_named_with_their_difference(model, tmp_path, monkeypatch):
+def test_tensors_that_did_not_arrive_are_named_with_their_difference(server, model, tmp_path):
     """A sync that skipped one tensor, one that scaled one, one that was right, and a checkpoint without one."""
-    # SGLang compares on CUDA alone; here the move to it is left out.
-    shim = tmp_path / "shim"
-    shim.mkdir()
-    (shim / "sitecustomize.py").write_text("import torch\ntorch.Tensor.cuda = lambda self, *a, **k: self\n")
-    monkeypatch.setenv("PYTHONPATH", str(shim))
     trained, scaled = copy.deepcopy(model), copy.deepcopy(model)
     skipped = "model.layers.1.mlp.down_proj.weight"
     with torch.no_grad():
@@ -345,18 +345,19 @@ def test_tensors_that_did_not_arrive_are_named_with_their_difference(model, tmp_
         scaled.model.layers[0].self_attn.k_proj.weight *= 2.0
     partly = copy.deepcopy(trained)
     partly.get_parameter(skipped).data.copy_(model.get_parameter(skipped))
-    folders = {"model": model, "trained": trained, "partly": partly, "scaled": scaled}
+    folders = {"trained": trained, "partly": partly, "scaled": scaled}
     folders = {name: saved(each, tmp_path / name) for name, each in folders.items()}
     without = {name: values for name, values in trained.state_dict().items() if name != "model.norm.weight"}
     folders["without"] = tmp_path / "without"
     trained.save_pretrained(folders["without"], state_dict=without)
-    with sglang_server(folders["model"], weight_version="7") as port:
-        url = f"http://127.0.0.1:{port}"
+    port = server.sglang_router_port
+    url = f"http://127.0.0.1:{port}"
 
-        def compared(synced, trainer="trained"):
-            call_server(port, "/update_weights_from_disk", {"model_path": str(folders[synced])})
-            return compare_weights(url, folders[trainer])
+    def compared(synced, trainer="trained"):
+        call_server(port, "/update_weights_from_disk", {"model_path": str(folders[synced])})
+        return compare_weights(url, folders[trainer])
 
+    try:
         assert compared("trained") == []
         (found,) = compared("partly")
         assert found.name == skipped
@@ -369,3 +370,5 @@ def test_tensors_that_did_not_arrive_are_named_with_their_difference(model, tmp_
             compare_weights(url, tmp_path / "absent")
         assert compared("trained", trainer="trained") == []
         assert [each.name for each in compared("trained", trainer="without")] == ["model.norm.weight"]
+    finally:
+        call_server(port, "/update_weights_from_disk", {"model_path": server.hf_checkpoint, "weight_version": "7"})
