@@ -90,8 +90,10 @@ class Graphs:
         elif self.is_agreed and self.obstacle is None:
             return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
         elif not self.is_agreed:
-            # Compile on the data of this rank. The result is not used.
-            self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, None, None)
+            # Compile on the data of this rank. The result is not used. Copies stand for what the other ranks send:
+            # the graphs hold for memory that the graph before has not made.
+            copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
+            self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, *copies)
             if self.obstacle is not None:
                 cannot_compile = -(global_rank() + 1.0)
                 over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)

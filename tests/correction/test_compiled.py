@@ -180,6 +180,7 @@ def test_ranks_have_graphs_from_the_second_call_on_or_none_has(fails, graphs, mo
         assert ["rank 1 could not compile" in text for text in said] == [True]
         assert {graphs.obstacle for graphs in of_rank.values()} == {"no compiler", "rank 1 could not compile"}
     else:
-        # A trial, and two calls, of each rank.
+        # A trial, and two calls, of each rank; three graphs, which the trial has made.
         assert len(used) == 6
+        assert len(graphs) == 6
         assert said == []
