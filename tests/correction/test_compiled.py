@@ -62,7 +62,19 @@ def correction_of(config, lengths, *, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_one_graph_holds_for_calls_of_any_lengths_and_has_the_numbers_of_eager_passes(config, graphs) -> None:
+def test_one_graph_holds_for_calls_of_any_lengths_and_has_the_numbers_of_eager_passes(
+    config, graphs, monkeypatch
+) -> None:
+    compared, said = [], []
+    choose = compiled._guards_of_call
+
+    def spy(guards):
+        chosen = choose(guards)
+        compared.extend(guard.name for guard, is_kept in zip(guards, chosen, strict=True) if is_kept)
+        return chosen
+
+    monkeypatch.setattr(compiled, "_guards_of_call", spy)
+    monkeypatch.setattr(compiled._LOG, "info", lambda text, *_: said.append(text))
     draw = random.Random(0)
     # First as many tokens as responses.
     shapes = [[1, 1], [1], [40], [64, 64], [2000]]
@@ -76,29 +88,13 @@ def test_one_graph_holds_for_calls_of_any_lengths_and_has_the_numbers_of_eager_p
             torch.testing.assert_close(
                 found.metrics[name].value(), metric.value(), rtol=1e-5, atol=1e-6, equal_nan=True
             )
-    assert len(graphs) == 1
-
-
-@pytest.mark.slow
-def test_a_call_compares_its_own_tensors_and_sizes_and_not_its_configuration(graphs, monkeypatch) -> None:
-    kept, said = [], []
-    choose = compiled._guards_of_call
-
-    def spy(guards):
-        chosen = choose(guards)
-        kept.extend(guard.name for guard, is_kept in zip(guards, chosen, strict=True) if is_kept)
-        return chosen
-
-    monkeypatch.setattr(compiled, "_guards_of_call", spy)
-    config = CONFIGS["weights of tokens"].replace(compile=True)
-    monkeypatch.setattr(compiled._LOG, "info", lambda text, *_: said.append(text))
-    for seed in range(3):
-        correction_of(config, [40, 64], seed=seed)
-    assert {"x.proximal_T", "x.mask_T", "sizes.num_blocks", "token_metrics"} <= {*kept}
-    assert not [name for name in kept if "plan" in name]
-    assert not [node.name for node in graphs[0].graph.nodes if node.op == "placeholder" and "plan" in node.name]
+    # A call compares its own tensors and sizes, and not its configuration.
+    assert {"x.proximal_T", "x.mask_T", "sizes.num_blocks", "token_metrics"} <= {*compared}
+    assert not [name for name in compared if "plan" in name]
+    (graph,) = graphs
+    assert not [node.name for node in graph.graph.nodes if node.op == "placeholder" and "plan" in node.name]
     # Every graph asks for the mode of gradients, and the like; without this choice there were 600.
-    assert len(kept) < 40
+    assert len(compared) < 40
     # One line before, and one after, in the first call alone.
     assert len(said) == 2
 
