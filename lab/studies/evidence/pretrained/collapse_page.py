@@ -243,8 +243,8 @@ def _fork_section(results: Results) -> list[str]:
         "",
         "Trainer policy: mean of the sampled and the greedy reward on held-out questions, mean of the last four "
         "evaluations. Two pairs take 29 minutes of two H200 (SGLang 0.5.17, revision 6de820ef). Exploratory: k3 did "
-        "not return to its start with token TIS either. With seed 21 it stayed at 0.14. With seed 22 it rose to 1.1 and "
-        "the policy fell to 0.34; without a correction the policy fell to 0.35 and came back to 0.64. "
+        "not return to its start with token TIS either. With seed 21 it stayed at 0.14. With seed 22 it rose to 1.1 "
+        "and the policy fell to 0.34; without a correction the policy fell to 0.35 and came back to 0.64. "
         "[Six runs with token TIS from the start](collapse.md) kept k3 below 0.04 and a sampled reward of 0.74.",
         "",
         "**The pilot, at 4e-6, failed** by its rule: both int4 runs alerted before step 100 (71 and 88), but the "
