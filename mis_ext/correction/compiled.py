@@ -39,7 +39,7 @@ from mis_ext.correction.correct import (
     run_passes,
     token_pass,
 )
-from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, lengths_on
+from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, places_of
 
 _LOG = logging.getLogger("mis_ext")
 _PAD = 65
@@ -83,8 +83,8 @@ class Graphs:
     ) -> Passed:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
         if over_cp is None and over_dp is None:
-            padded, length_S, sizes = _padded(x, layout)
-            found = self._try(self._whole, padded, length_S, sizes, self._plan, token_metrics)
+            padded, places_23S, sizes = _padded(x, layout)
+            found = self._try(self._whole, padded, places_23S, sizes, self._plan, token_metrics)
             if found is not None:
                 return _cut(found, layout)
         elif self.is_agreed and self.obstacle is None:
@@ -106,13 +106,13 @@ class Graphs:
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
     ) -> Passed:
         """The passes as three graphs, with the exchanges between them."""
-        padded, length_S, sizes = _padded(x, layout)
-        parts_FS = self._tokens(padded, length_S, sizes, self._plan)[:, : layout.num_sequences]
+        padded, places_23S, sizes = _padded(x, layout)
+        parts_FS = self._tokens(padded, places_23S, sizes, self._plan)[:, : layout.num_sequences]
         merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
-        columns_FS = _with_columns(merged_FS, len(length_S), self._plan)
+        columns_FS = _with_columns(merged_FS, places_23S.shape[-1], self._plan)
         own_A = self._responses(columns_FS, self._plan)
         sums = Sums(columns_FS, own_A, own_A if over_dp is None else over_dp(own_A))
-        return _cut(self._outputs(padded, length_S, sizes, sums, self._plan, token_metrics), layout)
+        return _cut(self._outputs(padded, places_23S, sizes, sums, self._plan, token_metrics), layout)
 
     def _agree(self, status: float) -> None:
         """Learn from the status of a call, the only one that waits for it, whether a rank could not compile."""
@@ -163,20 +163,20 @@ def _sending(status: float, exchange: Exchange) -> Exchange:
     return run
 
 
-def _whole(x: Inputs, length_S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
-    return run_passes(x, Blocks(length_S, sizes), plan, None, None, token_metrics=token_metrics)
+def _whole(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
+    return run_passes(x, Blocks(places_23S, sizes), plan, None, None, token_metrics=token_metrics)
 
 
-def _tokens(x: Inputs, length_S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
-    return token_pass(x, Blocks(length_S, sizes), plan)[1]
+def _tokens(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
+    return token_pass(x, Blocks(places_23S, sizes), plan)[1]
 
 
 def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
     return response_pass(merged_FS, plan)[1]
 
 
-def _outputs(x: Inputs, length_S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool) -> Passed:
-    blocks = Blocks(length_S, sizes)
+def _outputs(x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool) -> Passed:
+    blocks = Blocks(places_23S, sizes)
     s, _ = token_pass(x, blocks, plan)
     r = decide(plan.of_responses(sums.merged_FS), plan)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
@@ -202,15 +202,15 @@ def _guards_of_call(guards: Sequence[Any]) -> list[bool]:
 
 
 def _padded(x: Inputs, layout: PackedLayout) -> tuple[Inputs, Tensor, BlockSizes]:
-    """Inputs, lengths, and sizes, none of which is 0 or 1."""
-    length_S, sizes = layout.lengths
+    """Inputs, places, and sizes, none of which is 0 or 1."""
+    places_23S, sizes = layout.places
     if layout.num_sequences < 2 or sizes.num_groups < 2:
-        length_S, sizes = lengths_on((*layout.local_lengths, _PAD, _PAD), x.mask_T.device)
+        places_23S, sizes = places_of((*layout.local_lengths, _PAD, _PAD), x.mask_T.device)
         end = functools.partial(torch.nn.functional.pad, pad=(0, 2 * _PAD))
         lag_T = None if x.lag_T is None else end(x.lag_T)
         segments = {label: end(value_T) for label, value_T in x.segments.items()}
         x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments)
-    return x, length_S, sizes._replace(most_groups=max(sizes.most_groups, 2))
+    return x, places_23S, sizes._replace(most_groups=max(sizes.most_groups, 2))
 
 
 def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
@@ -224,11 +224,14 @@ def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
 
 
 def _cut(found: Passed, layout: PackedLayout) -> Passed:
+    """Without added responses and their tokens."""
     num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
-    return found._replace(
-        sums=found.sums._replace(merged_FS=found.sums.merged_FS[:, :num_responses]),
-        weights_T=found.weights_T[:num_tokens],
-        loss_mask_T=found.loss_mask_T[:num_tokens],
-        keep_S=found.keep_S[:num_responses],
-        metrics_MT=None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
+    if len(found.keep_S) == num_responses:
+        return found
+    return Passed(
+        found.sums._replace(merged_FS=found.sums.merged_FS[:, :num_responses]),
+        found.weights_T[:num_tokens],
+        found.loss_mask_T[:num_tokens],
+        found.keep_S[:num_responses],
+        None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
     )

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,22 +69,27 @@ class PackedLayout:
 
     @classmethod
     def without_tokens(
-        cls, response_lengths: Sequence[int], *, is_whole: bool, device: torch.device | str = "cpu"
+        cls,
+        response_lengths: Sequence[int],
+        *,
+        is_whole: bool,
+        device: torch.device | str = "cpu",
+        pieces_per_sequence: int = 1,
     ) -> PackedLayout:
         """The layout of a rank that has no token of any response: the lengths are those on the other ranks."""
         # Where responses are whole, no other rank has these.
         lengths = () if is_whole else tuple(response_lengths)
-        nothing = (0,) * len(lengths)
-        pieces = Pieces(1, nothing, nothing)
+        nothing = (0,) * (pieces_per_sequence * len(lengths))
+        pieces = Pieces(pieces_per_sequence, nothing, nothing)
         return cls(response_lengths=lengths, pieces=pieces, is_whole=is_whole, device=torch.device(device))
 
     @property
     def emptied(self) -> PackedLayout:
         """The layout of a rank that shares these responses and has no token of them."""
-        if self.is_whole:
-            return PackedLayout.whole((), device=self.device)
-        nothing = (0,) * len(self.pieces.lengths)
-        return replace(self, pieces=self.pieces._replace(lengths=nothing, whole_starts=nothing))
+        count = self.pieces.per_sequence
+        return PackedLayout.without_tokens(
+            self.response_lengths, is_whole=self.is_whole, device=self.device, pieces_per_sequence=count
+        )
 
     @classmethod
     def context_parallel(
@@ -130,19 +135,24 @@ class PackedLayout:
         return _context_parallel_layout(responses, totals, padded, chunks, torch.device(device))
 
     @functools.cached_property
-    def lengths(self) -> tuple[Tensor, BlockSizes]:
-        """``[S]`` local tokens of each response, on the device, and sizes: see :func:`lengths_on`."""
-        return lengths_on(self.local_lengths, self.device)
+    def places(self) -> tuple[Tensor, BlockSizes]:
+        """Where the local tokens of each response lie, and sizes: see :func:`places_of`."""
+        return places_of(self.local_lengths, self.device)
+
+    @property
+    def length_S(self) -> Tensor:
+        """``[S]``: local tokens of each response, on the device."""
+        return self.places[0][1, 0]
 
     @functools.cached_property
     def blocks(self) -> Blocks:
         """The local tokens of each response in blocks, for sums over them."""
-        return Blocks(*self.lengths)
+        return Blocks(*self.places)
 
     @functools.cached_property
     def sequence_T(self) -> Tensor:
         """``[T]``: the sequence of each local token; without :attr:`blocks`, which take longer to make."""
-        return torch.repeat_interleave(self.lengths[0], output_size=self.num_local_tokens)
+        return torch.repeat_interleave(self.length_S, output_size=self.num_local_tokens)
 
     @property
     def sequence_R(self) -> Tensor:
@@ -158,7 +168,8 @@ class PackedLayout:
     def _whole_places(self) -> tuple[Tensor, Tensor]:
         """The sequence of each token of the whole responses, and the place of each local token among them."""
         numbers = (self.response_lengths, self.pieces.whole_starts, self.pieces.lengths)
-        length_S, start_P, length_P = to_device([torch.tensor(x, dtype=torch.int64) for x in numbers], self.device)
+        together = torch.tensor([*itertools.chain(*numbers)], dtype=torch.int64)
+        length_S, start_P, length_P = torch.split(to_device(together, self.device), [*map(len, numbers)])
         # Tensors as long as the tokens are built on the device: the CPU would take milliseconds.
         sequence_R = torch.repeat_interleave(length_S, output_size=self.num_whole_tokens)
         return sequence_R, runs(start_P, length_P, total=self.num_local_tokens)
@@ -225,12 +236,9 @@ def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tens
     return torch.arange(total, device=length_P.device) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
 
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """``[N]`` each, of one dtype: one copy from the CPU, through pinned memory, so that it does not wait."""
-    together = torch.cat([*tensors])
-    if device.type == "cuda":
-        together = together.pin_memory()
-    return torch.split(together.to(device, non_blocking=True), [*map(len, tensors)])
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """From the CPU, through pinned memory, so that the copy does not wait."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 class Chunks(NamedTuple):
@@ -296,13 +304,16 @@ class BlockSizes(NamedTuple):
     most_groups: int
 
 
-def lengths_on(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
-    """``[S]`` int64 on ``device``, the lengths of responses; and sizes. For :class:`Blocks`."""
-    length_S = torch.tensor(lengths, dtype=torch.int64)
-    # Of each response, rounded up.
-    num_blocks, num_groups = ((length_S[:, None] + (_SIZES_2 - 1)) // _SIZES_2).sum(0).tolist()
+def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
+    """``[2, 3, S]`` int64 on ``device``; and sizes. For :class:`Blocks`.
+
+    Of each response of these lengths the tokens, blocks, and groups: where they end, and how many they are.
+    """
+    counts_3S = (torch.tensor(lengths, dtype=torch.int64) + (_SIZES_31 - 1)) // _SIZES_31
     most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS * Blocks.BLOCKS)) or 1
-    return to_device([length_S], device)[0], BlockSizes(sum(lengths), num_blocks, num_groups, most_groups)
+    num_tokens, num_blocks, num_groups = counts_3S.sum(-1).tolist()
+    sizes = BlockSizes(num_tokens, num_blocks, num_groups, most_groups)
+    return to_device(torch.stack([counts_3S.cumsum(-1), counts_3S]), device), sizes
 
 
 class Blocks:
@@ -315,21 +326,16 @@ class Blocks:
     generated there.
 
     Args:
-        length_S: int64: the tokens of each response, one response after the other.
-        sizes: The sizes of :func:`lengths_on`.
+        places_23S: Where the tokens, blocks, and groups of each response end, and how many they are.
+        sizes: The sizes of :func:`places_of`.
     """
 
     TOKENS, BLOCKS = 64, 16
 
-    def __init__(self, length_S: Tensor, sizes: BlockSizes) -> None:
+    def __init__(self, places_23S: Tensor, sizes: BlockSizes) -> None:
         self.sizes = sizes
-        blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
-        groups_S = (blocks_S + (self.BLOCKS - 1)) // self.BLOCKS
-        counts_3S = torch.stack([length_S, blocks_S, groups_S])
-        # One scan: the token, block, and group behind each response.
-        ends_3S = counts_3S.cumsum(-1)
-        end_S, block_end_S, group_end_S = ends_3S.unbind()
-        start_S, first_block_S, first_group_S = (ends_3S - counts_3S).unbind()
+        (end_S, block_end_S, group_end_S), (length_S, blocks_S, groups_S) = map(torch.unbind, places_23S)
+        start_S, first_block_S, first_group_S = end_S - length_S, block_end_S - blocks_S, group_end_S - groups_S
 
         self.response_T = _owners(length_S, end_S, sizes.num_tokens)
         self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
@@ -385,8 +391,8 @@ class Blocks:
         return x_FN
 
 
-_SIZES_2 = torch.tensor([Blocks.TOKENS, Blocks.TOKENS * Blocks.BLOCKS])
-"""Tokens of a block, and of a group."""
+_SIZES_31 = torch.tensor([[1], [Blocks.TOKENS], [Blocks.TOKENS * Blocks.BLOCKS]])
+"""Tokens of a token, a block, and a group."""
 
 
 def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:

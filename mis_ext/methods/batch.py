@@ -146,8 +146,7 @@ class Reductions:
     def _prefix_sum(self, values_T: Tensor) -> Tensor:
         layout = self._layout
         if layout.is_whole:
-            length_S, _ = layout.lengths
-            offset_T = runs(torch.zeros_like(length_S), length_S, total=layout.num_local_tokens)
+            offset_T = runs(torch.zeros_like(layout.length_S), layout.length_S, total=layout.num_local_tokens)
             return running_sums(values_T, offset_T, max(layout.local_lengths, default=0))
         pieces = layout.pieces
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
@@ -172,7 +171,8 @@ def _piece_index(
     total = sum(lengths)
     piece_T = torch.arange(len(lengths)).repeat_interleave(length_P, output_size=total)
     offset_T = torch.arange(total) - (length_P.cumsum(0) - length_P)[piece_T]
-    piece_T, offset_T, start_P = to_device([piece_T, offset_T, start_P], device)
+    together = to_device(torch.cat([piece_T, offset_T, start_P]), device)
+    piece_T, offset_T, start_P = torch.split(together, [total, total, len(lengths)])
     return piece_T, offset_T, start_P
 
 

@@ -302,7 +302,8 @@ def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
     count_T = start_N[place_T + 1] - begin_T
     id_N = torch.cat([*ids, torch.zeros(0, dtype=torch.int64)])[runs(begin_T, count_T)]
     token_T = torch.arange(len(count_T), device=layout.device)
-    id_N, count_T, recorded_T = to_device([id_N, count_T, is_recorded_T.long()], layout.device)
+    parts = (id_N, count_T, is_recorded_T.long())
+    id_N, count_T, recorded_T = torch.split(to_device(torch.cat(parts), layout.device), [*map(len, parts)])
     return KeptColumns(
         id_N=id_N,
         token_N=token_T.repeat_interleave(count_T, output_size=len(id_N)),
