@@ -58,15 +58,12 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
     return rows
 
 
-def sum_over_ranks(row: Tensor, group: Group | None) -> Tensor:
-    """The sum of the rows of all ranks, in rank order: the same bits on every one."""
-    return row if group is None else gather_rows(row, group).sum(0)
-
-
 def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
     """The sum of large tensors of all ranks, in place: not gathered first, so not in rank order."""
-    if group is None or _is_wrapped(group):
-        return sum_over_ranks(states, group)
+    if group is None:
+        return states
+    if _is_wrapped(group):
+        return gather_rows(states, group).sum(0)
     dist.all_reduce(states, group=group)
     return states
 
@@ -75,29 +72,11 @@ def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
     """Of the sum of large tensors of all ranks, this rank's equal part of the rows."""
     num_rows = len(states) // group_size(group)
     if _is_wrapped(group):
-        return sum_over_ranks(states, group)[rank * num_rows : (rank + 1) * num_rows]
+        return gather_rows(states, group).sum(0)[rank * num_rows : (rank + 1) * num_rows]
     part = states.new_empty(num_rows, *states.shape[1:])
     scatter = _function(group, name="reduce_scatter_tensor", renamed="reduce_scatter_single")
     scatter(part, states.contiguous(), group=group)
     return part
-
-
-def status_of_ranks(groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> Tensor:
-    """0-dim, the status of the ranks that call this, where no correction exchanges it; in every call of one shape."""
-    due = [*groups]
-    try:
-        status = torch.full((1,), global_rank() + 1.0 if fails else -math.inf, device=device)
-        while due:
-            rows = gather_rows(status, due[0])
-            del due[0]
-            status = rows.amax(0)
-        return status.squeeze(0)
-    except Exception:
-        # An error here too is sent to the ranks that still wait.
-        if not fails:
-            with contextlib.suppress(Exception):
-                status_of_ranks(due, device=device, fails=True)
-        raise
 
 
 def gather_objects(value: Any, group: Group | None) -> list[Any]:
@@ -164,6 +143,20 @@ class Due:
             with contextlib.suppress(Exception):
                 self.tell()
             raise
+
+
+def due_status(groups: Sequence[Group], *, device: torch.device) -> Due:
+    """A status of ranks alone, where no correction exchanges it; in every call of one shape."""
+    return Due([Row((1,), torch.float32, group) for group in groups], device)
+
+
+def status_of_ranks(groups: Sequence[Group], *, device: torch.device) -> Tensor:
+    """0-dim, the status of the ranks that call this, none of which fails, or :meth:`Due.tell` of :func:`due_status`."""
+    due, status = due_status(groups, device=device), torch.full((1,), -math.inf, device=device)
+    with due.told_of_errors():
+        for group in groups:
+            status = due.gather(status, group).amax(0)
+    return status.squeeze(0)
 
 
 def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:

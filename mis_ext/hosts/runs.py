@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mis_ext.correction.collectives import status_of_ranks
+from mis_ext.correction.collectives import due_status
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.session import Session
 from mis_ext.keys.names import OF_OTHERS
@@ -129,7 +129,7 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     try:
         run = current_run(args, whole_loss=whole_loss)
     except Exception:
-        status_of_ranks(groups.started_together, device=device, fails=True)
+        due_status(groups.started_together, device=device).tell()
         raise
     if not groups.is_alone:
         run.session.meet(groups, device=device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, global_rank, status_of_ranks
+from mis_ext.correction.collectives import Group, due_status, global_rank, status_of_ranks
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
@@ -147,9 +147,10 @@ class Session:
         """
         if not groups:
             return
-        status = status_of_ranks(groups, device=device, fails=fails)
-        if not fails:
-            self._hear(status)
+        if fails:
+            due_status(groups, device=device).tell()
+        else:
+            self._hear(status_of_ranks(groups, device=device))
 
     def meet(self, groups: Groups, *, device: torch.device) -> None:
         """Check in the first call with these groups that all ranks could read their keys.
