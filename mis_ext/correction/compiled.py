@@ -73,7 +73,7 @@ class Graphs:
         self.is_agreed = False
         self._has_run = False
         self._plan = plan
-        self._whole = _compiled(_whole)
+        self._all_passes = _compiled(_all_passes)
         self._tokens = _compiled(_tokens)
         self._responses = _compiled(_responses)
         self._outputs = _compiled(_outputs)
@@ -84,7 +84,7 @@ class Graphs:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
         if over_cp is None and over_dp is None:
             padded, places_23S, sizes = _padded(x, layout)
-            found = self._try(self._whole, padded, places_23S, sizes, self._plan, token_metrics)
+            found = self._try(self._all_passes, padded, places_23S, sizes, self._plan, token_metrics)
             if found is not None:
                 return _cut(found, layout)
         elif self.is_agreed and self.obstacle is None:
@@ -163,7 +163,7 @@ def _sending(status: float, exchange: Exchange) -> Exchange:
     return run
 
 
-def _whole(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
+def _all_passes(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
     return run_passes(x, Blocks(places_23S, sizes), plan, None, None, token_metrics=token_metrics)
 
 

@@ -14,11 +14,11 @@ ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
 ``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios, and
-masks the whole response. So does a veto; with ``action: zero`` it sets weights to 0. ``metrics_only`` masks nothing.
+masks all of the response. So does a veto; with ``action: zero`` it sets weights to 0. ``metrics_only`` masks nothing.
 In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
 
 Context-parallel ranks agree on the keep mask in two steps. They gather the sums of each response, and decide alike on
-whole responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets.
+responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask
@@ -239,7 +239,7 @@ def correct(
         elif layout.is_whole:
             loss_mask_R = found.loss_mask_T
         elif not config.rejects_single_tokens:
-            # All ranks find the same for whole responses, from the same sums.
+            # All ranks find the same for each response, from the same sums.
             loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
         else:
             # Only the rank that has a token knows whether it stays. It sends a bit for each, and its status.
@@ -269,25 +269,37 @@ class Inputs(NamedTuple):
     segments: dict[str, Tensor]
 
 
-class Judged(NamedTuple):
-    """What a gate finds of tokens ``[N, 64]``, or of responses ``[S]``: its statistic, and whether it is outside.
+@dataclass(eq=False)
+class Judged:
+    """What a gate finds of tokens ``[N, 64]``, or of responses ``[S]``.
 
-    ``counted``: a token that the gate looks at, or a response that has one; elsewhere nothing is outside.
+    Attributes:
+        gate: The gate.
+        value: Its statistic, of a ratio the log.
+        counted: A token that the gate looks at, or a response that has one; elsewhere nothing is outside.
+        known: False where a token without a ratio makes the statistic unknown, so that nothing passes; None: nowhere.
     """
 
+    gate: Gate
     value: Tensor
-    below: Tensor
-    above: Tensor
-    passes: Tensor
     counted: Tensor
+    known: Tensor | None = None
 
+    @property
+    def below(self) -> Tensor:
+        """bool: counted, and below the lower bound."""
+        return self.counted & (self.value < self.gate.edges[0])
 
-def judge(gate: Gate, value: Tensor, counted: Tensor, known: Tensor | None = None) -> Judged:
-    """Compare with the bounds. Nothing passes that is not ``known``, because a token has no ratio."""
-    low, high = gate.edges
-    below, above = counted & (value < low), counted & (value > high)
-    passes = ~(below | above)
-    return Judged(value, below, above, passes if known is None else passes & known, counted)
+    @property
+    def above(self) -> Tensor:
+        """bool: counted, and above the upper bound."""
+        return self.counted & (self.value > self.gate.edges[1])
+
+    @property
+    def passes(self) -> Tensor:
+        """bool: inside of the bounds, or not counted."""
+        inside = ~(self.below | self.above)
+        return inside if self.known is None else inside & self.known
 
 
 def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Mapping[str, Tensor]) -> dict[str, Judged]:
@@ -299,10 +311,10 @@ def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Mapping[str, Te
     # Gates on tokens first: others may look at what these leave.
     for label, gate in sorted(gates.items(), key=lambda item: not item[1].is_of_tokens):
         if gate.is_of_segments:
-            judged[label] = judge(gate, segments[label], t.valid, segments[KNOWN_SEGMENT])
+            judged[label] = Judged(gate, segments[label], t.valid, segments[KNOWN_SEGMENT])
         else:
             counted = t.valid if gate.after is None else t.valid & judged[gate.after].passes
-            judged[label] = judge(gate, gate.row.of(t), counted)
+            judged[label] = Judged(gate, gate.row.of(t), counted)
     return judged
 
 
@@ -399,7 +411,7 @@ class Responses(NamedTuple):
 
 
 def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
-    """What whole responses decide, from the sums over their tokens."""
+    """What responses decide, from the sums over their tokens."""
     config, n, generated = plan.config, of[N], of[GENERATED]
     # The product or mean over a response with an unknown ratio is unknown too.
     usable = (n > 0.0) & (n == generated) if plan.needs_all_ratios else n > 0.0
@@ -413,7 +425,7 @@ def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
             value = value / count.clamp(min=1.0)
         # A gate that looks at no token, because of another gate, decides nothing.
         # rs_veto_threshold and its like: a response token without a finite ratio vetoes too.
-        gates[label] = judge(gate, value, count > 0.0, n == generated if gate.is_veto else None)
+        gates[label] = Judged(gate, value, count > 0.0, n == generated if gate.is_veto else None)
         if gate.action == "reject":
             keep = keep & gates[label].passes
         else:
