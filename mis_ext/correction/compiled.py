@@ -197,7 +197,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guards_of_call(guards: Sequence[Any]) -> list[bool]:
-    """What torch compares at each call: not the plan, with which a graph never changes, and not what modules hold."""
+    """Select the guards that torch checks in each call: not the plan, which a graph keeps, nor values of modules."""
     return [not guard.is_global and "plan" not in guard.name for guard in guards]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed: a weight, gates (rejection filters), and how weights are scaled. Frozen, checked at construction.
+"""Configuration of a correction: weight, filters, and scale of the weights. Frozen, checked at construction.
 
 Gates and weights of the correction compare the proximal with the behavior policy. A method can have more of them, and
 compare any two policies: ``hook_obstacle`` of a gate or weight is the reason why the correction cannot have it.
@@ -42,7 +42,7 @@ REDUCTIONS: dict[str, Reduce] = {
     "prefix": "prefix",
     "segment": "segment_sum",
 }
-"""How a level of a weight reduces log-ratios: their sum is the product of ratios, their mean the geometric mean."""
+"""Reduction of log-ratios by level: the sum is the product of ratios, the mean is the geometric mean."""
 
 DEFAULT_UPPER_BOUND = 2.0
 """The cap of a weight without an upper bound. It is also the default of the key ``tis_upper_bound``."""
@@ -139,7 +139,7 @@ class Gate:
 
     @property
     def row(self) -> Statistic:
-        """What is compared: formula, unit and legal range."""
+        """The compared statistic: formula, unit, and legal range."""
         return STATISTICS[self.statistic]
 
     @property
@@ -150,17 +150,17 @@ class Gate:
 
     @property
     def is_of_segments(self) -> bool:
-        """Whether it judges each run of generated tokens."""
+        """True if it filters each run of generated tokens."""
         return self.reduce in OF_SEGMENTS
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether a response can lose a part of its tokens by it: each token alone, or all of a segment."""
+        """True if it can reject a part of a response: single tokens, or a segment."""
         return self.reduce == "token" or self.is_of_segments
 
     @property
     def is_veto(self) -> bool:
-        """Whether a single token can reject its response; one without a finite ratio always does."""
+        """True if a single token can reject its response; one without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
 
     def _check_bounds(self, low: float, high: float) -> None:
@@ -376,7 +376,7 @@ class Weight:
 
     @property
     def reduce(self) -> Reduce:
-        """How ``level`` reduces log-ratios over a response."""
+        """The reduction of log-ratios over a response by ``level``."""
         return REDUCTIONS[self.level]
 
     @property
@@ -519,24 +519,24 @@ class CorrectionConfig:
 
     @property
     def has_token_weights(self) -> bool:
-        """Whether each token has a weight of its own."""
+        """True if each token has its own weight."""
         return self.weight is not None and self.weight.level == "token"
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether a token without a ratio leaves some statistic of its response unknown."""
+        """True if a token without a ratio makes a statistic of its response unknown."""
         has_sequence_weight = self.weight is not None and not self.has_token_weights
         return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates.values())
 
     @property
     def multiplies_ratios(self) -> bool:
-        """Whether a weight or a gate is of the product of a response's ratios."""
+        """True if a weight or a filter uses the product of the ratios of a response."""
         is_product = self.weight is not None and self.weight.level == "sequence"
         return is_product or any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in self.all_gates.values())
 
     @property
     def rejects_single_tokens(self) -> bool:
-        """Whether a response that is kept can lose tokens: by a gate on tokens, or because they have no ratio."""
+        """True if a kept response can lose tokens: by a filter on tokens, or because they have no ratio."""
         rejecting = [gate for gate in self.all_gates.values() if gate.action == "reject"]
         # Elsewhere a token without a ratio takes its response out of the mask.
         keeps_the_rest = not self.needs_whole_sequences and not any(gate.is_veto for gate in rejecting)
@@ -575,7 +575,7 @@ class CorrectionConfig:
         return self.normalize_over is not None or self.denominator == "kept"
 
     def stops(self, guard: GuardName) -> bool:
-        """Whether what a guard finds is an error, and not a warning."""
+        """Return True if a finding of the guard is an error, not a warning."""
         return guard not in self.warn_only and not self.metrics_only
 
     def replace(self, **changes: Any) -> CorrectionConfig:

@@ -319,7 +319,7 @@ def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Mapping[str, Te
 
 
 class Decided(NamedTuple):
-    """What single tokens decide; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid.
+    """Results of single tokens; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid.
 
     ``log_ratio``: what a weight of tokens bounds, nats: 0, and so weight 1, of a fresh token with ``when: stale``.
     """
@@ -333,7 +333,7 @@ class Decided(NamedTuple):
 
 
 def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
-    """What tokens decide, and ``[F + 1, S]`` float64: the plan's sums and maxima over local tokens, and no failure."""
+    """Compute the results of tokens, and ``[F + 1, S]`` float64: sums and maxima of the plan, and the status."""
     t = Tokens.read(
         blocks.of_tokens(x.proximal_T),
         blocks.of_tokens(x.behavior_T),
@@ -370,7 +370,7 @@ KEPT = Sum(lambda t, s: s.keep)
 
 
 def gate_sums(label: str, gate: Gate) -> tuple[Sum | Max, Sum]:
-    """What a gate on responses compares with its bounds, of the tokens that it looks at; and their number.
+    """Compute the statistic of a filter on responses over its tokens, and their number.
 
     The largest statistic, of a minimum the largest of minus it; else the sum, of ratios the sum of their logs.
     """
@@ -383,7 +383,7 @@ def gate_sums(label: str, gate: Gate) -> tuple[Sum | Max, Sum]:
 
 
 class Responses(NamedTuple):
-    """What responses decide; ``[S]`` each, equal on all context-parallel ranks.
+    """Results of responses; ``[S]`` each, equal on all context-parallel ranks.
 
     ``of``: sums and maxima over their tokens. ``n``, ``generated``: valid and response tokens. ``log_ratio``: what the
     weight of a response bounds, 0 with a weight of tokens. ``gates``: those on responses, by label.
@@ -445,7 +445,7 @@ LIVE, W_LIVE = Sum(lambda t, s: s.keep & s.weighted), Sum(lambda t, s: torch.whe
 
 
 def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
-    """What a response adds to the sum of the weights whose mean they are divided by, and to their number."""
+    """Return the terms of a response in the sum and in the number of the weights that are normalized."""
     over_kept, of_tokens = r.config.normalize_over == "kept", r.config.has_token_weights
     counted = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
     total = r.of[W_LIVE if over_kept else W] if of_tokens else r.weight
@@ -477,7 +477,7 @@ def total_row(key: BatchKey, r: Responses) -> Tensor:
 
 
 def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
-    """What responses decide, and ``[A + 1]`` float64: totals of this data-parallel rank, and last the status."""
+    """Compute the results of responses, and ``[A + 1]`` float64: totals of this data-parallel rank, and the status."""
     r = decide(plan.of_responses(merged_FS), plan)
     # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
     has_tokens_S = r.generated > 0.0
@@ -581,7 +581,7 @@ def run_passes(
 
 
 class Plan(NamedTuple):
-    """What a call with a configuration computes: nothing that the configuration does not need.
+    """Plan of a call: the values that its configuration needs.
 
     ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``segment_gates``: those on segments.
     ``gate_sums``: of those on responses what decides, and how many tokens count. ``rows``: the metrics that are

@@ -317,7 +317,7 @@ def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Blo
 
 
 class Blocks:
-    """Where the tokens of each response lie, and sums over them in float64, the same bits on every run.
+    """Positions of the tokens of each response, and float64 sums over them with the same bits in every run.
 
     Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
     tokens form a matrix ``[N, 64]``, and a sum over a block is a sum over a row. Sums of blocks are added up in groups

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 PREFIX = "mis_"
 LOG_2 = math.log(2.0)
 PPO_RANGE = math.log(0.8), math.log(1.2)
-"""What PPO's clip leaves alone, with the frameworks' default of 0.2."""
+"""Range without PPO's clip, with the frameworks' default of 0.2."""
 
 Population = Literal["valid_tokens", "response_tokens", "sequences", "responses", "group"]
-"""What a metric is a mean over. ``sequences``: those with a valid token. ``responses``: those with a response token.
+"""Scope of the mean of a metric. ``sequences``: those with a valid token. ``responses``: those with a response token.
 ``group``: one value of all data-parallel ranks."""
 
 
@@ -278,7 +278,7 @@ MISMATCH_ROWS = (
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, Sum(lambda t, s: t.d != 0.0)),
     _Row("train_rollout_logprob_abs_diff_invalid", "response_tokens", _INVALID, lambda r: r.generated - r.n),
 )
-"""How far the two engines are apart, whatever the correction does.
+"""Mismatch of the two engines, independent of the correction.
 
 ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling, 1965.
 Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO), arXiv:2602.17616; of
@@ -309,7 +309,7 @@ def _value(formula: Callable[[Decided | Responses], Tensor], *, of_tokens: bool)
 
 
 def weight_rows(weight: Weight) -> Iterator[MetricRow]:
-    """What bounding does to the weights, before they are scaled."""
+    """Rows of the bounded weights, before they are scaled."""
     mode, of_tokens = weight.mode, weight.level == "token"
     low, high = weight.edges
     if not weight.bound.has_low:
@@ -347,7 +347,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
 
 
 def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
-    """What a gate finds outside its bounds, whatever other gates do."""
+    """Rows of values outside the bounds of a filter, independent of other filters."""
 
     # The statistic as its bounds are written: of a ratio, not of its log.
     def shown(x: Decided | Responses) -> Tensor:
@@ -369,7 +369,7 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
 
 
 def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
-    """What the weights are in the end, and what the gates left."""
+    """Rows of the final weights and of the kept tokens."""
     if config.normalize_over is not None:
         yield _Row("batch_norm_factor", "group", "the mean weight divided by", lambda b: b.mean_weight)
     if config.weight is not None:

@@ -31,7 +31,7 @@ Pair = tuple[Policy, Policy]
 MISMATCH: Pair = ("proximal", "behavior")
 UPDATE: Pair = ("current", "proximal")
 TOTAL: Pair = ("current", "behavior")
-"""How far the engine, the updates of this step, and both together move a log-prob."""
+"""Log-ratios of the engine, of the updates of this step, and of both."""
 
 
 def bounded_exp(x: Tensor) -> Tensor:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nobody needs while training: report, diagnosis, explanations, readers of dumps, and the command line."""
+"""Tools outside of training: report, diagnosis, explanations, readers of dumps, and the command line."""

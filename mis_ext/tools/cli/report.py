@@ -113,7 +113,7 @@ def _name_of(paths: Sequence[Path]) -> str:
 
 
 def _date_of(*files: Path) -> str:
-    """When the last of them was written; empty where there is none."""
+    """Return the date of the newest file; empty if there is none."""
     written = [file.stat().st_mtime for file in files if file.exists()]
     return datetime.fromtimestamp(max(written)).strftime("%Y-%m-%d %H:%M") if written else ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration does: a line per step, its effect by the Gaussian law of a mismatch, and its known traps."""
+"""Explanation of a configuration: its steps, its effect in the Gaussian approximation, and warnings."""
 
 from typing import TYPE_CHECKING
 

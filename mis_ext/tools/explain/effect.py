@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration does to a mismatch that follows the Gaussian law."""
+"""Effect of a configuration in the Gaussian approximation of a mismatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mis_ext.tools.explain.law import EVERYTHING, GaussianLaw, Interval
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What is expected; NaN where the law does not say.
+    """Expected values; NaN where the approximation has none.
 
     Attributes:
         k3: Per token, in nats.
@@ -40,7 +40,7 @@ class Effect:
 
 
 def effect_of(config: CorrectionConfig, *, k3: float, length: float) -> Effect:
-    """What ``config`` does to responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
+    """Compute the effect of ``config`` on responses of ``length`` tokens with a mismatch of ``k3`` nats per token."""
     law, weight = GaussianLaw(k3, length), config.weight
     gates = described_gates(config)
     kept = _Passed(law, (gate for gate in gates.values() if gate.action == "reject"))
@@ -90,7 +90,7 @@ def formula_of(symbol: str, reduce: str, *, is_log: bool) -> str:
 
 
 class _Passed:
-    """What passes some gates: log-ratios of a token, log-ratios of a response, and a share, NaN if one is unknown.
+    """Values that pass filters: log-ratios of a token and of a response, and a share, NaN if one is unknown.
 
     ``share`` is what is left of all tokens, in [0, 1].
     """

@@ -35,7 +35,7 @@ OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_len
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far the engines are apart; ``d`` is proximal minus behavior log-prob in nats, NaN where nothing was measured.
+    """Mismatch of the engines; ``d`` is proximal minus behavior log-prob in nats, NaN where nothing was measured.
 
     Means are over valid tokens: trained, with a finite log-prob of both sides.
 

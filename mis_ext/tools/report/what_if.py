@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration would have done to the data, by the correction itself."""
+"""Effect of a configuration on the data, computed by the correction itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIN_SPREAD = 1e-6
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a configuration does; shares are of response tokens or of sequences with one, NaN where nothing was counted.
+    """Outcome of a configuration; shares are of response tokens or of sequences with one, NaN if nothing was counted.
 
     Attributes:
         kept_tokens: What stays in the mask.
@@ -189,7 +189,7 @@ class WhatIf:
         self._removed.update({_NO_RATIO: _sum(no_ratio_T & ~kept_T)})
 
     def outcome(self) -> Outcome:
-        """What the configuration did to all parts until now."""
+        """Return the outcome of the configuration for all parts so far."""
         sums, per = self._sums, self._per
         weighted, squared = self._normalised()
         variance = _divided(squared, sums["response"])
@@ -271,7 +271,7 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
 
 
 def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
-    """What a configuration of one gate keeps ``[T]``; other configurations of this part may have the same gate."""
+    """Return the tokens ``[T]`` that one filter keeps; other configurations of this part may share it."""
     if config not in part.kept_by:
         part.kept_by[config] = correct(part, config).keep_mask_T
     return part.kept_by[config]

@@ -45,8 +45,7 @@ _COMPARED: dict[str, tuple[Kind, str | None]] = {
     "k_hat": ("difference", None),
     "zero_share": ("difference", None),
 }
-"""What is compared, and how: numbers above 0 by their ratio, shares and what may be below 0 by their difference; and
-which number is its standard error."""
+"""Compared values: positive ones by their ratio, shares and others by their difference; with their standard error."""
 
 
 @dataclass(frozen=True)
