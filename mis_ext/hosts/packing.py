@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout, PackedStreams
+from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups
-from mis_ext.validation import check_entries
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:
@@ -31,81 +30,6 @@ def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *,
     if found != tuple(lengths):
         raise ValueError(f"{name} has samples of {[*found]} tokens on this rank, but the lengths are {[*lengths]}")
     return packed.to(device, non_blocking=True)
-
-
-def pack_rollout(
-    rollout_data: dict[str, Any],
-    groups: Groups,
-    rollout_id: int | None,
-    *,
-    device: torch.device,
-    key: str,
-    remedy: str,
-) -> PackedStreams:
-    """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
-
-    Args:
-        rollout_data: What a hook of the whole rollout gets: ``log_probs``, ``rollout_log_probs``, ``loss_masks``,
-            ``total_lengths``, ``response_lengths``.
-        groups: Where this rank stands: it says which tokens of a response are here.
-        rollout_id: Number of the rollout, for the message.
-        device: Where the tensors go.
-        key: Who asks, for the message.
-        remedy: What to do where the framework has not scored the rollout, for the message.
-    """
-    check_entries("rollout_data", rollout_data, ("response_lengths", "total_lengths", "loss_masks"))
-    sides = ("log_probs", "rollout_log_probs")
-    missing = [name for name in sides if not rollout_data.get(name)]
-    if missing and rollout_data["response_lengths"]:
-        raise ValueError(
-            f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
-            f"with one optimiser step per rollout: {remedy}"
-        )
-    layout = PackedLayout.context_parallel(
-        rollout_data["response_lengths"],
-        total_lengths=rollout_data["total_lengths"],
-        cp_rank=groups.cp_rank,
-        cp_size=groups.cp_size,
-        device=device,
-    )
-    proximal_T, behavior_T = (pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in sides)
-    mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
-    check_mask(mask_R)
-    return PackedStreams(proximal_T, behavior_T, mask_R, layout)
-
-
-class TokenLags:
-    """The lag of every token of a rollout, found again in a micro-batch.
-
-    The frameworks tell a correction neither which samples it sees nor anything of their versions. But what they give it
-    of the behavior log-probs are the tensors of the rollout themselves.
-
-    Args:
-        samples: Behavior log-probs of this rank's tokens, per sample.
-        lags: Per sample ``[length]``, NaN where no one knows.
-    """
-
-    def __init__(self, samples: Sequence[Tensor], lags: Sequence[Tensor]) -> None:
-        # Both are held: no other tensor can lie at their place.
-        pairs = zip(samples, lags, strict=True)
-        self._by_place = {sample.data_ptr(): (sample, lag) for sample, lag in pairs if sample.numel()}
-
-    def of(self, samples: Sequence[Tensor]) -> list[Tensor]:
-        """The lags of some of the samples, in their order.
-
-        Raises:
-            ValueError: One is none of the rollout's.
-        """
-        found = []
-        for sample in samples:
-            known, lag = self._by_place.get(sample.data_ptr(), (sample, sample)) if sample.numel() else (sample, sample)
-            if sample.numel() and (known is lag or known.numel() != sample.numel()):
-                raise ValueError(
-                    "mis_staleness: a sample of this micro-batch is not of the rollout that mis_ext.prepare_rollout "
-                    "saw, or the framework has copied its rollout_log_probs since"
-                )
-            found.append(lag)
-        return found
 
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,12 @@ from mis_ext.hosts.guards import (
     rejection_totals,
     warn_of_rejection,
 )
-from mis_ext.hosts.packing import TokenLags, extremes_of, pack, refuse_divisors, refuse_mask, refuse_mask_sums
+from mis_ext.hosts.packing import extremes_of, pack, refuse_divisors, refuse_mask, refuse_mask_sums
 from mis_ext.keys.reading import config_given
 from mis_ext.validation import check_tensors
+
+if TYPE_CHECKING:
+    from mis_ext.hosts.rollout_data import TokenLags
 
 Refuse = Callable[[Sequence[float]], None]
 _NO_LAGS = (

@@ -12,7 +12,7 @@ import loss_cases
 import torch
 
 import mis_ext
-from mis_ext.hosts.packing import TokenLags
+from mis_ext.hosts.rollout_data import TokenLags
 from mis_ext.hosts.runs import current_run
 from mis_ext.methods import METHODS
 

@@ -24,7 +24,7 @@ from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.files import names_in_yaml
 from mis_ext.hosts.groups import ALONE
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.packing import TokenLags
+from mis_ext.hosts.rollout_data import TokenLags
 from mis_ext.hosts.runs import Run, all_arguments, current_run, read_argument
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, weigh_batch

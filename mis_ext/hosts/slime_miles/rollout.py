@@ -14,7 +14,8 @@ from mis_ext.correction.collectives import gather_rows, global_rank
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import TokenLags, check_samples, is_absent, pack_rollout, refuse_mask_sums, unpack
+from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, unpack
+from mis_ext.hosts.rollout_data import TokenLags, pack_rollout
 from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.group_keys import GroupConfig, read_group
