@@ -201,15 +201,3 @@ def _cuts(sorted_TV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
         in_top_p_T = with_ties(in_top_p_T)
     kept_T = torch.minimum(kept_T, in_top_p_T)
     return kept_T if truncation.mass_of == "all" else filtered_T, kept_T
-
-
-def padding_log_mass(logits_TV: Tensor, vocab_size: int, *, temperature: float = 1.0) -> Tensor:
-    """``[T]``, at least 0: by how much the trainer's log-probs are too low because of the padding columns.
-
-    Args:
-        logits_TV: ``[T, V]``, the trainer's logits, padding columns included.
-        vocab_size: The model's vocabulary; later columns are padding.
-        temperature: What the trainer divides its logits by.
-    """
-    scaled_TV = logits_TV.double() / temperature
-    return scaled_TV.logsumexp(-1) - scaled_TV[:, :vocab_size].logsumexp(-1)

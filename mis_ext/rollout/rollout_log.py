@@ -11,7 +11,6 @@ Below: what is in them, by class: of a conversation, and summed over all of them
 | ``request_id`` | optional: names the call; else the server's name for it |
 | ``text`` | optional: what the agent kept of the response's text |
 | ``choice`` | which choice of a response, where it has several; not for ``sglang`` |
-| ``prompt_ids`` | ids of the prompt, where request and response have none; for vLLM's chat and completions |
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.generation import (
@@ -53,25 +52,17 @@ from mis_ext.rollout.readers.servers import (
 )
 from mis_ext.validation import check_choice, check_known
 
-
-class Reader(NamedTuple):
-    """The reader of a format, and which keys of a line it takes besides those that all take."""
-
-    read: Callable[..., Generation]
-    keys: tuple[str, ...] = ()
-
-
-READERS = {
-    "sglang": Reader(read_sglang_generate),
-    "sglang-chat": Reader(read_sglang_chat, ("choice",)),
-    "sglang-completions": Reader(read_sglang_completions, ("choice",)),
-    "vllm": Reader(read_vllm_generate, ("choice",)),
-    "vllm-chat": Reader(read_vllm_chat, ("choice", "prompt_ids")),
-    "vllm-completions": Reader(read_vllm_completions, ("choice", "prompt_ids")),
+READERS: dict[str, Callable[..., Generation]] = {
+    "sglang": read_sglang_generate,
+    "sglang-chat": read_sglang_chat,
+    "sglang-completions": read_sglang_completions,
+    "vllm": read_vllm_generate,
+    "vllm-chat": read_vllm_chat,
+    "vllm-completions": read_vllm_completions,
 }
-"""The formats of a line."""
+"""The formats of a line, and the reader of each."""
 # What may be absent has the type that it must have otherwise.
-_TYPES = {"conversation": str, "request_id": str, "text": str, "choice": int, "prompt_ids": list}
+_TYPES = {"conversation": str, "request_id": str, "text": str, "choice": int}
 _APIS = {"chat.completion": "chat", "text_completion": "completions"}
 
 
@@ -99,9 +90,10 @@ class LoggedCall:
 
     def read(self) -> Generation:
         """Read the input and the sampled output, and check all ids of the prompt."""
-        reader = READERS[self.format]
-        options = {key: self.row.get(key) for key in ("request_id", *reader.keys)}
-        generation = reader.read(self.row["request"], self.row["response"], **options)
+        # A response of SGLang's /generate is one sample.
+        keys = ("request_id",) if self.format == "sglang" else ("request_id", "choice")
+        options = {key: self.row.get(key) for key in keys}
+        generation = READERS[self.format](self.row["request"], self.row["response"], **options)
         Field(value=generation.prompt_ids, path="prompt_ids", request_id=generation.request_id).token_ids()
         return generation
 

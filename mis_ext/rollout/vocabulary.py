@@ -52,8 +52,7 @@ def check_vocabulary(*, tokenizer_size: int, model_size: int, trainer_size: int)
     if num_padding:
         messages.append(
             f"{num_padding} rows of padding from {model_size} on take part in the trainer's softmax: its log-probs are "
-            f"too low by padding_log_mass(logits, {model_size}); score with vocab_size={model_size}, or set these "
-            "columns to -inf"
+            f"too low; score with vocab_size={model_size}, or set these columns to -inf"
         )
     return VocabularyReport(num_nameless=num_nameless, num_padding=num_padding, messages=tuple(messages))
 

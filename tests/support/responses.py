@@ -24,12 +24,11 @@ def recorded_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 
 def vllm_chat() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Written by hand after the format of vLLM; every way to ask for ids was used."""
+    """Written by hand after the format of vLLM; with the ids."""
     request = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
         "logprobs": True,
-        "return_tokens_as_token_ids": True,
         "return_token_ids": True,
     }
     response = {
@@ -49,10 +48,10 @@ def vllm_chat() -> tuple[dict[str, Any], dict[str, Any]]:
                 },
                 "logprobs": {
                     "content": [
-                        {"token": "token_id:17", "logprob": -0.25, "bytes": [114, 97, 105, 110], "top_logprobs": []},
-                        {"token": "token_id:250", "logprob": -1.5, "bytes": [32, 116, 111], "top_logprobs": []},
-                        {"token": "token_id:9", "logprob": -3.0625, "bytes": [100, 97, 121], "top_logprobs": []},
-                        {"token": "token_id:2", "logprob": 0.0, "bytes": [], "top_logprobs": []},
+                        {"token": "rain", "logprob": -0.25, "bytes": [114, 97, 105, 110], "top_logprobs": []},
+                        {"token": " to", "logprob": -1.5, "bytes": [32, 116, 111], "top_logprobs": []},
+                        {"token": "day", "logprob": -3.0625, "bytes": [100, 97, 121], "top_logprobs": []},
+                        {"token": "", "logprob": 0.0, "bytes": [], "top_logprobs": []},
                     ]
                 },
                 "finish_reason": "stop",
@@ -69,12 +68,11 @@ def vllm_chat() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def vllm_completions() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Written by hand after the format of vLLM; every way to ask for ids was used."""
+    """Written by hand after the format of vLLM; with the ids."""
     request = {
         "model": "tiny",
         "prompt": [316, 284, 277],
         "logprobs": 0,
-        "return_tokens_as_token_ids": True,
         "return_token_ids": True,
     }
     response = {
@@ -87,10 +85,10 @@ def vllm_completions() -> tuple[dict[str, Any], dict[str, Any]]:
                 "index": 0,
                 "text": " two v",
                 "logprobs": {
-                    "text_offset": [0, 12, 24],
+                    "text_offset": [0, 2, 4],
                     "token_logprobs": [-0.5, -2.75, -0.125],
-                    "tokens": ["token_id:464", "token_id:116", "token_id:88"],
-                    "top_logprobs": [{"token_id:464": -0.5}, {"token_id:116": -2.75}, {"token_id:88": -0.125}],
+                    "tokens": [" t", "wo", " v"],
+                    "top_logprobs": [{" t": -0.5}, {"wo": -2.75}, {" v": -0.125}],
                 },
                 "finish_reason": "length",
                 "stop_reason": None,

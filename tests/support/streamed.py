@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import itertools
 import json
@@ -89,18 +88,6 @@ def _tool_parts(choice: dict[str, Any], rng: random.Random) -> list[Event]:
     while any(queues):
         parts.append(rng.choice([queue for queue in queues if queue]).pop(0))
     return [{"index": choice["index"], "delta": {"tool_calls": [part]}} for part in parts]
-
-
-def counted(events: list[Event]) -> list[Event]:
-    """As a server sends them with ``continuous_usage_stats``: each chunk has the count of its own choice."""
-    counts, sent = collections.Counter[int](), copy.deepcopy(events)
-    (total,) = [event["usage"] for event in events if event.get("usage")]
-    for event in sent:
-        for choice in event["choices"]:
-            log_probs = choice.get("logprobs") or {}
-            counts[choice["index"]] += len(log_probs.get("content") or log_probs.get("token_logprobs") or [])
-            event["usage"] = {**total, "completion_tokens": counts[choice["index"]]}
-    return sent
 
 
 def generate_events(response: dict[str, Any]) -> list[Event]:

@@ -11,9 +11,8 @@ arXiv 2510.11370.
 
 from __future__ import annotations
 
-import ast
 import base64
-import math
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,18 +21,14 @@ import torch
 from torch import Tensor
 
 from mis_ext.rollout.custom_generate.routed_experts import check_not_retracted
-from mis_ext.validation import check_choice, check_integer, check_list
+from mis_ext.validation import check_choice, check_integer
 
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)
 _MAX_CHANCE = 1e-3
 """Chance that some layer chose expert 0 for every token, at most."""
 _OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
-_SGLANG_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
-_NUMPY_DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32}
-# NumPy's file format, version 1: magic and version, two bytes with the header's length, the header, the values.
-_MAGIC = b"\x93NUMPY\x01\x00"
-_HEADER = len(_MAGIC) + 2
+_ENGINE_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -278,8 +273,8 @@ def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
         "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
     )
     check_not_retracted(fields)
-    name = check_choice("routed_experts_dtype", _or(fields.get("routed_experts_dtype"), "int32"), _SGLANG_DTYPES)
-    data, dtype = _bytes(fields["routed_experts"]), _SGLANG_DTYPES[name]
+    name = check_choice("routed_experts_dtype", _or(fields.get("routed_experts_dtype"), "int32"), _ENGINE_DTYPES)
+    data, dtype = _bytes(fields["routed_experts"]), _ENGINE_DTYPES[name]
     if not data or len(data) % dtype.itemsize:
         raise ValueError(f"routed_experts has {len(data)} bytes, which is no positive multiple of {dtype.itemsize}")
     values = torch.frombuffer(bytearray(data), dtype=dtype).to(torch.int32)
@@ -288,25 +283,20 @@ def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
 
 def _vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
     """``[rows, layers, topk]``, int32, from base64 of a NumPy file."""
+    import numpy
+
     fields = _fields("choice", choice, "start vLLM with --enable-return-routed-experts")
     data = _bytes(fields["routed_experts"])
-    end = _HEADER + int.from_bytes(data[len(_MAGIC) : _HEADER], "little")
-    if not data.startswith(_MAGIC) or len(data) < end:
-        raise ValueError("routed_experts is no NumPy file of version 1")
     try:
-        header = ast.literal_eval(data[_HEADER:end].decode("latin-1").strip())
-        name, is_fortran, shape = (header[key] for key in ("descr", "fortran_order", "shape"))
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
-        raise ValueError(f"routed_experts has a broken NumPy header: {data[_HEADER:end]!r}") from error
-    dtype = _NUMPY_DTYPES[check_choice("dtype of routed_experts", name, _NUMPY_DTYPES)]
-    shape = [check_integer("a size in the shape of routed_experts", size, low=0) for size in check_list("shape", shape)]
-    if len(shape) != 3 or is_fortran or len(data) - end != math.prod(shape) * dtype.itemsize:
+        rows = numpy.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-untyped-call]
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"routed_experts is no NumPy file: {error}") from error
+    if rows.ndim != 3 or rows.dtype.name not in _ENGINE_DTYPES:
         raise ValueError(
-            f"routed_experts must be [rows, layers, topk] in C order, got {len(data) - end} bytes with {header}"
+            f"routed_experts must be [rows, layers, topk] of {', '.join(_ENGINE_DTYPES)}, got {[*rows.shape]} of "
+            f"{rows.dtype}"
         )
-    if 0 in shape:
-        return torch.empty(shape, dtype=torch.int32)
-    return torch.frombuffer(bytearray(data[end:]), dtype=dtype).to(torch.int32).view(shape)
+    return torch.from_numpy(rows.astype("int32"))
 
 
 def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[str, Any]:

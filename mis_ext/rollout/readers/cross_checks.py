@@ -181,7 +181,7 @@ class Choice:
         answer: The response.
         body: The choice itself.
         position: Its position among the choices.
-        tokens: The texts of its tokens, or what the server has in that place: vLLM's generate their ids.
+        tokens: The texts of its tokens; for vLLM's ``/inference/v1/generate`` their ids.
         log_probs: Their log-probs.
         top_log_probs: For each, the largest log-probs at its place, as far as the request asked for them.
         finish_reason: Why the generation ended.
@@ -241,11 +241,6 @@ class Choice:
             content = body["text"] if api == "completions" else body.get("text")
         self.text = content.string() if content and not any(parsed_out) else None
         self.top_log_probs = _top_log_probs(body, api, logits_advice)
-
-    def given(self, prompt_ids: Iterable[int] | None) -> Field:
-        """The prompt's ids that the caller knows, as one more place."""
-        value = None if prompt_ids is None else [*prompt_ids]
-        return Field(value=value, path="prompt_ids", request_id=self.body.request_id)
 
     def sent(self, key: str) -> Field | None:
         """Return the ids of one prompt under ``key`` of the request; None for text and for several prompts."""

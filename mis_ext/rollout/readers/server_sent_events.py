@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streamed answers: the events of one request, joined into the response that the readers take.
 
-The readers count and compare what was joined as they do with any response. Only the order of the events is proven here,
-by what an event says of those before it: a joined response shows no longer what came when.
+The readers count and compare what was joined as they do with any response.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
 
     Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, arguments of tool calls by
     their index, log-probs and ids are joined in the order in which they came. Ask for ``stream_options:
-    {"include_usage": true, "continuous_usage_stats": true}``: without the first the readers have no count to compare
-    with, and without the second nothing shows that chunks changed places. Events of SGLang's ``/generate`` hold all
-    that came before, or with ``--incremental-streaming-output`` what is new, and always the count of all.
+    {"include_usage": true}``: without it the readers have no count to compare with. Events of SGLang's ``/generate``
+    hold all that came before, or with ``--incremental-streaming-output`` what is new, and always the count of all.
 
     Args:
         lines: As the server sent them, empty ones too.
@@ -41,8 +39,8 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
 
     Raises:
         AbortedRequest: The stream breaks off, or has an error.
-        CountMismatch: An event counts another number of tokens than came until then: one is lost, doubled, or not in
-            its place.
+        CountMismatch: An event of ``/generate`` counts another number of tokens than came until then: one is lost or
+            doubled.
         MalformedResponse: A line is no event, or an event no part of an answer.
     """
     events = _events(lines, request_id)
@@ -79,12 +77,6 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
     raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")
 
 
-def _check_count(count: Field, number: int, what: str) -> None:
-    if count.count() != number:
-        found = f"{count.path} is {count.value}, but {number} {what} came until then"
-        raise CountMismatch(count.request_id, f"{found}: an event is lost, doubled, or not in its place")
-
-
 def _join_generate(events: list[Field]) -> dict[str, Any]:
     """The last event, whose count of tokens is always that of all: where it has fewer, those of all events follow."""
     last = dict(events[-1].value)
@@ -95,7 +87,10 @@ def _join_generate(events: list[Field]) -> dict[str, Any]:
     num_ids = 0
     for event in events:
         num_ids += len(event["output_ids"].array())
-        _check_count(event["meta_info"]["completion_tokens"], num_ids, "ids")
+        count = event["meta_info"]["completion_tokens"]
+        if count.count() != num_ids:
+            found = f"{count.path} is {count.value}, but {num_ids} ids came until then"
+            raise CountMismatch(count.request_id, f"{found}: an event is lost or doubled")
     last["output_ids"] = _joined(events, "output_ids")
     if events[-1].get("text"):
         last["text"] = "".join(event["text"].string() for event in events)
@@ -130,18 +125,10 @@ def _join_chunks(events: list[Field]) -> dict[str, Any]:
         name, response = "id", {"id": first["id"].string(), "object": _OBJECTS[kind]}
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
-        if any(map(_log_probs, choices.values())):
-            _check_comes_first(event.get("prompt_token_ids"))
         response |= _present(event, _LATEST)
-        chunks, usage = event["choices"], event.get("usage")
-        for chunk in chunks.entries():
+        for chunk in event["choices"].entries():
             index = chunk["index"].count()
-            choice = choices.setdefault(index, {"index": index})
-            _add_chunk(choice, chunk)
-            # With continuous_usage_stats each chunk has the count of its own choice. One without log-probs may come
-            # before those that it counts: SGLang's parsed tool calls do.
-            if usage and chunk.get("logprobs"):
-                _check_count(usage["completion_tokens"], len(_log_probs(choice)), f"log-probs of choice {index}")
+            _add_chunk(choices.setdefault(index, {"index": index}), chunk)
     # SGLang's chat names each choice, and the ends of all after one of them.
     others = [event[name] for event in events if event[name].value != response[name]]
     if len({other.string() for other in others}) >= max(len(choices), 1):
@@ -153,28 +140,11 @@ def _present(holder: Field, keys: Iterable[str]) -> dict[str, Any]:
     return {key: found.value for key in keys if (found := holder.get(key))}
 
 
-def _log_probs(choice: dict[str, Any]) -> list[Any]:
-    joined = choice.get("logprobs", {})
-    found: list[Any] = joined.get("content") or joined.get("token_logprobs") or []
-    return found
-
-
-def _check_comes_first(prompt_ids: Field) -> None:
-    if prompt_ids:
-        raise MalformedResponse(prompt_ids.request_id, f"{prompt_ids.path} come after sampled tokens, not before them")
-
-
 def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
-    if _log_probs(choice):
-        _check_comes_first(chunk.get("prompt_token_ids"))
     # Each choice of a completion brings its own, as without streaming.
     choice |= _present(chunk, ("prompt_token_ids",))
     log_probs, delta, text = (chunk.get(key) for key in ("logprobs", "delta", "text"))
-    if choice.get("finish_reason") is not None and (log_probs or chunk.get("token_ids")):
-        raise MalformedResponse(chunk.request_id, f"{chunk.path} has tokens after the end of its choice")
     choice |= _present(chunk, _LATEST_OF_A_CHOICE)
-    if log_probs and chunk.get("token_ids"):
-        _check_offset(choice, log_probs.get("text_offset"))
     for key in ("token_ids", "sampling_mask"):
         if found := chunk.get(key):
             choice.setdefault(key, []).extend(found.array())
@@ -192,22 +162,6 @@ def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
                 message[key] = (message.get(key) or "") + found.string()
         for part in delta.get("tool_calls").entries():
             _add_call(message.setdefault("tool_calls", []), part)
-
-
-def _check_offset(choice: dict[str, Any], offsets: Field) -> None:
-    """Check that a token of vLLM begins at the end of the one before it, or of the text so far (older versions)."""
-    values = offsets.array() if offsets else []
-    # SGLang has -1 instead of every offset.
-    if values[:1] in ([], [-1]):
-        return
-    if set(map(type, values)) != {int}:
-        raise offsets.malformed("a list of integers")
-    legal, joined = {len(choice.get("text", ""))}, choice.get("logprobs", {})
-    if joined.get("text_offset") and joined.get("tokens"):
-        legal.add(joined["text_offset"][-1] + len(str(joined["tokens"][-1])))
-    if values[0] not in legal:
-        expected = " or ".join(map(str, sorted(legal)))
-        raise offsets.entry(0).malformed(f"{expected}, the end of what came until then: an event is not in its place")
 
 
 def _add_call(calls: list[dict[str, Any]], part: Field) -> None:

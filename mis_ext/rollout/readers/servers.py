@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 
 from mis_ext.rollout.definition import told_mode
@@ -17,8 +15,6 @@ from mis_ext.rollout.sampling_parameters import SamplingParameters
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
 _LOGITS_ADVICE = "start vLLM with --logprobs-mode processed_logprobs"
 _VLLM_CHOICE = partial(Choice, logits_advice=_LOGITS_ADVICE)
-# Shorter than an int that Python refuses to parse; the range is checked with every other id's.
-_TOKEN_ID = re.compile(r"token_id:(0|[1-9][0-9]{0,18})")
 
 
 def read_sglang_generate(request: Json, response: Json, *, request_id: str | None = None) -> Generation:
@@ -177,47 +173,31 @@ def read_vllm_generate(
 
 
 def read_vllm_chat(
-    request: Json,
-    response: Json,
-    *,
-    prompt_ids: Sequence[int] | None = None,
-    choice: int | None = None,
-    request_id: str | None = None,
+    request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
     """Read one choice of vLLM's ``/v1/chat/completions``.
 
-    The request needs ``logprobs: true`` and ``return_token_ids: true``. Before vLLM had that, it needs
-    ``return_tokens_as_token_ids: true``, and the caller ``prompt_ids``, for instance from ``/tokenize``. With
-    ``return_weight_versions: true`` it has the versions of the weights. The other arguments and the errors are those of
-    :func:`read_sglang_chat`.
+    The request needs ``logprobs: true`` and ``return_token_ids: true``. With ``return_weight_versions: true`` the
+    generation has the versions of the weights. Arguments and errors are those of :func:`read_sglang_chat`.
     """
     found = _VLLM_CHOICE(request, response, api="chat", choice=choice, request_id=request_id)
-    prompt_places = [found.given(prompt_ids), found.answer.get("prompt_token_ids")]
-    return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
+    return _read_vllm(found, [found.answer.get("prompt_token_ids")])
 
 
 def read_vllm_completions(
-    request: Json,
-    response: Json,
-    *,
-    prompt_ids: Sequence[int] | None = None,
-    choice: int | None = None,
-    request_id: str | None = None,
+    request: Json, response: Json, *, choice: int | None = None, request_id: str | None = None
 ) -> Generation:
     """Read one choice of vLLM's ``/v1/completions``.
 
-    The request needs ``logprobs`` and ``return_token_ids: true``. Before vLLM had that, it needs
-    ``return_tokens_as_token_ids: true``, and the prompt as ids or the caller ``prompt_ids``. With
-    ``return_weight_versions: true`` it has the versions of the weights. Arguments and errors are those of
-    :func:`read_vllm_chat`.
+    The request needs ``logprobs`` and ``return_token_ids: true``. With ``return_weight_versions: true`` the generation
+    has the versions of the weights. Arguments and errors are those of :func:`read_sglang_chat`.
     """
     found = _VLLM_CHOICE(request, response, api="completions", choice=choice, request_id=request_id)
-    prompt_places = [found.given(prompt_ids), found.sent("prompt"), found.body.get("prompt_token_ids")]
-    return _read_vllm(found, prompt_places, _ids_in_tokens(found.tokens))
+    return _read_vllm(found, [found.sent("prompt"), found.body.get("prompt_token_ids")])
 
 
 def _read_vllm(
-    found: Choice, prompt_places: Places, scored_ids: Field | None, *, kept_ids: Field | None = None
+    found: Choice, prompt_places: Places, scored_ids: Field | None = None, *, kept_ids: Field | None = None
 ) -> Generation:
     body = found.body
     return settle(
@@ -231,8 +211,8 @@ def _read_vllm(
         # What it says of a model that repeats itself is no stop string.
         stop_matches=[None if body["finish_reason"].value == "repetition" else body.get("stop_reason")],
         text=found.text,
-        ids_advice="ask for them with return_token_ids: true or return_tokens_as_token_ids: true",
-        prompt_advice="ask for them with return_token_ids: true, or give prompt_ids=",
+        ids_advice="ask for them with return_token_ids: true",
+        prompt_advice="ask for them with return_token_ids: true",
         kept_ids=kept_ids,
         versions=body.get("weight_versions"),
         # Of a server with vime's patch.
@@ -253,14 +233,3 @@ def _mode_of_vllm(found: Choice) -> ToldMode | None:
         return told_mode(parameters, found.top_log_probs)
     except ValueError as error:
         raise LogProbError(found.body.request_id, f"{found.body.path}.logprobs: {error}") from error
-
-
-def _ids_in_tokens(tokens: Field) -> Field | None:
-    """The ids of ``token_id:<int>`` tokens; None where the tokens are text."""
-    matches = [_TOKEN_ID.fullmatch(token) for token in tokens.strings()]
-    if matches and not any(matches):
-        return None
-    for position, match in enumerate(matches):
-        if match is None:
-            raise tokens.entry(position).malformed("token_id:<int> like other tokens of this response")
-    return replace(tokens, value=[int(match[1]) for match in matches if match is not None])

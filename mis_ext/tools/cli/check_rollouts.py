@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FORMAT = (
     'One call per line: {"conversation": ID, "format": NAME, "request": {...}, "response": {...}}. Optional keys: '
-    '"request_id", "text" (the text that the agent kept), "choice", "prompt_ids" (vLLM). Formats: sglang (/generate), '
+    '"request_id", "text" (the text that the agent kept), "choice". Formats: sglang (/generate), '
     "sglang-chat, sglang-completions, vllm (/inference/v1/generate), vllm-chat, vllm-completions. Calls of one "
     "conversation are in order, and calls of others may be in between. Several files are read as one."
 )

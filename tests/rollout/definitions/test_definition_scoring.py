@@ -7,7 +7,7 @@ import pytest
 import torch
 from log_prob_definitions import LOGITS, PROBABILITIES
 
-from mis_ext.rollout.comparable_log_probs import kept_mask, padding_log_mass, trainer_log_probs
+from mis_ext.rollout.comparable_log_probs import kept_mask, trainer_log_probs
 from mis_ext.rollout.definition import Distribution, Truncation
 from mis_ext.rollout.vocabulary import check_vocabulary, padded_vocab_size
 
@@ -114,14 +114,9 @@ def test_what_cannot_be_scored_is_refused() -> None:
         trainer_log_probs(logits, [3], Distribution(unrepeatable=("because",)))
 
 
-def test_padding_lowers_every_log_prob_by_its_log_mass() -> None:
+def test_columns_of_padding_take_no_part() -> None:
     # Weights 1/2, 1/4, 1/8, 1/8 and two columns of padding with 1/4 each: 3/2 instead of 1.
     padded = [math.log(p) for p in (*PROBABILITIES, 0.25, 0.25)]
-    logits = torch.tensor([padded], dtype=torch.float64)
-    assert padding_log_mass(logits, 4).tolist() == pytest.approx([math.log(1.5)])
-    # Squared: 22/64 and 8/64.
-    assert padding_log_mass(logits, 4, temperature=0.5).tolist() == pytest.approx([math.log(30 / 22)])
-    assert padding_log_mass(logits, 6).tolist() == [0.0]
     assert score([0], Distribution(), padded) == pytest.approx([1 / 3])
     assert score([0], Distribution(), padded, vocab_size=4) == pytest.approx([1 / 2])
     # The kept tokens are among the real ones, too.

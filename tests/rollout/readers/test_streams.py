@@ -6,7 +6,6 @@ servers sent.
 """
 
 import copy
-import itertools
 import json
 import random
 
@@ -15,7 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from responses import recorded, vllm_chat, vllm_completions
-from streamed import chunked, counted, generate_events, lines_of, pieces_of
+from streamed import chunked, generate_events, lines_of, pieces_of
 
 from mis_ext.rollout.generation import (
     AbortedRequest,
@@ -201,7 +200,6 @@ def test_a_stream_that_breaks_off_anywhere_gives_no_sample() -> None:
     [
         (lambda events: events[1].update(id="other"), "one stream is one request"),
         (lambda events: events[0].update(object="list"), r"chat\.completion\.chunk"),
-        (lambda events: events.insert(-1, copy.deepcopy(events[-2])), "tokens after the end of its choice"),
         (lambda events: events[1]["choices"][0].update(index=-1), "an integer of 0 or more"),
         (lambda events: events[1]["choices"][0].update(delta={"tool_calls": [{"index": 3}]}), "at most 0, the number"),
     ],
@@ -214,134 +212,42 @@ def test_events_that_do_not_belong_together_are_refused(spoil, message) -> None:
         join_stream(lines_of(events))
 
 
-def incremental(name):
-    request, response = recorded(name)
-    return request, pieces_of(generate_events(response))
-
-
 def cumulative(name):
     request, response = recorded(name)
     return request, generate_events(response)
 
 
-def chunks(name):
-    request, lines = recorded(name)
-    return request, counted([json.loads(line[5:]) for line in lines if line.startswith("data: {")])
-
-
-def as_counted(name):
-    request, lines = recorded(name)
-    return request, [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
-
-
-STREAMS = {
-    "sglang, cumulative": (read_sglang_generate, cumulative, "generate_length"),
-    "sglang, incremental": (read_sglang_generate, incremental, "generate_length"),
-    "sglang, incremental, two versions": (read_sglang_generate, incremental, "generate_two_versions"),
-    "sglang-chat": (read_sglang_chat, chunks, "chat_two_stream"),
-    "sglang-completions": (read_sglang_completions, chunks, "completions_stream"),
-    "vllm": (read_vllm_generate, chunks, "vllm/processed/generate_stream"),
-    "vllm-chat": (read_vllm_chat, chunks, "vllm/processed/chat_stream"),
-    "vllm-completions": (read_vllm_completions, chunks, "vllm/processed/completions_stream"),
-    "vllm-completions, two": (read_vllm_completions, chunks, "vllm/processed/completions_two_stream"),
-    # With continuous_usage_stats, as vLLM itself counts.
-    "vllm, counted": (read_vllm_generate, as_counted, "vllm/processed/generate_counted_stream"),
-    "vllm-chat, counted": (read_vllm_chat, as_counted, "vllm/processed/chat_counted_stream"),
-    "vllm-completions, counted": (read_vllm_completions, as_counted, "vllm/processed/completions_counted_stream"),
-}
-
-
-def samples_of(read, request, events):
-    joined = join_stream(lines_of(events))
-    numbers = range(len(joined["choices"])) if "choices" in joined else [None]
-    samples = [read(request, joined, **({} if number is None else {"choice": number})) for number in numbers]
-    return [(each.prompt_ids, each.sampled_ids, each.log_probs, each.weight_versions) for each in samples]
-
-
-def silent_faults(read, request, events):
-    """Pairs of events that change places, or of which one comes in the place of the other, unseen."""
-    truth, silent = samples_of(read, request, events), []
-    pairs = [*itertools.permutations(range(len(events)), 2)]
-    for first, second in random.Random(len(events)).sample(pairs, 25):
-        doubled = [*events]
-        doubled[second] = events[first]
-        swapped = [*doubled]
-        swapped[first] = events[second]
-        for spoilt in (doubled, swapped):
-            try:
-                if samples_of(read, request, spoilt) != truth:
-                    silent.append((first, second))
-            except RolloutError:
-                continue
-    return silent
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_events_in_disorder_are_refused_or_leave_the_truth(name) -> None:
-    """Two events of the recorded streams, drawn, where each says how many tokens there are: without it nobody can."""
-    read, events_of, record = STREAMS[name]
-    request, events = events_of(record)
-    assert silent_faults(read, request, events) == []
-    if events_of is chunks and not name.startswith("vllm-completions"):
-        for event in events:
-            if event["choices"]:
-                event["usage"] = None
-        assert silent_faults(read, request, events) != []
-
-
-def test_the_count_of_a_chunk_is_of_its_own_choice_and_of_what_came_until_then() -> None:
-    _, events = chunks("chat_two_stream")
-    events[3]["choices"][0]["index"] = 1
-    with pytest.raises(CountMismatch, match="completion_tokens is 1, but 2 log-probs of choice 1 came until then"):
-        join_stream(lines_of(events))
-
-
 def test_a_parsed_call_may_come_before_the_log_probs_that_its_chunk_counts() -> None:
-    """As SGLang sends them; and after an abort it sends the last id once more."""
-    request, events = chunks("chat_two_stream")
+    """As SGLang sends them."""
+    request, lines = recorded("chat_two_stream")
+    events = [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
     call = {"index": 0, "function": {"name": "weather", "arguments": "{}"}}
     early = {"index": 0, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": None}
-    first = next(i for i, event in enumerate(events) if event["choices"][0]["index"] == 0 and event["usage"])
-    whole = samples_of(read_sglang_chat, request, events)
-    events.insert(
-        first, {**events[first], "choices": [early], "usage": {**events[first]["usage"], "completion_tokens": 1}}
-    )
-    assert samples_of(read_sglang_chat, request, events) == whole
-    _, events = incremental("generate_length")
+    whole = read_sglang_chat(request, join_stream(lines), choice=0)
+    first = next(i for i, event in enumerate(events) if event["choices"] and event["choices"][0]["index"] == 0)
+    events.insert(first, {**events[first], "choices": [early]})
+    found = read_sglang_chat(request, join_stream(lines_of(events)), choice=0)
+    assert (found.sampled_ids, found.log_probs) == (whole.sampled_ids, whole.log_probs)
+
+
+def test_after_an_abort_the_last_id_comes_once_more() -> None:
+    _, events = cumulative("generate_length")
+    events = pieces_of(events)
     events[-1] |= {"output_ids": events[-2]["output_ids"]}
     events[-1]["meta_info"] |= {"completion_tokens": 7, "finish_reason": {"type": "abort", "message": "Aborted"}}
     with pytest.raises(AbortedRequest):
         join_stream(lines_of(events))
 
 
-@pytest.mark.parametrize("name", ["vllm-chat", "vllm", "sglang-completions"])
-def test_without_counts_the_ids_of_the_prompt_show_what_is_first(name) -> None:
-    _, lines = recorded(STREAMS[name][2])
-    lines = [line for line in lines if line.startswith("data: {")]
-    for other in range(2, len(lines) - 2):
-        lines[0], lines[other] = lines[other], lines[0]
-        with pytest.raises(MalformedResponse, match="prompt_token_ids come after sampled tokens"):
-            join_stream([*lines, "data: [DONE]"])
-        lines[0], lines[other] = lines[other], lines[0]
-
-
-def test_the_offsets_of_vllms_completions_show_the_order_of_tokens_with_a_text() -> None:
-    _, lines = recorded("vllm/processed/completions_stream")
-    events = [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
-    events[4], events[5] = events[5], events[4]
-    with pytest.raises(MalformedResponse, match=r"text_offset\[0\] must be 5 or 6, the end of what came until then"):
-        join_stream(lines_of(events))
-    # Before vLLM counted the texts of tokens, it counted the text that it had sent.
-    request, response = vllm_completions()
-    events = chunked(response, random.Random(3))
-    text = ""
-    for event in events[:-1]:
-        event["choices"][0]["logprobs"]["text_offset"][0] = len(text)
-        text += event["choices"][0]["text"]
-    assert read_vllm_completions(request, join_stream(lines_of(events))) == read_vllm_completions(request, response)
-    events[0]["choices"][0]["logprobs"]["text_offset"] = ["0"]
-    with pytest.raises(MalformedResponse, match="a list of integers"):
-        join_stream(lines_of(events))
+@pytest.mark.parametrize("read", [read_vllm_chat, read_vllm_completions, read_vllm_generate])
+def test_a_chunk_that_is_lost_or_doubled_is_missed_by_the_final_count(read) -> None:
+    name = {read_vllm_chat: "chat", read_vllm_completions: "completions"}.get(read, "generate")
+    request, lines = recorded(f"vllm/processed/{name}_stream")
+    for place, line in enumerate(lines):
+        if line.startswith("data: {") and (json.loads(line[5:])["choices"] or [{}])[0].get("logprobs"):
+            for spoilt in ([*lines[:place], *lines[place + 1 :]], [*lines[:place], line, *lines[place:]]):
+                with pytest.raises(RolloutError):
+                    read(request, join_stream(spoilt))
 
 
 def test_events_of_two_requests_are_refused() -> None:

@@ -151,7 +151,7 @@ def test_a_log_line_of_generate_proves_its_format() -> None:
     line = {"conversation": "a", "request": request, "response": response}
     call = parse_line(json.dumps(line).encode(), file="calls", line=1)
     assert call.format == "vllm"
-    assert call.read() == READERS["vllm"].read(request, response)
+    assert call.read() == READERS["vllm"](request, response)
 
 
 # --- experts
@@ -192,11 +192,11 @@ def encoded(data):
         (lambda data: "§", "is no base64"),
         (lambda data: encoded(b"no" + data), "is no NumPy file"),
         (lambda data: encoded(data[:30]), "is no NumPy file"),
-        (lambda data: encoded(data[:-1]), r"59 bytes with .*'shape': \(10, 3, 2\)"),
-        (lambda data: encoded(data.replace(b"|u1", b"<f4")), "dtype of routed_experts must be"),
-        (lambda data: encoded(data.replace(b"'descr'", b"'other'")), "broken NumPy header"),
+        (lambda data: encoded(data[:-1]), "is no NumPy file"),
+        (lambda data: encoded(data.replace(b"'descr'", b"'other'")), "is no NumPy file"),
+        (lambda data: encoded(data.replace(b"|u1", b"|i1")), r"int32, uint16, uint8, got \[10, 3, 2\] of int8"),
+        (lambda data: encoded(data.replace(b"(10, 3, 2)", b"(10, 6)   ")), r"got \[10, 6\] of uint8"),
         (lambda data: encoded(data[:-60] + bytes(60)), "recorded nothing"),
-        (lambda data: encoded(data.replace(b"(10, 3, 2)", b"(10,-3,-2)")), "shape of routed_experts must be .* got -3"),
     ],
 )
 def test_experts_that_cannot_be_decoded_are_refused(change, message) -> None:
@@ -208,10 +208,6 @@ def test_experts_that_cannot_be_decoded_are_refused(change, message) -> None:
 
 def test_experts_of_another_type_are_refused() -> None:
     choice = exchange("generate")[1]["choices"][0]
-    for shape in (b"(10.,3, 2)", b"10        ", b"'abc'     "):
-        data = base64.b64decode(choice["routed_experts"]).replace(b"(10, 3, 2)", shape)
-        with pytest.raises(TypeError, match="shape"):
-            RoutedExperts.from_vllm(encoded(data), num_tokens=11, **MODEL)
     for key in ("num_tokens", "start"):
         with pytest.raises(TypeError, match=f"{key} must be an integer, got '11'"):
             RoutedExperts.from_vllm(choice, **{"num_tokens": 11, **MODEL, key: "11"})
