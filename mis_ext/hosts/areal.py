@@ -80,7 +80,7 @@ class MisLoss:
         loss = current_run(self.keys, whole_loss=True).loss
         if (loss.has_correction or loss.settings.needs_behavior) and torch.equal(proximal, behavior):
             warnings.warn(
-                "proximal_logprobs are old_logprobs, to the bit: with actor.use_decoupled_loss: false AReaL passes "
-                "one of them twice, and nothing is corrected; set it to true (or engine and trainer agree entirely)",
+                "proximal_logprobs and old_logprobs are identical, so nothing is corrected: set "
+                "actor.use_decoupled_loss: true, unless engine and trainer agree exactly",
                 stacklevel=3,
             )

@@ -182,8 +182,8 @@ def _warn_if_cut(trainer: Any) -> None:
     named = ", ".join(f"{name}={value}" for name, value in found.items() if is_cut[name])
     if named:
         warnings.warn(
-            f"{named}: vLLM's log-probs are of the distribution that it sampled from, TRL's of all tokens, so every "
-            "weight carries the probability of what was kept. Sample with "
+            f"{named}: vLLM normalizes log-probs over the sampled distribution, TRL over the full vocabulary, so every "
+            "importance weight is too small. Sample with "
             f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])} (docs/guide/trl.md)",
             MismatchWarning,
             stacklevel=4,

@@ -207,7 +207,7 @@ def test_a_distribution_that_the_trainer_does_not_score_with_is_named(keys, sett
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Trainer(BATCHES["close"], mis_keys=keys, **settings)
-    messages = [str(each.message) for each in caught if "what was kept" in str(each.message)]
+    messages = [str(each.message) for each in caught if "full vocabulary" in str(each.message)]
     assert len(messages) == (named is not None)
     assert all(re.match(named, message) for message in messages)
 
