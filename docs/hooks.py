@@ -57,11 +57,11 @@ location.replace(place in to ? to[place] : to[""].split("#")[0] + location.hash)
 </script>
 """
 FURTHER = "Reference"
-"""The part of the navigation that a page joins which `nav` does not name."""
+"""The part of the navigation for pages that `nav` does not list."""
 
 
 def on_config(config: Any) -> Any:
-    """Add to the navigation the pages that it does not name."""
+    """Add pages that the navigation does not list."""
     named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
     (part,) = [part[FURTHER] for part in config.nav if FURTHER in part]
     pages = (page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs").rglob("*.md")))
@@ -120,13 +120,13 @@ def on_post_build(config: Any) -> None:
 
 
 def _html(address: str) -> str:
-    """Of a page, or of a place in it."""
+    """Return the address of a page, or of a place in it, as HTML."""
     page, mark, place = address.partition("#")
     return _in_site(page).replace(".md", ".html") + mark + place
 
 
 def _in_repository(name: str) -> str:
-    """Where a page of the site is, relative to `docs/`."""
+    """Return the path of a page of the site, relative to `docs/`."""
     for folder, shown in FOLDERS.items():
         if name.startswith(shown):
             return folder + name.removeprefix(shown)
@@ -134,7 +134,7 @@ def _in_repository(name: str) -> str:
 
 
 def _in_site(path: str) -> str:
-    """Where a file is in the site, from where it is relative to `docs/`."""
+    """Return the path of a file in the site, given its path relative to `docs/`."""
     for folder, name in FOLDERS.items():
         if path.startswith(folder):
             return name + path.removeprefix(folder)
@@ -148,7 +148,7 @@ def _mathml(found: re.Match[str]) -> str:
 
 
 def _labelled(table: re.Match[str]) -> str:
-    """Each cell with the name of its column, which a phone shows above it in place of a column."""
+    """Label each cell with the name of its column, which a phone shows above it."""
     heads = [
         html.escape(html.unescape(re.sub(r"<[^>]*>", "", head)).strip(), quote=True) for head in HEAD.findall(table[0])
     ]
@@ -170,5 +170,5 @@ def _reference(found: re.Match[str]) -> str:
 
 
 def _directives(package: str) -> str:
-    """One of mkdocstrings for each public name of a package."""
+    """Return a directive of mkdocstrings for each public name of a package."""
     return "\n\n".join(f"::: {each.module}.{each.name}" for each in public_names(package))
