@@ -11,8 +11,6 @@ arXiv 2510.11370.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,15 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.rollout.custom_generate.routed_experts import check_not_retracted
-from mis_ext.validation import check_choice, check_integer
+from mis_ext.rollout.custom_generate.routed_experts import check_not_retracted, decode_experts
+from mis_ext.validation import check_integer
 
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)
 _MAX_CHANCE = 1e-3
 """Chance that some layer chose expert 0 for every token, at most."""
 _OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
-_ENGINE_DTYPES = {"int32": torch.int32, "uint16": torch.uint16, "uint8": torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -273,30 +270,18 @@ def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
         "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
     )
     check_not_retracted(fields)
-    name = check_choice("routed_experts_dtype", _or(fields.get("routed_experts_dtype"), "int32"), _ENGINE_DTYPES)
-    data, dtype = _bytes(fields["routed_experts"]), _ENGINE_DTYPES[name]
-    if not data or len(data) % dtype.itemsize:
-        raise ValueError(f"routed_experts has {len(data)} bytes, which is no positive multiple of {dtype.itemsize}")
-    values = torch.frombuffer(bytearray(data), dtype=dtype).to(torch.int32)
-    return values, check_integer("routed_experts_start_len", _or(fields.get("routed_experts_start_len"), 0), low=0)
+    values = torch.from_numpy(decode_experts(fields["routed_experts"], fields.get("routed_experts_dtype")))
+    start = fields.get("routed_experts_start_len")
+    return values.flatten(), check_integer("routed_experts_start_len", 0 if start is None else start, low=0)
 
 
 def _vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
     """``[rows, layers, topk]``, int32, from base64 of a NumPy file."""
-    import numpy
-
     fields = _fields("choice", choice, "start vLLM with --enable-return-routed-experts")
-    data = _bytes(fields["routed_experts"])
-    try:
-        rows = numpy.lib.format.read_array(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-untyped-call]
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"routed_experts is no NumPy file: {error}") from error
-    if rows.ndim != 3 or rows.dtype.name not in _ENGINE_DTYPES:
-        raise ValueError(
-            f"routed_experts must be [rows, layers, topk] of {', '.join(_ENGINE_DTYPES)}, got {[*rows.shape]} of "
-            f"{rows.dtype}"
-        )
-    return torch.from_numpy(rows.astype("int32"))
+    rows = torch.from_numpy(decode_experts(fields["routed_experts"], None))
+    if rows.dim() != 3:
+        raise ValueError(f"routed_experts must be a NumPy file of [rows, layers, topk], got {[*rows.shape]}")
+    return rows
 
 
 def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[str, Any]:
@@ -307,16 +292,3 @@ def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[s
     if not fields.get("routed_experts"):
         raise ValueError(f"{name} has no routed_experts: {advice}")
     return fields
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _bytes(encoded: object) -> bytes:
-    if not isinstance(encoded, str):
-        raise TypeError(f"routed_experts must be base64, got {type(encoded).__name__}: {_OTHER_ROWS}")
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except ValueError as error:
-        raise ValueError(f"routed_experts is no base64: {error}") from error

@@ -12,13 +12,12 @@ has yet, and what came before stays.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mis_ext.rollout.generation import Contradiction, CountMismatch, Generation, MalformedResponse
-from mis_ext.validation import check_integer, check_list, check_mapping
+from mis_ext.validation import check_choice, check_integer, check_list, check_mapping
 
 if TYPE_CHECKING:
     from numpy import int32
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     Rows = NDArray[int32]
 
 FLAG = "use_rollout_routing_replay"
-SGLANG_DTYPES = ("int32", "uint16", "uint8")
+_DTYPES = ("int32", "uint16", "uint8")
 # A row of zeros in every layer has one expert twice. Of one expert a token, so many zeros are no chance.
 _MOST_ZEROS = 10
 
@@ -65,6 +64,38 @@ def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
         )
 
 
+def decode_experts(encoded: object, dtype: str | None) -> Rows:
+    """Return the experts that an engine sends as base64: all values of SGLang, or vLLM's NumPy file in its shape.
+
+    Args:
+        encoded: ``routed_experts`` of a response.
+        dtype: SGLang's ``routed_experts_dtype``; None: int32.
+
+    Raises:
+        TypeError: They are no string.
+        ValueError: They are no base64 of integers of this type, and no NumPy file of integers.
+    """
+    import numpy
+
+    if not isinstance(encoded, str):
+        raise TypeError(f"routed_experts must be base64, got {type(encoded).__name__}")
+    dtype = "int32" if dtype is None else check_choice("routed_experts_dtype", dtype, _DTYPES)
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise ValueError(f"routed_experts is no base64: {error}") from error
+    is_file = data.startswith(numpy.lib.format.MAGIC_PREFIX)
+    try:
+        read: Any = numpy.lib.format.read_array
+        found = read(io.BytesIO(data), allow_pickle=False) if is_file else numpy.frombuffer(data, dtype=dtype)
+    except (ValueError, EOFError) as error:
+        what = "a NumPy file" if is_file else f"a list of {dtype}"
+        raise ValueError(f"routed_experts is base64, but not of {what}: {error}") from error
+    if found.dtype.name not in _DTYPES:
+        raise ValueError(f"routed_experts must be of {', '.join(_DTYPES)}, got {found.dtype}")
+    return cast("Rows", found.astype(numpy.int32))
+
+
 def known_rows(args: Any, sample: Any) -> list[Rows]:
     """Return the rows of a continued sample: none before its first token, else those of all fed tokens."""
     import numpy
@@ -96,8 +127,6 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
         CountMismatch: They are not as many as the tokens need.
         MalformedResponse: There are none, they are no experts, or they were never written.
     """
-    import numpy
-
     request_id = generation.request_id
     if not meta_info.get("routed_experts"):
         raise MalformedResponse(
@@ -112,17 +141,10 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
             check_not_retracted(meta_info)
         except ValueError as error:
             raise Contradiction(request_id, str(error)) from error
-    dtype = meta_info.get("routed_experts_dtype") or "int32"
-    if dtype not in SGLANG_DTYPES:
-        raise MalformedResponse(request_id, f"routed_experts_dtype must be one of {SGLANG_DTYPES}, got {dtype!r}")
     try:
-        data = base64.b64decode(meta_info["routed_experts"], validate=True)
-        # vLLM sends a whole .npy file.
-        is_file = data.startswith(numpy.lib.format.MAGIC_PREFIX)
-        found = numpy.load(io.BytesIO(data)) if is_file else numpy.frombuffer(data, dtype=dtype)
-        values = found.astype(numpy.int32).ravel()
-    except (TypeError, ValueError, binascii.Error) as error:
-        raise MalformedResponse(request_id, f"routed_experts is no base64 of {dtype}: {error}") from error
+        values = decode_experts(meta_info["routed_experts"], meta_info.get("routed_experts_dtype")).ravel()
+    except (TypeError, ValueError) as error:
+        raise MalformedResponse(request_id, str(error)) from error
     fed = len(generation.prompt_ids) + len(generation.sampled_ids) - 1
     # Miles' FSDP trainer has no such argument.
     topk = getattr(args, "moe_router_topk", None) or len(values) // max(1, args.num_layers * (fed - start))

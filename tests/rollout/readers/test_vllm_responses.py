@@ -190,12 +190,12 @@ def encoded(data):
     [
         (lambda data: None, "start vLLM with --enable-return-routed-experts"),
         (lambda data: "§", "is no base64"),
-        (lambda data: encoded(b"no" + data), "is no NumPy file"),
-        (lambda data: encoded(data[:30]), "is no NumPy file"),
-        (lambda data: encoded(data[:-1]), "is no NumPy file"),
-        (lambda data: encoded(data.replace(b"'descr'", b"'other'")), "is no NumPy file"),
-        (lambda data: encoded(data.replace(b"|u1", b"|i1")), r"int32, uint16, uint8, got \[10, 3, 2\] of int8"),
-        (lambda data: encoded(data.replace(b"(10, 3, 2)", b"(10, 6)   ")), r"got \[10, 6\] of uint8"),
+        (lambda data: encoded(b"noth" + data), r"a NumPy file of \[rows, layers, topk\], got \[48\]"),
+        (lambda data: encoded(data[:30]), "not of a NumPy file"),
+        (lambda data: encoded(data[:-1]), "not of a NumPy file"),
+        (lambda data: encoded(data.replace(b"'descr'", b"'other'")), "not of a NumPy file"),
+        (lambda data: encoded(data.replace(b"|u1", b"|i1")), "must be of int32, uint16, uint8, got int8"),
+        (lambda data: encoded(data.replace(b"(10, 3, 2)", b"(10, 6)   ")), r"got \[10, 6\]"),
         (lambda data: encoded(data[:-60] + bytes(60)), "recorded nothing"),
     ],
 )
