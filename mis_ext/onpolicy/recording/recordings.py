@@ -241,6 +241,7 @@ def _cat(pieces: list[PlacedRows]) -> PlacedRows:
 
 _FILE = re.compile(r"step=(?P<step>\d+)___rank=(?P<rank>\d+)___dump_index=(?P<index>\d+)___name=(?P<name>.+)\.pt")
 _PREFIX = "non_intrusive__"
+_TOKENS = ("positions", "seq_lens", "rids")
 # The last "output" or "inputs.N" is the dumper's: modules can be called that too.
 _MODULE_TENSOR = re.compile(r"(?:(?P<module>.+)\.)?(?:inputs\.(?P<argument>[^.]+)|output)(?:\.(?P<key>.+))?")
 
@@ -261,17 +262,15 @@ def read_sglang_dumps(
     directory: str | os.PathLike[str],
     *,
     requests: Sequence[str] | None = None,
-    positions: str = "positions",
-    lengths: str = "seq_lens",
-    request_ids: str = "rids",
     rank: int = 0,
     repeated: Repeated = "error",
 ) -> Recording:
     """The activations in a directory of dumps, by module and token.
 
     ``DUMPER_ENABLE=1 DUMPER_NON_INTRUSIVE_MODE=all`` dumps every module's inputs and outputs and, in each step (one
-    forward), the three names that say which tokens it holds. A dump of ``input_ids`` is an input of the model; any
-    other counts as the output of a module ``name``, or ``name.N`` in layer N. Gradients, parameters and recomputed
+    forward), three names that say which tokens it holds: their ``positions [T]``, the lengths of the requests up to and
+    including this step, ``seq_lens [S]``, and their ids, ``rids``. A dump of ``input_ids`` is an input of the model.
+    Any other counts as the output of a module ``name``, or ``name.N`` in layer N. Gradients, parameters and recomputed
     activations are left out. Logits that SGLang computes for the last token of each request only have the rows of
     these tokens.
 
@@ -279,9 +278,6 @@ def read_sglang_dumps(
         directory: ``<dir>/<exp>``, or ``<dir>`` where it holds a single experiment.
         requests: The request ids in the order of the sequences 0, 1, ...; requests that are not listed (a server's
             warm-up) are left out. By default the order in which they appear.
-        positions: Name of the dump of the tokens' absolute positions, ``[T]``.
-        lengths: Name of the dump of the requests' lengths up to and including this step, ``[S]``.
-        request_ids: Name of the dump of the S request ids.
         rank: Whose dumps to read; parts that tensor parallelism splits are not put together.
         repeated: Which of several different values of one row stays, when a request was retracted and run again.
 
@@ -293,15 +289,13 @@ def read_sglang_dumps(
     seen: dict[str, int] = {}
     builder = RecordingBuilder()
     for step, dumps in sorted(steps.items()):
-        position_T, length_S, requests_S = (
-            _only(step, name, dumps, os.fspath(directory)) for name in (positions, lengths, request_ids)
-        )
+        position_T, length_S, requests_S = (_only(step, name, dumps, os.fspath(directory)) for name in _TOKENS)
         sequence_S = [seen.setdefault(str(request), len(seen)) for request in requests_S]
         if requests is not None:
             sequence_S = [requests.index(x) if (x := str(request)) in requests else -1 for request in requests_S]
         builder.begin_forward()
         rows = _rows(step, torch.as_tensor(position_T), torch.as_tensor(length_S).tolist(), sequence_S)
-        _add(builder, [dump for dump in dumps if dump.name not in (positions, lengths, request_ids)], rows)
+        _add(builder, [dump for dump in dumps if dump.name not in _TOKENS], rows)
     unknown = [request for request in requests or () if request not in seen]
     if unknown:
         raise ValueError(f"{os.fspath(directory)} has no request {unknown}; it has {[*seen]}")
