@@ -32,6 +32,7 @@ from mis_ext.correction.correct import (
     Passed,
     Plan,
     Sums,
+    by_key,
     decide,
     output_pass,
     plan_of,
@@ -178,7 +179,7 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 def _outputs(x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool) -> Passed:
     blocks = Blocks(places_23S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r = decide(plan.of_responses(sums.merged_FS), plan)
+    r = decide(by_key(sums.merged_FS, plan.sums, plan.maxima), plan)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 

@@ -32,11 +32,12 @@ responses. Where single tokens can be rejected, they also gather one bit per tok
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ from mis_ext.correction.tokens import MAX_NATS, Tokens
 from mis_ext.validation import check_instance, check_tensors
 
 _BITS = 8
+_ALONE = Due((), torch.device("cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +102,19 @@ class Correction:
     def responses(self) -> Responses:
         """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
         plan = plan_of(self.config)
-        return decide(plan.of_responses(self._sums.merged_FS), plan)
+        return decide(by_key(self._sums.merged_FS, plan.sums, plan.maxima), plan)
 
     @functools.cached_property
     def batch(self) -> Batch:
         """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
-        return plan_of(self.config).batch(self._sums)
+        plan = plan_of(self.config)
+        return Batch.over(by_key(self._sums.group_A, plan.totals, plan.extremes), self.totals, self.config)
 
     @property
     def totals(self) -> dict[BatchKey, Tensor]:
         """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim."""
-        return plan_of(self.config).of_batch(self._sums.own_A)
+        plan = plan_of(self.config)
+        return by_key(self._sums.own_A, plan.totals, plan.extremes)
 
     @property
     def watched(self) -> Tensor:
@@ -210,8 +214,11 @@ def correct(
     Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
     """
     layout, device = streams.layout, streams.response_mask_R.device
-    due = due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
-    with due.told_of_errors():
+    due = _ALONE
+    if cp_group is not None or dp_group is not None:
+        due = due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
+    # No rank waits for one that is alone.
+    with contextlib.nullcontext() if due is _ALONE else due.told_of_errors():
         plan, mask_R = plan_of(config), streams.response_mask_R.float()
         mask_T = layout.local_part(mask_R)
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
@@ -357,11 +364,15 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
             log_ratio = torch.where(t.is_stale, t.d, 0.0)
         weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
     s = Decided(keep, weighted, weight, log_ratio, judged, plan.config)
-    sums_FS = blocks.sums([each.formula(t, s) for each in plan.sums])
+    keys: tuple[Sum | Max, ...] = (*plan.sums, *plan.maxima)
+    rows = []
+    for key in keys:
+        rows.append(key.formula(t, s))
+    sums_FS = blocks.sums(rows[: len(plan.sums)])
     no_failure_1S = torch.full_like(sums_FS[:1], -math.inf)
     if not plan.maxima:
         return s, torch.cat([sums_FS, no_failure_1S])
-    return s, torch.cat([sums_FS, blocks.maxima([each.formula(t, s) for each in plan.maxima]), no_failure_1S])
+    return s, torch.cat([sums_FS, blocks.maxima(rows[len(plan.sums) :]), no_failure_1S])
 
 
 # --- 2. responses
@@ -471,22 +482,19 @@ kept token, and with a response token."""
 BatchKey = Sum | Max | BatchSum | BatchMax
 
 
-def total_row(key: BatchKey, r: Responses) -> Tensor:
-    """``[S]``: what each response adds to a total, or the values of which it is the maximum."""
-    return r.of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
-
-
 def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     """Compute the results of responses, and ``[A + 1]`` float64: totals of this data-parallel rank, and the status."""
-    r = decide(plan.of_responses(merged_FS), plan)
+    r = decide(by_key(merged_FS, plan.sums, plan.maxima), plan)
     # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
     has_tokens_S = r.generated > 0.0
     found, pad = [], functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
-    for key in plan.totals:
-        found.append(torch.where(has_tokens_S, total_row(key, r), 0.0).sum(dtype=torch.float64))
-    for extreme in plan.extremes:
-        # Padded, so that a call without responses has extremes too.
-        found.append(pad(torch.where(has_tokens_S, total_row(extreme, r), -math.inf)).amax())
+    for key in (*plan.totals, *plan.extremes):
+        row_S = r.of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
+        if isinstance(key, (Sum, BatchSum)):
+            found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
+        else:
+            # Padded, so that a call without responses has extremes too.
+            found.append(pad(torch.where(has_tokens_S, row_S, -math.inf)).amax())
     return r, torch.stack([*found, pad(merged_FS[-1]).amax()])
 
 
@@ -504,8 +512,8 @@ class Batch(NamedTuple):
     @classmethod
     def over(cls, of: Mapping[BatchKey, Tensor], own: Mapping[BatchKey, Tensor], config: CorrectionConfig) -> Batch:
         """With the factors over the configured scope; ``own`` are the totals of this rank, for ``micro_batch``."""
-        of_scope, one = (of if config.scope == "data_parallel" else own), torch.ones_like(of[GENERATED])
-        mean_weight = denominator = one
+        of_scope = of if config.scope == "data_parallel" else own
+        mean_weight = denominator = torch.ones_like(of[GENERATED])
         if config.normalize_over is not None:
             mean_weight = _ratio_or_one(of_scope[IN_MEAN], of_scope[NUMBER_IN_MEAN])
         if config.denominator == "kept":
@@ -546,7 +554,8 @@ def output_pass(
     s: Decided, r: Responses, sums: Sums, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
 ) -> Passed:
     """The result of a call, once the totals are known."""
-    b = plan.batch(sums)
+    own = by_key(sums.own_A, plan.totals, plan.extremes)
+    b = Batch.over(by_key(sums.group_A, plan.totals, plan.extremes), own, plan.config)
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
     factor_S = torch.where(r.weighted, r.weight * b.scale, 0.0).float()
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
@@ -602,17 +611,13 @@ class Plan(NamedTuple):
     extremes: tuple[Max | BatchMax, ...] = ()
     needs_group: bool = False
 
-    def of_responses(self, merged_FS: Tensor) -> dict[Sum | Max, Tensor]:
-        """The rows by what they are; without the status, which is last."""
-        return dict(zip((*self.sums, *self.maxima), merged_FS.unbind(), strict=False))
 
-    def of_batch(self, totals_A: Tensor) -> dict[BatchKey, Tensor]:
-        """The same of totals."""
-        return dict(zip((*self.totals, *self.extremes), totals_A.unbind(), strict=False))
+_Key = TypeVar("_Key")
 
-    def batch(self, sums: Sums) -> Batch:
-        """The totals of all ranks, and the scale of the weights."""
-        return Batch.over(self.of_batch(sums.group_A), self.of_batch(sums.own_A), self.config)
+
+def by_key(values: Tensor, sums: tuple[_Key, ...], maxima: tuple[_Key, ...]) -> dict[_Key, Tensor]:
+    """The rows of ``values`` by what they are, without the status, which is last."""
+    return dict(zip((*sums, *maxima), values.unbind(), strict=False))
 
 
 class _Asked(dict[Any, Tensor]):
@@ -635,7 +640,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
     response_metrics(r, Batch.over(total, total, config), rows.values())
     totals = tuple(dict.fromkeys((*WATCHED, *total)))
     for key in totals:
-        total_row(key, r)
+        _ = of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
     return plan._replace(
         sums=tuple(key for key in of if isinstance(key, Sum)),
         maxima=tuple(key for key in of if isinstance(key, Max)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ class MetricRow:
         value: Of the group, a function of :class:`Batch`. Else ``[S]``, as a :class:`Sum` or a function of
             :class:`Responses`: over tokens the sum in each response, over sequences or responses the value of each.
         is_core: Whether it is on the short list to watch.
-        count: The number of tokens that count, of :class:`Responses`; a response without one was not measured.
+        count: The number of tokens that count; a response without one was not measured.
         is_scaled: Whether the value is multiplied by the scale of the weights, which is known after the totals.
     """
 
@@ -145,7 +145,7 @@ class MetricRow:
     text: str
     value: Any
     is_core: bool = False
-    count: Callable[[Responses], Tensor] = lambda r: r.n
+    count: Sum = N
     is_scaled: bool = False
 
     def measure(self, r: Responses, b: Batch) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ class MetricRow:
         if self.over == "group":
             return self.value(b), r.generated
         value_S = r.of[self.value] if isinstance(self.value, Sum) else self.value(r).double()
-        return value_S, r.generated if self.over in ("response_tokens", "responses") else self.count(r)
+        return value_S, r.generated if self.over in ("response_tokens", "responses") else r.of[self.count]
 
 
 def highest(b: Batch, maximum: Max | BatchMax) -> Tensor:
@@ -287,7 +287,7 @@ follows from the run.
 """
 
 AGE_ROWS = (
-    _Row("lag_mean", "valid_tokens", "mean lag, of tokens with a known one", _LAG, True, lambda r: r.of[DATED]),
+    _Row("lag_mean", "valid_tokens", "mean lag, of tokens with a known one", _LAG, True, DATED),
     _Row("lag_max", "group", "largest known lag", _lag_max, True),
     _Row("unknown_lag_token_fraction", "response_tokens", _UNDATED, lambda r: r.n - r.of[DATED], True),
     _Row("stale_token_fraction", "valid_tokens", "tokens whose lag is above 0, or unknown", _STALE, True),
@@ -364,8 +364,9 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
         above = _value(lambda x: x.gates[label].above, of_tokens=gate.is_of_tokens)
         yield _Row(f"{label}_fraction_low", over, "below the band", below)
         yield _Row(f"{label}_fraction_high", over, "above the band", above)
-    found = MetricRow(f"{label}_value", over, "the statistic itself", _value(shown, of_tokens=gate.is_of_tokens))
-    yield found if gate.after is None else replace(found, count=lambda r: r.gates[label].counted.double())
+    count = N if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
+    value = _value(shown, of_tokens=gate.is_of_tokens)
+    yield _Row(f"{label}_value", over, "the statistic itself", value, count=count)
 
 
 def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
