@@ -134,19 +134,14 @@ def test_numbers_of_several_calls_add_up_until_they_are_enough() -> None:
     assert monitor.is_done
 
 
-class OnDevice:
-    """A tensor that says it is on a device, whose copy arrives when told."""
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device."""
 
     is_cuda = True
 
-    def __init__(self, number: float) -> None:
-        self.number = number
 
-    def __add__(self, other: "OnDevice") -> "OnDevice":
-        return OnDevice(self.number + other.number)
-
-    def tolist(self) -> list[float]:
-        return [self.number]
+def on_device(number: float) -> torch.Tensor:
+    return torch.tensor([number]).as_subclass(OnDevice)
 
 
 class SlowCopies:
@@ -155,11 +150,11 @@ class SlowCopies:
     def __init__(self) -> None:
         self.has_arrived = False
 
-    def empty_like(self, numbers: OnDevice, **_: object) -> "SlowCopies.OnHost":
+    def empty_like(self, numbers: torch.Tensor, **_: object) -> "SlowCopies.OnHost":
         return self.OnHost()
 
     class OnHost:
-        def copy_(self, numbers: OnDevice, **_: object) -> None:
+        def copy_(self, numbers: torch.Tensor, **_: object) -> None:
             self.tolist = numbers.tolist
 
     @property
@@ -167,15 +162,20 @@ class SlowCopies:
         return SimpleNamespace(Event=lambda: SimpleNamespace(record=lambda: None, query=lambda: self.has_arrived))
 
 
-def test_on_a_device_only_the_first_look_waits(monkeypatch) -> None:
+@pytest.fixture
+def copies(monkeypatch) -> SlowCopies:
     copies = SlowCopies()
     monkeypatch.setattr(guards, "is_capturing", lambda _: False)
     monkeypatch.setattr(guards, "torch", copies)
+    return copies
+
+
+def test_on_a_device_only_the_first_look_waits(copies) -> None:
     seen: list[float] = []
-    monitor = Monitor(lambda numbers: seen.append(*numbers), every=1, merge=lambda before, now: before + now)
+    monitor = Monitor(lambda numbers: seen.append(*numbers), every=1, merge=torch.add)
 
     def call() -> None:
-        monitor.observe(OnDevice, 1.0, on=OnDevice(1.0))
+        monitor.observe(on_device, 1.0, on=on_device(1.0))
 
     for _ in range(4):
         call()
@@ -185,6 +185,16 @@ def test_on_a_device_only_the_first_look_waits(monkeypatch) -> None:
     call()
     call()
     assert seen == [1.0, 2.0, 5.0]
+
+
+def test_a_failure_is_not_lost_while_an_earlier_status_is_on_its_way(copies) -> None:
+    monitor = mis_ext.Session({"use_tis": True})._status
+    for status in (-math.inf, -math.inf, 4.0, -math.inf):
+        hear(monitor, on_device(status))
+    copies.has_arrived = True
+    hear(monitor, on_device(-math.inf))
+    with pytest.raises(RuntimeError, match="failed on rank 3;"):
+        hear(monitor, on_device(-math.inf))
 
 
 # --- on a GPU

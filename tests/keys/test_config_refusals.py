@@ -166,6 +166,13 @@ def test_all_wrong_keys_of_a_file_are_named_at_once_in_two_lines_each() -> None:
     assert not re.search("prefix|batch", text.replace("'prefix'", ""))
 
 
+@for_each("flags", [{"use_rollout_logprobs": 1}, {"eps_clip": "0.3"}, {"eps_clip_c": 0.5}])
+def test_a_wrong_flag_is_named_alone_without_what_follows_from_it(flags: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{next(iter(flags))} must be .*") as raised:
+        read_config({"use_tis": False, "mis_loss_method": "icepop", **flags}, whole_loss=True)
+    assert len(str(raised.value).splitlines()) == 1
+
+
 def test_all_keys_without_effect_are_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"(?s)rs_level='token'.*\n.*rs_staleness_level='token'") as raised:
         from_yaml("{use_tis: true, rs_level: token, rs_staleness_level: token, tis_batch_normalize: false}")
