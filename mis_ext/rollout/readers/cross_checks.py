@@ -181,8 +181,7 @@ class Choice:
         answer: The response.
         body: The choice itself.
         position: Its position among the choices.
-        tokens: The texts of its tokens; for vLLM's ``/inference/v1/generate`` their ids.
-        log_probs: Their log-probs.
+        log_probs: The log-probs of its tokens.
         top_log_probs: For each, the largest log-probs at its place, as far as the request asked for them.
         finish_reason: Why the generation ended.
         text: Its text; None where reasoning or tool calls were parsed out of it.
@@ -221,15 +220,15 @@ class Choice:
         self.body = body = bodies[self.position]
         check_same(body["index"], replace(body, value=self.position, path="its position"))
         self.finish_reason = body["finish_reason"].finish_reason()
-        scored = [_scored_tokens(each, api) for each in bodies]
+        scored = [_log_probs(each, api) for each in bodies]
         # The server's own count of what it sampled, over all choices: the one witness that sees a list cut short.
-        usage, sampled = self.answer["usage"], sum(len(log_probs.array()) for _, log_probs in scored)
+        usage, sampled = self.answer["usage"], sum(len(log_probs.array()) for log_probs in scored)
         counted = usage["completion_tokens"]
         if counted.count() != sampled:
             raise CountMismatch(
                 body.request_id, f"{counted.path} is {counted.value}, but there are {sampled} log-probs"
             )
-        self.tokens, self.log_probs = scored[self.position]
+        self.log_probs = scored[self.position]
         prompt_count = usage["prompt_tokens"]
         self.prompt_count = prompt_count if api != "completions" or count == 1 else None
         parsed_out = []
@@ -250,17 +249,13 @@ class Choice:
         return prompt
 
 
-def _scored_tokens(body: Field, api: str) -> tuple[Field, Field]:
-    """The tokens of a choice, and their log-probs."""
+def _log_probs(body: Field, api: str) -> Field:
+    """The log-probs of a choice."""
     log_probs = body.get("logprobs")
     rows = log_probs.get("token_logprobs" if api == "completions" else "content")
     if not rows:
         raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: ask for them with logprobs")
-    if api == "chat":
-        return rows.column("token"), rows.column("logprob")
-    if api == "generate":
-        return rows.column("token_id"), rows.column("logprob")
-    return log_probs["tokens"], rows
+    return rows if api == "completions" else rows.column("logprob")
 
 
 def _top_log_probs(body: Field, api: str, logits_advice: str) -> list[list[float]]:

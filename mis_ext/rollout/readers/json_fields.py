@@ -110,13 +110,6 @@ class Field:
             raise self.malformed("a string")
         return self.value
 
-    def strings(self) -> list[str]:  # noqa: D102
-        values = self.array()
-        for position, value in enumerate(values):
-            if not isinstance(value, str):
-                raise self.entry(position).malformed("a string")
-        return values
-
     def token_or_text(self) -> int | str:  # noqa: D102
         value: int | str = self.value
         if not isinstance(value, str) and find_illegal_id([value]) is not None:

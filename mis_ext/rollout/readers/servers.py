@@ -8,7 +8,7 @@ from functools import partial
 
 from mis_ext.rollout.definition import told_mode
 from mis_ext.rollout.generation import AbortedRequest, Generation, LogProbError, ToldMode
-from mis_ext.rollout.readers.cross_checks import Choice, Places, agree, check_same, settle
+from mis_ext.rollout.readers.cross_checks import Choice, Places, check_same, settle
 from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 from mis_ext.rollout.sampling_parameters import SamplingParameters
 
@@ -112,20 +112,13 @@ def _read_sglang(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
     ending = scored = meta
     if meta:
         ending, scored = meta["finish_reason"], _scored_by_sglang(meta)
-        check_same(body["finish_reason"], ending["type"])
-        agree([found.tokens, scored.column(2)], Field.strings)
     # In a stream, the sampled ids of all choices stand beside the choices.
     extension = found.answer.get("sglext")
     listed = extension.get("output_ids")
     if listed and found.position >= len(listed.array()):
         raise listed.malformed("a list of ids for each choice")
     # The response's own versions are those of its first choice.
-    first = found.answer.get("metadata") if found.position == 0 else None
-    if first and meta:
-        for key in ("weight_version", "weight_versions"):
-            if (one := first.get(key)) and (other := meta.get(key)):
-                check_same(one, other)
-    versions = meta or first or meta
+    versions = meta if meta or found.position else found.answer.get("metadata")
     return settle(
         body.request_id,
         sampled_ids=[body.get(sampled_ids), scored.column(1), listed and listed.entry(found.position)],
@@ -167,7 +160,8 @@ def read_vllm_generate(
     """
     found = _VLLM_CHOICE(request, response, api="generate", choice=choice, request_id=request_id)
     # Its text mode has texts beside the log-probs, and no ids.
-    scored_ids = found.tokens if any(value is not None for value in found.tokens.value) else None
+    ids = found.body["logprobs"]["content"].column("token_id")
+    scored_ids = ids if any(value is not None for value in ids.value) else None
     prompt_places = [found.sent("token_ids"), found.answer.get("prompt_token_ids")]
     return _read_vllm(found, prompt_places, scored_ids, kept_ids=found.body.get("sampling_mask"))
 
