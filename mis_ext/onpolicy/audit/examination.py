@@ -112,7 +112,7 @@ def first_true(chosen_T: Tensor) -> int | None:
 
 
 class Facts(NamedTuple):
-    """What the comparison of one sample measures; counts are of active tokens, of which there is at least one."""
+    """Measurements of one sample; counts are of active tokens, of which there is at least one."""
 
     train_dtype: str
     rollout_dtype: str
@@ -126,7 +126,7 @@ class Facts(NamedTuple):
     max_ulp: int
     first_divergence: Divergence | None
     shown: Evidence
-    """What causes show in."""
+    """Evidence for causes."""
 
 
 def examine(sample: Sample, index: int) -> Problem | Facts | None:
@@ -197,7 +197,7 @@ def _version_names(versions: Any) -> tuple[str, ...]:
 
 
 class Found(NamedTuple):
-    """What all samples show."""
+    """Findings of all samples."""
 
     num_samples: int
     problems: list[Problem]

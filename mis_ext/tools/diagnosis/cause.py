@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cause is, what its rule looks at, and what it finds."""
+"""Causes: their rows, the input of their rules, and findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Confidence = Literal["certain", "likely", "possible"]
 
 @dataclass(frozen=True, eq=False)
 class Left:
-    """What the causes before leave to a rule.
+    """The tokens that earlier causes leave to a rule.
 
     Attributes:
         tokens: Those that no cause before has taken out.
@@ -41,7 +41,7 @@ class Left:
 
     @property
     def is_minor(self) -> bool:
-        """Whether a cause before explains most of k3, or has taken tokens out."""
+        """True if an earlier cause explains most of k3 or has removed tokens."""
         return self.explained >= MAIN_SHARE or len(self.tokens) < len(self.whole)
 
     @cached_property
@@ -53,7 +53,7 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finding:
-    """What a rule found: the fields of :class:`Diagnosis`, and what the search does then.
+    """Result of a rule: the fields of :class:`Diagnosis`, and the next step of the search.
 
     Attributes:
         name: Of the cause, where a row has several.
@@ -165,19 +165,19 @@ class Diagnosis:
 
     @property
     def is_of_few_tokens(self) -> bool:
-        """Whether too few tokens show it, with too little of k3, to be sure of it or to begin with it."""
+        """True if too few tokens show it, with too little of k3, to be certain or to come first."""
         return not (self.is_pattern or self.k3_share >= MIN_K3_SHARE)
 
     @property
     def share_in_words(self) -> str:
-        """How much of k3 it explains; empty where that is nothing, or not known."""
+        """Describe the share of k3 that it explains; empty if it is 0 or unknown."""
         if not self.k3_share > 0.0:
             return ""
         return f"explains {'up to ' if self.is_up_to else ''}{percent(self.k3_share)} of {of_k3(self.is_of_rest)}"
 
     @property
     def doubt_in_words(self) -> str:
-        """What it could not be told from; empty where nothing looks like it."""
+        """Describe the alternatives with the same evidence; empty if there are none."""
         return f"could not be told from: {'; '.join(self.alternatives)}" if self.alternatives else ""
 
     @property
@@ -188,7 +188,7 @@ class Diagnosis:
 
 
 def of_k3(is_of_rest: bool) -> str:
-    """What a share is of."""
+    """Name the k3 that a share refers to."""
     return "the k3 of the rest" if is_of_rest else "k3"
 
 

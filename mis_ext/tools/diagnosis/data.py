@@ -78,7 +78,7 @@ def share_of(tokens: Evidence, chosen_T: Tensor) -> float:
 
 
 def _missing(tokens: Evidence) -> tuple[float, list[str]]:
-    """How many trained tokens of a side have no finite log-prob, and that in words."""
+    """Count the trained tokens of a side without a finite log-prob, and describe them."""
     totals = {side: float(tokens[f"missing_{side}"].sum()) for side in ("trainer", "engine")}
     return max(totals.values()), [
         f"{total:.0f} {_BEHIND[side]} log-probs on trainable tokens are missing (null, NaN or infinite), in "
@@ -139,13 +139,13 @@ def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[s
 
 
 def _vary(count: Tensor, total: Tensor, gap: Tensor, squared: Tensor) -> Tensor:
-    """Whether log-probs are no constant, or another one: from sums of their differences from a constant."""
+    """Return True if log-probs differ from a constant, given sums of their differences from it."""
     spread = squared * count - total * total
     return (gap > limit.MAX_MEAN_ABS_DIFF * count) | (spread > (limit.MAX_CONSTANT_SPREAD * count) ** 2)
 
 
 def _constants(tokens: Evidence) -> str:
-    """That all log-probs of a side are one number, or all those that differ from the other side's."""
+    """Find a side whose log-probs are all equal, or all those that differ from the other side's."""
     d_T, count = tokens.d_T, len(tokens)
     if not count:
         return ""

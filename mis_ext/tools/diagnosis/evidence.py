@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules look at: tokens with a log-prob of both sides, and what is known of their responses and steps."""
+"""Input of the rules: tokens with log-probs of both sides, and data of their responses and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_KEPT, BLOCK = 1 << 22, 64
 """Tokens of a run that the rules look at: of more, blocks of so many responses are left out at even distances."""
 
 AT = ("the last tokens of responses", "the first tokens of responses", "the last of turns", "the first of turns")
-"""Where a framework appends or prepends a token that was not sampled: bits of ``Evidence.at_T``."""
+"""Places at which a framework adds a token that was not sampled: bits of ``Evidence.at_T``."""
 _OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "at_T", "repeated_T")
 COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", "missing_trainer", "missing_engine")
 
@@ -234,7 +234,7 @@ class Evidence:
 
     @cached_property
     def uncertain_T(self) -> Tensor:
-        """Which tokens the engine did not find nearly certain."""
+        """Mask of the tokens that were not nearly certain in the engine."""
         return self.engine_T < math.log(limit.CERTAIN)
 
     @cached_property
@@ -385,7 +385,7 @@ class Power(NamedTuple):
 
     @property
     def loses_mass(self) -> bool:
-        """Whether the mean ratio is surely below 1: no temperature does that."""
+        """Return True if the mean ratio is certainly below 1. A temperature does not cause this."""
         return -self.excess > max(limit.MIN_DEFICIT, limit.MIN_DEFICIT_ERRORS * self.excess_error)
 
 
@@ -396,7 +396,7 @@ def mean_and_error(w: Tensor) -> tuple[float, float]:
 
 
 def may_be_zero(mean: float, error: float) -> bool:
-    """Whether a mean with this standard error is no evidence of another one than 0."""
+    """Return True if a mean with this standard error may be 0."""
     return abs(mean) <= limit.SAMPLED_ERRORS * error
 
 
@@ -427,7 +427,7 @@ class Gathering:
 
     @property
     def evidence(self) -> Evidence:
-        """What is kept until now."""
+        """The tokens that are kept so far."""
         return Evidence.joined(self._parts)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens are affected: those at the beginning of a turn, behind a position, or a few of all."""
+"""Affected tokens: at the beginning of a turn, after a position, or a few of all."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def _is_above(mean: tuple[float, float], other: tuple[float, float], factor: float) -> bool:
-    """Whether it is more than so many times another, beyond chance."""
+    """Return True if it exceeds another by this factor, beyond chance."""
     error = math.sqrt(mean[1] + other[1])
     return mean[0] > factor * other[0] and mean[0] - other[0] > limit.PLACE_ERRORS * error
 
@@ -180,7 +180,7 @@ def late(left: Left) -> Finding | None:
 
 
 def _begins_at(index: int, bins: list[Place], tokens: Evidence, bin_T: torch.Tensor) -> bool:
-    """Whether tokens differ more from a position on, by a step that is no part of a steady rise.
+    """Return True if tokens differ more after a position, by a step that is no part of a steady rise.
 
     What differs everywhere hides by its size what begins somewhere, and not its place.
     """
@@ -224,7 +224,7 @@ def _decoding(tokens: Evidence) -> Finding | None:
 
 
 def place_words(left: Left) -> tuple[str, ...]:
-    """That tokens of some positions differ twice as much as those of others."""
+    """Describe positions whose tokens differ twice as much as others."""
     tokens = left.tokens.uncertain
     if "late_positions" in left.found or not len(tokens):
         return ()
@@ -241,7 +241,7 @@ MORE = "more of what is named besides: its share is an estimate"
 
 
 def more_words(left: Left) -> tuple[str, ...]:
-    """What may be hidden in a difference that only its size names."""
+    """Describe causes that a difference classified by its size may hide."""
     more = (MORE,) if left.explained else ()
     # A temperature that was found says both itself.
     lines = () if "temperature" in left.found else (*base_words(left), *line_words(left))
@@ -249,7 +249,7 @@ def more_words(left: Left) -> tuple[str, ...]:
 
 
 def _unfit_words(left: Left) -> tuple[str, ...]:
-    """That no cause of the table fits: of two policies the mean ratio is 1 where all is sampled, and never above."""
+    """Describe that no cause fits: the mean ratio of two policies is 1 for sampled tokens, never above."""
     engine, trainer = left.powers
     if any(each.excess <= limit.SAMPLED_ERRORS * each.excess_error for each in (engine, trainer)):
         return ()

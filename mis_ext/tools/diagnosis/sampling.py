@@ -109,7 +109,7 @@ def base_words(left: Left) -> tuple[str, ...]:
 
 
 def stale_words(tokens: Evidence) -> tuple[str, ...]:
-    """That weights are old: every token is of another version, so that no fresh one tells what they do, or by signs."""
+    """Describe stale weights of all tokens, by their versions or by the signs of the differences."""
     behind_S = tokens["versions_behind"][tokens.num_S > 0]
     if not len(behind_S):
         return ()
@@ -125,13 +125,13 @@ def stale_words(tokens: Evidence) -> tuple[str, ...]:
 
 
 def has_learned(tokens: Evidence) -> bool:
-    """Whether most open tokens are raised, as by weights that have learned since."""
+    """Return True if the trainer makes most uncertain tokens more likely, as after further updates."""
     count, share, error = tokens.raised
     return count >= limit.MIN_OPEN and share >= limit.RAISED and share - 0.5 >= limit.RAISED_ERRORS * error
 
 
 def line_words(left: Left) -> tuple[str, ...]:
-    """That a line in the engine's log-probs is there, which what else differs makes too uncertain for a temperature."""
+    """Describe a line in the engine's log-probs that other differences make too uncertain for a temperature."""
     tokens = left.tokens.uncertain
     slope, explained = line_of(tokens.engine_T, tokens.d_T)
     least = max(limit.MIN_EXPLAINED * (1.0 - left.explained), limit.MIN_SLOPE_ERRORS**2 / max(len(tokens), 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large is what is left: what a mismatch of this size usually is, where nothing else explains it."""
+"""Size of the remaining mismatch, and its usual cause if no other explains it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def size(left: Left) -> Finding | None:
 
 
 def _others(left: Left, row: Size, *, is_quiet: bool) -> tuple[str, ...]:
-    """What has this size, too. Old weights come first where there is evidence of them."""
+    """Return other causes of this size. Stale weights come first if there is evidence of them."""
     old, more = stale_words(left.tokens), more_words(left)
     if is_quiet:
         return (*old, SMALL_PRECISION)

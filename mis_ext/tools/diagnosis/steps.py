@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When did it start: k3 of each step against that of the first ones, and of each weight version against fresh ones."""
+"""Start of a mismatch: k3 of each step compared with the first ones, and of each weight version with current ones."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def steps_of(tokens: Evidence) -> list[Step]:
 
 
 class Story(NamedTuple):
-    """How k3 changes over steps: in words, the k3 of the reference, and its steps."""
+    """Change of k3 over steps: a description, the k3 of the reference, and its steps."""
 
     evidence: str
     floor: float
@@ -147,7 +147,7 @@ def _jumps(steps: Sequence[Step]) -> Story | None:
 
 
 def _rise(steps: Sequence[Step]) -> bool:
-    """Whether k3 rises threefold, in most steps."""
+    """Return True if k3 rises threefold, in most steps."""
     rises = [later.k3 > earlier.k3 for earlier, later in pairwise(steps)]
     return steps[-1].k3 > limit.GROWTH * steps[0].k3 and sum(rises) >= limit.RISING * len(rises)
 
@@ -193,7 +193,7 @@ def reference_of(tokens: Evidence) -> Evidence:
 
 
 def change_words(tokens: Evidence) -> str:
-    """That k3 is above that of the first step by more than its errors; empty where it is not."""
+    """Describe a k3 above that of the first step by more than its errors; empty if it is not."""
     steps = steps_of(tokens)
     # A policy that learns becomes certain, and k3 falls.
     higher = [each for each in steps[1:] if each.is_above(steps[0], limit.NOTICED)]

@@ -75,7 +75,7 @@ def search(evidence: Evidence) -> tuple[list[Diagnosis], Left]:
 
 
 def _asked(cause: Cause, left: Left) -> Finding | None:
-    """What a rule finds. Where k3 changed, a setting must show in the steps before, and a place have nearly all."""
+    """Apply a rule. If k3 changed, earlier steps must show a setting, and a place must have nearly all of it."""
     finding = cause.rule(left)
     if finding is None or not (cause.is_setting or cause.is_shape):
         return finding

@@ -10,7 +10,7 @@ MIN_TOKENS = 64
 MIN_SAMPLES = 16
 """Fewer responses do not form two groups."""
 MAX_CHANCE = 1e-3
-"""What has a smaller chance is no coincidence."""
+"""A smaller chance is no coincidence."""
 SAMPLED_ERRORS = 3.0
 """Standard errors. The mean of p / q over tokens that q sampled is 1, or less where few ratios have much of it."""
 PLACE_ERRORS, STEP_ERRORS = 6.0, 3.0
@@ -19,15 +19,15 @@ PLACE_ERRORS, STEP_ERRORS = 6.0, 3.0
 # --- how much must be explained
 
 MIN_K3_SHARE = 0.1
-"""What is less of k3, and shown by less than a hundredth of the tokens, is never certain and makes no headline."""
+"""A smaller share of k3 in less than a hundredth of the tokens is never certain and never the headline."""
 MAIN_SHARE = 0.5
 """Of k3: a cause that explains so much leaves no tail or place to name."""
 SHAPE_OF_CHANGE = 0.8
 """Of k3: where k3 changes over steps, a place or a tail has so much, or it is only where the change shows most."""
 MAX_EXPLAINED = 0.87
-"""Where other causes explain more of k3, what is left is not named: shares are not that exact."""
+"""If other causes explain more of k3, the rest has no name: shares are not that exact."""
 MAX_EXPLAINED_OF_WEIGHTS = 0.3
-"""Where other causes explain more of k3, its size says nothing about weights."""
+"""If other causes explain more of k3, its size is no evidence about weights."""
 
 # --- placeholders and log-probs that are none
 
@@ -95,9 +95,9 @@ MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
 # --- places
 
 PLACES = (0, 8, 32, 64, 256)
-"""Where places of a turn begin: a prefix shows in the first two, the fourth is their measure."""
+"""Starts of the places of a turn: a prefix shows in the first two, the fourth is the reference."""
 SHORT_FACTOR = 2.0
-"""Where turns end before the fourth, noise fades within the measure: factors are so many times as large."""
+"""Factor of the limits if turns end before the fourth place, because noise fades within the reference."""
 PER_OCTAVE, FIRST_LATE = 4, 20
 """Bins of positions, each a quarter of an octave; the first, from 31 on, that may begin to differ."""
 PLACE_FACTOR, PLACE_K3_FACTOR, LEAST_LATE, LEAST_BEHIND = 2.0, 5.0, 0.1, 2

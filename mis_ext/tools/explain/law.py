@@ -60,7 +60,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class GaussianLaw:
-    """What to expect of responses of ``length`` tokens whose mismatch is ``k3`` nats per token."""
+    """Gaussian approximation of responses of ``length`` tokens with a mismatch of ``k3`` nats per token."""
 
     k3: float
     length: float

@@ -40,7 +40,7 @@ class Trap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What a configuration is judged on; NaN or None where it is not known.
+    """Data on which a configuration is judged; NaN or None if unknown.
 
     Attributes:
         k3: Mismatch per token, in nats.
@@ -102,7 +102,7 @@ def _single_sequence(config: CorrectionConfig, found: Circumstances) -> Iterator
 
 
 def gates_sequences(config: CorrectionConfig) -> bool:
-    """Whether a gate judges whole responses, by a statistic of all their tokens."""
+    """Return True if a filter rejects whole responses by a statistic of all their tokens."""
     return any(not gate.is_of_tokens for gate in config.all_gates.values())
 
 

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 def steps_of(config: CorrectionConfig, loss: LossSettings | None = None) -> tuple[Step, ...]:
-    """What is done, in this order; gates look at the original mask, so their own order does not matter."""
+    """List the steps in their order. Filters read the original mask, so their own order does not matter."""
     steps = [] if config.metrics_only and loss is not None and loss.method is not None else [*_steps(config)]
     if loss is not None and loss.method is not None:
         row = find_method(loss.method.name)
@@ -86,12 +86,12 @@ LIMITS = (
     "and its errors repeat within a response (lab/evidence/length.md). mis-ext report measures your own dumps."
 )
 _OF_METHOD = ("kept_tokens", "kept_sequences", "learning_rate", "ess")
-"""What the law cannot say of a method that the hook cannot do."""
+"""Values that the approximation does not have for a method outside of the hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a configuration does, and numbers expected by the Gaussian law.
+    """Steps of a configuration, and values expected in the Gaussian approximation.
 
     Attributes:
         steps: In their order.
@@ -109,7 +109,7 @@ class Explanation:
 
     @property
     def is_known(self) -> bool:
-        """Whether the law says what the loss is multiplied by, so that no trap means none."""
+        """True if the factor of the loss is known, so that an empty list of warnings means none."""
         return not math.isnan(self.effect.learning_rate)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def explain_config(
     said: Sequence[str] = (),
     loss: LossSettings | None = None,
 ) -> Explanation:
-    """What ``config`` does, what is to be expected of it, and what speaks against it.
+    """Explain ``config``: its steps, its expected effect, and warnings.
 
     Args:
         config: The configuration.

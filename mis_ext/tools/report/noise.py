@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a number is chance: standard errors over prompts, and intervals of what two runs differ by."""
+"""Statistical errors: standard errors over prompts, and intervals of the differences of two runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a number is with a confidence of 95 %; NaN where that is not known."""
+    """Interval of a value with a confidence of 95 %; NaN if unknown."""
 
     low: float
     high: float
 
     @property
     def is_known(self) -> bool:
-        """Whether there is one."""
+        """True if there is one."""
         return not (math.isnan(self.low) or math.isnan(self.high))
 
     def __str__(self) -> str:

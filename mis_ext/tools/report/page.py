@@ -207,7 +207,7 @@ class Tile(NamedTuple):
 
 
 def tiles(report: Report) -> list[Tile]:
-    """What a reader wants first: k3 against its limit, its trend, and the likely cause."""
+    """Build the first tiles: k3 with its limit, its trend, and the likely cause."""
     k3, steps = report.summary.overall.k3, [*report.summary.steps.values()]
     size = "good" if k3 < HARMLESS_K3 else "watch" if k3 < QUANTISED_K3 else "bad"
     trend = Tile("good", "one step", "no trend of k3")
@@ -249,7 +249,7 @@ def _pitfalls(ranking: Sequence[Ranked]) -> list[tuple[str, str]]:
 
 
 def _escape(content: object) -> Markup:
-    """What a browser shows as it is; names and tokens may hold bytes that a terminal would obey."""
+    """Escape text for a browser; names and tokens may contain control bytes."""
     return content if isinstance(content, Markup) else Markup(html.escape(printable(str(content))))
 
 

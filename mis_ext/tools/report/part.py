@@ -100,7 +100,7 @@ class Part:
 
     @cached_property
     def _valid_N(self) -> Tensor | None:
-        """Which tokens are valid; None for all of them, which are most parts, and then nothing has to be copied."""
+        """Mask of the valid tokens; None if all are, so that nothing has to be copied."""
         valid_T = self.tokens.valid
         return None if bool(valid_T.all()) else valid_T.nonzero().flatten()
 
@@ -146,7 +146,7 @@ class Part:
 
     @cached_property
     def advantage_sums(self) -> dict[str, float]:
-        """What every configuration is compared with: tokens of either sign, and the sum of squares."""
+        """Reference of all configurations: tokens of either sign, and the sum of squares."""
         return {
             "positive": float((self.advantage_T > 0.0).sum()),
             "negative": float((self.advantage_T < 0.0).sum()),
@@ -162,7 +162,7 @@ class Part:
 
     @cached_property
     def has_advantages(self) -> bool:
-        """Whether the advantage of any token is known."""
+        """True if the advantage of any token is known."""
         return not bool(self.advantages_T.isnan().all())
 
     @cached_property

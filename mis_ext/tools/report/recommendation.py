@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration to take, and why: candidates, what speaks against each on the data, and their ranking."""
+"""Recommended configuration with reasons: candidates, their drawbacks on the data, and a ranking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mis_ext.tools.report.summary import Summary
 from mis_ext.tools.report.what_if import Outcome
 
 NONE = "none"
-"""What a ranking calls no correction."""
+"""Name of no correction in a ranking."""
 
 HARMLESS_ESS = 0.99
 MIN_GROUPS_LEFT = 0.95
@@ -109,7 +109,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do about the mismatch of a run: in words, as YAML, and the ranking behind it.
+    """Recommendation for the mismatch of a run: in words, as YAML, and the ranking.
 
     Attributes:
         headline: In one sentence.
@@ -165,7 +165,7 @@ def recommend(
 
 
 def circumstances_of(outcome: Outcome, summary: Summary, *, is_stale: bool = False) -> Circumstances:
-    """What was measured of a run, and of a configuration on it."""
+    """Collect the measurements of a run, and of a configuration on it."""
     overall = summary.overall
     return Circumstances(
         k3=overall.k3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of tokens, and kept of each sequence: sums and histograms that add up over parts, files and steps."""
+"""Sums and histograms of tokens and sequences that add up over parts, files, and steps."""
 
 from __future__ import annotations
 
