@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl_cases as cases
+import yaml
 from flat_keys import keys_of
 
 from mis_ext.correction.metrics import GroupNumber, Mean
 from mis_ext.hosts.trl import MisTrainer, log_metrics
+from mis_ext.keys.reading import config_given
 from mis_ext.tools.dumps import Dumps
 
 with lzma.open(Path(__file__).parents[1] / "data" / "trl" / "numbers.json.xz", "rt") as file:
@@ -239,6 +241,21 @@ class Recorded(Host):
         ids = torch.arange(found["completion_mask"].numel()).view(found["completion_mask"].shape) + 100
         prompts = {"prompt_ids": torch.tensor([[0, 7]] * len(ids)), "prompt_mask": torch.tensor([[0, 1]] * len(ids))}
         return found | prompts | {"completion_ids": ids}
+
+
+def test_the_keys_of_the_page_are_the_modes_of_trl_with_its_default_bounds() -> None:
+    page = (ROOT / "docs" / "reference" / "trl.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+_(?:truncate|mask))`.*? \| (`.*?`)[. |].*$", page, re.MULTILINE))
+    recorded = {
+        "token_truncate": ("token_truncate", 1.2),
+        "token_mask": ("token_mask, one bound", 1.2),
+        "sequence_truncate": ("sequence_truncate", 1.2),
+        "sequence_mask": ("sequence_mask, the default", 3.0),
+    }
+    assert rows.keys() == recorded.keys()
+    for mode, (name, high) in recorded.items():
+        keys = "\n".join(re.findall(r"`([^`]+)`", rows[mode])).replace("3.0", str(high))
+        assert config_given(yaml.safe_load(keys)) == config_given(cases.RATIOS[name][1])
 
 
 def test_the_class_of_the_page_writes_dumps_that_the_report_reads(tmp_path) -> None:
