@@ -5,10 +5,8 @@ Its full loss and its scoring passes are among the hosts of `test_model_provider
 """
 
 import argparse
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import loss_cases
 import pytest
@@ -16,10 +14,9 @@ import torch
 from host_stand_ins import called, running
 
 import mis_ext
-from examples.record_loss_call import check, record
+from examples.record_loss_call import check, main, record
 from mis_ext.frameworks import MILES, SLIME, VIME, find_framework
 
-REPOSITORY = Path(__file__).parents[2]
 KEYS = {"use_tis": True, "use_rollout_logprobs": False, "calculate_per_token_loss": False, "rollout_top_p": 1.0}
 
 
@@ -110,7 +107,7 @@ def test_kept_tokens_may_lie_in_a_file() -> None:
     assert torch.equal(found[0], wanted[0])
 
 
-def test_a_recorded_call_is_replayed(tmp_path, monkeypatch) -> None:
+def test_a_recorded_call_is_replayed(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MIS_EXT_RECORD", str(tmp_path))
     args = argparse.Namespace(**KEYS)
     with running("vime"):
@@ -119,10 +116,10 @@ def test_a_recorded_call_is_replayed(tmp_path, monkeypatch) -> None:
     assert loss.shape == (100,)
     assert [mask.dtype for mask in masks] == [torch.int32] * 3
     assert metrics == {}
-    printed = subprocess.run(
-        [sys.executable, "examples/record_loss_call.py", str(tmp_path)], capture_output=True, text=True, cwd=REPOSITORY
-    ).stdout
-    first, second = printed.split(".pt\n")[1:]
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["record_loss_call.py", str(tmp_path)])
+    main()
+    first, second = capsys.readouterr().out.split(".pt\n")[1:]
     assert "called by vime with pg_loss, train_log_probs" in first
     assert "read: {'mis_k3_kl': 0.0" in first
     assert "refused: " in second
