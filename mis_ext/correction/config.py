@@ -571,7 +571,7 @@ class CorrectionConfig:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether weights are multiplied by a factor of all samples of the ``scope``."""
+        """True if weights are multiplied by a factor of all samples of the ``scope``."""
         return self.normalize_over is not None or self.denominator == "kept"
 
     def stops(self, guard: GuardName) -> bool:

@@ -278,7 +278,7 @@ class Inputs(NamedTuple):
 
 @dataclass(eq=False)
 class Judged:
-    """What a gate finds of tokens ``[N, 64]``, or of responses ``[S]``.
+    """Result of a filter for tokens ``[N, 64]`` or responses ``[S]``.
 
     Attributes:
         gate: The gate.
@@ -422,7 +422,7 @@ class Responses(NamedTuple):
 
 
 def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
-    """What responses decide, from the sums over their tokens."""
+    """Compute the results of responses from the sums over their tokens."""
     config, n, generated = plan.config, of[N], of[GENERATED]
     # The product or mean over a response with an unknown ratio is unknown too.
     usable = (n > 0.0) & (n == generated) if plan.needs_all_ratios else n > 0.0

@@ -136,7 +136,7 @@ class PackedLayout:
 
     @functools.cached_property
     def places(self) -> tuple[Tensor, BlockSizes]:
-        """Where the local tokens of each response lie, and sizes: see :func:`places_of`."""
+        """Positions of the local tokens of each response, and sizes: see :func:`places_of`."""
         return places_of(self.local_lengths, self.device)
 
     @property

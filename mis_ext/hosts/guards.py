@@ -27,7 +27,7 @@ class MismatchWarning(UserWarning):
 
 
 def is_capturing(values: Tensor) -> bool:
-    """Whether a CUDA graph is being captured. Then nothing can be sent."""
+    """Return True if a CUDA graph is being captured. Nothing can be sent then."""
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

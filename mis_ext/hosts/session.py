@@ -205,7 +205,7 @@ class Session:
         warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def is_news(self, message: str) -> bool:
-        """Whether this is the first call with this message."""
+        """Return True in the first call with this message."""
         is_new = message not in self._told
         self._told.add(message)
         return is_new

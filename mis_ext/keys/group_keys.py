@@ -15,7 +15,7 @@ from mis_ext.validation import Errors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """What the responses to one prompt share.
+    """Keys that the responses to one prompt share.
 
     Attributes:
         baseline: ``mis_group_baseline``: what a reward is compared with.

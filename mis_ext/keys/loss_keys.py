@@ -16,7 +16,7 @@ from mis_ext.loss.words import Scoring
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringChoice:
-    """Which function turns logits into log-probs and entropy.
+    """Choice of the function from logits to log-probs and entropy.
 
     Attributes:
         by: That of mis_ext, or that of slime or Miles.
@@ -35,7 +35,7 @@ class ScoringChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeLoss:
-    """What only the full policy loss reads.
+    """Keys that only the full policy loss reads.
 
     Attributes:
         settings: What it computes.

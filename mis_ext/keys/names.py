@@ -77,7 +77,7 @@ def near_miss(name: str, keys: Collection[str]) -> str | None:
 
 
 def _is_slip(name: str, key: str) -> bool:
-    """Whether at most one letter in six differs. A last word of two letters, as in ``use_rs``, must be there."""
+    """Return True if at most one letter in six differs. A last word of two letters, as in ``use_rs``, must be there."""
     most = len(key) // 6
     # Length and letters are cheap, and enough for nearly all names.
     if abs(len(name) - len(key)) > most or len({*name}.symmetric_difference(key)) > most:

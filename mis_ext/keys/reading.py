@@ -239,7 +239,7 @@ def read_keys(keys: Keys) -> dict[str, Any]:
 
 
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:
-    """Whether a key is of the full policy loss, not of the correction alone."""
+    """Return True if a key is of the full policy loss, not of the correction alone."""
     return any(keys.get(key) is not None for key in LOSS_ROWS)
 
 

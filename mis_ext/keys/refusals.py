@@ -67,13 +67,13 @@ class KeysInUse:
         self.is_repeated: bool = mode_rejects and is_alike and gate_low and gate_high
 
     def reports(self, *words: str) -> bool:
-        """Whether a metric with one of these words in its name is reported."""
+        """Return True if a metric with one of these words in its name is reported."""
         names = self.values["mis_metrics"]
         return isinstance(names, str) or any(word in name for name in names for word in words)
 
     @property
     def looks_at_lag(self) -> bool:
-        """Whether a metric, the weight, or a filter does."""
+        """Return True if a metric, the weight, or a filter uses the lag."""
         of_gates = any(gate.get("statistic") == "lag" for gate in self.given.get("rs_gates", ()))
         is_judged = "rs_max_staleness" in self.given or self.values["tis_when"] == "stale" or of_gates
         return is_judged or self.reports("lag_", "fresh", "stale")

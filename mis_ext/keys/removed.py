@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 0.6 removed, and what to write instead."""
+"""Names that 0.6 removed, and their replacements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REMOVED: dict[str, str] = {
     ),
     "mis_ext.WeightScale": "use tis_normalize_scope: data_parallel",
 }
-"""What to write instead, by the name as users write it.
+"""Replacements, by the name as users write it.
 
 A key, ``rs_gates.KEY``, or ``key: value`` as it is; ``preset NAME``; a flag with its dashes;
 ``mis_ext.NAME``; ``mis-ext COMMAND``.

@@ -52,7 +52,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 def _node(row: Key, *, nullable: bool = True) -> _Node:
-    """What the check of a row allows."""
+    """Return the schema of the values that the check of a row allows."""
     check = row.check
     if check in (check_bool, check_text):
         node: _Node = {"type": ["boolean" if check is check_bool else "string", "null"]}
@@ -101,7 +101,7 @@ def _methods() -> dict[str, _Node]:
 
 
 def _parameter(hint: Any) -> _Node:
-    """What the annotation of a method's parameter allows in a file."""
+    """Return the schema of a method's parameter, from its annotation."""
     if words := words_of(hint):
         return {"enum": [*words, None]}
     if get_origin(hint) is tuple:

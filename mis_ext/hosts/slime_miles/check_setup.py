@@ -100,7 +100,7 @@ def check_setup(args: Any) -> None:
 
 
 def _checked(args: Any) -> list[str]:
-    """What rank 0 prints, of this rank's own findings."""
+    """Check this rank and return the lines that rank 0 prints."""
     entry = _entry_point(args)
     run = current_run(args, whole_loss=entry is _LOSS)
     config = run.config
@@ -215,7 +215,7 @@ def _unread_keys(args: Any) -> list[str]:
 
 
 def summary(config: RunConfig) -> str:
-    """What will run, in one line: hook or full policy loss, weight, filters, and how many metrics."""
+    """Describe the active configuration in one line: hook or full policy loss, weight, filters, number of metrics."""
     correction, loss = config.correction, config.whole_loss
     parts = ["the framework's loss calls compute_mis_weights_with_cp"]
     if loss is not None:
@@ -238,7 +238,7 @@ def summary(config: RunConfig) -> str:
 
 
 def _installed() -> str:
-    """What must be the same on every rank: others would compute or exchange something else, and wait forever."""
+    """Return values that must be equal on every rank, because ranks would otherwise wait forever."""
     package, read = Path(mis_ext.__file__).parent, hashlib.sha256()
     # A checkout of another commit may have the same version. What editors leave behind is hidden, or no file.
     for path in sorted([*package.rglob("*.py"), *package.glob("_presets/*.yaml")]):
@@ -250,7 +250,7 @@ def _installed() -> str:
 
 
 def _error_of_ranks(installed: str, error: Exception | None) -> Exception | None:
-    """What this rank has to raise, so that either all ranks raise something or none does.
+    """Return the error of this rank, so that either all ranks raise one or none does.
 
     Other versions of mis_ext read what is exchanged here: its keys stay.
     """
