@@ -158,15 +158,13 @@ async def _engines(address: str, max_attempts: int) -> list[str]:
 
 
 async def _version(engine: str, max_attempts: int) -> str:
-    # Older servers know the second name only.
-    for path in ("/model_info", "/get_model_info"):
-        answer = await _ask_or_none(f"{engine}{path}", max_attempts)
-        if answer is not None and answer.get("weight_version") is not None:
-            return str(answer["weight_version"])
-    raise ValueError(
-        f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: remove "
-        "them out, or use an SGLang that has it"
-    )
+    answer = await _ask_or_none(f"{engine}/model_info", max_attempts) or {}
+    if answer.get("weight_version") is None:
+        raise ValueError(
+            f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: "
+            "remove them, or use an SGLang that has it"
+        )
+    return str(answer["weight_version"])
 
 
 async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> bool:

@@ -333,13 +333,6 @@ def test_a_server_that_has_one_cache_for_all_keys_is_refused(tokenizer_folder):
     Engine(cached_elsewhere=9).sample(tokenizer_folder, {"canary": "stop"})
 
 
-def test_an_older_server_names_its_version_elsewhere(tokenizer_folder):
-    engine = Engine("5")
-    engine.page = lambda path: {"weight_version": "5"} if path == "/get_model_info" else None
-    _, asked = engine.sample(tokenizer_folder, BY_VERSION)
-    assert asked[0]["extra_key"] == "5"
-
-
 @pytest.mark.parametrize("page", [None, {"weight_version": None}, {"model_path": "/model"}])
 def test_an_engine_that_names_no_version_is_refused(tokenizer_folder, page):
     engine = Engine()
