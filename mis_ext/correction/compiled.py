@@ -5,8 +5,9 @@ Each configuration has graphs of its own, so that configurations do not share to
 holds for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never reach it.
 
 A call without exchanges has one graph of all passes. A call with exchanges has three, one for each pass. The last one
-computes tokens and responses again, so that only sums leave the others. Outside of the graphs are the collectives, the
-values of segments, the bits of kept tokens, and the product with the loss.
+computes tokens and responses again, so that only sums leave the others. Outside of the graphs are the places of
+responses, which the host computes from the lengths, the collectives, the values of segments, the bits of kept tokens,
+and the product with the loss.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ RHO, RHO_SQUARED = Sum(lambda t, s: _valid(t, t.ratio)), Sum(lambda t, s: _valid
 W = Sum(lambda t, s: s.weight)
 DATED = Sum(lambda t, s: _dated(t))
 
-RESPONSES, MEASURED = BatchSum(lambda r: r.generated > 0.0), BatchSum(lambda r: r.n > 0.0)
+MEASURED = BatchSum(lambda r: r.n > 0.0)
 # The product of the ratios of a response: exp(sum d).
 PRODUCT = BatchSum(lambda r: r.measured(bounded_exp(r.of[D])))
 PRODUCT_SQUARED = BatchSum(lambda r: r.measured(bounded_exp(r.of[D])).square())
