@@ -93,8 +93,9 @@ REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_
 """Keys of what is measured and watched."""
 APPLIED = tuple(key for key in CORRECTION_ROWS if key not in (*REPORTED, "use_tis"))
 """Keys of what changes weights and masks."""
-_OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_gates")
+_OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound")
 _ON, _ON_RS = "set use_tis: true (the flag --use-tis), or remove it", "set use_rs: true, or remove it"
+_ON_GATES = "set use_rs: true, with rs_level: none for these gates alone, or remove it"
 _NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
 _NO_LAG = "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag"
 _NO_VETO = "rs_veto_requires_rs is true and use_rs is not set"
@@ -117,6 +118,7 @@ IDLE = (
     ),
     Idle(("use_rs",), lambda keys: keys.is_repeated, "tis_mode rejects the same tokens"),
     Idle(_OF_RS, lambda keys: "use_rs" not in keys.given, "use_rs is not set", _ON_RS),
+    Idle(("rs_gates",), lambda keys: "use_rs" not in keys.given, "use_rs is not set", _ON_GATES),
     Idle(("rs_lower_bound", "rs_upper_bound"), lambda keys: keys.values["rs_level"] == "none", "rs_level is none"),
     Idle(
         (*VETOES,),

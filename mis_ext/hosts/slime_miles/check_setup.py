@@ -128,7 +128,10 @@ def _entry_point(args: Any) -> _EntryPoint:
         raise _not_called(f"--loss-type {loss_type} calls no function of mis_ext")
     entry = _HOOK if loss_type == _HOOK.loss_type else _LOSS
     if entry is _HOOK and not (read_argument(args, "use_tis") or read_argument(args, "get_mismatch_metrics")):
-        raise _not_called("neither use_tis nor get_mismatch_metrics is set")
+        raise _not_called(
+            "neither use_tis nor get_mismatch_metrics is true. To measure only, give --get-mismatch-metrics; "
+            "use_tis: false in the file of --custom-config-path overrides --use-tis"
+        )
     path = read_argument(args, entry.argument)
     if path is None:
         raise _not_called(f"{entry.flag} is not set")
@@ -144,7 +147,7 @@ def _entry_point(args: Any) -> _EntryPoint:
 
 def _not_called(why: str) -> ValueError:
     return ValueError(
-        f"mis_ext would not be called: {why}. Give --use-tis {_HOOK.flag} {_HOOK.name}, or --loss-type "
+        f"mis_ext would not be called: {why}. To correct, give --use-tis {_HOOK.flag} {_HOOK.name}, or --loss-type "
         f"{_LOSS.loss_type} {_LOSS.flag} {_LOSS.name}; slime ignores a misspelt flag without a message"
     )
 
