@@ -117,7 +117,6 @@ def each_behavior(change: Callable[[Tensor], Tensor]) -> Callable[[Sides], Sides
 zeros = each_behavior(torch.zeros_like)
 negated = each_behavior(torch.neg)
 shifted = each_behavior(lambda log_probs: log_probs.roll(1))
-shifted_by_three = each_behavior(lambda log_probs: log_probs.roll(-3))
 rounded = each_behavior(lambda log_probs: log_probs.bfloat16().float())
 probabilities = each_behavior(torch.exp)
 to_base_2 = each_behavior(lambda log_probs: log_probs / math.log(2.0))
@@ -273,8 +272,7 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "a bonus of 1": ("not_log_probs", lambda seed: planted(seed, [], [bonus(1.0)])),
     "shifted": ("shifted_log_probs", lambda seed: planted(seed, [], [shifted])),
     "a tenth shifted": ("shifted_log_probs", lambda seed: planted(seed, [], [some_shifted])),
-    "shifted by three": ("shifted_log_probs", lambda seed: planted(seed, [], [shifted_by_three])),
-    "dropped before": ("shifted_log_probs", lambda seed: planted(seed, [], [dropped_before])),
+    "dropped before": ("other_text", lambda seed: planted(seed, [], [dropped_before])),
     "other ids": ("other_text", other_ids),
     "another text": ("other_text", lambda seed: planted(seed, [], [half_foreign])),
     "another text behind equal ids": ("other_text", equal_ids),
@@ -282,8 +280,8 @@ SINGLE: dict[str, tuple[str, Callable[[int], Tokens]]] = {
     "temperature 0.7": ("temperature", lambda seed: planted(seed, [colder])),
     "temperature 1.2": ("temperature", lambda seed: planted(seed, [warmer])),
     "temperature 1.05": ("temperature", lambda seed: planted(seed, [slightly_warmer])),
-    "base 2": ("log_base", lambda seed: planted(seed, [], [to_base_2])),
-    "base 10": ("log_base", lambda seed: planted(seed, [], [to_base_10])),
+    "base 2": ("not_log_probs", lambda seed: planted(seed, [], [to_base_2])),
+    "base 10": ("not_log_probs", lambda seed: planted(seed, [], [to_base_10])),
     "a broken trainer": ("broken_trainer", lambda seed: planted(seed, [not_loaded])),
     "a broken engine": ("broken_engine", lambda seed: planted(seed, [], [garbage])),
     "top-p": ("top_p_or_top_k", lambda seed: planted(seed, [nucleus])),

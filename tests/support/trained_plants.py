@@ -352,8 +352,8 @@ IN_LOG_PROBS: dict[str, Plant[Sides]] = {
     "a tenth shifted": Plant(
         "shifted_log_probs", _engine(lambda n, each: each if n % 10 else each.roll(1)), is_part=True
     ),
-    "base 2": Plant("log_base", _engine(lambda _, each: each / math.log(2.0)), "logarithms to the base 2"),
-    "the trainer's to base 10": Plant("log_base", _base_10),
+    "base 2": Plant("not_log_probs", _engine(lambda _, each: each / math.log(2.0)), "logarithms to another base"),
+    "the trainer's to base 10": Plant("not_log_probs", _base_10, "logarithms to another base"),
     "negated": Plant("not_log_probs", _engine(lambda _, each: -each)),
     "a bonus in 2 samples": Plant("not_log_probs", _engine(lambda n, each: each + (n in (8, 9))), is_part=True),
     "log-probs in bf16": Plant("bf16_log_probs", _engine(lambda _, each: each.bfloat16().float())),

@@ -257,19 +257,19 @@ def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_pa
     assert [effect[name] for name in ("kept_tokens", "kept_sequences", "learning_rate", "ess")] == [None] * 4
 
 
-def test_few_sequences_decide_where_the_law_did_not_expect_it() -> None:
+def test_what_was_measured_decides_where_the_law_expects_something_else() -> None:
     def fired(config: CorrectionConfig, **found: float) -> set[str]:
         known = {"kept_tokens": 1.0, "kept_sequences": 1.0, "learning_rate": 1.0}
         return {trap.name for trap in traps_of(config, Circumstances(**(known | found)))}
 
-    weighs = CorrectionConfig(weight=SEQUENCE)
-    assert set(TRAPS) - set(FIRES) == {"few_sequences_decide"}
-    assert fired(weighs, k3=1e-3, length=64, ess_sequence=0.19) == {"few_sequences_decide"}
-    assert fired(weighs, k3=1e-3, length=64, ess_sequence=0.21) == set()
+    weighs, gated = CorrectionConfig(weight=SEQUENCE), CorrectionConfig(gates=(PRODUCT,))
+    assert set(TRAPS) == set(FIRES)
+    assert fired(weighs, k3=1e-3, length=64, ess_sequence=0.19) == {"hopeless_sequences"}
+    assert fired(weighs, k3=1e-3, length=4096, ess_sequence=0.21) == set()
     assert fired(CorrectionConfig(), k3=1e-3, length=64, ess_sequence=0.19) == set()
-    # An expected loss has one warning.
-    assert fired(weighs, k3=1e-3, length=1000, ess_sequence=0.1) == {"hopeless_sequences"}
-    assert fired(weighs, k3=1e-3, length=700, ess_sequence=0.25) == set()
+    # The law expects that 0.52 of the responses are accepted.
+    assert "length_bias" in fired(gated, k3=1e-3, length=400, ess_sequence=0.5, kept_sequences=0.7)
+    assert "length_bias" not in fired(gated, k3=1e-3, length=400, ess_sequence=0.5, kept_sequences=0.8)
 
 
 def test_the_report_asks_the_traps_with_what_it_measured(parts, outcomes) -> None:

@@ -115,7 +115,7 @@ OF_DATA: dict[str, tuple[str, Callable[[Sides], Sides]]] = {
     "constants": ("placeholder_log_probs", each(1, lambda values: 0.0 * values - 0.7, slice(0, 6))),
     "a flipped sign": ("not_log_probs", each(1, torch.neg)),
     "probabilities": ("not_log_probs", each(0, torch.exp)),
-    "base 2": ("log_base", each(1, lambda values: values / math.log(2.0))),
+    "base 2": ("not_log_probs", each(1, lambda values: values / math.log(2.0))),
     "all shifted": ("shifted_log_probs", each(1, lambda values: values.roll(1))),
     "some shifted": ("shifted_log_probs", each(1, lambda values: values.roll(1), slice(0, 8))),
     "other samples": (

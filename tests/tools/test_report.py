@@ -2,7 +2,6 @@
 """The summary of a mismatch whose truth is known, and what-if numbers that are those of the correction."""
 
 import math
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
@@ -17,7 +16,6 @@ import mis_ext
 from mis_ext.tools.diagnosis import Evidence, Gathering
 from mis_ext.tools.diagnosis import evidence as evidence_module
 from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
-from mis_ext.tools.report.findings import MAX_WAITING
 from mis_ext.tools.report.tally import NUM_SIZES, effective_share, k_hat, quantile, size_of_bin
 
 K3, LENGTH, NUM_SEQUENCES = 1e-3, 256, 800
@@ -104,33 +102,9 @@ def test_counts_side_by_side_are_those_one_after_the_other() -> None:
         for part in parts:
             alone.add(part)
             together.add(part)
-        # What still runs is waited for.
         assert str(together.summary().overall) == str(alone.summary().overall)
         assert str(together.outcomes()) == str(alone.outcomes())
         assert str(together.diagnoses()) == str(alone.diagnoses())
-
-
-def test_a_count_takes_one_part_at_a_time_and_in_their_order(monkeypatch) -> None:
-    running: list[str] = []
-    done: list[str] = []
-
-    def count(part: Part) -> None:
-        running.append(part.step)
-        assert running == [part.step]
-        time.sleep(0.2 if part.step == "0" else 0.0)
-        done.append(running.pop())
-
-    steps = [str(step) for step in range(2 * MAX_WAITING)]
-    with ThreadPoolExecutor(4) as pool:
-        collector = Collector(pool=pool)
-        monkeypatch.setattr(collector, "_count", count)
-        for step in steps:
-            collector.add(gaussian(count=1, length=1, step=step))
-            # What is not counted yet is in memory.
-            assert int(step) + 1 - len(done) <= MAX_WAITING
-        with pytest.raises(ValueError, match="nothing to report"):
-            collector.summary()
-    assert done == steps
 
 
 def test_nothing_to_report_is_an_error() -> None:
@@ -170,7 +144,8 @@ def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:
 def test_evidence_of_causes_is_of_the_tokens_that_have_both_log_probs() -> None:
     behavior, proximal = torch.tensor([0.0, -0.5, -0.3, -9.0]), torch.tensor([-0.25, 0.0, -0.7, math.nan])
     part = Part.of_lists(proximal=[proximal], behavior=[behavior])
-    evidence = Evidence.of(part.tokens, part.streams.layout, given=part.streams[:2], token_ids=[[3, 5, 3, 3]])
+    origins = [Origin(token_ids=[3, 5, 3, 3])]
+    evidence = Evidence.of(part.tokens, part.streams.layout, origins, given=part.streams[:2])
     assert evidence.d_T.tolist() == pytest.approx([-0.25, 0.5, -0.4])
     assert evidence["missing_trainer"].tolist() == [1.0]
     assert evidence.repeated_T.tolist() == [0, 0, 1]
@@ -182,7 +157,7 @@ def test_evidence_of_causes_is_of_the_tokens_that_have_both_log_probs() -> None:
 def test_of_many_tokens_whole_blocks_of_responses_are_kept_however_they_come(monkeypatch) -> None:
     monkeypatch.setattr(evidence_module, "MAX_KEPT", 1000)
     parts = [Part.of_lists(proximal=[torch.zeros(5)] * count, behavior=[torch.zeros(5)] * count) for count in (64, 400)]
-    evidence = [Evidence.of(part.tokens, part.streams.layout) for part in parts]
+    evidence = [Evidence.of(part.tokens, part.streams.layout, part.origins) for part in parts]
     kept = [Gathering().add(first).add(second).evidence for first, second in (evidence, evidence[::-1])]
     assert kept[0].ordinal_S.tolist() == kept[1].ordinal_S.tolist()
     assert 320 < len(kept[0]) <= 1000

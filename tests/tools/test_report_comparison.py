@@ -12,9 +12,10 @@ import pytest
 from engines import engines
 
 from mis_ext.files import to_jsonable
+from mis_ext.tools.diagnosis.evidence import t_quantile
 from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report.findings import Findings, read_findings
-from mis_ext.tools.report.noise import Estimate, interval_of_difference, interval_of_ratio, t_quantile
+from mis_ext.tools.report.noise import NORMAL, Estimate, interval_of_difference, interval_of_ratio
 from mis_ext.tools.report.page import cause_cells
 from mis_ext.tools.report.recommendation import preset_candidates
 from mis_ext.tools.report.whole_report import Report, SideBySide, make_report, side_by_side
@@ -78,7 +79,7 @@ def test_the_ratio_of_k3_and_its_interval_are_those_of_the_tokens(runs, drawn) -
     (first, error, count), (second, other, number) = map(k3_of, drawn)
     variance = error**2 + other**2
     degrees = variance**2 / (error**4 / (count - 1) + other**4 / (number - 1))
-    factor = math.exp(t_quantile(degrees) * math.sqrt(variance))
+    factor = math.exp(t_quantile(NORMAL, degrees) * math.sqrt(variance))
     found = numbers(side_by_side(*runs))["k3"]
     # Log-probs are subtracted in float32.
     assert (found.first, found.second, found.change) == pytest.approx((first, second, first / second), rel=1e-4)

@@ -115,17 +115,6 @@ def test_a_nearly_uniform_policy_is_not_broken() -> None:
     assert diagnosed(part_of(flat.sampled(), origins=[Origin(token_ids=[47])] * COUNT)) == ["bf16_or_low_precision"]
 
 
-def test_a_shift_counts_the_tokens_of_tools_between() -> None:
-    proximal, behavior = engines(1).sampled()
-    proximal[0], behavior[0] = torch.cat(proximal[:2]), torch.cat(behavior[:2]).roll(5)
-    masks = [(torch.arange(len(each)) % 8 < 6).int() for each in proximal]
-    collector = Collector()
-    collector.add(part_of((proximal, behavior), masks=masks))
-    (found,) = collector.diagnoses()
-    assert (found.cause, found.confidence) == ("shifted_log_probs", "certain")
-    assert "come too late in 1, by 5 tokens" in found.evidence
-
-
 @pytest.mark.parametrize("is_gradual", [False, True])
 def test_samples_of_another_text_stand_apart(is_gradual) -> None:
     proximal, behavior = engines(1).sampled()

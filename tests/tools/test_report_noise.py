@@ -6,14 +6,15 @@ import math
 import pytest
 import torch
 
+from mis_ext.tools.diagnosis.evidence import t_quantile
 from mis_ext.tools.report.noise import (
+    NORMAL,
     Estimate,
     Interval,
     digits,
     interval_of_difference,
     interval_of_ratio,
     standard_error,
-    t_quantile,
 )
 
 T_QUANTILES = {3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 30: 2.042272, 1000: 1.962339}
@@ -22,7 +23,7 @@ T_QUANTILES = {3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 30: 2.042272
 
 @pytest.mark.parametrize(("degrees", "expected"), T_QUANTILES.items())
 def test_quantiles_are_those_of_the_tables(degrees, expected) -> None:
-    assert t_quantile(degrees) == pytest.approx(expected, rel=2e-3)
+    assert t_quantile(NORMAL, degrees) == pytest.approx(expected, rel=2e-3)
 
 
 def test_of_equal_counts_it_is_the_standard_error_of_the_mean_of_prompts() -> None:
@@ -44,12 +45,12 @@ def test_three_prompts_say_nothing() -> None:
 def test_intervals_are_those_of_the_formulas() -> None:
     first, second = Estimate(6.0, 0.3, 11), Estimate(2.0, 0.4, 21)
     degrees = (0.09 + 0.16) ** 2 / (0.09**2 / 10 + 0.16**2 / 20)
-    reach = t_quantile(degrees) * 0.5
+    reach = t_quantile(NORMAL, degrees) * 0.5
     found = interval_of_difference(first, second)
     assert (found.low, found.high) == pytest.approx((4.0 - reach, 4.0 + reach))
     # Relative errors: 0.05 and 0.2.
     degrees = (0.0025 + 0.04) ** 2 / (0.0025**2 / 10 + 0.04**2 / 20)
-    factor = math.exp(t_quantile(degrees) * math.sqrt(0.0425))
+    factor = math.exp(t_quantile(NORMAL, degrees) * math.sqrt(0.0425))
     found = interval_of_ratio(first, second)
     assert (found.low, found.high) == pytest.approx((3.0 / factor, 3.0 * factor))
 

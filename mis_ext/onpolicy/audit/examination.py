@@ -13,7 +13,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import Tokens
 from mis_ext.onpolicy.audit.audit_report import Divergence, Problem
 from mis_ext.onpolicy.bits import FLOAT_DTYPES, same_bits, ulp_distance
-from mis_ext.tools.diagnosis.evidence import Evidence, versions_behind
+from mis_ext.tools.diagnosis.evidence import Evidence, Origin, versions_behind
 
 
 class Sample(NamedTuple):
@@ -180,14 +180,13 @@ def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor)
     tokens = Tokens(train_T - rollout_T, train_T, rollout_T, generated=active_T, valid=active_T)
     trainer, engine = (_version_names(each) for each in (sample.train_version, sample.rollout_versions))
     has_ids = sample.train_token_ids is not None and sample.rollout_token_ids is not None
-    return Evidence.of(
-        tokens,
-        PackedLayout.whole([len(active_T)]),
-        versions_behind=[versions_behind(next(iter(trainer), None), engine)],
+    origin = Origin(
+        versions_behind=versions_behind(next(iter(trainer), None), engine),
+        token_ids=sample.train_token_ids,
         # Those that differ are a problem.
-        has_other_ids=[False if has_ids else None],
-        token_ids=[sample.train_token_ids],
+        has_other_ids=False if has_ids else None,
     )
+    return Evidence.of(tokens, PackedLayout.whole([len(active_T)]), [origin])
 
 
 def _version_names(versions: Any) -> tuple[str, ...]:

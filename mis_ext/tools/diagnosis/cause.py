@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mis_ext.correction.config import GuardName
 from mis_ext.tools.diagnosis.evidence import Evidence, Power
 from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, MIN_K3_SHARE
 
@@ -92,7 +91,6 @@ class Cause:
         rule: What is found.
         advice: What to do.
         is_fault: Whether it is a mistake to repair first, which no configuration corrects.
-        guard: Which guard of a run stops on it.
         is_setting: Whether it is the same in all steps: the steps before a change must show it, too.
         is_shape: Whether it is a place or a tail: where k3 changes over steps, it must have nearly all of it.
     """
@@ -103,7 +101,6 @@ class Cause:
     rule: Rule
     advice: str
     is_fault: bool = False
-    guard: GuardName | None = None
     is_setting: bool = False
     is_shape: bool = False
 

@@ -14,10 +14,6 @@ from mis_ext.tools.diagnosis import thresholds as limit
 from mis_ext.tools.diagnosis.cause import Finding, Left, cause
 from mis_ext.tools.diagnosis.evidence import AT, Evidence, may_be_zero, mean_and_error
 
-BASES = tuple((side, base) for side in ("engine", "trainer") for base in (2.0, 10.0))
-"""Of logarithms, and whose they may be."""
-
-
 # --- no log-prob at all
 
 
@@ -29,7 +25,6 @@ BASES = tuple((side, base) for side in ("engine", "trainer") for base in (2.0, 1
     advice="Ask the side that has them for log-probs (the engine: return_logprob in SGLang, logprobs in vLLM), "
     "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
     is_fault=True,
-    guard="degenerate_behavior",
 )
 def placeholders(left: Left) -> Finding | None:
     tokens = left.tokens
@@ -209,14 +204,15 @@ def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: 
 
 @cause(
     name="not_log_probs",
-    title="numbers that are no log-probs: negated, probabilities, or with something added",
-    looks_like="Both sides fit at least twice as well if the sign of one is flipped. Or values are above 0.1",
-    advice="Store natural logarithms of probabilities, which are below 0, without a reward or a bonus in them.",
+    title="numbers that are no log-probs: negated, probabilities, to another base, or with something added",
+    looks_like="Both sides fit at least twice as well if the sign of one is flipped. Or values are above 0.1. Or one "
+    "log-prob is 0.69, 1.44, 0.43, or 2.30 times the other",
+    advice="Store natural logarithms of probabilities, which are below 0, without a reward or a bonus in them. "
+    "Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
     is_fault=True,
-    guard="degenerate_behavior",
 )
 def not_log_probs(left: Left) -> Finding | None:
-    return _negated(left.tokens) or _positive(left.tokens)
+    return _negated(left.tokens) or _of_another_base(left) or _positive(left.tokens)
 
 
 def _negated(tokens: Evidence) -> Finding | None:
@@ -262,59 +258,35 @@ def _positive(tokens: Evidence) -> Finding | None:
     )
 
 
-def likely_base(tokens: Evidence) -> tuple[float, str, float]:
-    """How much of how the differences vary a base explains best, the side that has it, and the base."""
-    tokens = tokens.uncertain
-    spread = float((tokens.d_T - tokens.d_T.mean()).square().sum()) if len(tokens) else 0.0
-    if not spread:
-        return 0.0, *BASES[0]
-    return max(
-        (1.0 - float((tokens.d_T - (1.0 / factor(*base) - 1.0) * tokens.engine_T).square().sum()) / spread, *base)
-        for base in BASES
-    )
+def _of_another_base(left: Left) -> Finding | None:
+    """Logarithms to base 2 or 10 on one side.
 
-
-def factor(side: str, base: float) -> float:
-    """The engine's log-probs over the trainer's, if those of a side are to this base."""
-    return 1.0 / math.log(base) if side == "engine" else math.log(base)
-
-
-def are_policies(left: Left) -> bool:
-    """Whether one side may have sampled: the mean ratio is 1 to it, and the other is a power of it, above 0."""
-    return any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in left.powers)
-
-
-@cause(
-    name="log_base",
-    title="logarithms to base 2 or 10 on one side",
-    looks_like="One log-prob is 0.69, 1.44, 0.43, or 2.30 times the other",
-    advice="Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
-    is_fault=True,
-)
-def other_base(left: Left) -> Finding | None:
-    """As they are, no side has sampled the tokens; with logarithms to a base on one side, the engine has.
-
-    Of two policies the mean ratio is 1 to the side that has sampled, at whatever temperature the other is: a power of
-    it, above 0. A cut of the engine's moves both means, and tokens that are all alike make a ratio of any size. So a
-    base must explain how the tokens differ from each other, too.
+    As they are, no side has sampled the tokens: of two policies the mean ratio is 1 to the one that has, and the other
+    is a power of it. A cut of the engine's moves both means: then the base must leave hardly any difference.
     """
-    tokens = left.tokens
-    if len(tokens.uncertain) < limit.MIN_TOKENS or are_policies(left):
+    tokens = left.tokens.uncertain
+    is_of_policies = any(may_be_zero(each.excess, each.excess_error) and each.slope > 0.0 for each in left.powers)
+    if len(tokens) < limit.MIN_TOKENS or is_of_policies:
         return None
-    explained, side, base = likely_base(tokens)
-    scale = math.log(base)
-    natural = (
-        tokens.trainer_T - tokens.engine_T * scale if side == "engine" else tokens.trainer_T * scale - tokens.engine_T
-    )
-    has_sampled = may_be_zero(*mean_and_error(natural.clamp(-20.0, 20.0).expm1()))
-    if explained <= (limit.EXPLAINED if has_sampled else limit.EXACT):
+    # From their median: tokens that are all alike make a ratio of any size.
+    gap = float((tokens.d_T - tokens.d_T.median()).abs().sum())
+    natural = {
+        (side, base): (left.tokens.trainer_T * scales[0] - left.tokens.engine_T * scales[1]).clamp(-20.0, 20.0)
+        for base in (2.0, 10.0)
+        for side, scales in (("engine", (1.0, math.log(base))), ("trainer", (math.log(base), 1.0)))
+    }
+    apart = {key: float(d_T[left.tokens.uncertain_T].abs().sum()) for key, d_T in natural.items()}
+    side, base = min(apart, key=lambda key: apart[key])
+    has_sampled = may_be_zero(*mean_and_error(natural[side, base].expm1()))
+    if apart[side, base] >= (limit.BASE_FACTOR if has_sampled else limit.EXACT) * gap:
         return None
-    is_sure = has_sampled and explained > limit.EXACT
+    is_sure = has_sampled and apart[side, base] < limit.EXACT * gap
     return Finding(
+        title="logarithms to base 2 or 10 on one side",
         confidence="certain" if is_sure else "possible",
-        evidence=f"the engine's log-probs are {factor(side, base):.3g} times the trainer's, which explains "
-        f"{explained:.1%} of how the differences vary: the {side}'s are logarithms to the base {base:g}"
-        + ("" if not has_sampled else ", and the mean ratio is 1 then"),
+        evidence=f"the {side}'s log-probs are logarithms to the base {base:g}: as natural ones they differ by "
+        f"{apart[side, base] / len(tokens):.3g} nats on average, and not by {float(tokens.d_T.abs().mean()):.3g}"
+        + (", and the mean ratio is 1 then" if has_sampled else ""),
         k3_share=1.0,
         is_all=True,
         alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
@@ -369,93 +341,29 @@ class Shift(NamedTuple):
 
 @cause(
     name="shifted_log_probs",
-    title="log-probs shifted by one token or more",
-    looks_like="Log-probs fit at least twice as well if one side is shifted by a token or more, in all or some "
-    "responses",
-    advice="Score position p with the logits of position p - 1, on both sides. Where the shift is by more than one "
-    "token, take the last of the engine's log-probs, as many as there are ids: after a retraction or an abort those of "
-    "a dropped attempt may stand before them.",
+    title="log-probs shifted by one token",
+    looks_like="Log-probs fit at least twice as well if one side is shifted by a token, in all or some responses",
+    advice="Score position p with the logits of position p - 1, on both sides.",
     is_fault=True,
-    guard="shifted_log_probs",
 )
 def shifted(left: Left) -> Finding | None:
     tokens, shift = left.tokens, Shift.of(left.tokens)
     if shift.is_all:
         return Finding(
-            title="log-probs shifted by one token",
             confidence="certain",
             evidence=f"behavior and proximal log-probs differ by {shift.aligned:.3g} on average, but by only "
             f"{shift.moved:.3g} when one of them is shifted by a token: they are misaligned",
             k3_share=1.0,
             is_all=True,
         )
-    lag_S = _lags(tokens, ~shift.some_S & (tokens.gap_S > limit.MIN_SHIFTED_DIFF))
-    some_T, lagged_T = tokens.spread(shift.some_S), tokens.spread(lag_S != 0.0)
-    taken_T = some_T | lagged_T
+    taken_T = tokens.spread(shift.some_S)
     if not bool(taken_T.any()):
         return None
-    told = list[str]()
-    if bool(some_T.any()):
-        told = [
-            f"{int(some_T.sum())} of {len(tokens)} tokens are in responses whose log-probs fit at least twice as well "
-            "when one side is shifted by a token: they are misaligned"
-        ]
-    if bool(lagged_T.any()):
-        told += [
-            f"of {len(tokens.steps)} samples the engine's log-probs come {', and '.join(_by(lag_S))}: the "
-            f"probabilities of these {int(lagged_T.sum())} tokens fit at least twice as well when they are shifted back"
-        ]
     return Finding(
         confidence="certain",
-        evidence="; ".join(told),
+        evidence=f"{int(taken_T.sum())} of {len(tokens)} tokens are in responses whose log-probs fit at least twice as "
+        "well when one side is shifted by a token: they are misaligned",
         k3_share=share_of(tokens, taken_T),
         is_pattern=int(taken_T.sum()) > limit.SUSPICIOUS_SHARE * len(tokens),
         tokens_T=taken_T,
     )
-
-
-def _by(lag_S: Tensor) -> Iterator[str]:
-    for when, lag_N in (("late", lag_S[lag_S > 0.0]), ("early", -lag_S[lag_S < 0.0])):
-        lags = [f"{lag:g}" for lag in sorted({*lag_N.tolist()})]
-        listed = ", ".join(lags[: limit.MAX_LISTED]) + (", ..." if len(lags) > limit.MAX_LISTED else "")
-        if lags:
-            yield f"too {when} in {len(lag_N)}, by {listed} tokens"
-
-
-def _lags(tokens: Evidence, chosen_S: Tensor) -> Tensor:
-    """``[S]`` by how many tokens the engine's log-probs of chosen samples come too late, if by more than one."""
-    lag_S = torch.zeros(len(chosen_S), dtype=torch.float64)
-    tokens = tokens.of_samples(chosen_S & (tokens.num_S >= limit.MIN_TOKENS))
-    lengths = [int(each) for each in tokens.num_S]
-    columns = (tokens.trainer_T, tokens.engine_T, tokens.position_T)
-    for sample, mine in enumerate(zip(*(torch.split(column, lengths) for column in columns), strict=True)):
-        if lengths[sample]:
-            lag_S[sample] = _lag(*mine)
-    return lag_S
-
-
-def _lag(trainer: Tensor, engine: Tensor, position: Tensor) -> float:
-    """The shift, of all of more than a token, at which probabilities agree best, if they agree twice as well then.
-
-    Squares of ``p_t - q_(t + lag)`` for all lags at once, by Fourier transforms. Tokens that both sides find certain
-    agree at any lag, and do not count.
-    """
-    size = 2 * int(position[-1] - position[0]) + 2
-    dense = torch.zeros(8, size, dtype=torch.float64)
-    p, q = trainer.exp(), engine.exp()
-    certain = limit.CERTAIN
-    rows = (torch.ones_like(p), p, q, p * p, q * q, p > certain, q > certain, (p - q).square())
-    dense[:, position - position[0]] = torch.stack([row.double() for row in rows])
-    one, p, q, p_squared, q_squared, p_certain, q_certain, apart = torch.fft.rfft(dense)
-    products = (
-        p_squared.conj() * one + one.conj() * q_squared - 2.0 * p.conj() * q,
-        one.conj() * one - p_certain.conj() * q_certain,
-        apart.conj() * one,
-        one.conj() * apart,
-    )
-    moved, num_uncertain, first, second = torch.fft.irfft(torch.stack(products), size)
-    usable = num_uncertain.round() >= limit.MIN_TOKENS
-    usable[[0, 1, -1]] = False
-    fit = torch.where(usable, moved / first.minimum(second), torch.inf)
-    lag = int(fit.argmin())
-    return float(lag if 2 * lag < size else lag - size) if fit[lag] < limit.SHIFT_FACTOR**2 else 0.0

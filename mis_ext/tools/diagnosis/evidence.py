@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
@@ -24,6 +24,31 @@ AT = ("the last tokens of responses", "the first tokens of responses", "the last
 """Places at which a framework adds a token that was not sampled: bits of ``Evidence.at_T``."""
 _OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "at_T", "repeated_T")
 COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", "missing_trainer", "missing_engine")
+
+
+class Origin(NamedTuple):
+    """Where a sample comes from, and what is known of it besides its log-probs; None where nothing is."""
+
+    name: str = ""
+    sample_index: int | None = None
+    reward: float = math.nan
+    versions_behind: float = math.nan
+    """The trainer's weight version minus the oldest of the engine; 1 where they are other names."""
+    token_ids: Any = None
+    """The token ids of the response, ``[R]``."""
+    has_other_ids: bool | None = None
+    """Whether the engine sampled other ids than the trainer scored."""
+    group: Hashable = None
+    """A label that all samples of one prompt share."""
+    has_old_weights: bool | None = None
+    """Whether the canary says that the engine had older weights than it named."""
+
+    @property
+    def largest_id(self) -> float:
+        """NaN where no id is known."""
+        # Unsigned integers of torch have no maximum of their own.
+        ids = self.token_ids
+        return math.nan if ids is None or not len(ids) else float(torch.as_tensor(ids).double().max())
 
 
 class Turns(NamedTuple):
@@ -95,44 +120,30 @@ class Evidence:
         cls,
         tokens: Tokens,
         layout: PackedLayout,
+        origins: Sequence[Origin],
         *,
-        versions_behind: Sequence[float] | None = None,
-        has_other_ids: Sequence[bool | None] | None = None,
-        has_old_weights: Sequence[bool | None] | None = None,
-        token_ids: Sequence[Any] | None = None,
         step: str = "0",
-        sources: Sequence[str] | None = None,
-        position_T: Tensor | None = None,
-        turns: Turns | None = None,
         given: tuple[Tensor, Tensor] | None = None,
     ) -> Evidence:
-        """The tokens of a part, whole responses of one step; what belongs to its responses has an entry of each.
+        """The tokens of whole responses of one step.
 
         Args:
-            tokens: Of this part, ``[T]``.
+            tokens: Of all of them, ``[T]``.
             layout: Where the responses lie.
-            versions_behind: The trainer's weight version minus the engine's; NaN where it is not known.
-            has_other_ids: Whether the engine sampled other ids than the trainer scored; None where it is not known.
-            has_old_weights: Whether a canary says that the engine had older weights than it named; None likewise.
-            token_ids: Of the response; None where they are not known.
+            origins: What is known of each response.
             step: Its name.
-            sources: The file of each response.
-            position_T: Of each token in its response, where it is known already.
-            turns: Of the trained tokens, where they are known already.
             given: Log-probs of trainer and engine as they came, ``[T]``: those that are not finite are counted.
         """
-        count, trained_T = layout.num_sequences, tokens.generated
-        position_T = positions(layout) if position_T is None else position_T
-        turn_T, place_T = turns_of(trained_T, position_T) if turns is None else turns
-        ids = [None] * count if token_ids is None else [*token_ids]
+        trained_T, position_T = tokens.generated, positions(layout)
+        turn_T, place_T = turns_of(trained_T, position_T)
         missing = [trained_T & ~side_T.isfinite() for side_T in given or ()]
-        known = [
-            [math.nan if each is None else float(each) for each in ([None] * count if values is None else values)]
-            for values in (versions_behind, has_other_ids, has_old_weights, map(_largest_id, ids))
-        ]
-        columns = [
-            *torch.tensor(known, dtype=torch.float64),
-            *(layout.sums(missing).double() if missing else torch.zeros(2, count, dtype=torch.float64)),
+        known = [(each.versions_behind, each.has_other_ids, each.has_old_weights, each.largest_id) for each in origins]
+        columns_S = torch.tensor(
+            [[math.nan if value is None else float(value) for value in row] for row in known], dtype=torch.float64
+        ).reshape(-1, 4)
+        missing_S = layout.sums(missing).double().T if missing else columns_S.new_zeros(len(origins), 2)
+        repeated = [
+            _repeated(each.token_ids, length) for each, length in zip(origins, layout.response_lengths, strict=True)
         ]
         rows = (
             tokens.log_pi.double(),
@@ -142,25 +153,23 @@ class Evidence:
             turn_T,
             place_T,
             _at(trained_T, turn_T, place_T, layout),
-            torch.cat([torch.empty(0, dtype=torch.int8), *map(_repeated, ids, layout.response_lengths)]),
+            torch.cat([torch.empty(0, dtype=torch.int8), *repeated]),
         )
         valid = tokens.valid.nonzero().flatten()
         return cls(
             **_named(row.index_select(0, valid) for row in rows),
-            columns_S=torch.stack(columns, dim=1),
-            ordinal_S=torch.arange(count),
-            steps=[step] * count,
-            sources=[""] * count if sources is None else [*sources],
+            columns_S=torch.cat([columns_S, missing_S], dim=1),
+            ordinal_S=torch.arange(len(origins)),
+            steps=[step] * len(origins),
+            sources=[each.name.partition(":")[0] for each in origins],
         )
 
     @classmethod
     def of_other_ids(cls) -> Evidence:
         """A response whose ids differ: nothing of it is compared."""
-        known = dict.fromkeys(COLUMNS, math.nan) | {"has_other_ids": 1.0, "missing_trainer": 0.0, "missing_engine": 0.0}
-        columns_S = torch.tensor([[*known.values()]], dtype=torch.float64)
-        return replace(
-            cls.joined([]), columns_S=columns_S, ordinal_S=torch.zeros(1, dtype=torch.int64), steps=["0"], sources=[""]
-        )
+        nothing = torch.empty(0)
+        tokens = Tokens.read(nothing, nothing, nothing.bool())
+        return cls.of(tokens, PackedLayout.whole([0]), [Origin(has_other_ids=True)])
 
     @classmethod
     def joined(cls, parts: Iterable[Evidence]) -> Evidence:
@@ -197,6 +206,13 @@ class Evidence:
             return self
         kept = keep_T.nonzero().flatten()
         return replace(self, **{name: getattr(self, name).index_select(0, kept) for name in _OF_TOKENS})
+
+    def split(self, number_T: Tensor, size: int) -> list[Evidence]:
+        """The tokens of each number from 0 to ``size - 1``; the table of responses stays."""
+        order = number_T.sort(stable=True).indices
+        counts = torch.bincount(number_T, minlength=size).tolist()
+        rows = (torch.split(getattr(self, name).index_select(0, order), counts) for name in _OF_TOKENS)
+        return [replace(self, **_named(mine)) for mine in zip(*rows, strict=True)]
 
     def of_samples(self, keep_S: Tensor) -> Evidence:
         """The tokens of these responses."""
@@ -400,6 +416,22 @@ def may_be_zero(mean: float, error: float) -> bool:
     return abs(mean) <= limit.SAMPLED_ERRORS * error
 
 
+def t_quantile(z: float, freedom: float) -> float:
+    """The quantile of Student's t with the chance of ``z`` standard errors: Abramowitz and Stegun, 26.7.5.
+
+    To 0.2 % at 0.975 from 3 degrees of freedom on; infinity below 1.
+    """
+    if freedom < 1:
+        return math.inf
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + math.fsum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+
+
 @dataclass(eq=False)
 class Gathering:
     """Keeps the tokens of a run, at most about ``MAX_KEPT`` of them: the same, however parts are spread."""
@@ -442,11 +474,6 @@ def _at(trained_T: Tensor, turn_T: Tensor, place_T: Tensor, layout: PackedLayout
     is_last_T = ends_T & (turn_T == -layout.spread(last_S))
     flags = (is_last_T, begins_T & (turn_T == 0), ends_T, begins_T)
     return sum((flag_T.long() << bit for bit, flag_T in enumerate(flags)), torch.zeros_like(turn_T))
-
-
-def _largest_id(ids: Any) -> float:
-    # Unsigned integers of torch have no maximum of their own.
-    return math.nan if ids is None or not len(ids) else float(torch.as_tensor(ids).double().max())
 
 
 def _repeated(ids: Any, length: int) -> Tensor:

@@ -32,45 +32,32 @@ class Groups(NamedTuple):
 
 
 def groups_of(tokens: Evidence) -> Groups | None:
-    """Responses that differ as a second population, with few between.
+    """Responses that differ as a second population, at any share, with few between.
 
-    First by ``|d| / (1 - p)``, at any share. Then some of them, far beyond what kernels give: by the same over what is
-    typical of their step, and by ``|d|``, because how certain responses are sets nats apart, too.
+    By ``|d| / (1 - p)``, or by this over what is typical of their step.
     """
-    known_S = (tokens.num_S > 0) & (tokens.gap_S > 0.0)
-    for values_S, is_any_share in (
-        (tokens.shift_S, True),
-        (tokens.shift_S / _typical_of_step(tokens), False),
-        (tokens.gap_S, False),
-    ):
-        chosen_S = known_S & (values_S > 0.0)
-        if int(chosen_S.sum()) < limit.MIN_SAMPLES:
-            continue
-        far_S = torch.zeros_like(chosen_S)
-        far_S[chosen_S] = _upper(values_S[chosen_S].log(), is_any_share=is_any_share)
-        near_S = chosen_S & ~far_S
-        if not bool(far_S.any()) or not _is_theirs(tokens, far_S):
-            continue
-        is_far = float(tokens.gap_S[far_S].median()) > limit.MAX_MEAN_ABS_DIFF
-        if not is_any_share and (int(far_S.sum()) > limit.MAX_FAR * int(chosen_S.sum()) or not is_far):
-            continue
-        factor = float(tokens.gap_S[far_S].median() / tokens.gap_S[near_S].median())
-        evidence = (
-            f"{percent(int(near_S.sum()) / int(chosen_S.sum()))} of the {int(chosen_S.sum())} responses differ by "
-            f"{float(tokens.gap_S[near_S].median()):.2g} nats per token, the others {factor:.2g} times as much"
-        )
-        name, told = _apart_by(tokens, far_S, near_S)
-        return Groups(far_S, evidence, name, told)
-    return None
+    step_S, values_S = tokens.step_S, tokens.shift_S
+    if not len(values_S):
+        return None
+    typical = torch.stack([values_S[step_S == number].nanmedian() for number in range(1 + int(step_S.max()))])
+    return _apart(tokens, values_S) or (_apart(tokens, values_S / typical[step_S]) if len(typical) > 1 else None)
 
 
-def _typical_of_step(tokens: Evidence) -> Tensor:
-    """``[S]``: the median of the step of each response."""
-    typical = torch.full_like(tokens.shift_S, math.nan)
-    for number in {*tokens.step_S.tolist()}:
-        mine_S = (tokens.step_S == number) & (tokens.shift_S > 0.0)
-        typical[mine_S] = tokens.shift_S[mine_S].median() if bool(mine_S.any()) else math.nan
-    return typical
+def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
+    known_S = (values_S > 0.0) & values_S.isfinite()
+    if int(known_S.sum()) < limit.MIN_SAMPLES:
+        return None
+    far_S = torch.zeros_like(known_S)
+    far_S[known_S] = _upper(values_S[known_S].log())
+    near_S = known_S & ~far_S
+    if not bool(far_S.any()) or not _is_theirs(tokens, far_S):
+        return None
+    near, far = (float(tokens.gap_S[each_S].median()) for each_S in (near_S, far_S))
+    evidence = (
+        f"{percent(int(near_S.sum()) / int(known_S.sum()))} of the {int(known_S.sum())} responses differ by {near:.2g} "
+        f"nats per token, the others {far / near:.2g} times as much"
+    )
+    return Groups(far_S, evidence, *_apart_by(tokens, far_S, near_S))
 
 
 def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
@@ -80,12 +67,12 @@ def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
     )
 
 
-def _upper(values_N: Tensor, *, is_any_share: bool = True) -> Tensor:
+def _upper(values_N: Tensor) -> Tensor:
     """Which numbers are of an upper group; none where there are no two groups.
 
     The split is that of two Gaussians with the greatest likelihood (Kittler and Illingworth, Minimum error
-    thresholding, 1986). There are two groups if their medians are far apart and few numbers are between: in the middle
-    third; or, of some that are far, in some doubling.
+    thresholding, 1986). There are two groups if their medians are far apart and few numbers are in the middle third
+    between them.
     """
     x = values_N.sort().values
     count = torch.arange(1, len(x), dtype=torch.float64)
@@ -101,12 +88,8 @@ def _upper(values_N: Tensor, *, is_any_share: bool = True) -> Tensor:
     score[: least - 1] = score[len(x) - least :] = math.inf
     split = int(score.argmin()) + 1
     low, high = x[:split].median(), x[split:].median()
-    if is_any_share:
-        between = int(((x > low + (high - low) / 3.0) & (x < high - (high - low) / 3.0)).sum())
-    else:
-        starts = torch.cat([low[None] + math.log(1.5), x[(x > low) & (x <= high - math.log(2.0))]])
-        counts = torch.searchsorted(x, starts + math.log(2.0)) - torch.searchsorted(x, starts, right=True)
-        between = int(counts.min())
+    third = (high - low) / 3.0
+    between = int(((x > low + third) & (x < high - third)).sum())
     is_apart = high - low > math.log(limit.GROUP_FACTOR)
     is_apart &= between <= limit.MAX_BETWEEN * min(split, len(x) - split)
     return values_N > x[split - 1] if is_apart else torch.zeros_like(values_N, dtype=torch.bool)
@@ -180,7 +163,7 @@ def packed(left: Left) -> Finding | None:
     "file, nor packed row separates them",
     advice="Train on the ids that the engine returned: do not decode and encode again. Where ids are equal, compare "
     "what is before these responses on both sides (prompt, template, images, tools), and whether each has the "
-    "log-probs of its own request.",
+    "log-probs of its own request, from its first token on (after an abort those of a dropped attempt may come first).",
     is_fault=True,
 )
 def other_text(left: Left) -> Finding | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from mis_ext.tools.diagnosis import thresholds as limit
 from mis_ext.tools.diagnosis.cause import Finding, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence
-from mis_ext.tools.diagnosis.sampling import base_words, line_words, stale_words
+from mis_ext.tools.diagnosis.sampling import line_words, stale_words
 
 OTHER_CACHES = "another cache of the engine (encoder, multimodal) that kept what older weights made"
 
@@ -39,15 +39,12 @@ class Place(NamedTuple):
         return cls(len(tokens), float(tokens.k3_T.sum()), *means)
 
     def stands_out_of(self, other: Place, times: float = 1.0) -> bool:
-        """Whether its tokens are far apart where those of another are not."""
-        return self._is_known(other) and _is_above(self.shift, other.shift, times * limit.PLACE_FACTOR)
-
-    def has_more_k3_than(self, other: Place, times: float = 1.0) -> bool:
-        """Whether a few of its tokens are, which a mean of all may not show beside another cause."""
-        return self._is_known(other) and _is_above(self.size, other.size, times * limit.PLACE_K3_FACTOR)
-
-    def _is_known(self, other: Place) -> bool:
-        return min(self.num_tokens, other.num_tokens) >= limit.MIN_TOKENS
+        """Whether its tokens are far apart where those of another are not; of few of them k3 shows it better."""
+        is_known = min(self.num_tokens, other.num_tokens) >= limit.MIN_TOKENS
+        return is_known and (
+            _is_above(self.shift, other.shift, times * limit.PLACE_FACTOR)
+            or _is_above(self.size, other.size, times * limit.PLACE_K3_FACTOR)
+        )
 
     def excess_over(self, other: Place) -> float:
         """The k3 that it has beyond that of as many tokens of another."""
@@ -67,10 +64,6 @@ _PREFIX_ADVICE = (
 )
 
 
-def _split(tokens: Evidence, index_T: torch.Tensor, size: int) -> list[Evidence]:
-    return [tokens.where(index_T == number) for number in range(size)]
-
-
 @cause(
     name="stale_prefix_cache",
     title="a prefix in the engine's cache that was computed with stale weights",
@@ -84,15 +77,13 @@ def prefix(left: Left) -> Finding | None:
     total = float(tokens.k3_T.sum())
     later = tokens.where(tokens.turn_T > 0)
     # A prefix that all share shows in all turns, one of the conversation behind the first only.
-    for is_more, (where, chosen) in product(
-        (Place.stands_out_of, Place.has_more_k3_than), {"": tokens, " after the first": later}.items()
-    ):
+    for where, chosen in {"": tokens, " after the first": later}.items():
         begin, end = _ends_of(chosen)
         ends = Place.of(chosen.where((chosen.place_T >= begin) & (chosen.place_T < end)))
         before = chosen.where(chosen.place_T < begin)
         beginnings = (Place.of(before.where(before.place_T < last)) for last in limit.PLACES[1:3])
         times = 1.0 if begin == limit.PLACES[3] else limit.SHORT_FACTOR
-        begins = next((each for each in beginnings if is_more(each, ends, times)), None)
+        begins = next((each for each in beginnings if each.stands_out_of(ends, times)), None)
         if begins is not None:
             return Finding(
                 confidence="possible",
@@ -150,14 +141,14 @@ def late(left: Left) -> Finding | None:
         return None
     bin_T = _bins(tokens)
     total, found_places = float(tokens.k3_T.sum()), list[tuple[bool, float, int, float]]()
-    bins = [Place.of(each) for each in _split(tokens, bin_T, 1 + int(bin_T.max()) if len(tokens) else 0)]
+    bins = [Place.of(each) for each in tokens.split(bin_T, 1 + int(bin_T.max()) if len(tokens) else 0)]
     for index in range(limit.FIRST_LATE, len(bins)):
         begins = _begins_at(index, bins, tokens, bin_T)
         # What is far in front of a step may differ by something else.
         first = index - limit.PER_OCTAVE if begins else 0
         before = Place.of(tokens.where((bin_T >= first) & (bin_T < index)))
         behind = Place.of(tokens.where(bin_T >= index))
-        if not (begins or behind.stands_out_of(before) or behind.has_more_k3_than(before)):
+        if not (begins or behind.stands_out_of(before)):
             continue
         excess = behind.excess_over(before)
         if excess > limit.LEAST_LATE * total:
@@ -229,7 +220,7 @@ def place_words(left: Left) -> tuple[str, ...]:
     if "late_positions" in left.found or not len(tokens):
         return ()
     bin_T = _bins(tokens)
-    places = [Place.of(each) for each in _split(tokens, bin_T, 1 + int(bin_T.max()))[limit.FIRST_LATE :]]
+    places = [Place.of(each) for each in tokens.split(bin_T, 1 + int(bin_T.max()))[limit.FIRST_LATE :]]
     places = [each for each in places if each.num_tokens >= limit.MIN_TOKENS]
     if not places:
         return ()
@@ -244,7 +235,7 @@ def more_words(left: Left) -> tuple[str, ...]:
     """Describe causes that a difference classified by its size may hide."""
     more = (MORE,) if left.explained else ()
     # A temperature that was found says both itself.
-    lines = () if "temperature" in left.found else (*base_words(left), *line_words(left))
+    lines = () if "temperature" in left.found else line_words(left)
     return (*_unfit_words(left), *more, *lines, *place_words(left))
 
 
@@ -264,10 +255,9 @@ def _unfit_words(left: Left) -> tuple[str, ...]:
     title="most tokens agree and a few differ much, as with other experts in a mixture of experts",
     looks_like="At most 3 % of the uncertain tokens differ 12 times as much as is typical, and carry at least 60 % "
     "of k3",
-    advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 "
-    "(lab/evidence/moe_mismatch.md). In a pretrained model it took it from 2.4e-3 to 1.1e-3, and the "
-    "reward was the same (lab/evidence/pretrained_moe.md). Look at the worst tokens. Truncated token weights "
-    "(yaml/mis.yaml) limit the effect of each.",
+    advice="In a mixture of experts replay the engine's routing (R3): it took k3 from 4e-4 to 5e-5 in a small model. "
+    "In a pretrained one it took it from 2.4e-3 to 1.1e-3, and the reward was the same. Look at the worst tokens. "
+    "Truncated token weights (preset mis) limit the effect of each.",
     is_shape=True,
 )
 def experts(left: Left) -> Finding | None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
 from mis_ext.tools.diagnosis.cause import Finding, Left, cause
-from mis_ext.tools.diagnosis.data import are_policies, likely_base
 from mis_ext.tools.diagnosis.evidence import Evidence, mean_and_error
 
 OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
@@ -93,19 +92,11 @@ def temperature(left: Left) -> Finding | None:
         alternatives=(
             *([] if is_alone else [PENALTIES]),
             *([] if is_fit or is_cut else ["another change of the logits, such as a soft cap"]),
+            *([] if is_fit else ["logarithms to another base beside another cause"]),
             *([CUTS] if is_cut and slope > 0.0 else []),
-            *([] if are_policies(left) else base_words(left)),
             *([NOISE] if may_have_more else []),
         ),
     )
-
-
-def base_words(left: Left) -> tuple[str, ...]:
-    """That logarithms to a base explain much of how the differences vary."""
-    explained, side, base = likely_base(left.tokens)
-    if len(left.tokens.uncertain) < limit.MIN_TOKENS or explained <= limit.EXPLAINED:
-        return ()
-    return (f"logarithms to the base {base:g} on the {side}'s side beside it: they explain {explained:.0%}",)
 
 
 def stale_words(tokens: Evidence) -> tuple[str, ...]:
@@ -182,48 +173,27 @@ def truncation(left: Left) -> Finding | None:
         "probability to tokens that the engine cannot sample"
         + (f"; no token loses more than {largest:.2g} nats" if is_padding else "")
         + ("" if is_padding else f"; on average it keeps a mass of {1.0 + excess:.3g}"),
-        k3_share=_one_sided(tokens, excess),
+        k3_share=_share_of_cut(tokens, excess),
         is_up_to=is_colder,
         alternatives=(*others, *(colder if is_colder else () if is_padding else ("a temperature above 1 beside it",))),
     )
 
 
-SHIFTS = torch.linspace(0.0, 12.0, 1201, dtype=torch.float64)
-_OF_ONE = (
-    torch.erf(SHIFTS / math.sqrt(2.0)) * (1.0 + SHIFTS**2)
-    + math.sqrt(2.0 / math.pi) * SHIFTS * (-0.5 * SHIFTS**2).exp()
-)
-ASYMMETRY = _OF_ONE.cumsum(0) / (1.0 + SHIFTS**2).cumsum(0)
-"""Of the squares of Gaussians that are moved by nothing to so many deviations, each as often: what a cut takes away
-differs from position to position. Were it the same everywhere, fewer tokens would be moved up, and these would be taken
-for more noise than there is."""
-
-
-def _one_sided(tokens: Evidence, excess: float) -> float:
+def _share_of_cut(tokens: Evidence, excess: float) -> float:
     """Share of k3 that a cut has beside noise, which alone moves tokens up and down alike.
 
-    Shifts of 0 to ``x`` deviations of a Gaussian noise have ``x^2 / (3 + x^2)`` of the squares. Then the squares of
-    tokens that were moved down exceed those of the others by ``asymmetry(x)`` of all.
-    Other noise, whose few largest squares hide that, has them far from the others, and adds nothing to the mass that is
-    lost: the same of the tokens that are near, and the k3 of tokens that all lose the same, are the least that a cut
-    with this mass can have.
+    A cut takes something else from each position. Shifts of 0 to ``x`` deviations of a Gaussian noise have
+    ``x^2 / (3 + x^2)`` of the squares; then the squares of tokens that moved down exceed those of the others by a share
+    ``a`` of all, and ``1 - sqrt(1 - a^2)`` is what shifts have, within 0.05. Where a few large squares hide that, the
+    k3 of tokens that all lose the same is the least that a cut with this mass can have.
     """
-    uncertain, whole = tokens.uncertain, float(tokens.k3_T.sum())
-    total = float(uncertain.k3_T.sum())
+    k3_T, total = tokens.uncertain.k3_T, float(tokens.uncertain.k3_T.sum())
     if not total:
         return 0.0
-    near = uncertain.where(uncertain.shift_T <= limit.TAIL_FACTOR * tokens.typical_shift)
-    mean = min(excess, 0.0)
-    least = len(tokens) * (mean - math.log1p(mean)) / whole if mean > -1.0 else 1.0
-    return min(max(_moved_down(uncertain), _moved_down(near) * float(near.k3_T.sum()) / total, least), 1.0)
-
-
-def _moved_down(tokens: Evidence) -> float:
-    below = float(tokens.k3_T[tokens.d_T < 0.0].sum())
-    above = float(tokens.k3_T.sum()) - below
-    index = int(torch.searchsorted(ASYMMETRY, (below - above) / (below + above))) if below + above else 0
-    shift = float(SHIFTS[min(index, len(SHIFTS) - 1)])
-    return shift**2 / (3.0 + shift**2)
+    below = float(k3_T[tokens.uncertain.d_T < 0.0].sum()) / total
+    moved = 1.0 - math.sqrt(1.0 - max(2.0 * below - 1.0, 0.0) ** 2)
+    least = (excess - math.log1p(excess)) / tokens.k3 if -1.0 < excess < 0.0 else 0.0
+    return min(max(moved, least), 1.0)
 
 
 @cause(

@@ -18,13 +18,14 @@ SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e
 OTHER_KERNELS = "kernels in bfloat16 of a model that rounding moves more than the largest of the lab, 2.2e-3"
 OTHER_CONTEXT = "another prompt, chat template or context"
 PACKED = "packed responses that see each other"
+OTHER_TOKENS = "log-probs of other tokens: shifted by several, or of other samples"
 BF16 = (
-    "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M "
-    "(lab/real_stack/slime_gpu.md), 2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
+    "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M, "
+    "2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
 )
 QUANTISED = (
     "caches, weights and products of 8 bits gave 1e-3 to 8e-3 in small models, 1.4e-2 to 7e-2 in SmolLM2-135M, a cache "
-    "in e4m3 0.3 to 0.4 in Qwen2.5-Coder-1.5B (lab/evidence/README.md)"
+    "in e4m3 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
 )
 _STEP_ADVICE = (
     "Look at the steps first: kernels and precision do not change over steps. Compare weights tensor by tensor after "
@@ -82,16 +83,16 @@ SIZES = (
         f"within what both give: {BF16}; {QUANTISED}",
         "Nothing is wrong if the model is pretrained and both sides compute in bfloat16. With float16 on "
         "both k3 was a 65th, and training learned in about half the steps; with only the engine's head in float32 "
-        "it was three quarters (lab/evidence/normal.md). In small models an fp8 cache or fp8 weights have this "
-        "size. Token TIS (yaml/mis.yaml) rejects nothing, and made no difference there (docs/guide/presets.md).",
+        "it was three quarters. In small models an fp8 cache or fp8 weights have this "
+        "size. Token TIS (preset mis) rejects nothing, and made no difference there.",
     ),
     Size(
         limit.QUANTISED_K3,
         "low_precision",
         "lower precision on one side (fp8 or int8 weights or cache)",
         f"above kernels: {BF16}; {QUANTISED}",
-        "Token TIS (yaml/mis.yaml) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
-        "correction, and needed 8 steps more than 107 to a reward of 0.9 with it (docs/reference/presets.md). A k3 "
+        "Token TIS (preset mis) is a precaution with a price: at a k3 of 0.06 our runs learned without a "
+        "correction, and needed 8 steps more than 107 to a reward of 0.9 with it. A k3 "
         "far above that of the same engine in bfloat16 is for repair: scales of an 8-bit cache, another dtype.",
     ),
     Size(
@@ -100,7 +101,7 @@ SIZES = (
         "a large mismatch, which low precision gave in some models only",
         f"above what low precision gave in SmolLM2-135M, {limit.QUANTISED_K3:g}; weights a step old gave 8e-2 in a "
         "small model",
-        "Check weight syncs first, then correct with token TIS (yaml/mis.yaml).",
+        "Check weight syncs first, then correct with token TIS (preset mis).",
     ),
 )
 """In the order of their sizes, which are SmolLM2-135M's."""
@@ -114,7 +115,7 @@ SIZES = (
     " above. `stale_weights`: the mean difference exceeds 0.3 nats. `broken_trainer`, `broken_engine`: "
     "the log-probs of this side are worse than a uniform guess",
     advice="What the report says beside the word: kernels need no correction; low precision may need token TIS "
-    "(yaml/mis.yaml); a broken side has not loaded its weights.",
+    "(preset mis); a broken side has not loaded its weights.",
 )
 def size(left: Left) -> Finding | None:
     tokens = left.tokens
@@ -177,7 +178,7 @@ def _beyond_kernels(left: Left) -> Finding | None:
         k3_share=1.0 - left.explained,
         is_up_to=True,
         advice=stale.advice,
-        alternatives=(OTHER_PRECISION, OTHER_CONTEXT, PACKED, PENALTIES, cuts, *more_words(left)),
+        alternatives=(OTHER_PRECISION, OTHER_CONTEXT, OTHER_TOKENS, PACKED, PENALTIES, cuts, *more_words(left)),
     )
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
 from mis_ext.tools.diagnosis.cause import Finding, Left, cause
-from mis_ext.tools.diagnosis.evidence import Evidence
+from mis_ext.tools.diagnosis.evidence import Evidence, t_quantile
 from mis_ext.tools.diagnosis.groups import MIXED_UP, groups_of, of_weights
 
 OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
@@ -29,60 +29,54 @@ COMPARE = (
 
 
 class Step(NamedTuple):
-    """A step: k3 per token with its standard error over responses, and the median ``|d| / (1 - p)``.
+    """Responses of one step, or of one weight version.
 
-    ``level``: the mean of the log of each response's ``|d| / (1 - p)``, and its standard error: unlike k3, few tokens
-    do not decide it.
+    Attributes:
+        number: Its place in the order of steps.
+        name: Of the step.
+        num_tokens: In all of its responses.
+        k3: Per token.
+        typical: The median ``|d| / (1 - p)`` of uncertain tokens.
+        level: The mean over responses of the log of their ``|d| / (1 - p)``: unlike k3, few tokens do not decide it.
+        error: The standard error of ``level``.
+        num_responses: Of which these are.
     """
 
     number: int
     name: str
     num_tokens: int
     k3: float
-    error: float
     typical: float
     level: float
-    level_error: float
+    error: float
+    num_responses: int
+
+    @classmethod
+    def of(cls, tokens: Evidence, number: int = 0, name: str = "") -> Step:
+        """From the tokens of some responses."""
+        levels = tokens.shift_S[tokens.shift_S > 0.0].log()
+        count = len(levels)
+        error = float(levels.std()) / math.sqrt(count) if count > 1 else math.inf
+        level = float(levels.mean()) if count else math.nan
+        return cls(number, name, len(tokens), tokens.k3, tokens.typical_shift, level, error, count)
 
     def is_above(self, other: Step, factor: float) -> bool:
-        """Whether k3 is more than so many times that of another step, beyond chance."""
-        is_sure = any(
-            more - less > limit.STEP_ERRORS * math.hypot(error, other_error)
-            for more, less, error, other_error in (
-                (self.k3, other.k3, self.error, other.error),
-                (self.level, other.level, self.level_error, other.level_error),
-            )
-        )
-        return self.k3 > factor * other.k3 and is_sure
+        """Whether k3 is more than so many times another, and typical responses are apart by more than chance."""
+        if not self.k3 > factor * other.k3:
+            return False
+        if not other.k3:
+            # Chance of tokens that are all equal, if half of them or more differed.
+            return other.num_tokens * math.log(0.5) < math.log(limit.MAX_CHANCE)
+        freedom = min(self.num_responses, other.num_responses) - 1
+        errors = t_quantile(limit.STEP_ERRORS, freedom)
+        return self.level - other.level > errors * math.hypot(self.error, other.error)
 
 
 def steps_of(tokens: Evidence) -> list[Step]:
     """The steps that have enough tokens, in their order."""
     names = dict(zip(tokens.step_S.tolist(), tokens.steps, strict=True))
-    size = 1 + max(names, default=-1)
-    num, k3 = (torch.bincount(tokens.step_S, each_S, minlength=size) for each_S in (tokens.num_S, tokens.k3_S))
-    mean = k3 / num
-    residual_S = tokens.k3_S - (mean.nan_to_num()[tokens.step_S] * tokens.num_S)
-    count = torch.bincount(tokens.step_S[tokens.num_S > 0], minlength=size)
-    squared = torch.bincount(tokens.step_S, residual_S.square(), minlength=size)
-    error = (squared * count / (count - 1.0).clamp_min(1.0)).sqrt() / num
-    differs = tokens.uncertain.where(tokens.uncertain.d_T != 0.0)
-    step_T, order_T = differs.spread(tokens.step_S).sort(stable=True)
-    shifts = torch.split(differs.shift_T[order_T], torch.bincount(step_T, minlength=size).tolist())
-    typical = [float(each.median()) if len(each) else 0.0 for each in shifts]
-    log_S, told_S = tokens.shift_S.log(), tokens.shift_S > 0.0
-    told, step_S = torch.bincount(tokens.step_S[told_S], minlength=size), tokens.step_S[told_S]
-    level = torch.bincount(step_S, log_S[told_S], minlength=size) / told
-    spread = torch.bincount(step_S, (log_S[told_S] - level[step_S]).square(), minlength=size)
-    level_error = (spread / (told - 1.0).clamp_min(1.0) / told).sqrt()
-    columns = zip(
-        *(each.tolist() for each in (num, mean, error)), typical, level.tolist(), level_error.tolist(), strict=True
-    )
-    return [
-        Step(number, names[number], int(row[0]), *row[1:])
-        for number, row in enumerate(columns)
-        if row[0] >= limit.MIN_TOKENS
-    ]
+    parts = tokens.split(tokens.spread(tokens.step_S), 1 + max(names, default=-1))
+    return [Step.of(part, number, names[number]) for number, part in enumerate(parts) if len(part) >= limit.MIN_TOKENS]
 
 
 class Story(NamedTuple):
@@ -212,9 +206,8 @@ def change_words(tokens: Evidence) -> str:
     looks_like="The canary of mis_ext.rollout.generate reports it. Or k3 jumps, grows, or returns over steps or "
     "recorded versions, or one file differs",
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
-    "trainer in fp16. After an update in flight one response is of two versions (docs/reference/methods_extras.md). "
-    "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8 "
-    "(lab/evidence/README.md).",
+    "trainer in fp16. After an update in flight one response is of two versions. "
+    "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8.",
 )
 def stale(left: Left) -> Finding | None:
     """Weights of other steps. The canary counts where its samples differ more; versions are not guessed from steps."""
@@ -229,30 +222,23 @@ def stale(left: Left) -> Finding | None:
     if is_recorded and (found := _by_version(tokens.without_samples(~behind_S.isnan()))):
         return found
     if bool(old_S.all()):
-        return _finding_of_canary(tokens, old_S, "", confidence="possible", k3_share=1.0)
+        return _by_canary(tokens, old_S)
     return None if is_recorded else _by_step(tokens) or _by_group(tokens)
 
 
 def _by_canary(tokens: Evidence, old_S: Tensor) -> Finding | None:
-    """Tokens of an engine that the canary found with earlier weights differ more than those of the others."""
-    old, others = tokens.of_samples(old_S), tokens.of_samples(~old_S)
-    if not _is_more(old, others):
-        return None
-    share = max(old.k3 - others.k3, 0.0) * len(old) / float(tokens.k3_T.sum())
-    words = f", and {others.k3:.2g} in the others"
-    return _finding_of_canary(tokens, old_S, words, confidence="likely", k3_share=share)
-
-
-def _finding_of_canary(
-    tokens: Evidence, old_S: Tensor, others: str, *, confidence: Literal["likely", "possible"], k3_share: float
-) -> Finding:
     """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
+    old, others = tokens.of_samples(old_S), tokens.of_samples(~old_S)
+    if len(others) and not Step.of(old).is_above(Step.of(others), limit.GROWTH):
+        return None
+    share = max(old.k3 - others.k3, 0.0) * len(old) / float(tokens.k3_T.sum()) if len(others) else 1.0
     return Finding(
-        confidence=confidence,
+        confidence="likely" if len(others) else "possible",
         evidence=f"{int(old_S.sum())} of {len(old_S)} samples are of an engine that scored a fixed text as with "
-        f"earlier weights (the canary){agree(tokens)}; their k3 is {tokens.of_samples(old_S).k3:.2g}{others}",
-        k3_share=k3_share,
-        is_up_to=not others,
+        f"earlier weights (the canary){agree(tokens)}; their k3 is {old.k3:.2g}"
+        + (f", and {others.k3:.2g} in the others" if len(others) else ""),
+        k3_share=share,
+        is_up_to=not len(others),
         alternatives=("an update that changed no weight, as at a learning rate of 0",),
     )
 
@@ -260,27 +246,6 @@ def _finding_of_canary(
 def agree(tokens: Evidence) -> str:
     """The contradiction, where there is one: log-probs are old, and what the engine names is not."""
     return ", although the weight versions agree" if bool((tokens["versions_behind"] == 0.0).all()) else ""
-
-
-def _is_more(more: Evidence, less: Evidence) -> bool:
-    """Whether k3 is three times as much, and typical responses are apart by more than chance."""
-    if not more.k3 > limit.GROWTH * less.k3:
-        return False
-    if not less.k3:
-        # Chance of tokens that are all equal, if half of them or more differed.
-        return len(less) * math.log(0.5) < math.log(limit.MAX_CHANCE)
-    # Of the mean |d| of responses: unlike k3, few tokens do not decide it.
-    sides = [side.gap_S[side.num_S > 0].clamp_min(1e-12).log() for side in (more, less)]
-    variance = sum(float(side.var()) / len(side) if len(side) > 1 else math.inf for side in sides)
-    errors = _of_few(limit.STEP_ERRORS, min(map(len, sides)) - 1)
-    return float(sides[0].mean() - sides[1].mean()) > errors * math.sqrt(variance)
-
-
-def _of_few(z: float, freedom: int) -> float:
-    """The quantile of Student's t with the chance of ``z`` standard errors (Cornish and Fisher, to second order)."""
-    if freedom < 1:
-        return math.inf
-    return z + (z**3 + z) / (4.0 * freedom) + (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * freedom**2)
 
 
 def _by_version(tokens: Evidence) -> Finding | None:
@@ -294,7 +259,7 @@ def _by_version(tokens: Evidence) -> Finding | None:
         f"{share:.0%} of the tokens were sampled with other weights than the trainer's; k3 by version: "
         f"{', '.join(named[: limit.MAX_LISTED])}"
     )
-    if _is_more(farthest, nearest):
+    if Step.of(farthest).is_above(Step.of(nearest), limit.GROWTH):
         above = sum(max(group.k3 - nearest.k3, 0.0) * len(group) for group in groups.values())
         return Finding(confidence="likely", evidence=evidence, k3_share=above / float(tokens.k3_T.sum()))
     is_few = len(tokens) < limit.MIN_TOKENS and nearest.k3 > 0.0

@@ -24,7 +24,6 @@ CAUSES: dict[str, Cause] = {
         data.shifted,
         groups.packed,
         groups.other_text,
-        data.other_base,
         places.prefix,
         places.late,
         sampling.temperature,

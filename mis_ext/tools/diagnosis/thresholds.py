@@ -53,8 +53,9 @@ in any model of the lab (at most 0.1)."""
 SUSPICIOUS_SHARE, ZERO_SHARE, MANY_POSITIVE = 0.01, 0.05, 0.5
 """Of tokens: a mistake is a pattern from here on; a 0 may be that of a token without alternative; all of a response
 are wrong where most are above 0."""
-EXPLAINED, EXACT = 0.5, 0.9
-"""Of the variance, by a base of logarithms: more than it leaves; all but noise."""
+BASE_FACTOR, EXACT = 2.0 / 3.0, 0.45
+"""Of the mean distance of the differences from their median: what another base leaves at most where it makes the mean
+ratio 1, and where it does not, so that what is left is noise."""
 
 # --- shifted
 

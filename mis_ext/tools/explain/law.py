@@ -3,7 +3,7 @@
 
 ``d = log pi_prox - log mu`` of a token is taken as ``N(m, s^2)``. Ratios have mean 1 under the policy that sampled,
 ``E[exp d] = exp(m + s^2 / 2) = 1``, so ``m = -s^2 / 2``; and ``k3 = E[exp d - 1 - d] = -m``. So one number says all.
-Real mismatch has heavier tails, and errors that repeat within a response (``lab/evidence/length.md``).
+Real mismatch has heavier tails, and errors that repeat within a response.
 """
 
 from __future__ import annotations

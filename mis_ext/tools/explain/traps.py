@@ -15,7 +15,6 @@ from mis_ext.tools.explain.law import GaussianLaw
 
 MIN_LEARNING_RATE = 0.9
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
-EVIDENCE, PUBLISHED = "lab/evidence/README.md", "lab/evidence/published.md"
 FEW_SEQUENCES_ESS = 0.2
 """Effective share of products of ratios below which a few responses decide.
 
@@ -27,7 +26,7 @@ HARMLESS_K3 = 1e-3
 COST_OF_GATES = "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old"
 _STALE_GATES = (
     "with stale weights gates of 1 % on sequences rejected 66 to 93 % of the responses at first, and runs collapsed "
-    f"earlier; wider bands were not tried ({EVIDENCE})"
+    "earlier; wider bands were not tried"
 )
 
 
@@ -45,7 +44,7 @@ class Circumstances:
     Attributes:
         k3: Mismatch per token, in nats.
         length: Mean tokens of a response.
-        ess_sequence: Effective share of products of ratios.
+        ess_sequence: Effective share of products of ratios; measured, or by the Gaussian law.
         k_hat: Of the same.
         kept_tokens: Share that stays in the mask.
         kept_sequences: The same of responses.
@@ -76,11 +75,11 @@ def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | No
 
 
 def _hopeless(found: Circumstances, advice: str) -> Iterator[str]:
-    share = GaussianLaw(found.k3, found.length).ess("sequence")
-    if share < FEW_SEQUENCES_ESS:
+    if found.ess_sequence < FEW_SEQUENCES_ESS:
+        tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
         yield (
-            f"sequence-level ratios of {found.length:.0f} tokens at k3 {found.k3:.2g} per token: an expected effective "
-            f"sample size of exp(-2 * k3 * length) = {share:.2g} of the batch; {advice}, or shorter responses"
+            f"products of ratios over {found.length:.0f} tokens have an effective sample size of "
+            f"{found.ess_sequence:.2g} of the batch: a few sequences decide{tail}; {advice}, or shorter responses"
         )
 
 
@@ -111,7 +110,7 @@ def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[st
     if removed > config.max_reject_fraction:
         yield (
             f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in runs from "
-            f"the start a geometric gate lost reward from 38 % on ({EVIDENCE})"
+            "the start a geometric gate lost reward from 38 % on"
         )
 
 
@@ -119,7 +118,9 @@ def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str
     for name, gate in described_gates(config).items():
         lengths = [found.length * factor for factor in (SHORTER, LONGER)]
         short, long = (GaussianLaw(found.k3, length).acceptance(gate) for length in lengths)
-        if not gate.is_of_tokens and abs(short - long) > MAX_LENGTH_BIAS:
+        # Where the law expects fewer responses than were kept, it does not describe these.
+        is_law = GaussianLaw(found.k3, found.length).acceptance(gate) > found.kept_sequences - MAX_LENGTH_BIAS
+        if not gate.is_of_tokens and is_law and abs(short - long) > MAX_LENGTH_BIAS:
             side = "long" if short > long else "short"
             yield (
                 f"{name}: by the Gaussian law it accepts {short:.0%} of responses of "
@@ -137,20 +138,8 @@ def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[st
     # With stale weights they cost more, which ``stale_gates`` says.
     if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
         yield (
-            f"{COST_OF_GATES} and gained reward nowhere ({EVIDENCE}): above k3 {HARMLESS_K3:g} use mis, unless the "
+            f"{COST_OF_GATES} and gained reward nowhere: above k3 {HARMLESS_K3:g} use mis, unless the "
             "gate is for a few broken responses"
-        )
-
-
-def _few_sequences_decide(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    """What the law did not expect: where it did, ``hopeless_sequences`` says so."""
-    is_product = config.weight is not None and config.weight.level == "sequence"
-    is_expected = any(_hopeless_sequences(config, found))
-    if is_product and found.ess_sequence < FEW_SEQUENCES_ESS and not is_expected:
-        tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
-        yield (
-            f"products of ratios have an effective sample size of {found.ess_sequence:.2g} of the batch, less than "
-            f"expected at this k3 and length: a few sequences decide{tail}"
         )
 
 
@@ -168,7 +157,6 @@ TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
     "length_bias": _length_bias,
     "stale_gates": _stale_gates,
     "costly_gates": _costly_gates,
-    "few_sequences_decide": _few_sequences_decide,
     "single_sequence": _single_sequence,
     "low_learning_rate": _low_learning_rate,
 }

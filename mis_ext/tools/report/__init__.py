@@ -6,8 +6,9 @@ sums of them, of which the typed :class:`Summary` is computed. It needs nothing 
 need ``mis_ext[report]``.
 """
 
+from mis_ext.tools.diagnosis.evidence import Origin
 from mis_ext.tools.report.findings import Collector, summarize
-from mis_ext.tools.report.part import Origin, Part, Parts
+from mis_ext.tools.report.part import Part, Parts
 from mis_ext.tools.report.summary import Mismatch, Summary
 from mis_ext.tools.report.what_if import Outcome, WhatIf
 

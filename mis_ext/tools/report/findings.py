@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,6 @@ from mis_ext.tools.report.tally import Sequences, TokenTally
 from mis_ext.tools.report.what_if import Outcome, WhatIf
 
 NUM_WORST = 30
-MAX_WAITING = 8
-"""Parts that are read before they are counted: a file is read at once, and its parts are counted meanwhile."""
 
 
 class Collector:
@@ -37,8 +35,8 @@ class Collector:
         configs: By name, what to try on them.
         methods: By name, the published method that such a configuration stands beside.
         num_worst: How many tokens and samples are listed.
-        pool: Where the independent counts of a part run, while the next part is read; each is the same whoever runs it.
-            Torch should then have one thread: its own wait for each other on tensors of this size.
+        pool: Where the independent counts of a part run. Torch should then have one thread: its own wait for each
+            other on tensors of this size.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class Collector:
         self._what_if = {name: WhatIf(config, known.get(name), name=name) for name, config in (configs or {}).items()}
         self._num_worst = num_worst
         self._pool = pool
-        self._running: deque[list[Future[object]]] = deque()
         self._tallies: dict[str, TokenTally] = {}
         self._sequences: dict[str, list[Sequences]] = {}
         self._gathering = Gathering()
@@ -62,20 +59,8 @@ class Collector:
     def add(self, part: Part) -> None:
         """Add the sums of one more part, and try each configuration on it."""
         counts = [self._count, *(each.add for each in self._what_if.values())]
-        if self._pool is None:
-            for count in counts:
-                count(part)
-            return
-        before = self._running[-1] if self._running else [None] * len(counts)
-        self._running.append(
-            [self._pool.submit(_after, last, count, part) for last, count in zip(before, counts, strict=True)]
-        )
-        self._finish(max_waiting=MAX_WAITING)
-
-    def _finish(self, *, max_waiting: int = 0) -> None:
-        while len(self._running) > max_waiting:
-            for running in self._running.popleft():
-                running.result()
+        run = map if self._pool is None else self._pool.map
+        deque(run(lambda count: count(part), counts), maxlen=0)
 
     @torch.no_grad()
     def _count(self, part: Part) -> None:
@@ -85,19 +70,8 @@ class Collector:
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
         worst = self._worst + worst_tokens(part, self._num_worst)
         self._worst = sorted(worst, key=lambda token: -abs(token.log_ratio))[: self._num_worst]
-        evidence = Evidence.of(
-            part.tokens,
-            part.streams.layout,
-            versions_behind=[origin.versions_behind for origin in part.origins],
-            has_other_ids=[origin.has_other_ids for origin in part.origins],
-            has_old_weights=[origin.has_old_weights for origin in part.origins],
-            token_ids=[origin.token_ids for origin in part.origins],
-            step=part.step,
-            position_T=part.position_T,
-            turns=part.turns,
-            sources=[origin.name.partition(":")[0] for origin in part.origins],
-            given=part.streams[:2],
-        )
+        streams = part.streams
+        evidence = Evidence.of(part.tokens, streams.layout, part.origins, step=part.step, given=streams[:2])
         self._gathering.add(evidence)
 
     def summary(self) -> Summary:
@@ -106,7 +80,6 @@ class Collector:
         Raises:
             ValueError: There was none.
         """
-        self._finish()
         steps = {step: (tally, Sequences.joined(self._sequences[step])) for step, tally in self._tallies.items()}
         return build_summary(steps, worst_tokens=self._worst, max_worst=self._num_worst)
 
@@ -117,20 +90,11 @@ class Collector:
     @torch.no_grad()
     def search(self) -> tuple[list[Diagnosis], Left]:
         """Likely causes, and what they leave to explain."""
-        self._finish()
         return search(self._gathering.evidence)
 
     def outcomes(self) -> dict[str, Outcome]:
         """What each configuration kept, removed and left, by its name."""
-        self._finish()
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
-
-
-def _after(last: Future[object] | None, count: Callable[[Part], object], part: Part) -> None:
-    """Count a part when the same count of the part before it is done; earlier ones have begun, so this one can wait."""
-    if last is not None:
-        last.result()
-    count(part)
 
 
 def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
@@ -167,7 +131,10 @@ class Unexplained:
         if self.k3_share == 0.0:
             return f"The causes explain {'up to ' if self.is_at_least else ''}all of {of_k3(self.is_of_rest)}."
         small = f", of the size of kernels in bfloat16 (up to {PRETRAINED_K3:g} in a pretrained model)"
-        at_least, size = "at least " if self.is_at_least else "", small if 0.0 < self.k3 < PRETRAINED_K3 else ""
+        at_least, size = (
+            "at least " if self.is_at_least and self.k3_share >= 0.01 else "",
+            small if 0.0 < self.k3 < PRETRAINED_K3 else "",
+        )
         share = f"{at_least}{percent(self.k3_share)} of {of_k3(self.is_of_rest)}"
         return f"Left unexplained: {share}, {self.k3:.2g} per token{size}."
 

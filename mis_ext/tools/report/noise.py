@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.tools.diagnosis.evidence import t_quantile
+
 MIN_PROMPTS = 4
 """Fewer say nothing of how far they scatter."""
 
-_TWO_SIDED = 1.959963984540054
+NORMAL = 1.959963984540054
 """The quantile 0.975 of the normal distribution."""
 
 
@@ -85,20 +87,8 @@ def _around(middle: float, *parts: tuple[float, Estimate]) -> Interval:
         return UNKNOWN
     # Welch and Satterthwaite: as many degrees of freedom as the larger of the variances has.
     spread = math.fsum(each**2 / max(part.num_prompts - 1, 1) for each, (_, part) in zip(variances, parts, strict=True))
-    reach = (t_quantile(variance**2 / spread) if spread > 0.0 else _TWO_SIDED) * math.sqrt(variance)
+    reach = (t_quantile(NORMAL, variance**2 / spread) if spread > 0.0 else NORMAL) * math.sqrt(variance)
     return Interval(middle - reach, middle + reach)
-
-
-def t_quantile(degrees: float) -> float:
-    """The quantile 0.975 of Student's t: Abramowitz and Stegun, 26.7.5, to 0.2 % from 3 degrees of freedom on."""
-    z = _TWO_SIDED
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / degrees ** (power + 1) for power, term in enumerate(terms))
 
 
 def digits(value: float) -> str:

@@ -18,7 +18,8 @@ from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
 from mis_ext.hosts.rollout_data import pack_rollout
-from mis_ext.tools.report.part import Origin, Part
+from mis_ext.tools.diagnosis.evidence import Origin
+from mis_ext.tools.report.part import Part
 from mis_ext.tools.report.summary import OF_PROMPTS, measure
 from mis_ext.tools.report.tally import SUMS_OF_TOKENS, Sequences, TokenTally
 

@@ -37,38 +37,23 @@ _SECTIONS = {
 }
 
 
-class Reference(NamedTuple):
-    """A k3 per token that was seen, and where."""
-
-    low: float
-    high: float
-    what: str
-    source: str
-
-
 REFERENCES = (
-    Reference(
-        1e-5,
-        PRETRAINED_K3,
-        "dense models in bfloat16",
-        "5e-5 in a toy (bf16.md), 6e-4 with 4B (published.md), 2e-3 with 135M (slime_gpu.md)",
-    ),
-    Reference(
+    (1e-5, PRETRAINED_K3, "dense models in bfloat16", "5e-5 in a toy, 6e-4 with 4B, 2e-3 with 135M parameters"),
+    (
         KERNEL_K3,
         QUANTISED_K3,
         "fp8 weights or cache",
-        "1e-3 to 8e-3 in a toy (fp8_*.md), 7e-3 to 7e-2 pretrained (published.md, pretrained_stories.md). "
-        "Qwen2.5 has 0.3 with an e4m3 cache, which no correction saved (README.md)",
+        "1e-3 to 8e-3 in a toy, 7e-3 to 7e-2 pretrained. Qwen2.5 has 0.3 with an e4m3 cache, which no correction saved",
     ),
-    Reference(4e-4, 1e-1, "mixtures of experts", "4e-4 in a tiny one (moe_mismatch.md), more of slime and Miles users"),
-    Reference(
+    (4e-4, 1e-1, "mixtures of experts", "4e-4 in a tiny one, more of slime and Miles users"),
+    (
         4e-3,
         3.0,
         "weights 1 to 16 steps old",
-        "with 135M 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8 (pretrained_stale.md); 8e-2 and more in a toy",
+        "with 135M parameters 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8; 8e-2 and more in a toy",
     ),
 )
-"""All of fresh weights but the last; files are those of ``lab/evidence``, ``slime_gpu.md`` of ``real_stack``."""
+"""A k3 per token from where to where, with what, and where it was seen. All of fresh weights but the last."""
 
 MEANING = {
     "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "
@@ -148,7 +133,7 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
         "compared": against and [*map(number_cells, against.numbers)],
         "causes": against and [*map(cause_cells, against.causes)],
         "numbers": [(name, number(getattr(summary.overall, name)), text) for name, text in MEANING.items()],
-        "references": [(f"{each.low:g} to {each.high:g}", each.what, each.source) for each in REFERENCES],
+        "references": [(f"{low:g} to {high:g}", *words) for low, high, *words in REFERENCES],
         "ranking": [*map(_ranked_cells, ranking)],
         "groups": {
             title: [[*_cells(group, _GROUP.values())] for group in groups]

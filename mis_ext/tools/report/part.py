@@ -7,7 +7,6 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,30 +14,12 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import Tokens, bounded_exp
 from mis_ext.hosts.packing import check_mask
-from mis_ext.tools.diagnosis.evidence import Turns, positions, turns_of, versions_behind
+from mis_ext.tools.diagnosis.evidence import Origin, Turns, positions, turns_of, versions_behind
 from mis_ext.tools.dumps import DumpedSample
 from mis_ext.tools.dumps.stream import fingerprint
 
 MAX_TOKENS = 1 << 18
 """Most tokens of a part, unless one sample has more: so many that what is computed of them stays in the caches."""
-
-
-class Origin(NamedTuple):
-    """Where a sample comes from, and what is known of it besides its log-probs; None where nothing is."""
-
-    name: str = ""
-    sample_index: int | None = None
-    reward: float = math.nan
-    versions_behind: float = math.nan
-    """The trainer's weight version minus the oldest of the engine; 1 where they are other names."""
-    token_ids: Any = None
-    """The token ids of the response, ``[R]``."""
-    has_other_ids: bool | None = None
-    """Whether the engine sampled other ids than the trainer scored."""
-    group: Hashable = None
-    """A label that all samples of one prompt share."""
-    has_old_weights: bool | None = None
-    """Whether the canary says that the engine had older weights than it named."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

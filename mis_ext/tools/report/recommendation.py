@@ -21,10 +21,8 @@ from mis_ext.tools.diagnosis.table import CAUSES
 from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, PRETRAINED_K3
 from mis_ext.tools.explain.traps import (
     COST_OF_GATES,
-    EVIDENCE,
     FEW_SEQUENCES_ESS,
     HARMLESS_K3,
-    PUBLISHED,
     Circumstances,
     gates_sequences,
     traps_of,
@@ -240,8 +238,8 @@ def _in_words(
             "No correction is needed.",
             (
                 size,
-                f"Up to a k3 of {HARMLESS_K3:g} no study of mis_ext found a correction better than none ({EVIDENCE}).",
-                "Keep measuring with yaml/metrics_only.yaml. Token TIS (yaml/mis.yaml) does no harm as a precaution.",
+                f"Up to a k3 of {HARMLESS_K3:g} no study of mis_ext found a correction better than none.",
+                "Keep measuring with the preset metrics_only. Token TIS (preset mis) does no harm as a precaution.",
             ),
         )
     reasons = [size]
@@ -257,18 +255,16 @@ def _in_words(
             "In a pretrained model token TIS gained 0.13 of reward with weights 8 steps old, 0.06 with weights 4 steps "
             "old, and made no difference with weights one step old; in a tiny one it gained 0.14 with weights one step "
             "old, 0.34 with older ones. "
-            f"Gates of 1 % on sequences lost there ({EVIDENCE})."
+            "Gates of 1 % on sequences lost there."
         )
     else:
         reasons.append(
             "With fresh weights of one precision token TIS ended as no correction did; at a k3 of 0.06 it needed "
             "8 steps more than the 107 to a reward of 0.9. "
-            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]} ({EVIDENCE})."
+            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
         )
         if overall.k3 >= PRETRAINED_K3:
-            reasons.append(
-                f"At a k3 of 0.03 published runs of a 4B model collapsed without a correction ({PUBLISHED})."
-            )
+            reasons.append("At a k3 of 0.03 published runs of a 4B model collapsed without a correction.")
     if overall.ess_sequence < FEW_SEQUENCES_ESS:
         reasons.append(
             f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_expm1, k3
 from mis_ext.methods.sequence_weights import smooth_weights
-from mis_ext.tools.report.part import Origin, Part
+from mis_ext.tools.diagnosis.evidence import Origin
+from mis_ext.tools.report.part import Part
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT, PER_DECADE = -9, 3, 200
 NUM_SIZES = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * PER_DECADE
