@@ -115,7 +115,8 @@ class PackedLayout:
             cp_rank: This rank within the context-parallel group.
             cp_size: Ranks in the context-parallel group.
             partition: How positions are distributed.
-            padded_lengths: ``L`` per sequence where sequences are padded (``bshd``); by default ``total_lengths``.
+            padded_lengths: ``L`` per sequence where sequences are padded: ``cu_seqlens_padded.diff().tolist()`` for
+                ``thd``, the width of the batch for ``bshd``; by default ``total_lengths``.
             device: Where the index tensors live.
 
         Raises:
@@ -175,7 +176,13 @@ class PackedLayout:
         return sequence_R, runs(start_P, length_P, total=self.num_local_tokens)
 
     def local_part(self, values_R: Tensor) -> Tensor:
-        """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
+        """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local.
+
+        Raises:
+            ValueError: ``values_R`` has another number of tokens than the responses.
+        """
+        if values_R.shape[-1] != self.num_whole_tokens:
+            raise ValueError(f"values_R has {values_R.shape[-1]} tokens, the responses have {self.num_whole_tokens}")
         return values_R if self.is_whole else values_R.index_select(-1, self.position_T)
 
     def spread(self, values_S: Tensor) -> Tensor:

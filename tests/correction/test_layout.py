@@ -123,3 +123,12 @@ def test_sums_and_minima_over_sequences_and_their_spread_are_those_of_each_seque
         assert torch.equal(layout.minima(rows.abs()), wanted_lowest)
         spread = layout.spread(torch.arange(len(lengths)))
         assert spread.tolist() == [i for i, length in enumerate(layout.local_lengths) for _ in range(length)]
+
+
+@pytest.mark.parametrize("num_tokens", [8, 11])
+def test_the_part_of_a_rank_is_out_of_all_tokens_of_the_responses(num_tokens: int) -> None:
+    layout = PackedLayout.context_parallel([2, 7], total_lengths=[3, 8], cp_rank=0, cp_size=2)
+    for each in (layout, PackedLayout.whole([2, 7])):
+        assert each.local_part(torch.arange(9)).shape == (each.num_local_tokens,)
+        with pytest.raises(ValueError, match=f"values_R has {num_tokens} tokens, the responses have 9"):
+            each.local_part(torch.zeros(num_tokens))
