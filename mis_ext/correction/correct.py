@@ -617,7 +617,7 @@ _Key = TypeVar("_Key")
 
 def by_key(values: Tensor, sums: tuple[_Key, ...], maxima: tuple[_Key, ...]) -> dict[_Key, Tensor]:
     """The rows of ``values`` by what they are, without the status, which is last."""
-    return dict(zip((*sums, *maxima), values.unbind(), strict=False))
+    return dict(zip((*sums, *maxima), values[:-1].unbind(), strict=True))
 
 
 class _Asked(dict[Any, Tensor]):
