@@ -123,7 +123,7 @@ def size(left: Left) -> Finding | None:
         return None
     if "temperature" not in left.found and (found := _broken(tokens)):
         return found
-    if found := _beyond_kernels(left):
+    if found := _stale_by_size(left):
         return found
     row = next(each for each in SIZES if left.k3 < each.below)
     # Steps that differ are never nothing.
@@ -163,8 +163,8 @@ def _others(left: Left, row: Size, *, is_quiet: bool) -> tuple[str, ...]:
     return (OLD_WEIGHTS, OTHER_PRECISION, OTHER_CONTEXT, PACKED, PENALTIES, *beside, *more)
 
 
-def _beyond_kernels(left: Left) -> Finding | None:
-    """A mean difference that no kernels give."""
+def _stale_by_size(left: Left) -> Finding | None:
+    """Stale weights by a mean difference that no kernels give; ``steps.stale`` has the other evidence of them."""
     gap = float(left.tokens.d_T.abs().mean())
     if gap <= limit.MAX_MEAN_ABS_DIFF or left.explained > limit.MAX_EXPLAINED_OF_WEIGHTS:
         return None

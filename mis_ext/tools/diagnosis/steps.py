@@ -210,7 +210,11 @@ def change_words(tokens: Evidence) -> str:
     "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8.",
 )
 def stale(left: Left) -> Finding | None:
-    """Weights of other steps. The canary counts where its samples differ more; versions are not guessed from steps."""
+    """Weights of other steps: the canary first, then recorded versions.
+
+    Steps and files count only where no recorded version differs. The rule of sizes names this cause a second time, for
+    a mean difference that no kernels give (``size.py``, ``_stale_by_size``).
+    """
     tokens = left.tokens.without_samples(left.tokens.num_S > 0)
     if not len(tokens):
         return None
@@ -218,12 +222,12 @@ def stale(left: Left) -> Finding | None:
     has_both = bool(old_S.any()) and not bool(old_S.all())
     if has_both and (found := _by_canary(tokens, old_S)):
         return found
-    is_recorded = bool((behind_S.abs() > 0.0).any())
-    if is_recorded and (found := _by_version(tokens.without_samples(~behind_S.isnan()))):
+    has_other_version = bool((behind_S.abs() > 0.0).any())
+    if has_other_version and (found := _by_version(tokens.without_samples(~behind_S.isnan()))):
         return found
     if bool(old_S.all()):
         return _by_canary(tokens, old_S)
-    return None if is_recorded else _by_step(tokens) or _by_group(tokens)
+    return None if has_other_version else _by_step(tokens) or _by_group(tokens)
 
 
 def _by_canary(tokens: Evidence, old_S: Tensor) -> Finding | None:
