@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import stat
 import textwrap
 from collections.abc import Collection, Mapping
@@ -126,15 +127,11 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
-_WIDTH = 80
-"""Columns of a terminal."""
-
-
 def hanging(label: str, text: str) -> str:
-    """A label and a text in lines of at most 80 columns, all of which begin behind the label."""
+    """A label and a text in lines of the terminal, at most 80 columns, all of which begin behind the label."""
     return textwrap.fill(
         text,
-        _WIDTH,
+        min(80, shutil.get_terminal_size().columns),
         initial_indent=label,
         subsequent_indent=" " * len(label),
         break_long_words=False,

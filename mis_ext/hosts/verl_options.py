@@ -94,8 +94,7 @@ def dtype_remarks(content: Mapping[str, Any]) -> tuple[str, ...]:
     places = [f"actor_rollout_ref.actor.{key}.dtype" for key in ("fsdp_config", "megatron")]
     return tuple(
         f"{place} is {_at(content, place)}, and actor_rollout_ref.rollout.dtype is {rollout}: updates below the "
-        "bf16 resolution do not reach the engine, and our runs lost reward. Use the same dtype for both "
-        "(lab/evidence/normal.md)."
+        "bf16 resolution do not reach the engine, and our runs lost reward. Use the same dtype for both."
         for place in places
         if _at(content, place) in _FP16 and rollout in _BF16
     )

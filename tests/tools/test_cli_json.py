@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,27 @@ def test_the_document_says_what_the_text_says_with_the_same_exit_code(command, t
     capsys.readouterr()
     assert main([*map(str, arguments)]) == command.code
     assert command.says(found, capsys.readouterr().out)
+
+
+FILES = ("presets NAME", "schema", "methods NAME --yaml", "convert")
+"""What prints a file, whose lines stay as they are."""
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in FILES], indirect=True)
+def test_a_narrow_terminal_shows_all_that_a_wide_one_shows(command, tmp_path, capsys, monkeypatch) -> None:
+    for module in ("rich", "matplotlib", "jinja2"):
+        pytest.importorskip(module)
+    monkeypatch.chdir(tmp_path)
+    arguments = [*map(str, command.arguments(tmp_path))]
+    shown = {}
+    for columns in (200, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(arguments) == command.code
+        shown[columns] = capsys.readouterr().out
+    assert max(map(len, shown[60].splitlines())) <= 60
+    assert "…" not in shown[60]
+    wide, narrow = (Counter(filter(str.isalnum, text)) for text in shown.values())
+    assert not wide - narrow
 
 
 def test_a_document_needs_neither_rich_nor_pictures(command, tmp_path, monkeypatch) -> None:

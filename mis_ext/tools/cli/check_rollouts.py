@@ -128,8 +128,6 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _show_classes(title: str, classes: Mapping[str, Mapping[str, Any]]) -> None:
-    from rich.table import Column
-
     rows = [
         (
             *(kind, str(found["count"]), f"{found['share']:.1%}", str(found["failing"])),
@@ -138,10 +136,10 @@ def _show_classes(title: str, classes: Mapping[str, Mapping[str, Any]]) -> None:
         for kind, found in classes.items()
     ]
     show_table(
-        ("class", "count", "share", "failing", Column("first", overflow="fold")),
+        ("class", "count", "share", "failing", "first"),
         rows,
         styles=["red" if found["failing"] else "" for found in classes.values()],
-        title=title,
+        name=title,
         show_lines=True,
     )
 

@@ -184,7 +184,7 @@ def _show_presets(presets: list[dict[str, str]]) -> None:
         print(each["name"])
         print(hanging("  What: ", each["what"]))
         print(hanging("  When: ", each["when"]))
-    print("\nmis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.")
+    print(f"\n{hanging('', 'mis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.')}")
 
 
 def add_keys(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -146,9 +146,6 @@ def _read(path: Path, requests: list[str] | None) -> onpolicy.Recording:
 
 
 def _show_comparison(comparison: onpolicy.Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Column
-
     rows, styles = [], []
     for module in comparison.modules:
         inputs = {True: "equal", False: "differ", None: "unknown"}[module.inputs_equal]
@@ -167,6 +164,5 @@ def _show_comparison(comparison: onpolicy.Comparison) -> None:
         )
         styles.append("bold red" if module.is_culprit else "yellow" if module.num_differing else "")
     if rows:
-        names = Column("module", overflow="fold")
-        show_table((names, "rows", "differing", "first", "max abs", "max ULP", "inputs"), rows, styles=styles)
-    Console().print(comparison.summary(), markup=False, highlight=False, soft_wrap=True)
+        show_table(("module", "rows", "differing", "first", "max abs", "max ULP", "inputs"), rows, styles=styles)
+    show(comparison.summary())

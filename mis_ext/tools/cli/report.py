@@ -243,20 +243,16 @@ def _show_comparison(report: Report, found: SideBySide) -> None:
 
 
 def _show_ranking(found: Recommendation) -> None:
-    from rich.table import Column
-
     from mis_ext.tools.report.page import number, percent
 
-    name = Column("configuration", overflow="fold")
-    # The names of traps are never cut.
-    others = (Column(title, no_wrap=True) for title in ("kept", "ESS", "lr", "left", "traps"))
     rows = []
     for ranked in found.ranking:
         outcome = ranked.outcome
         numbers = map(number, (outcome.ess, outcome.learning_rate, outcome.residual))
         rows.append((Path(ranked.name).name, percent(outcome.kept_tokens), *numbers, "\n".join(ranked.traps)))
     styles = ["yellow" if ranked.warnings else "" for ranked in found.ranking]
-    show_table([name, *others], rows, styles=styles, title="what each configuration would do, the best first")
+    titles = ("configuration", "kept", "ESS", "lr", "left", "traps")
+    show_table(titles, rows, styles=styles, name="what each configuration would do, the best first")
     show(
         "  kept: share of tokens. ESS, lr: effective size and mean of the factor on the gradient, which is 1 without "
         "a correction. left: the mean distance of this factor from the ratio",
