@@ -198,6 +198,33 @@ def test_placeholders_do_not_hide_a_shift_of_all() -> None:
     assert [found.cause for found in by_report(tokens)] == expected
 
 
+@pytest.mark.parametrize(("steps", "cause"), [(1, "equal"), (2, "bf16_kernels")])
+def test_another_formula_gives_one_step_of_float32_and_no_two(steps, cause) -> None:
+    tokens = planted(0, kernels=0.0)
+    for _ in range(steps):
+        tokens.behavior = [torch.nextafter(each, 2.0 * each) for each in tokens.behavior]
+    assert [found.cause for found in by_report(tokens)] == [cause]
+
+
+@pytest.mark.parametrize(("first", "has_placeholders"), [(0, False), (20, True)])
+def test_zeros_of_another_text_are_of_that_text(first, has_placeholders) -> None:
+    """The first six responses are of another text, the others are not."""
+    tokens = planted(0, [], [plants.foreign])
+    for behavior in tokens.behavior[first : first + 6]:
+        behavior[::9] = 0.0
+    causes = {found.cause for found in by_report(tokens)}
+    assert causes == {"other_text"} | ({"placeholder_log_probs"} if has_placeholders else set())
+
+
+def test_zeros_that_a_shift_puts_beside_improbable_tokens_are_no_placeholders() -> None:
+    tokens = planted(0)
+    for number, (proximal, behavior) in enumerate(zip(tokens.proximal, tokens.behavior, strict=True)):
+        behavior[proximal > -0.1] = 0.0
+        if number < 30:
+            behavior[:] = behavior.roll(1)
+    assert [found.cause for found in by_report(tokens)] == ["shifted_log_probs"]
+
+
 def test_what_both_sides_call_impossible_is_no_placeholder() -> None:
     tokens = planted(0)
     for log_probs in (*tokens.proximal, *tokens.behavior):

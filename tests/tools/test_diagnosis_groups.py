@@ -164,13 +164,42 @@ def test_a_place_has_nearly_all_that_changes_over_steps() -> None:
     assert causes(*both)[0] == "stale_weights"
 
 
-@pytest.mark.parametrize(("size", "is_named"), [(0.5, True), (0.1, True), (0.0, False)])
+@pytest.mark.parametrize(("size", "is_named"), [(0.5, True), (0.1, True), (0.03, False), (0.0, False)])
 def test_a_stale_prefix_is_seen_in_short_responses(size, is_named) -> None:
     proximal, behavior = plants.stale_prefix(engines(2, count=200), size).sampled()
     short = ([each[:40] for each in side] for side in (proximal, behavior))
     found = diagnosed(Part.of_lists(**dict(zip(("proximal", "behavior"), short, strict=True))))
     assert ("stale_prefix_cache" in {each.cause for each in found}) == is_named
     assert not is_named or any("multimodal" in words for words in found[0].alternatives)
+
+
+@pytest.mark.parametrize(("is_always", "is_text"), [(True, True), (False, False)])
+def test_responses_that_are_apart_only_where_weights_have_moved_are_of_no_text(is_always, is_text) -> None:
+    parts = []
+    for step, size in enumerate((0.01, 0.02, 0.04, 0.08, 0.12)):
+        made = engines(step, kernels=0.0)
+        apart = 5.0 if is_always or step >= 3 else 1.0
+        size_S = size * torch.where(torch.arange(COUNT) < 6, apart, 1.0)
+        proximal, behavior = made._replace(behavior=made.behavior + size_S[:, None, None] * made.noise(1.0)).sampled()
+        parts.append(Part.of_lists(proximal=proximal, behavior=behavior, step=str(step)))
+    found = causes(*parts)
+    assert ("other_text" in found) == is_text
+    assert "stale_weights" in found
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_what_a_learned_policy_sets_apart_by_less_than_a_nat_is_no_other_text(is_text) -> None:
+    generator = torch.Generator().manual_seed(0)
+    proximal, _ = engines(0).sampled()
+    # The trainer finds all tokens more probable, those of eight responses twenty times as much.
+    sizes = torch.where(torch.arange(COUNT) < 8, 0.6, 0.03)
+    behavior = [
+        each + size * each.expm1() * torch.rand(len(each), generator=generator)
+        for each, size in zip(proximal, sizes, strict=True)
+    ]
+    if is_text:
+        behavior[:8] = engines(77).sampled()[1][:8]
+    assert ("other_text" in causes(Part.of_lists(proximal=proximal, behavior=behavior))) == is_text
 
 
 def test_growth_beyond_chance_is_never_nothing() -> None:
