@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -116,20 +116,24 @@ class PackedLayout:
             cp_size: Ranks in the context-parallel group.
             partition: How positions are distributed.
             padded_lengths: ``L`` per sequence where sequences are padded: ``cu_seqlens_padded.diff().tolist()`` for
-                ``thd``, the width of the batch for ``bshd``; by default ``total_lengths``.
+                ``thd``, the width of the batch for ``bshd``, at least ``total_lengths``; by default these.
             device: Where the index tensors live.
 
         Raises:
             ValueError: A response has no prompt token before it: no rank would own its first log-prob. Or there are
-                more or fewer total or padded lengths than responses.
+                more or fewer total or padded lengths than responses. Or a padded length is below its total length.
         """
-        padded_lengths = total_lengths if padded_lengths is None else padded_lengths
         responses = check_lengths("response_lengths", response_lengths)
         totals = check_lengths("total_lengths", total_lengths)
-        padded = check_lengths("max_seq_lens", padded_lengths)
+        padded = totals if padded_lengths is None else check_lengths("padded_lengths", padded_lengths)
         numbers = (len(responses), len(totals), len(padded))
         if len({*numbers}) > 1:
             raise ValueError("there are {} response_lengths, {} total_lengths and {} padded_lengths".format(*numbers))
+        for index, (length, total) in enumerate(zip(padded, totals, strict=True)):
+            if length < total:
+                raise ValueError(
+                    f"padded_lengths[{index}] must be at least total_lengths[{index}], which is {total}, got {length}"
+                )
         if cp_size == 1:
             return _whole_layout(responses, torch.device(device))
         chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size, partition=partition)
@@ -281,9 +285,9 @@ def owned_chunks(*, cp_rank: int, cp_size: int, partition: Partition = "zigzag")
 class PackedStreams(NamedTuple):
     """One micro-batch, packed: log-probs of the local tokens ``[T]``, nats, the mask of whole responses ``[R]``.
 
-    ``proximal``: scored by the training engine before the update. ``behavior``: reported by the inference engine that
-    sampled the tokens. The mask is not 0 on tokens that the policy generated. ``lag``: weight updates
-    since the weights that sampled a local token, NaN where unknown; or None.
+    ``proximal_logprobs_T``: scored by the training engine before the update. ``behavior_logprobs_T``: reported by the
+    inference engine that sampled the tokens. ``response_mask_R``: not 0 on tokens that the policy generated. ``lag_T``:
+    weight updates since the weights that sampled a local token, NaN where unknown; or None.
     """
 
     proximal_logprobs_T: Tensor
@@ -317,7 +321,7 @@ def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Blo
     Of each response of these lengths the tokens, blocks, and groups: where they end, and how many they are.
     """
     counts_3S = (torch.tensor(lengths, dtype=torch.int64) + (_SIZES_31 - 1)) // _SIZES_31
-    most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS * Blocks.BLOCKS)) or 1
+    most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS_PER_BLOCK * Blocks.BLOCKS_PER_GROUP)) or 1
     num_tokens, num_blocks, num_groups = counts_3S.sum(-1).tolist()
     sizes = BlockSizes(num_tokens, num_blocks, num_groups, most_groups)
     return to_device(torch.stack([counts_3S.cumsum(-1), counts_3S]), device), sizes
@@ -333,11 +337,11 @@ class Blocks:
     generated there.
 
     Args:
-        places_23S: Where the tokens, blocks, and groups of each response end, and how many they are.
+        places_23S: Of each response, where its tokens, blocks, and groups end (``[0]``); and how many it has (``[1]``).
         sizes: The sizes of :func:`places_of`.
     """
 
-    TOKENS, BLOCKS = 64, 16
+    TOKENS_PER_BLOCK, BLOCKS_PER_GROUP = 64, 16
 
     def __init__(self, places_23S: Tensor, sizes: BlockSizes) -> None:
         self.sizes = sizes
@@ -348,27 +352,27 @@ class Blocks:
         self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
         token_T = torch.arange(sizes.num_tokens, device=end_S.device)
         # Token t of the stream is in this slot of the blocks, one block after the other.
-        self.slot_T = token_T + (first_block_S * self.TOKENS - start_S).index_select(0, self.response_T)
+        self.slot_T = token_T + (first_block_S * self.TOKENS_PER_BLOCK - start_S).index_select(0, self.response_T)
         # And slot n of the blocks holds this token.
         block_N = torch.arange(sizes.num_blocks, device=end_S.device)
-        offset_N = (block_N - first_block_S.index_select(0, self.response_N)) * self.TOKENS
+        offset_N = (block_N - first_block_S.index_select(0, self.response_N)) * self.TOKENS_PER_BLOCK
         token_NB = (start_S.index_select(0, self.response_N) + offset_N)[:, None]
-        token_NB = token_NB + torch.arange(self.TOKENS, device=end_S.device)
+        token_NB = token_NB + torch.arange(self.TOKENS_PER_BLOCK, device=end_S.device)
         self.is_token_NB = token_NB < end_S.index_select(0, self.response_N)[:, None]
         self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
 
         response_G = _owners(groups_S, group_end_S, sizes.num_groups)
         group_G = torch.arange(sizes.num_groups, device=end_S.device)
-        offset_G = (group_G - first_group_S.index_select(0, response_G)) * self.BLOCKS
+        offset_G = (group_G - first_group_S.index_select(0, response_G)) * self.BLOCKS_PER_GROUP
         block_GK = (first_block_S.index_select(0, response_G) + offset_G)[:, None]
-        block_GK = block_GK + torch.arange(self.BLOCKS, device=end_S.device)
+        block_GK = block_GK + torch.arange(self.BLOCKS_PER_GROUP, device=end_S.device)
         self._blocks = block_GK, block_GK < block_end_S.index_select(0, response_G)[:, None]
         group_SK = first_group_S[:, None] + torch.arange(sizes.most_groups, device=end_S.device)
         self._groups = group_SK, group_SK < group_end_S[:, None]
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
         """``[N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
-        return x_T.index_select(0, self._token_E).view(-1, self.TOKENS)
+        return x_T.index_select(0, self._token_E).view(-1, self.TOKENS_PER_BLOCK)
 
     def to_tokens(self, x_NB: Tensor) -> Tensor:
         """``[T]``: back from their slots to the stream."""
@@ -381,24 +385,24 @@ class Blocks:
     def sums(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
         sums_N = map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)
-        return self._of_responses(torch.stack([*sums_N]), 0.0)
+        return self._of_responses(torch.sum, torch.stack([*sums_N]), empty=0.0)
 
     def maxima(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the largest value of each row in each response; an empty slot must hold ``-inf``."""
         maxima_N = map(functools.partial(torch.amax, dim=-1), rows_NB)
-        return self._of_responses(torch.stack([*maxima_N]).double(), -math.inf)
+        return self._of_responses(torch.amax, torch.stack([*maxima_N]).double(), empty=-math.inf)
 
-    def _of_responses(self, x_FN: Tensor, identity: float) -> Tensor:
+    def _of_responses(self, reduction: Callable[..., Tensor], x_FN: Tensor, *, empty: float) -> Tensor:
         if self.sizes.num_tokens == 0:
-            return x_FN.new_full((len(x_FN), len(self._groups[0])), identity)
+            return x_FN.new_full((len(x_FN), len(self._groups[0])), empty)
         for place, is_used in (self._blocks, self._groups):
             at = place.clamp(max=x_FN.shape[-1] - 1).flatten()
-            parts = torch.where(is_used, x_FN.index_select(-1, at).view(len(x_FN), *place.shape), identity)
-            x_FN = parts.sum(-1) if identity == 0.0 else parts.amax(-1)
+            parts = torch.where(is_used, x_FN.index_select(-1, at).view(len(x_FN), *place.shape), empty)
+            x_FN = reduction(parts, dim=-1)
         return x_FN
 
 
-_SIZES_31 = torch.tensor([[1], [Blocks.TOKENS], [Blocks.TOKENS * Blocks.BLOCKS]])
+_SIZES_31 = torch.tensor([[1], [Blocks.TOKENS_PER_BLOCK], [Blocks.TOKENS_PER_BLOCK * Blocks.BLOCKS_PER_GROUP]])
 """Tokens of a token, a block, and a group."""
 
 

@@ -133,6 +133,14 @@ def test_context_parallelism_needs_a_total_length_for_every_response() -> None:
         mis_ext.PackedLayout.context_parallel([4, 4, 4], total_lengths=[6, 6], cp_rank=0, cp_size=2)
 
 
+@pytest.mark.parametrize(("cp_rank", "cp_size"), [(0, 1), (0, 2), (1, 2)])
+def test_a_padded_length_covers_the_sequence_on_every_rank(cp_rank, cp_size) -> None:
+    given = {"total_lengths": [7, 4], "cp_rank": cp_rank, "cp_size": cp_size}
+    mis_ext.PackedLayout.context_parallel([4, 2], padded_lengths=[7, 4], **given)
+    with pytest.raises(ValueError, match=r"padded_lengths\[0\] must be at least .* 7, got 6"):
+        mis_ext.PackedLayout.context_parallel([4, 2], padded_lengths=[6, 4], **given)
+
+
 def test_an_empty_micro_batch_comes_back_empty() -> None:
     empty = {"train_log_probs": [torch.empty(0)], "rollout_log_probs": [torch.empty(0)], "loss_masks": [torch.empty(0)]}
     batch = {"pg_loss": torch.empty(0), **empty, "total_lengths": [3], "response_lengths": [0]}
