@@ -77,7 +77,7 @@ class EagerBackend:
             if bits_TC is not None:
                 kept_TV = _kept_with_target(bits_TC[token_T], column_T, num_columns)
             rows_TV = logits_NV[part, :num_columns].to(accumulated(logits_NV))
-            slope_TV, is_wanted_T1 = _slopes(rows_TV, column_T, kept_TV, of_rows, scale=scale)
+            slope_TV, is_wanted_T1 = _logit_gradient(rows_TV, column_T, kept_TV, of_rows, scale=scale)
             out_NV[part, :num_columns] = torch.where(is_scored_T1 & is_wanted_T1, slope_TV * scale, 0.0)
             out_NV[part, num_columns:] = 0.0
 
@@ -131,7 +131,7 @@ def _shares(highest_WT: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
     return highest_T, shift_WT, (shift_WT / temperature).exp()
 
 
-def _slopes(
+def _logit_gradient(
     rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the logits, but for their scale, and the rows ``[T, 1]`` where one comes in.

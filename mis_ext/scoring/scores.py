@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy of tokens from their logits: two passes over the logits, and no copy of them.
 
-A token's log-prob is ``x_t - log sum exp x`` and the entropy ``log sum exp x - sum p x``. Three sums over a row of
-logits ``x`` say both, and with them the gradient ``g (1[v = t] - p_v) - h p_v (log p_v + H)``. So the forward pass
+A token's log-prob is ``z_t - log sum exp z`` and the entropy ``log sum exp z - sum p z``. Three sums over a row of
+logits ``z`` say both, and with them the gradient ``g (1[v = t] - p_v) - h p_v (log p_v + H)``. So the forward pass
 reads the logits once and keeps a few numbers per token; the backward pass reads them once more and writes the gradient.
 Triton kernels do it on a GPU where Triton imports, PyTorch operations elsewhere.
 """
@@ -120,11 +120,11 @@ class _Use(NamedTuple):
 
 
 class _Scored(torch.autograd.Function):
-    """Log-prob ``log p_v`` of the token ``v``, and entropy ``H``, with ``p = softmax(z / T)`` of a row of logits ``z``.
+    """Log-prob ``log p_t`` of the token ``t``, and entropy ``H``; of logits ``z``, ``p = softmax(z / temperature)``.
 
-    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_j`` is
-    ``(g (1[j = v] - p_j) - h p_j (log p_j + H)) / T``. With ``kept``, ``p_j`` of the first term is among kept columns.
-    ``_slopes`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py`` compute it.
+    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_v`` is
+    ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is among kept
+    columns. ``_logit_gradient`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py`` compute it.
     """
 
     @staticmethod
