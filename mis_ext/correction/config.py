@@ -103,7 +103,7 @@ class Gate:
         # Types first: the truth value False equals 0, which is no bound.
         self._check_bounds(-math.inf, math.inf)
         smallest, largest = self.row.low, self.row.high
-        # The product of probabilities is one, but the sum of probability differences is none.
+        # A sum of logs is a product, within the same range; any other sum can leave the range of one token.
         if self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log:
             smallest, largest = -math.inf if smallest < 0.0 else smallest, math.inf
         # A bound at the end of the legal range does nothing, and makes no other gate of it.
@@ -422,8 +422,9 @@ class CorrectionConfig:
             (responses). None: do not divide.
         scope: The samples over which this mean and the factor of ``denominator: kept`` are computed.
         denominator: ``fixed``: rejected tokens still count in the framework's denominator. ``kept``: all weights are
-            multiplied by (all terms) / (kept terms), see ``BATCH_SUMS`` in :mod:`mis_ext.correction.metrics`. The loss
-            is then a mean over kept tokens; or, with a mean per response, each response counts by its kept share.
+            multiplied by (all terms) / (kept terms), see ``TERMS`` and ``KEPT_TERMS`` in
+            :mod:`mis_ext.correction.correct`. The loss is then a mean over kept tokens; or, with a mean per response,
+            each response counts by its kept share.
         per_token_loss: True if the framework averages over tokens, not over per-sample means.
         metrics: ``core``, ``all``, or names.
         metric_max: Each token counts at most this much in ``k3_kl``, each response in ``chi2_token`` and ``chi2_seq``.

@@ -179,7 +179,9 @@ CORRECTION_ROWS: dict[str, Key] = {
         number("(0,inf]"), None, "Upper bound of what is kept. Default: that of the weight.", "ratio"
     ),
     "rs_gates": Key(read_gates, (), "Further filters, each a mapping.", values="list of mappings"),
-    "rs_veto_threshold": Key(number("(0,1]"), None, "Rejects a response if any of its ratios is below.", "ratio"),
+    "rs_veto_threshold": Key(
+        number("(0,1]"), None, "Rejects a response if any of its ratios is below, also without use_rs.", "ratio"
+    ),
     "rs_veto_upper_threshold": Key(
         number("[1,inf)"), None, "Rejects a response if any of its ratios is above.", "ratio"
     ),
@@ -196,7 +198,12 @@ CORRECTION_ROWS: dict[str, Key] = {
     "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
     "tis_normalize_scope": Key(words(Scope), "data_parallel", "The samples of that mean."),
     "tis_normalize_over": Key(words(NormalizeOver), "kept", "The tokens of that mean."),
-    "mis_denominator": Key(words(Denominator), "fixed", "fixed: rejected tokens count in it. kept: they do not."),
+    "mis_denominator": Key(
+        words(Denominator),
+        "fixed",
+        "What the loss is divided by. fixed: the framework's divisor. kept: kept tokens, or the sum over responses of "
+        "their kept share.",
+    ),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(read_metrics, "core", "The metrics that are reported.", values="core | all, or list of names"),
     "mis_metric_max": Key(
