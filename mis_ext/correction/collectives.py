@@ -90,7 +90,7 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
     return values
 
 
-class Row(NamedTuple):
+class Message(NamedTuple):
     """The tensor that a rank sends in a collective of a correction; ``has_status``: its last value is a status."""
 
     shape: tuple[int, ...]
@@ -99,22 +99,27 @@ class Row(NamedTuple):
     has_status: bool = True
 
 
-STATUS_BYTES = 4
-"""Of a status at the end of a row of bytes: a float32."""
+_BITS, _STATUS_BYTES = 8, 4
+"""Of a byte; and of a status, a float32, at the end of a message of bytes."""
+
+
+def bits_message(num_tokens: int, group: Group | None) -> Message:
+    """The message of :meth:`Due.gather_bits`: 8 tokens a byte, and the status."""
+    return Message((-(-num_tokens // _BITS) + _STATUS_BYTES,), torch.uint8, group)
 
 
 class Due:
     """The collectives of one call that this rank has not joined yet, in their order."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        self._rows = [row for row in rows if row.group is not None]
+    def __init__(self, messages: Sequence[Message], device: torch.device) -> None:
+        self._due = [message for message in messages if message.group is not None]
         self._device = device
 
     def gather(self, row: Tensor, group: Group | None) -> Tensor:
         """:func:`gather_rows`, of the next collective."""
         rows = gather_rows(row, group)
         if group is not None:
-            del self._rows[0]
+            del self._due[0]
         return rows
 
     def merge(self, own: Tensor, group: Group, num_sums: int) -> Tensor:
@@ -122,15 +127,26 @@ class Due:
         parts = self.gather(own, group)
         return torch.cat([parts[:, :num_sums].sum(0), parts[:, num_sums:].amax(0)])
 
+    def gather_bits(self, flags_R: Tensor, status_1: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
+        """``[R]`` bool, the flags of all ranks, each True on at most one of them; and the status of all ranks."""
+        places = torch.arange(_BITS, dtype=torch.uint8, device=flags_R.device)
+        flags = torch.nn.functional.pad(flags_R.byte(), (0, -len(flags_R) % _BITS)).view(-1, _BITS)
+        own = torch.cat([(flags << places).sum(1, dtype=torch.uint8), status_1.float().view(torch.uint8)])
+        bytes_W, status_W = self.gather(own, group).tensor_split([-_STATUS_BYTES], dim=1)
+        # At most one rank sets a bit: a sum has no carries.
+        bits = (bytes_W.sum(0, dtype=torch.uint8)[:, None] >> places) & 1
+        status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))
+        return bits.flatten()[: len(flags_R)].bool(), status_1
+
     def tell(self) -> None:
         """Join all that are left with nothing but the status of this rank, which failed: no rank waits for it."""
-        rows, self._rows = self._rows, []
-        for shape, dtype, group, has_status in rows:
+        due, self._due = self._due, []
+        status = torch.tensor([global_rank() + 1.0], device=self._device)
+        for shape, dtype, group, has_status in due:
             row = torch.zeros(shape, dtype=dtype, device=self._device)
             if has_status:
-                status = torch.tensor([global_rank() + 1.0], device=self._device)
-                is_bytes = dtype == torch.uint8
-                row[-STATUS_BYTES if is_bytes else -1 :] = status.view(dtype) if is_bytes else status
+                end = status.view(torch.uint8) if dtype == torch.uint8 else status
+                row[-len(end) :] = end
             gather_rows(row, group)
 
     @contextlib.contextmanager
@@ -147,7 +163,7 @@ class Due:
 
 def due_status(groups: Sequence[Group], *, device: torch.device) -> Due:
     """A status of ranks alone, where no correction exchanges it; in every call of one shape."""
-    return Due([Row((1,), torch.float32, group) for group in groups], device)
+    return Due([Message((1,), torch.float32, group) for group in groups], device)
 
 
 def status_of_ranks(groups: Sequence[Group], *, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from mis_ext.correction.correct import (
     Plan,
     Sums,
     by_key,
-    decide,
+    decide_responses,
     output_pass,
     plan_of,
     response_pass,
@@ -75,10 +75,10 @@ class Graphs:
         self.is_agreed = False
         self._has_run = False
         self._plan = plan
-        self._all_passes = _compiled(_all_passes)
-        self._tokens = _compiled(_tokens)
-        self._responses = _compiled(_responses)
-        self._outputs = _compiled(_outputs)
+        self._graph_of_all = _compiled(_all_passes)
+        self._token_graph = _compiled(_tokens)
+        self._response_graph = _compiled(_responses)
+        self._output_graph = _compiled(_outputs)
 
     def run(
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
@@ -86,22 +86,32 @@ class Graphs:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
         if over_cp is None and over_dp is None:
             padded, places_23S, sizes = _padded(x, layout)
-            found = self._try(self._all_passes, padded, places_23S, sizes, self._plan, token_metrics)
+            found = self._try(self._graph_of_all, padded, places_23S, sizes, self._plan, token_metrics)
             if found is not None:
                 return _cut(found, layout)
-        elif self.is_agreed and self.obstacle is None:
-            return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
         elif not self.is_agreed:
-            # Compile on the data of this rank. The result is not used. Copies stand for what the other ranks send:
-            # the graphs hold for memory that the graph before has not made.
-            copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
-            self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, *copies)
-            if self.obstacle is not None:
-                cannot_compile = -(global_rank() + 1.0)
-                over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)
+            return self._first_of_ranks(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        elif self.obstacle is None:
+            return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        return run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
+
+    def _first_of_ranks(
+        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
+    ) -> Passed:
+        """Compile on the data of this rank, compute without graphs, and learn whether a rank could not compile."""
+        # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
+        copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
+        self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, *copies)
+        if self.obstacle is not None:
+            cannot_compile = -(global_rank() + 1.0)
+            over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)
         out = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
-        if not self.is_agreed and not (over_cp is None and over_dp is None):
-            self._agree(float(out.sums.group_A[-1]))
+        self.is_agreed = True
+        # No other call waits for its status.
+        status = float(out.sums.group_A[-1])
+        if -math.inf < status < 0.0 and self.obstacle is None:
+            self.obstacle = f"rank {round(-status) - 1} could not compile"
+            self._warn()
         return out
 
     def parts(
@@ -109,19 +119,12 @@ class Graphs:
     ) -> Passed:
         """The passes as three graphs, with the exchanges between them."""
         padded, places_23S, sizes = _padded(x, layout)
-        parts_FS = self._tokens(padded, places_23S, sizes, self._plan)[:, : layout.num_sequences]
+        parts_FS = self._token_graph(padded, places_23S, sizes, self._plan)[:, : layout.num_sequences]
         merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
         columns_FS = _with_columns(merged_FS, places_23S.shape[-1], self._plan)
-        own_A = self._responses(columns_FS, self._plan)
+        own_A = self._response_graph(columns_FS, self._plan)
         sums = Sums(columns_FS, own_A, own_A if over_dp is None else over_dp(own_A))
-        return _cut(self._outputs(padded, places_23S, sizes, sums, self._plan, token_metrics), layout)
-
-    def _agree(self, status: float) -> None:
-        """Learn from the status of a call, the only one that waits for it, whether a rank could not compile."""
-        self.is_agreed = True
-        if -math.inf < status < 0.0 and self.obstacle is None:
-            self.obstacle = f"rank {round(-status) - 1} could not compile"
-            self._warn()
+        return _cut(self._output_graph(padded, places_23S, sizes, sums, self._plan, token_metrics), layout)
 
     def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; None where it cannot be compiled, after which no call has graphs."""
@@ -165,6 +168,7 @@ def _sending(status: float, exchange: Exchange) -> Exchange:
     return run
 
 
+# Each calls its plan ``plan``: by this name _guards_of_call leaves out what torch would check of it.
 def _all_passes(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
     return run_passes(x, Blocks(places_23S, sizes), plan, None, None, token_metrics=token_metrics)
 
@@ -180,7 +184,7 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 def _outputs(x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool) -> Passed:
     blocks = Blocks(places_23S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r = decide(by_key(sums.merged_FS, plan.sums, plan.maxima), plan)
+    r = decide_responses(by_key(sums.merged_FS, plan.sums, plan.maxima), plan)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
@@ -210,7 +214,7 @@ def _padded(x: Inputs, layout: PackedLayout) -> tuple[Inputs, Tensor, BlockSizes
         places_23S, sizes = places_of((*layout.local_lengths, _PAD, _PAD), x.mask_T.device)
         end = functools.partial(torch.nn.functional.pad, pad=(0, 2 * _PAD))
         lag_T = None if x.lag_T is None else end(x.lag_T)
-        segments = {label: end(value_T) for label, value_T in x.segments.items()}
+        segments = None if x.segments is None else x.segments.map(end)
         x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments)
     return x, places_23S, sizes._replace(most_groups=max(sizes.most_groups, 2))
 

@@ -7,10 +7,11 @@ The tokens of all responses lie one after the other in one tensor ``[T]``. :func
 2. Responses: sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics.
 
-To follow one filter, take ``rs_veto_threshold: 1e-4``. It is ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
+To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes it, also without
+``use_rs``, from ``VETOES`` of ``keys/rows.py``: ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
 :func:`judge_tokens` finds the log-ratio of each token. The largest of minus the log-ratio, :func:`gate_sums`, goes to
-:func:`decide`, which compares the smallest log-ratio of a response with ``log 1e-4``. A response token without a finite
-ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
+:func:`decide_responses`, which compares the smallest log-ratio of a response with ``log 1e-4``. A response token
+without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
 ``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios, and
@@ -35,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -42,30 +44,32 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import STATUS_BYTES, Due, Group, Row, group_size
+from mis_ext.correction.collectives import Due, Group, Message, bits_message, group_size
 from mis_ext.correction.config import CorrectionConfig, Gate
 from mis_ext.correction.layout import Blocks, PackedLayout, PackedStreams
 from mis_ext.correction.metrics import (
     GENERATED,
+    KEPT,
+    LIVE,
+    NUM_VALID,
     PREFIX,
+    SUM_D,
+    SUM_LIVE_W,
+    SUM_W,
     BatchMax,
     BatchSum,
-    D,
     GroupNumber,
     Max,
     Mean,
     Metric,
     MetricRow,
-    N,
     Sum,
-    W,
     response_metrics,
 )
-from mis_ext.correction.segments import KNOWN_SEGMENT, segment_values
+from mis_ext.correction.segments import Segments, segment_values
 from mis_ext.correction.tokens import MAX_NATS, Tokens
 from mis_ext.validation import check_instance, check_tensors
 
-_BITS = 8
 _ALONE = Due((), torch.device("cpu"))
 
 
@@ -77,8 +81,8 @@ class Correction:
         config: The configuration.
         layout: Which local token belongs to which response.
         weights_T: ``[T]`` float32, what multiplies the loss of each local token. A rejected token keeps its weight,
-            because the mask removes it. The weight is 0 for a masked token, for a token without a finite ratio, and
-            where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
+            because the mask removes it. The weight is 0 for a token outside the response mask, for a token without a
+            finite ratio, and where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
         loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0: what the framework
             multiplies by. Equal on all context-parallel ranks. With ``metrics_only`` the given mask.
         token_metrics: ``[T]`` per selected metric, the number of the token's response; empty unless asked for.
@@ -102,7 +106,7 @@ class Correction:
     def responses(self) -> Responses:
         """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
         plan = plan_of(self.config)
-        return decide(by_key(self._sums.merged_FS, plan.sums, plan.maxima), plan)
+        return decide_responses(by_key(self._sums.merged_FS, plan.sums, plan.maxima), plan)
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -219,10 +223,11 @@ def correct(
         due = due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
     # No rank waits for one that is alone.
     with contextlib.nullcontext() if due is _ALONE else due.told_of_errors():
+        # Each collective below is also in due_of, in this order.
         plan, mask_R = plan_of(config), streams.response_mask_R.float()
         mask_T = layout.local_part(mask_R)
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
-        x = Inputs(*log_probs, mask_T, streams.lag_T, {})
+        x = Inputs(*log_probs, mask_T, streams.lag_T, None)
         if plan.segment_gates:
             gather = functools.partial(due.gather, group=cp_group)
             x = x._replace(segments=segment_values(streams.tokens, plan.segment_gates, layout, mask_R, gather))
@@ -249,12 +254,9 @@ def correct(
             # All ranks find the same for each response, from the same sums.
             loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
         else:
-            # Only the rank that has a token knows whether it stays. It sends a bit for each, and its status.
-            own = torch.cat([pack_bits(layout, found.loss_mask_T != 0), status_1.float().view(torch.uint8)])
-            bits_W, status_W = due.gather(own, cp_group).tensor_split([-STATUS_BYTES], dim=1)
-            status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))
-            # At most one rank sets a bit: a sum has no carries.
-            keep_R = unpack_bits(bits_W.sum(0, dtype=torch.uint8), layout.num_whole_tokens)
+            # Only the rank that has a token knows whether it stays.
+            own_R = torch.zeros_like(mask_R, dtype=torch.bool).index_copy(0, layout.position_T, found.loss_mask_T != 0)
+            keep_R, status_1 = due.gather_bits(own_R, status_1, cp_group)
             loss_mask_R = torch.where(keep_R, mask_R, 0.0)
         metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
         return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found.sums)
@@ -266,14 +268,14 @@ def correct(
 class Inputs(NamedTuple):
     """``[T]`` float32 each: log-probs of the local tokens, their response mask, their lags if they are needed.
 
-    ``segments``: the result of :func:`~mis_ext.correction.segments.segment_values`, empty without gates on segments.
+    ``segments``: the result of :func:`~mis_ext.correction.segments.segment_values`; None without gates on segments.
     """
 
     proximal_T: Tensor
     behavior_T: Tensor
     mask_T: Tensor
     lag_T: Tensor | None
-    segments: dict[str, Tensor]
+    segments: Segments | None
 
 
 @dataclass(eq=False)
@@ -309,23 +311,23 @@ class Judged:
         return inside if self.known is None else inside & self.known
 
 
-def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Mapping[str, Tensor]) -> dict[str, Judged]:
+def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Segments | None) -> dict[str, Judged]:
     """Apply every gate to all valid tokens, whatever the others reject, so that their order does not matter.
 
-    ``segments``: ``[N, 64]``, the statistics of segments by the label of their gate, and which are known.
+    ``segments`` are ``[N, 64]``, as the tokens are.
     """
     judged: dict[str, Judged] = {}
     # Gates on tokens first: others may look at what these leave.
     for label, gate in sorted(gates.items(), key=lambda item: not item[1].is_of_tokens):
-        if gate.is_of_segments:
-            judged[label] = Judged(gate, segments[label], t.valid, segments[KNOWN_SEGMENT])
+        if segments is not None and gate.is_of_segments:
+            judged[label] = Judged(gate, segments.values[label], t.valid, segments.known)
         else:
             counted = t.valid if gate.after is None else t.valid & judged[gate.after].passes
             judged[label] = Judged(gate, gate.row.of(t), counted)
     return judged
 
 
-class Decided(NamedTuple):
+class TokenResults(NamedTuple):
     """Results of single tokens; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid.
 
     ``log_ratio``: what a weight of tokens bounds, nats: 0, and so weight 1, of a fresh token with ``when: stale``.
@@ -339,7 +341,7 @@ class Decided(NamedTuple):
     config: CorrectionConfig
 
 
-def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
+def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[TokenResults, Tensor]:
     """Compute the results of tokens, and ``[F + 1, S]`` float64: sums and maxima of the plan, and the status."""
     t = Tokens.read(
         blocks.of_tokens(x.proximal_T),
@@ -350,9 +352,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
     keep = weighted = t.valid
     judged: Mapping[str, Judged] = {}
     if plan.gates:
-        judged = judge_tokens(
-            t, plan.gates, {label: blocks.of_tokens(value_T) for label, value_T in x.segments.items()}
-        )
+        judged = judge_tokens(t, plan.gates, None if x.segments is None else x.segments.map(blocks.of_tokens))
     for label, gate in plan.gates.items():
         if gate.is_of_tokens and gate.action == "reject":
             keep = keep & judged[label].passes
@@ -363,7 +363,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
         if plan.config.weight.when == "stale":
             log_ratio = torch.where(t.is_stale, t.d, 0.0)
         weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
-    s = Decided(keep, weighted, weight, log_ratio, judged, plan.config)
+    s = TokenResults(keep, weighted, weight, log_ratio, judged, plan.config)
     keys: tuple[Sum | Max, ...] = (*plan.sums, *plan.maxima)
     rows = []
     for key in keys:
@@ -377,15 +377,13 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[Decided, Tensor]:
 
 # --- 2. responses
 
-KEPT = Sum(lambda t, s: s.keep)
-
 
 def gate_sums(label: str, gate: Gate) -> tuple[Sum | Max, Sum]:
-    """Compute the statistic of a filter on responses over its tokens, and their number.
+    """The formulas from which :func:`decide_responses` gets the statistic of a filter, and the number of its tokens.
 
     The largest statistic, of a minimum the largest of minus it; else the sum, of ratios the sum of their logs.
     """
-    count = N if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
+    count = NUM_VALID if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
     if gate.reduce == "max":
         return Max(lambda t, s: torch.where(s.gates[label].counted, s.gates[label].value, -math.inf)), count
     if gate.reduce == "min":
@@ -421,9 +419,9 @@ class Responses(NamedTuple):
         return torch.where(self.n > 0.0, x, otherwise)
 
 
-def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
+def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
     """Compute the results of responses from the sums over their tokens."""
-    config, n, generated = plan.config, of[N], of[GENERATED]
+    config, n, generated = plan.config, of[NUM_VALID], of[GENERATED]
     # The product or mean over a response with an unknown ratio is unknown too.
     usable = (n > 0.0) & (n == generated) if plan.needs_all_ratios else n > 0.0
     keep, weighted, gates = usable, usable, {}
@@ -444,7 +442,7 @@ def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
     log_ratio, weight = torch.zeros_like(n), torch.ones_like(n)
     if config.weight is not None and config.weight.level != "token":
         # sequence: prod_t rho_t = exp(sum_t d_t). geometric: exp(mean_t d_t).
-        log_ratio = of[D] if config.weight.level == "sequence" else of[D] / n.clamp(min=1.0)
+        log_ratio = of[SUM_D] if config.weight.level == "sequence" else of[SUM_D] / n.clamp(min=1.0)
         weight = config.weight.bounded(log_ratio)
     num_kept = torch.where(keep, of[KEPT], 0.0)
     return Responses(of, n, generated, keep, weighted, weight, log_ratio, usable, num_kept, gates, config)
@@ -452,26 +450,32 @@ def decide(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
 
 # --- 3. batch
 
-LIVE, W_LIVE = Sum(lambda t, s: s.keep & s.weighted), Sum(lambda t, s: torch.where(s.keep & s.weighted, s.weight, 0.0))
+
+def _number_in_mean(r: Responses) -> Tensor:
+    """How many weights of each response are in the mean that divides all weights: of its tokens, or 1."""
+    over_kept = r.config.normalize_over == "kept"
+    tokens = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
+    return tokens if r.config.has_token_weights else (tokens > 0.0).double()
 
 
-def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
-    """Return the terms of a response in the sum and in the number of the weights that are normalized."""
-    over_kept, of_tokens = r.config.normalize_over == "kept", r.config.has_token_weights
-    counted = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
-    total = r.of[W_LIVE if over_kept else W] if of_tokens else r.weight
-    return torch.where(counted > 0.0, total, 0.0), counted if of_tokens else (counted > 0.0).double()
+def _weight_in_mean(r: Responses) -> Tensor:
+    """The sum of these weights."""
+    number, weight = _number_in_mean(r), r.weight
+    if r.config.has_token_weights:
+        weight = r.of[SUM_LIVE_W if r.config.normalize_over == "kept" else SUM_W]
+    return torch.where(number > 0.0, weight, 0.0)
 
 
-IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
+IN_MEAN, NUMBER_IN_MEAN = BatchSum(_weight_in_mean), BatchSum(_number_in_mean)
 # What the framework divides by: all response tokens, or all responses (of each response it takes the mean over its
-# response tokens). The kept part of it: kept tokens, or sum over responses of kept tokens / response tokens.
+# response tokens). The kept part of it: kept tokens, or sum over responses of kept tokens / response tokens. Both count
+# tokens, where the framework sums the mask: exact for masks of 0 and 1.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
 
 WATCHED = (
     GENERATED,
-    N,
+    NUM_VALID,
     BatchSum(lambda r: r.num_kept),
     BatchSum(lambda r: r.num_kept > 0.0),
     BatchSum(lambda r: r.generated > 0.0),
@@ -484,7 +488,7 @@ BatchKey = Sum | Max | BatchSum | BatchMax
 
 def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     """Compute the results of responses, and ``[A + 1]`` float64: totals of this data-parallel rank, and the status."""
-    r = decide(by_key(merged_FS, plan.sums, plan.maxima), plan)
+    r = decide_responses(by_key(merged_FS, plan.sums, plan.maxima), plan)
     # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
     has_tokens_S = r.generated > 0.0
     found, pad = [], functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
@@ -513,14 +517,13 @@ class Batch(NamedTuple):
     def over(cls, of: Mapping[BatchKey, Tensor], own: Mapping[BatchKey, Tensor], config: CorrectionConfig) -> Batch:
         """With the factors over the configured scope; ``own`` are the totals of this rank, for ``micro_batch``."""
         of_scope = of if config.scope == "data_parallel" else own
-        mean_weight = denominator = torch.ones_like(of[GENERATED])
+        mean_weight = denominator_factor = torch.ones_like(of[GENERATED])
         if config.normalize_over is not None:
             mean_weight = _ratio_or_one(of_scope[IN_MEAN], of_scope[NUMBER_IN_MEAN])
         if config.denominator == "kept":
-            # The framework divides its sum by TERMS. Times TERMS / KEPT_TERMS, it is divided by KEPT_TERMS: the kept
-            # tokens, or with a mean per response the sum over responses of (kept tokens / response tokens).
-            denominator = _ratio_or_one(of_scope[TERMS], of_scope[KEPT_TERMS])
-        return cls(of, mean_weight, denominator, denominator / mean_weight)
+            # The framework divides its sum by TERMS. Times TERMS / KEPT_TERMS, it is divided by KEPT_TERMS.
+            denominator_factor = _ratio_or_one(of_scope[TERMS], of_scope[KEPT_TERMS])
+        return cls(of, mean_weight, denominator_factor, denominator_factor / mean_weight)
 
 
 def _ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -551,7 +554,7 @@ class Passed(NamedTuple):
 
 
 def output_pass(
-    s: Decided, r: Responses, sums: Sums, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
+    s: TokenResults, r: Responses, sums: Sums, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
 ) -> Passed:
     """The result of a call, once the totals are known."""
     own = by_key(sums.own_A, plan.totals, plan.extremes)
@@ -620,23 +623,19 @@ def by_key(values: Tensor, sums: tuple[_Key, ...], maxima: tuple[_Key, ...]) -> 
     return dict(zip((*sums, *maxima), values[:-1].unbind(), strict=True))
 
 
-class _Asked(dict[Any, Tensor]):
-    """Notes what formulas read, in the order in which they first read it. Every value is 1."""
-
-    def __missing__(self, key: Any) -> Tensor:
-        self[key] = torch.ones(1, dtype=torch.float64, device="cpu")
-        return self[key]
-
-
 @functools.lru_cache(maxsize=32)
 def plan_of(config: CorrectionConfig) -> Plan:
-    """The sums, totals, and metrics that a configuration needs: its formulas run once on values that note who asks."""
+    """The sums, totals, and metrics that a configuration needs: run the formulas once and record which keys they read.
+
+    The formulas of responses and of the batch read no other field of a plan than those that are already known.
+    """
     gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
     of_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
     of_responses = {label: gate_sums(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
     plan = Plan(config, gates, of_segments, of_responses, rows, config.needs_whole_sequences)
-    of, total = _Asked(), _Asked()
-    r = decide(of, plan)
+    # These record the keys in order. Every value is 1: no formula branches on one, and 1 has a log.
+    of, total = (defaultdict[Any, Tensor](lambda: torch.ones(1, dtype=torch.float64, device="cpu")) for _ in range(2))
+    r = decide_responses(of, plan)
     response_metrics(r, Batch.over(total, total, config), rows.values())
     totals = tuple(dict.fromkeys((*WATCHED, *total)))
     for key in totals:
@@ -662,23 +661,23 @@ def due_of(
     *,
     device: torch.device,
 ) -> Due:
-    """The collectives of a call, in the order in which it joins them.
+    """The collectives of a call, in the order in which :func:`correct` joins them.
 
     A rank that could not read its lengths knows the right ones only as far as they are numbers. With other lengths, or
-    fewer, than on the other context-parallel ranks, its rows have another shape than theirs.
+    fewer, than on the other context-parallel ranks, its messages have another shape than theirs.
     """
     plan, num_sequences, num_tokens = plan_of(config), 0, 0
     if cp_group is not None:
         num_sequences, num_tokens = len(response_lengths), sum(map(_as_integer, response_lengths))
-    rows = []
+    messages = []
     if plan.segment_gates:
-        rows.append(Row((1 + len(plan.segment_gates), num_tokens), torch.float32, cp_group, has_status=False))
-    rows.append(Row((len(plan.sums) + len(plan.maxima) + 1, num_sequences), torch.float64, cp_group))
+        messages.append(Message((1 + len(plan.segment_gates), num_tokens), torch.float32, cp_group, has_status=False))
+    messages.append(Message((len(plan.sums) + len(plan.maxima) + 1, num_sequences), torch.float64, cp_group))
     if plan.needs_group:
-        rows.append(Row((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group))
+        messages.append(Message((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group))
     if config.rejects_single_tokens:
-        rows.append(Row((-(-num_tokens // _BITS) + STATUS_BYTES,), torch.uint8, cp_group))
-    return Due(rows, device)
+        messages.append(bits_message(num_tokens, cp_group))
+    return Due(messages, device)
 
 
 def _as_integer(length: Any) -> int:
@@ -686,20 +685,6 @@ def _as_integer(length: Any) -> int:
         return int(length)
     except (TypeError, ValueError, OverflowError):
         return 0
-
-
-def pack_bits(layout: PackedLayout, flags_T: Tensor) -> Tensor:
-    """uint8, one bit per token of the whole responses: set where a local token has a flag."""
-    flags_R = torch.zeros(layout.num_whole_tokens, dtype=torch.uint8, device=flags_T.device)
-    flags_R = flags_R.index_copy(0, layout.position_T, flags_T.to(torch.uint8))
-    padded = torch.nn.functional.pad(flags_R, (0, -len(flags_R) % _BITS)).view(-1, _BITS)
-    return (padded << torch.arange(_BITS, dtype=torch.uint8, device=padded.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, length: int) -> Tensor:
-    """``[length]`` bool."""
-    numbers = torch.arange(_BITS, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> numbers) & 1).flatten()[:length].bool()
 
 
 def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None) -> None:

@@ -24,7 +24,7 @@ from mis_ext.correction.tokens import MAX_NATS, OPEN, UNKNOWN_LAG, Tokens, bound
 
 if TYPE_CHECKING:
     from mis_ext.correction.config import CorrectionConfig, Gate, Weight
-    from mis_ext.correction.correct import Batch, Decided, Responses
+    from mis_ext.correction.correct import Batch, Responses, TokenResults
 
 PREFIX = "mis_"
 LOG_2 = math.log(2.0)
@@ -32,7 +32,7 @@ PPO_RANGE = math.log(0.8), math.log(1.2)
 """Range without PPO's clip, with the frameworks' default of 0.2."""
 
 Population = Literal["valid_tokens", "response_tokens", "sequences", "responses", "group"]
-"""Scope of the mean of a metric. ``sequences``: those with a valid token. ``responses``: those with a response token.
+"""Scope of the mean of a metric. ``sequences``: responses with a valid token. ``responses``: with a response token.
 ``group``: one value of all data-parallel ranks."""
 
 
@@ -68,16 +68,17 @@ Metric = Mean | GroupNumber
 class Sum(NamedTuple):
     """A sum over the tokens of a response; of tokens ``[N, 64]``, 0 where one does not count.
 
-    ``r.of[SUM]`` is the sum of each response, ``b.of[SUM]`` that over all responses of all data-parallel ranks.
+    ``r.of[SUM]`` is the sum of each response, ``b.of[SUM]`` that over all responses of all data-parallel ranks. Make
+    each once: two with the same code are two keys.
     """
 
-    formula: Callable[[Tokens, Decided], Tensor]
+    formula: Callable[[Tokens, TokenResults], Tensor]
 
 
 class Max(NamedTuple):
     """The same as a maximum; ``-inf`` where a token does not count."""
 
-    formula: Callable[[Tokens, Decided], Tensor]
+    formula: Callable[[Tokens, TokenResults], Tensor]
 
 
 class BatchSum(NamedTuple):
@@ -96,7 +97,7 @@ def _valid(t: Tokens, x: Tensor, otherwise: float = 0.0) -> Tensor:
     return torch.where(t.valid, x, otherwise)
 
 
-def _k3(t: Tokens, s: Decided) -> Tensor:
+def _k3(t: Tokens, s: TokenResults) -> Tensor:
     return k3(t.d, t.excess).clamp(max=s.config.metric_max)
 
 
@@ -108,18 +109,20 @@ def _dated(t: Tokens) -> Tensor:
     return torch.logical_and(t.valid, t.lag < UNKNOWN_LAG)
 
 
-GENERATED, N = Sum(lambda t, s: t.generated), Sum(lambda t, s: t.valid)
+GENERATED, NUM_VALID = Sum(lambda t, s: t.generated), Sum(lambda t, s: t.valid)
 # These are 0 of a token that is not valid, because its d is.
-D, LOG_PI, LOG_MU = Sum(lambda t, s: t.d), Sum(lambda t, s: t.log_pi), Sum(lambda t, s: t.log_mu)
+SUM_D, LOG_PI, LOG_MU = Sum(lambda t, s: t.d), Sum(lambda t, s: t.log_pi), Sum(lambda t, s: t.log_mu)
 MAX_D, MAX_MINUS_D = Max(lambda t, s: _valid(t, t.d, -math.inf)), Max(lambda t, s: _valid(t, -t.d, -math.inf))
 RHO, RHO_SQUARED = Sum(lambda t, s: _valid(t, t.ratio)), Sum(lambda t, s: _valid(t, t.ratio.square()))
-W = Sum(lambda t, s: s.weight)
+SUM_W = Sum(lambda t, s: s.weight)
+KEPT, LIVE = Sum(lambda t, s: s.keep), Sum(lambda t, s: s.keep & s.weighted)
+SUM_LIVE_W = Sum(lambda t, s: torch.where(s.keep & s.weighted, s.weight, 0.0))
 DATED = Sum(lambda t, s: _dated(t))
 
 MEASURED = BatchSum(lambda r: r.n > 0.0)
 # The product of the ratios of a response: exp(sum d).
-PRODUCT = BatchSum(lambda r: r.measured(bounded_exp(r.of[D])))
-PRODUCT_SQUARED = BatchSum(lambda r: r.measured(bounded_exp(r.of[D])).square())
+PRODUCT = BatchSum(lambda r: r.measured(bounded_exp(r.of[SUM_D])))
+PRODUCT_SQUARED = BatchSum(lambda r: r.measured(bounded_exp(r.of[SUM_D])).square())
 
 
 # --- rows
@@ -145,7 +148,7 @@ class MetricRow:
     text: str
     value: Any
     is_core: bool = False
-    count: Sum = N
+    count: Sum = NUM_VALID
     is_scaled: bool = False
 
     def measure(self, r: Responses, b: Batch) -> tuple[Tensor, Tensor]:
@@ -161,7 +164,7 @@ class MetricRow:
 
 def highest(b: Batch, maximum: Max | BatchMax) -> Tensor:
     """A maximum over responses; NaN where nothing was measured."""
-    return torch.where(b.of[N] > 0.0, b.of[maximum], math.nan)
+    return torch.where(b.of[NUM_VALID] > 0.0, b.of[maximum], math.nan)
 
 
 def effective_share(
@@ -172,7 +175,7 @@ def effective_share(
     return lambda b: (b.of[weights] / b.of[count] * (b.of[weights] / b.of[squares])).clamp(max=1.0)
 
 
-ESS_TOKEN = effective_share(RHO, RHO_SQUARED, N)
+ESS_TOKEN = effective_share(RHO, RHO_SQUARED, NUM_VALID)
 ESS_SEQUENCE = effective_share(PRODUCT, PRODUCT_SQUARED, MEASURED)
 
 
@@ -186,7 +189,7 @@ def _chi2_token(r: Responses) -> Tensor:
 
 
 def _chi2_seq(r: Responses) -> Tensor:
-    excess = bounded_expm1(r.of[D])
+    excess = bounded_expm1(r.of[SUM_D])
     return (excess * (excess + 2.0)).clamp(max=r.config.metric_max)
 
 
@@ -209,10 +212,10 @@ def _stale(t: Tokens, x: Tensor, otherwise: float) -> Tensor:
 def _effective_share_by_age(of_age: Callable[[Tokens, Tensor, float], Tensor]) -> Callable[[Batch], Tensor]:
     """:data:`ESS_TOKEN` if the tokens of the other age had the ratio 1."""
     weights = Sum(lambda t, s: _valid(t, of_age(t, t.ratio, 1.0)))
-    return effective_share(weights, Sum(lambda t, s: _valid(t, of_age(t, t.ratio, 1.0).square())), N)
+    return effective_share(weights, Sum(lambda t, s: _valid(t, of_age(t, t.ratio, 1.0).square())), NUM_VALID)
 
 
-_K3 = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
+_K3_TEXT = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
 _CHI2 = "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`"
 _PHANTOM = (
     "`exp d` outside [0.8, 1.2]: with the engine as old policy PPO clips such a token before any update, where its "
@@ -236,8 +239,8 @@ _K1 = Sum(lambda t, s: (-t.d).clamp(-MAX_NATS, MAX_NATS))
 _EXCESS_OF_SQUARE = Sum(lambda t, s: t.excess * (t.excess + 2.0))
 _OUTSIDE_PPO = Sum(lambda t, s: (t.d > PPO_RANGE[1]) | (t.d < PPO_RANGE[0]))
 _OPEN, _RAISED_OPEN = Sum(lambda t, s: _open(t)), Sum(lambda t, s: _open(t) & (t.d > 0.0))
-_MAX_MEAN_D = BatchMax(lambda r: r.measured(r.mean(D), -math.inf))
-_MAX_MEAN_MINUS_D = BatchMax(lambda r: r.measured(-r.mean(D), -math.inf))
+_MAX_MEAN_D = BatchMax(lambda r: r.measured(r.mean(SUM_D), -math.inf))
+_MAX_MEAN_MINUS_D = BatchMax(lambda r: r.measured(-r.mean(SUM_D), -math.inf))
 _MAX_W = Max(lambda t, s: _valid(t, s.weight, -math.inf))
 _MAX_MINUS_W = Max(lambda t, s: _valid(t, -s.weight, -math.inf))
 _LAG, _MAX_LAG = Sum(lambda t, s: _of_dated(t, 0.0)), Max(lambda t, s: _of_dated(t, -math.inf))
@@ -250,10 +253,10 @@ MISMATCH_ROWS = (
     _Row("rollout_log_ppl", "sequences", "minus the mean behavior log-prob", lambda r: -r.mean(LOG_MU)),
     _Row("rollout_ppl", "sequences", "its `exp`", lambda r: bounded_exp(-r.mean(LOG_MU))),
     _Row("kl", "valid_tokens", "`-d`: the KL of `k3_kl`, noisier, any sign", _K1),
-    _Row("k3_kl", "valid_tokens", _K3, Sum(_k3), True),
-    _Row("log_ppl_diff", "sequences", "`-mean d`", lambda r: -r.mean(D)),
-    _Row("log_ppl_abs_diff", "sequences", "`abs mean d`", lambda r: r.mean(D).abs()),
-    _Row("ppl_ratio", "sequences", "`exp(-mean d)`", lambda r: bounded_exp(-r.mean(D))),
+    _Row("k3_kl", "valid_tokens", _K3_TEXT, Sum(_k3), True),
+    _Row("log_ppl_diff", "sequences", "`-mean d`", lambda r: -r.mean(SUM_D)),
+    _Row("log_ppl_abs_diff", "sequences", "`abs mean d`", lambda r: r.mean(SUM_D).abs()),
+    _Row("ppl_ratio", "sequences", "`exp(-mean d)`", lambda r: bounded_exp(-r.mean(SUM_D))),
     # The smallest -mean d is minus the largest mean d.
     _Row("log_ppl_diff_min", "group", "smallest `-mean d` of a sequence", lambda b: -highest(b, _MAX_MEAN_D)),
     _Row("log_ppl_diff_max", "group", "largest `-mean d` of a sequence", lambda b: highest(b, _MAX_MEAN_MINUS_D)),
@@ -303,7 +306,7 @@ also in one that has no token of that age.
 """
 
 
-def _value(formula: Callable[[Decided | Responses], Tensor], *, of_tokens: bool) -> Any:
+def _value(formula: Callable[[TokenResults | Responses], Tensor], *, of_tokens: bool) -> Any:
     """A value of each valid token, or of each response: both have a weight and judged gates under the same names."""
     return Sum(lambda t, s: _valid(t, formula(s))) if of_tokens else formula
 
@@ -319,7 +322,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     ratio = _value(lambda x: bounded_exp(x.log_ratio), of_tokens=of_tokens)
     below = _value(lambda x: x.log_ratio < low, of_tokens=of_tokens)
     above = _value(lambda x: x.log_ratio > high, of_tokens=of_tokens)
-    bounded = W if of_tokens else lambda r: r.weight
+    bounded = SUM_W if of_tokens else lambda r: r.weight
     yield _Row("tis_weight_before_bound", over, "the ratio at `tis_level`", ratio)
     if weight.bound.has_low:
         yield _Row(f"tis_{mode}_fraction_low", over, "weights below the lower bound", below)
@@ -330,10 +333,10 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     yield _Row("tis_weight_after_bound", over, "the bounded weight", bounded)
     yield _Row("is_ratio_mean_after_tis_rs", over, "the same, under the reference's name", bounded)
 
-    def total(formula: Callable[[Decided | Responses], Tensor]) -> Sum | BatchSum:
+    def total(formula: Callable[[TokenResults | Responses], Tensor]) -> Sum | BatchSum:
         return _value(formula, of_tokens=True) if of_tokens else BatchSum(lambda r: r.measured(formula(r)))
 
-    number, weights = (N, W) if of_tokens else (MEASURED, total(lambda x: x.weight))
+    number, weights = (NUM_VALID, SUM_W) if of_tokens else (MEASURED, total(lambda x: x.weight))
     # Of w - 1, which is near 0: a difference of squares of w would lose the digits, also those of float32.
     excess, scatter = total(lambda x: x.weight - 1.0), total(lambda x: (x.weight - 1.0).double().square())
 
@@ -350,7 +353,7 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
     """Rows of values outside the bounds of a filter, independent of other filters."""
 
     # The statistic as its bounds are written: of a ratio, not of its log.
-    def shown(x: Decided | Responses) -> Tensor:
+    def shown(x: TokenResults | Responses) -> Tensor:
         return bounded_exp(x.gates[label].value) if gate.row.is_log else x.gates[label].value
 
     over: Population = "valid_tokens" if gate.is_of_tokens else "sequences"
@@ -364,7 +367,7 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
         above = _value(lambda x: x.gates[label].above, of_tokens=gate.is_of_tokens)
         yield _Row(f"{label}_fraction_low", over, "below the band", below)
         yield _Row(f"{label}_fraction_high", over, "above the band", above)
-    count = N if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
+    count = NUM_VALID if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
     value = _value(shown, of_tokens=gate.is_of_tokens)
     yield _Row(f"{label}_value", over, "the statistic itself", value, count=count)
 
@@ -378,7 +381,7 @@ def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
         mean = smallest = largest = lambda r: r.weight
         if config.has_token_weights:
             mean, smallest, largest = (
-                lambda r: r.of[W] / r.n.clamp(min=1.0),
+                lambda r: r.of[SUM_W] / r.n.clamp(min=1.0),
                 lambda r: -r.of[_MAX_MINUS_W],
                 lambda r: r.of[_MAX_W],
             )

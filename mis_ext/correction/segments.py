@@ -17,11 +17,22 @@ from mis_ext.correction.config import Gate
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import Tokens
 
-KNOWN_SEGMENT = "known segment"
-"""Key of the mask of segments in which every token has a ratio. No label of a gate has a space."""
-
 # Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token.
 _FAN_IN = 16
+
+
+class Segments(NamedTuple):
+    """The statistics of each token's segment by the label of their gate; and bool, whether all its tokens have a ratio.
+
+    The statistics count those that have one.
+    """
+
+    values: dict[str, Tensor]
+    known: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Segments:
+        """The function of each tensor."""
+        return Segments({label: function(value) for label, value in self.values.items()}, function(self.known))
 
 
 class Runs(NamedTuple):
@@ -50,11 +61,8 @@ class Runs(NamedTuple):
 
     def sums(self, rows_FR: Sequence[Tensor], layout: PackedLayout) -> list[Tensor]:
         """``F`` times ``[R]``: the sum of each row over a token's run."""
-        offset_R, last_R, longest = (
-            self.place_R - self.first_R,
-            self.next_R - 1,
-            max(layout.response_lengths, default=0),
-        )
+        offset_R, last_R = self.place_R - self.first_R, self.next_R - 1
+        longest = max(layout.response_lengths, default=0)
         return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
 
 
@@ -64,21 +72,18 @@ def segment_values(
     layout: PackedLayout,
     mask_R: Tensor,
     gather: Callable[[Tensor], Tensor],
-) -> dict[str, Tensor]:
-    """``[T]``: the statistic of each token's segment, by the label of its gate, and whether it is known.
-
-    It is known where every token of the segment has a ratio. The statistics count those that have one.
-    """
+) -> Segments:
+    """``[T]``: the statistics of the segments of local tokens."""
     rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates.values())]
     rows_FR = whole_rows(torch.stack(rows), layout, gather)
     generated_R = mask_R != 0
     runs = Runs.of(generated_R, layout.sequence_R)
     size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout)
-    found = {}
+    values = {}
     for (label, gate), total_R in zip(gates.items(), totals, strict=True):
         value_R = total_R / count_R.clamp(min=1.0) if gate.reduce == "segment_mean" else total_R
-        found[label] = layout.local_part(value_R)
-    return found | {KNOWN_SEGMENT: layout.local_part(count_R == size_R)}
+        values[label] = layout.local_part(value_R)
+    return Segments(values, layout.local_part(count_R == size_R))
 
 
 def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -91,9 +96,10 @@ def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor],
 
 
 def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
-    """Sums of each run up to each token, ``offset_T`` tokens of it before; of floats in a fixed order.
+    """``[T]``: of each token, the sum over its run up to it; ``offset_T`` tokens of the run are before it.
 
-    A step adds to what a token has summed so far what the tokens 1, 2, ... reaches before it have.
+    The order of additions is fixed: after ``k`` steps ``values_T[t]`` is the sum of the last ``16^k`` tokens of the run
+    up to ``t``.
     """
     size, device = len(values_T), values_T.device
     if not values_T.is_floating_point():

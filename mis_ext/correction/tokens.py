@@ -183,7 +183,7 @@ _EXP_TEXT = "the larger of ratio and 1 / ratio: an error in both directions, whi
 _DIFFERENCE_TEXT = "absolute difference of the probabilities (total variation on the sampled token)"
 _LAG_TEXT = "weight updates since the weights that sampled the token; where nobody knows, above every bound"
 _P = "probability"
-_IS_LOG: dict[str, Any] = {"on_policy": None, "is_log": True}
+_PROBABILITY: dict[str, Any] = {"on_policy": None, "is_log": True}
 _ROWS = (
     Statistic("ratio", lambda t: t.d, "rho_t", "ratio", f"proximal / behavior {_P}", on_policy=1.0, is_log=True),
     Statistic("abs_log_ratio", lambda t: t.d.abs(), "|d_t|", "nats", "absolute difference of the log-probs"),
@@ -192,15 +192,17 @@ _ROWS = (
     Statistic("k3", lambda t: k3(t.d, t.excess), "rho_t - 1 - d_t", "nats", "`exp d - 1 - d`: an unbiased KL estimate"),
     Statistic("squared_log_ratio", _squared, "d_t^2", "nats^2", "squared log-ratio"),
     Statistic(
-        "exp_abs_log_ratio", lambda t: bounded_exp(t.d.abs()), "exp |d_t|", "ratio", _EXP_TEXT, 1.0, on_policy=1.0
+        "exp_abs_log_ratio", lambda t: bounded_exp(t.d.abs()), "exp |d_t|", "ratio", _EXP_TEXT, low=1.0, on_policy=1.0
     ),
     Statistic("half_abs_ratio_excess", lambda t: t.excess.abs() / 2.0, "|rho_t - 1| / 2", _P, _EXCESS_TEXT),
-    Statistic("probability_gain", _gain, "pi_t - mu_t", _P, f"the trainer's {_P} minus the sampler's", -1.0, 1.0),
+    Statistic(
+        "probability_gain", _gain, "pi_t - mu_t", _P, f"the trainer's {_P} minus the sampler's", low=-1.0, high=1.0
+    ),
     Statistic("probability_difference", lambda t: _gain(t).abs(), "|pi_t - mu_t|", _P, _DIFFERENCE_TEXT, high=1.0),
     Statistic("binary_kl", lambda t: binary_kl(t.log_pi, t.log_mu), "KL(pi_t, mu_t)", "nats", _KL_TEXT),
     Statistic("reverse_binary_kl", lambda t: binary_kl(t.log_mu, t.log_pi), "KL(mu_t, pi_t)", "nats", _REVERSE_KL_TEXT),
-    Statistic("proximal_probability", lambda t: t.log_pi, "pi_t", _P, f"the trainer's {_P}", high=1.0, **_IS_LOG),
-    Statistic("behavior_probability", lambda t: t.log_mu, "mu_t", _P, f"the sampler's {_P}", high=1.0, **_IS_LOG),
+    Statistic("proximal_probability", lambda t: t.log_pi, "pi_t", _P, f"the trainer's {_P}", high=1.0, **_PROBABILITY),
+    Statistic("behavior_probability", lambda t: t.log_mu, "mu_t", _P, f"the sampler's {_P}", high=1.0, **_PROBABILITY),
     Statistic(LAG, lambda t: t.lag, "lag_t", "updates", _LAG_TEXT, high=UNKNOWN_LAG),
 )
 

@@ -143,10 +143,11 @@ SEGMENTS = {"use_rs": True, "rs_gates": [{"reduce": "segment_mean", "low": 0.5, 
     (2, 1, "response_pass"),
     (2, 2, "response_pass"),
     (2, 1, "output_pass"),
-    (2, 1, "pack_bits"),
+    (2, 1, "gather_bits"),
 ])  # fmt: skip
 def test_an_error_between_two_collectives_is_told_in_those_that_are_due(cp_size, dp_size, function) -> None:
-    failing, right = cp_size * dp_size - 1, getattr(correct, function)
+    owner = correct.Due if function == "gather_bits" else correct
+    failing, right = cp_size * dp_size - 1, getattr(owner, function)
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         if current_rank() == failing:
@@ -154,9 +155,10 @@ def test_an_error_between_two_collectives_is_told_in_those_that_are_due(cp_size,
         return right(*args, **kwargs)
 
     keys = {"tis_mode": "mask", "tis_batch_normalize": True} | (SEGMENTS if function == "segment_values" else {})
-    with mock.patch.object(correct, function, broken):
+    with mock.patch.object(owner, function, broken):
+        # The last byte of the bits of tokens is not full.
         outcomes = run_ranks(
-            lambda rank: call(rank, local_batch(rank), args_of(**keys)), cp_size=cp_size, dp_size=dp_size
+            lambda rank: call(rank, local_batch(rank, length=41), args_of(**keys)), cp_size=cp_size, dp_size=dp_size
         )
     assert_agreement(outcomes, failing, torch.OutOfMemoryError, "says the test")
 
