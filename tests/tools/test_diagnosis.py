@@ -176,6 +176,28 @@ def test_a_cut_beside_a_temperature_below_1_has_up_to_its_share() -> None:
     assert "a temperature above 1 beside it" in alone.alternatives
 
 
+def test_a_cut_of_much_is_no_temperature_beside_one() -> None:
+    """It fits a power with -1."""
+    cut = planted(0, [plants.colder, lambda made: made._replace(behavior=top_p(made.behavior, 0.8))])
+    found = {each.cause for each in by_report(cut)}
+    assert "top_p_or_top_k" in found
+    assert "temperature" not in found
+
+
+def test_rounded_log_probs_have_the_share_that_rounding_alone_gives() -> None:
+    alone, beside = (planted(0, [], [plants.rounded], kernels=size) for size in (0.0, 0.02))
+    found, _ = by_report(beside)
+    assert found.cause == "bf16_log_probs"
+    assert found.k3_share == pytest.approx(k3_of(alone) / k3_of(beside), rel=0.1)
+
+
+def test_log_probs_of_which_a_tenth_is_not_rounded_are_not_called_rounded() -> None:
+    tokens, rounded = planted(0), planted(0, [], [plants.rounded])
+    for mine, other in zip(tokens.behavior, rounded.behavior, strict=True):
+        mine[: int(0.9 * LENGTH)] = other[: int(0.9 * LENGTH)]
+    assert [found.cause for found in by_report(tokens)] == ["bf16_kernels"]
+
+
 def alternatives(tokens: Tokens) -> list[str]:
     return [words for found in by_report(tokens) for words in found.alternatives]
 
