@@ -106,6 +106,17 @@ def test_a_mismatch_that_is_the_same_at_every_version_is_not_stale(kernels, caus
     assert only(collected(*(step_of(lag, kernels, behind=float(lag)) for lag in range(3)))).cause == cause
 
 
+@pytest.mark.parametrize(("behind", "cause"), [(1, "low_precision"), (0, "stale_weights")])
+def test_steps_are_asked_only_where_no_recorded_version_differs(behind, cause) -> None:
+    """k3 jumps in step 1; versions of half of the responses differ, or none does."""
+    parts = []
+    for step, kernels in enumerate((0.02, 0.14, 0.14, 0.14)):
+        proximal, behavior = engines(step, kernels=kernels).sampled()
+        origins = [Origin(versions_behind=float(behind * (number % 2))) for number in range(COUNT)]
+        parts.append(Part.of_lists(proximal=proximal, behavior=behavior, origins=origins, step=str(step)))
+    assert only(collected(*parts)).cause == cause
+
+
 def test_stale_tokens_that_differ_as_little_as_kernels_are_not_named() -> None:
     assert only(collected(step_of(0, 0.02, behind=1.0), step_of(1, 0.02, behind=1.0))).cause == "bf16_kernels"
 
