@@ -452,7 +452,7 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
 
 
 def _number_in_mean(r: Responses) -> Tensor:
-    """How many weights of each response are in the mean that divides all weights: of its tokens, or 1."""
+    """Number of weights of each response in the mean that divides all weights: of its tokens, or 1."""
     over_kept = r.config.normalize_over == "kept"
     tokens = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
     return tokens if r.config.has_token_weights else (tokens > 0.0).double()

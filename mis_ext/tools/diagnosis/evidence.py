@@ -27,7 +27,7 @@ COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", 
 
 
 class Origin(NamedTuple):
-    """Where a sample comes from, and what is known of it besides its log-probs; None where nothing is."""
+    """The source of a sample, and its properties besides log-probs; None where unknown."""
 
     name: str = ""
     sample_index: int | None = None

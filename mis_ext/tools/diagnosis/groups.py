@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is affected: two groups of responses at any share, and what tells them apart."""
+"""Find two groups of responses at any share, and what tells them apart."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
 
 
 def _upper(values_N: Tensor) -> Tensor:
-    """Which numbers are of an upper group; none where there are no two groups.
+    """Select the numbers of an upper group; none where there are no two groups.
 
     The split is that of two Gaussians with the greatest likelihood (Kittler and Illingworth, Minimum error
     thresholding, 1986). There are two groups if their medians are far apart and few numbers are in the middle third

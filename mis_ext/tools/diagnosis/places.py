@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return cls(len(tokens), float(tokens.k3_T.sum()), *means)
 
     def stands_out_of(self, other: Place, times: float = 1.0) -> bool:
-        """Whether its tokens are far apart where those of another are not; of few of them k3 shows it better."""
+        """True if its tokens are far apart where those of another are not. With few tokens, k3 shows it better."""
         is_known = min(self.num_tokens, other.num_tokens) >= limit.MIN_TOKENS
         return is_known and (
             _is_above(self.shift, other.shift, times * limit.PLACE_FACTOR)

@@ -61,7 +61,7 @@ class Step(NamedTuple):
         return cls(number, name, len(tokens), tokens.k3, tokens.typical_shift, level, error, count)
 
     def is_above(self, other: Step, factor: float) -> bool:
-        """Whether k3 is more than so many times another, and typical responses are apart by more than chance."""
+        """True if k3 is more than so many times another, and typical responses differ by more than chance."""
         if not self.k3 > factor * other.k3:
             return False
         if not other.k3:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found in the files of one run: sums of its parts, the summary, likely causes, and what they leave."""
+"""Findings in the files of one run: sums of its parts, the summary, likely causes, and the rest."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Collector:
         return search(self._gathering.evidence)
 
     def outcomes(self) -> dict[str, Outcome]:
-        """What each configuration kept, removed and left, by its name."""
+        """Tokens that each configuration kept, removed, and left, by its name."""
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
 
 
@@ -111,7 +111,7 @@ def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
 
 @dataclass(frozen=True)
 class Unexplained:
-    """What no cause explains, of the tokens that are left: its share of k3, and that k3 per token; NaN of no token.
+    """The rest that no cause explains: its share of k3, and its k3 per token; NaN without a token.
 
     ``is_at_least``: a cause explains up to its share, so that more may be left. ``is_of_rest``: tokens were taken out.
     """
@@ -141,7 +141,7 @@ class Unexplained:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """What is found in files; ``skipped`` says what of the input is not in it as it was written, and why."""
+    """Findings in files; ``skipped`` says which part of the input is missing or changed, and why."""
 
     sources: tuple[str, ...]
     summary: Summary
@@ -168,7 +168,7 @@ def read_findings(
     *,
     sources: Iterable[str] = (),
 ) -> Findings:
-    """What is found in dumps."""
+    """Read dumps and find their causes."""
     collector = Collector() if collector is None else collector
     parts = Parts(dumps)
     for part in parts:
