@@ -168,7 +168,7 @@ def _sending(status: float, exchange: Exchange) -> Exchange:
     return run
 
 
-# Each calls its plan ``plan``: by this name _guards_of_call leaves out what torch would check of it.
+# The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
 def _all_passes(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
     return run_passes(x, Blocks(places_23S, sizes), plan, None, None, token_metrics=token_metrics)
 

@@ -41,7 +41,7 @@ RAY = f"""\
 import json, os, pathlib, sys
 pathlib.Path(os.environ["SUBMITTED"]).write_text(json.dumps(sys.argv[sys.argv.index("train.py") + 1 :]))
 """
-# In the place of the interpreter that prints the flags: to start it takes most of the time of a script.
+# Replaces the interpreter that prints the flags, because its start takes most of a script's time.
 FLAGS_ALONE = """\
 #!/bin/bash
 case "$1" in *launch_flags.py) printf '%s\\n' "$FLAGS" ;; *) exec "$PYTHON" "$@" ;; esac

@@ -26,7 +26,7 @@ HARMLESS_K3 = 1e-3
 COST_OF_GATES = "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old"
 _STALE_GATES = (
     "with stale weights gates of 1 % on sequences rejected 66 to 93 % of the responses at first, and runs collapsed "
-    "earlier; wider bands were not tried"
+    "earlier; wider bands were not tested"
 )
 
 

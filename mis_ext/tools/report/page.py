@@ -53,7 +53,7 @@ REFERENCES = (
         "with 135M parameters 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8; 8e-2 and more in a toy",
     ),
 )
-"""A k3 per token from where to where, with what, and where it was seen. All of fresh weights but the last."""
+"""Ranges of k3 per token, with their setup and source. All but the last are of up-to-date weights."""
 
 MEANING = {
     "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "
