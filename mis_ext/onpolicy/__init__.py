@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.recording.recordings import read_sglang_dumps as read_sglang_dumps
     from mis_ext.onpolicy.recording.rows import Rows as Rows
     from mis_ext.onpolicy.routing.experts import RoutedExperts as RoutedExperts
-    from mis_ext.onpolicy.routing.experts import routing_disagreement as routing_disagreement
-    from mis_ext.onpolicy.routing.replay import record_routing as record_routing
     from mis_ext.onpolicy.routing.replay import replay_routing as replay_routing
     from mis_ext.onpolicy.routing.routing_layout import RoutingLayout as RoutingLayout
 else:

@@ -78,6 +78,12 @@ def chosen(routing_map_TE: Tensor) -> list[set[int]]:
     return [set(row.nonzero().flatten().tolist()) for row in routing_map_TE]
 
 
+def used_experts(seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]], call: int = 0) -> Tensor:
+    """``[T, routers, K]``: what the routers dispatched to in one of their calls, each row ascending."""
+    maps = [calls[call][2] for calls in seen.values()]
+    return torch.stack([routing_map.nonzero()[:, 1].view(len(routing_map), -1) for routing_map in maps], dim=1)
+
+
 def gradients(model: torch.nn.Module) -> list[Tensor]:
     grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from mis_ext.validation import check_integer
 
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)
-_MAX_CHANCE = 1e-3
-"""Chance that some layer chose expert 0 for every token, at most."""
 _OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
 
 
@@ -126,8 +124,7 @@ class RoutedExperts:
         Raises:
             TypeError: ``meta_info`` is no mapping, its ``routed_experts`` no string, or a count no integer.
             ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
-                value is 0, the request was retracted, ``moe_layers`` leaves out a layer with experts, or has one of
-                which every value is 0 with ``topk`` 1; or see the class.
+                value is 0, the request was retracted, ``moe_layers`` leaves out a layer with experts; or see the class.
         """
         num_layers, topk = check_integer("num_layers", num_layers, low=1), check_integer("topk", topk, low=1)
         num_tokens = check_integer("num_tokens", num_tokens)
@@ -182,46 +179,6 @@ class RoutedExperts:
         return cls.from_rows(rows_NLK, num_tokens=num_tokens, num_experts=num_experts, start=start)
 
 
-class RoutingDisagreement(NamedTuple):
-    """Differences of two routings, over the tokens and layers that both recorded.
-
-    ``differing_tokens`` is the share of (token, layer) pairs whose sets of experts differ, ``differing_choices`` the
-    share of the expert choices that the other routing did not make, ``num_compared`` the number of pairs.
-    """
-
-    differing_tokens: float
-    differing_choices: float
-    num_compared: int
-
-
-def routing_disagreement(a: Sequence[Tensor], b: Sequence[Tensor]) -> RoutingDisagreement:
-    """Compare two routings of the same tokens; the order of the experts of a token does not matter.
-
-    Args:
-        a: One routing: a tensor ``[T, L, K]`` per sample, or per micro-batch in a trainer's order; -1: not recorded.
-        b: The other one.
-
-    Raises:
-        ValueError: The numbers of tensors or their shapes differ, or no pair is recorded in both.
-    """
-    if len(a) != len(b):
-        raise ValueError(f"cannot compare {len(a)} routings with {len(b)}")
-    pairs = choices = differing_pairs = differing_choices = 0
-    for x_TLK, y_TLK in zip(a, b, strict=True):
-        if x_TLK.shape != y_TLK.shape:
-            raise ValueError(f"cannot compare routings of shapes {[*x_TLK.shape]} and {[*y_TLK.shape]}")
-        both_TL = (x_TLK != NOT_RECORDED).all(-1) & (y_TLK != NOT_RECORDED).all(-1)
-        unmatched_TL = (x_TLK.unsqueeze(-1) != y_TLK.unsqueeze(-2)).all(-1).sum(-1)
-        unmatched_TL = torch.where(both_TL, unmatched_TL, 0)
-        pairs += int(both_TL.sum())
-        choices += int(both_TL.sum()) * x_TLK.size(-1)
-        differing_pairs += int((unmatched_TL > 0).sum())
-        differing_choices += int(unmatched_TL.sum())
-    if pairs == 0:
-        raise ValueError("no (token, layer) is recorded in both routings")
-    return RoutingDisagreement(differing_pairs / pairs, differing_choices / choices, pairs)
-
-
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}: torch.tensor(...) makes one")
@@ -246,14 +203,6 @@ def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
         raise ValueError("every expert in routed_experts is 0: the engine's MoE backend recorded nothing")
     if rows_NLK.size(-1) > 1:
         return rows_NLK
-    # Of few rows a layer may well send all to expert 0. More than half of the tokens no balanced router sends to one.
-    is_chance = len(layers) * 0.5 ** len(rows_NLK) > _MAX_CHANCE
-    for column, layer in enumerate(layers):
-        if not is_chance and not rows_NLK[:, column].any():
-            raise ValueError(
-                f"layer {layer} has expert 0 at every token, as a dense layer has: leave it out of moe_layers = "
-                f"{layers}, or give the experts to RoutedExperts.from_rows if its router chose no other"
-            )
     return torch.where(rows_NLK.any(1, keepdim=True), rows_NLK, NOT_RECORDED)
 
 

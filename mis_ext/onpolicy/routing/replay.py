@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing replay in Megatron-Core: its routers take the experts that the rollout engine chose, or tell their own.
+"""Routing replay in Megatron-Core: its routers take the experts that the rollout engine chose.
 
 ``topk_routing_with_score_function`` (Megatron-Core 0.16) asks the object in a router's ``router_replay`` slot for its
 experts, if there is one. An object of ours stands there. Megatron-Core's own ``RouterReplay`` is steered through a list
@@ -25,9 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from mis_ext.onpolicy.routing.experts import NOT_RECORDED
 from mis_ext.onpolicy.routing.routing_layout import LocalRouting
-
-# A router's own choice from (scores, topk, num_groups, group_topk): values and indices, both ``[T, K]``.
-TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @contextmanager
@@ -67,81 +64,14 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
 
     passes = ForwardPasses()
     replays = [_Replay(layer, rows_on, index, len(micro_batches), passes) for index, layer in enumerate(routers.layers)]
-    with passes.watch(routers.chunks), _occupied(routers, replays):
+    with passes.watch(routers.chunks), ExitStack() as stack:
+        for layer, replay in zip(routers.layers, replays, strict=True):
+            # Also after an exception.
+            stack.callback(setattr, layer.router, "router_replay", layer.router.router_replay)
+            layer.router.router_replay = replay
         yield
     for replay in replays:
         replay.check_consumed()
-
-
-@contextmanager
-def record_routing(model: Module | Sequence[Module]) -> Iterator[RoutingRecord]:
-    """Inside, the experts that the model's routers use are recorded: with :func:`replay_routing`, the replayed ones.
-
-    No output changes by a bit. Recomputations in a backward pass are not recorded again.
-
-    Args:
-        model: A Megatron-Core model, or this rank's model chunks.
-
-    Raises:
-        TypeError: The model has no Megatron-Core configuration.
-        ValueError: The model has no mixture-of-experts layers, or routes in a way that cannot be recorded.
-    """
-    routers = _find_routers(model)
-    recorders = [_Recorder(layer.router.router_replay) for layer in routers.layers]
-    with _occupied(routers, recorders):
-        columns = [layer.column for layer in routers.layers]
-        yield RoutingRecord(routers.num_layers, dict(zip(columns, recorders, strict=True)))
-
-
-class RoutingRecord:
-    """The routing that :func:`record_routing` has recorded so far."""
-
-    def __init__(self, num_layers: int, recorders: dict[int, _Recorder]) -> None:
-        self._num_layers, self._recorders = num_layers, recorders
-
-    def micro_batches(self) -> list[Tensor]:
-        """Per forward pass ``[T, L, K]``, int32, rows in the routers' order; -1 in layers of other pipeline stages.
-
-        ``all_reduce`` with ``ReduceOp.MAX`` over the pipeline group completes the layers, before
-        :meth:`RoutingLayout.samples`.
-
-        Raises:
-            ValueError: Layers ran a different number of times, or none ran.
-        """
-        passes = {len(recorder.passes) for recorder in self._recorders.values()}
-        if len(passes) != 1 or 0 in passes:
-            raise ValueError(f"every router must have run equally often and at least once, got {sorted(passes)} passes")
-        micro_batches = []
-        for index in range(*passes):
-            columns = {column: recorder.passes[index] for column, recorder in self._recorders.items()}
-            absent_TK = torch.full_like(next(iter(columns.values())), NOT_RECORDED)
-            micro_batches.append(
-                torch.stack([columns.get(column, absent_TK) for column in range(self._num_layers)], dim=1)
-            )
-        return micro_batches
-
-
-class _Recorder:
-    """Stands before what was in a router's slot, and keeps what is chosen."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.passes: list[Tensor] = []
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
-    ) -> tuple[Tensor, Tensor]:
-        choose = default_compute_topk
-        if self._inner is None:
-            values, experts = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            values, experts = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, choose)
-        self.note(experts)
-        return values, experts
-
-    def note(self, experts: Tensor) -> None:
-        if not _is_in_backward():
-            self.passes.append(experts.int())
 
 
 class _Replay:
@@ -155,7 +85,7 @@ class _Replay:
         num_micro_batches: int,
         passes: ForwardPasses,
     ) -> None:
-        self._name, self._outer = layer.name, layer.router.router_replay
+        self._name = layer.name
         self._rows_on, self._index, self._num_micro_batches = rows_on, index, num_micro_batches
         self._passes = passes
         self._taken: list[ForwardPass] = []
@@ -163,7 +93,12 @@ class _Replay:
         self._is_checkpointed = False
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         micro_batch = self._recomputed_micro_batch() if _is_in_backward() else self._next_micro_batch()
         rows_TK = self._rows_on(scores.device, micro_batch)[:, self._index].long()
@@ -174,8 +109,6 @@ class _Replay:
             )
         _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts_TK = torch.where(rows_TK == NOT_RECORDED, own_TK, rows_TK)
-        if isinstance(self._outer, _Recorder):
-            self._outer.note(experts_TK)
         return scores.gather(1, experts_TK), experts_TK
 
     def _next_micro_batch(self) -> int:
@@ -310,19 +243,6 @@ def _find_routers(model: Module | Sequence[Module]) -> _Routers:
     return _Routers(chunks, config, len(moe_layers), layers)
 
 
-@contextmanager
-def _occupied(routers: _Routers, occupants: Sequence[_Recorder | _Replay]) -> Iterator[None]:
-    """Put one occupant into each layer's slot, and back what was there, also after an exception."""
-    previous = [layer.router.router_replay for layer in routers.layers]
-    try:
-        for layer, occupant in zip(routers.layers, occupants, strict=True):
-            layer.router.router_replay = occupant
-        yield
-    finally:
-        for layer, before in zip(routers.layers, previous, strict=True):
-            layer.router.router_replay = before
-
-
 def _unwrapped(chunk: Module) -> Module:
     """The model inside its wrappers, which name it ``module``."""
     while isinstance(inner := getattr(chunk, "module", None), Module):
@@ -340,12 +260,8 @@ def _check_routable(config: Any) -> None:
     if config.num_moe_experts is None:
         raise ValueError("the model has no mixture-of-experts layers")
     if "sinkhorn" in config.moe_router_load_balancing_type:
-        raise ValueError(
-            "routing with moe_router_load_balancing_type = 'sinkhorn' can be neither replayed nor recorded"
-        )
+        raise ValueError("routing with moe_router_load_balancing_type = 'sinkhorn' cannot be replayed")
     for key, legal in _REQUIRED.items():
         value = getattr(config, key)
         if value != legal:
-            raise ValueError(
-                f"routing with {key} = {value!r} can be neither replayed nor recorded: set it to {legal!r}"
-            )
+            raise ValueError(f"routing with {key} = {value!r} cannot be replayed: set it to {legal!r}")

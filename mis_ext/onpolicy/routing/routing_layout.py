@@ -26,13 +26,11 @@ class LocalRouting:
         experts_TLK: int32, on the CPU; -1 where the trainer's own choice stays: padding, last tokens, tokens that were
             not recorded.
         num_experts: Experts per layer.
-        num_replayed: Rows that are replayed.
         num_missing: Rows of tokens that the engine did not record; a sample's last token is not among them.
     """
 
     experts_TLK: Tensor
     num_experts: int
-    num_replayed: int
     num_missing: int
 
 
@@ -173,23 +171,8 @@ class RoutingLayout:
         return LocalRouting(
             experts_TLK=experts_TLK,
             num_experts=samples[0].num_experts,
-            num_replayed=int(recorded_T.sum()),
             num_missing=int(missing_T.sum()),
         )
-
-    def samples(self, experts_TLK: Tensor, *, num_experts: int) -> list[RoutedExperts]:
-        """The way back: per sample, what was recorded in these rows; -1 for tokens that other ranks hold.
-
-        Raises:
-            ValueError: The number of rows is not that of the layout, or layers of other pipeline stages are missing.
-        """
-        if len(experts_TLK) != len(self.sample_T):
-            raise ValueError(f"{len(experts_TLK)} rows do not fit a layout of {len(self.sample_T)} rows")
-        rows = (self.sample_T >= 0).nonzero().squeeze(-1)
-        whole = experts_TLK.new_full((sum(self.lengths), *experts_TLK.shape[1:]), NOT_RECORDED)
-        whole[self._token_T()[rows].to(whole.device)] = experts_TLK[rows.to(whole.device)]
-        parts = torch.split(whole, [*self.lengths])
-        return [RoutedExperts(experts_TLK=part, num_experts=num_experts) for part in parts]
 
     def _token_T(self) -> Tensor:
         """The token of each row, counted through all samples; 0 for padding."""

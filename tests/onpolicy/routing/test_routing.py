@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says about its experts: what is refused, whose row is whose, and how far two routings differ."""
+"""What an engine says about its experts: what is refused, and whose row is whose."""
 
 import importlib.util
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from zigzag import owner
 
-from mis_ext.onpolicy.routing.experts import RoutedExperts, RoutingDisagreement, routing_disagreement
+from mis_ext.onpolicy.routing.experts import RoutedExperts
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 needs_transformers = pytest.mark.skipif(
@@ -76,27 +76,6 @@ def test_rows_lie_where_they_start_and_the_rest_is_not_recorded() -> None:
             RoutedExperts.from_rows(rows, num_tokens=5, num_experts=8, start=start)
 
 
-def test_disagreement_counts_sets_and_choices_that_both_recorded() -> None:
-    a = torch.tensor([[[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], [[-1, -1, -1], [-1, -1, -1]]])
-    b = torch.tensor([[[2, 0, 1], [3, 4, 6]], [[3, 4, 0], [5, 3, 4]], [[0, 1, 2], [3, 4, 5]]])
-    # Of 4 pairs, one differs in one choice and one in two; 12 choices.
-    assert routing_disagreement([a], [b]) == RoutingDisagreement(2 / 4, 3 / 12, 4)
-    assert routing_disagreement([b], [a]) == RoutingDisagreement(2 / 4, 3 / 12, 4)
-    assert routing_disagreement([a, a], [b, a]) == RoutingDisagreement(2 / 8, 3 / 24, 8)
-
-
-def test_a_disagreement_over_nothing_is_an_error() -> None:
-    rows = torch.tensor([[[0, 1]]])
-    with pytest.raises(ValueError, match=r"no \(token, layer\) is recorded in both"):
-        routing_disagreement([rows], [torch.full_like(rows, -1)])
-    with pytest.raises(ValueError, match=r"no \(token, layer\) is recorded in both"):
-        routing_disagreement([], [])
-    with pytest.raises(ValueError, match=r"shapes \[1, 1, 2\] and \[2, 1, 2\]"):
-        routing_disagreement([rows], [rows.repeat(2, 1, 1)])
-    with pytest.raises(ValueError, match="1 routings with 2"):
-        routing_disagreement([rows], [rows, rows])
-
-
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("padded_length", [None, 19])
 def test_rows_follow_the_context_parallel_layout_position_by_position(cp_size, padded_length) -> None:
@@ -118,7 +97,6 @@ def test_rows_follow_the_context_parallel_layout_position_by_position(cp_size, p
             by_position = [row for position in zip(*expected, strict=True) for row in position]
         local = layout.local(samples)
         assert local.experts_TLK[:, 0, 0].tolist() == by_position
-        assert local.num_replayed == sum(row >= 0 for row in by_position)
         assert local.num_missing == 0
 
 
@@ -140,24 +118,6 @@ def test_a_stream_of_samples_is_cut_to_equal_parts_and_padded_at_its_end(num_loc
         RoutingLayout.packed(lengths, partition="contiguous")
 
 
-@pytest.mark.parametrize("padded_length", [None, 16])
-def test_the_ranks_together_give_back_the_samples(padded_length) -> None:
-    lengths = [7, 16, 3]
-    samples = [numbered(length, sample=index) for index, length in enumerate(lengths)]
-    merged = [torch.full_like(sample.experts_TLK, -1) for sample in samples]
-    for cp_rank in range(2):
-        settings = {"cp_rank": cp_rank, "cp_size": 2}
-        if padded_length is None:
-            layout = RoutingLayout.packed(lengths, **settings)
-        else:
-            layout = RoutingLayout.padded(lengths, padded_length=padded_length, **settings)
-        back = layout.samples(layout.local(samples).experts_TLK, num_experts=1000)
-        merged = [torch.maximum(x, y.experts_TLK) for x, y in zip(merged, back, strict=True)]
-    assert all(torch.equal(x, y.experts_TLK) for x, y in zip(merged, samples, strict=True))
-    with pytest.raises(ValueError, match="1 rows do not fit a layout of"):
-        layout.samples(torch.zeros(1, 1, 2), num_experts=1000)
-
-
 def test_sequence_parallel_ranks_hold_consecutive_rows() -> None:
     lengths, samples = [6, 4], [numbered(6, sample=0), numbered(4, sample=1)]
     whole = RoutingLayout.padded(lengths, padded_length=6).local(samples).experts_TLK
@@ -172,7 +132,7 @@ def test_sequence_parallel_ranks_hold_consecutive_rows() -> None:
 def test_padding_at_the_end_of_a_packed_micro_batch_is_neither_replayed_nor_missing() -> None:
     local = RoutingLayout.packed([3, 2], num_local_tokens=8).local([numbered(3, sample=0), numbered(2, sample=1)])
     assert local.experts_TLK[:, 0, 0].tolist() == [0, 1, -1, 100, -1, -1, -1, -1]
-    assert (local.num_replayed, local.num_missing) == (3, 0)
+    assert local.num_missing == 0
     with pytest.raises(ValueError, match="num_local_tokens = 4 is less than the 5 needed"):
         RoutingLayout.packed([3, 2], num_local_tokens=4)
 
@@ -187,7 +147,7 @@ def test_tokens_that_were_not_recorded_are_an_error_or_counted() -> None:
     ):
         layout.local(samples)
     local = layout.local(samples, missing="own")
-    assert (local.num_replayed, local.num_missing) == (5, 2)
+    assert local.num_missing == 2
     with pytest.raises(ValueError, match=r"missing must be one of error \| own"):
         layout.local(samples, missing="skip")
 

@@ -27,6 +27,7 @@ from replayed_model import (
     tokens,
     train_on,
     train_under,
+    used_experts,
     wrap_in_megatron,
 )
 from torch.overrides import TorchFunctionMode
@@ -40,7 +41,7 @@ with warnings.catch_warnings():
     from toy_moe import build_trainer, score, single_process
 
 from mis_ext.onpolicy.routing.experts import RoutedExperts
-from mis_ext.onpolicy.routing.replay import ForwardPasses, record_routing, replay_routing
+from mis_ext.onpolicy.routing.replay import ForwardPasses, replay_routing
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
 pytestmark = [
@@ -69,14 +70,16 @@ def model(process) -> torch.nn.Module:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_replaying_the_trainers_own_experts_changes_no_bit(model, packed) -> None:
-    with record_routing(model) as record:
+    with router_outputs(model) as seen:
         recorded = score(model, tokens(), packed=packed)
     recorded.sum().backward()
     expected = gradients(model)
     make = RoutingLayout.packed if packed else lambda lengths: RoutingLayout.padded(lengths, padded_length=6)
-    layout = make([6, 6])
-    samples = layout.samples(*record.micro_batches(), num_experts=8)
-    assert all(sample.recorded_T.all() for sample in samples)
+    layout, used = make([6, 6]), used_experts(seen)
+    samples = [
+        RoutedExperts(experts_TLK=used[layout.sample_T == index][layout.position_T[:6].argsort()], num_experts=8)
+        for index in range(2)
+    ]
     with replay_routing(model, [layout.local(samples)]):
         replayed = score(model, tokens(), packed=packed)
         replayed.sum().backward()
@@ -161,21 +164,6 @@ def test_gradients_reach_the_routers_through_the_replayed_experts_only(model) ->
     model.zero_grad(set_to_none=True)
 
 
-def test_a_recording_within_or_around_a_replay_sees_the_replayed_experts(model) -> None:
-    local = padded_routing()
-    with replay_routing(model, [local]), record_routing(model) as record, torch.no_grad():
-        score(model, tokens())
-    with record_routing(model) as around, replay_routing(model, [local]), torch.no_grad():
-        score(model, tokens())
-    assert all(torch.equal(x, y) for x, y in zip(record.micro_batches(), around.micro_batches(), strict=True))
-    with record_routing(model) as own, torch.no_grad():
-        score(model, tokens())
-    (replayed,), (chosen_alone,) = record.micro_batches(), own.micro_batches()
-    was_replayed = local.experts_TLK >= 0
-    assert torch.equal(replayed[was_replayed], local.experts_TLK[was_replayed])
-    assert not torch.equal(chosen_alone[was_replayed], local.experts_TLK[was_replayed])
-
-
 def test_micro_batches_are_consumed_in_order(model) -> None:
     routings = [padded_routing(seed=10), padded_routing(seed=20)]
     alone = []
@@ -201,11 +189,10 @@ def test_checkpointed_layers_are_recomputed_with_the_experts_of_their_micro_batc
     for checkpointed in (False, True):
         if checkpointed:
             checkpoint_layers(model, monkeypatch, kind=kind)
-        with replay_routing(model, [padded_routing(seed=10), padded_routing(seed=20)]), record_routing(model) as record:
+        with replay_routing(model, [padded_routing(seed=10), padded_routing(seed=20)]):
             first, second = score(model, tokens(seed=0)), score(model, tokens(seed=1))
             first.sum().backward()
             second.square().sum().backward()
-        assert len(record.micro_batches()) == 2
         results.append(gradients(model))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
@@ -348,12 +335,12 @@ def test_routers_are_restored_also_after_an_exception(model) -> None:
     before, hooks = slots(model), len(model._forward_pre_hooks)
     listed = list(RouterReplay.global_router_replay_instances)
     try:
-        with replay_routing(model, [padded_routing()]), record_routing(model), torch.no_grad():
+        with replay_routing(model, [padded_routing()]), torch.no_grad():
             score(model, tokens())
             assert all(x is not y for x, y in zip(before, slots(model), strict=True))
         assert all(x is y for x, y in zip(before, slots(model), strict=True))
         wrong = padded_routing((5, 5), length=5)
-        with pytest.raises(ValueError, match="routes 12 tokens"), record_routing(model):
+        with pytest.raises(ValueError, match="routes 12 tokens"):
             score_under([wrong], model, passes=1)
         assert all(x is y for x, y in zip(before, slots(model), strict=True))
         assert len(model._forward_pre_hooks) == hooks
@@ -368,12 +355,11 @@ def test_a_pipeline_stage_takes_the_columns_of_its_own_layers(model) -> None:
     stage = pipeline_stage(model)
     stage.last = model.decoder.layers[2]
     local = padded_routing()
-    with replay_routing(stage, [local]), record_routing(stage) as record, torch.no_grad():
+    with router_outputs(stage) as seen, replay_routing(stage, [local]), torch.no_grad():
         score(model, tokens())
-    (recorded,) = record.micro_batches()
-    was_replayed = local.experts_TLK[:, 1] >= 0
-    assert (recorded[:, 0] == -1).all()
-    assert torch.equal(recorded[:, 1][was_replayed], local.experts_TLK[:, 1][was_replayed])
+    expected = local.experts_TLK[:, 1:].sort(-1).values
+    was_replayed = expected[:, 0, 0] >= 0
+    assert torch.equal(used_experts(seen)[was_replayed].int(), expected[was_replayed])
 
 
 def test_layers_of_multi_token_prediction_keep_their_own_routing(model) -> None:
@@ -381,11 +367,9 @@ def test_layers_of_multi_token_prediction_keep_their_own_routing(model) -> None:
     stage.decoder = model.decoder.layers[2]
     stage.mtp = torch.nn.Module()
     stage.mtp.layer = model.decoder.layers[0]
-    with record_routing(stage) as record, torch.no_grad():
+    with replay_routing(stage, [padded_routing()]), torch.no_grad():
+        assert [slot is None for slot in slots(model)] == [True, False]
         score(model, tokens())
-    (recorded,) = record.micro_batches()
-    assert (recorded[:, 0] == -1).all()
-    assert (recorded[:, 1] >= 0).all()
 
 
 @pytest.mark.parametrize(("frequency", "moe_layers"), [([0, 1, 1], [1, 2]), (3, [0])])
@@ -415,9 +399,8 @@ def test_models_that_would_not_keep_to_the_routing_are_refused(model, key, value
     changed = torch.nn.Module()
     changed.config, changed.inner = copy.copy(model.config), model
     setattr(changed.config, key, value)
-    for context in (lambda: replay_routing(changed, []), lambda: record_routing(changed)):
-        with pytest.raises(ValueError, match=message), context():
-            pass
+    with pytest.raises(ValueError, match=message), replay_routing(changed, []):
+        pass
 
 
 @pytest.mark.parametrize("wrap", [Wrapper, wrap_in_megatron])
@@ -426,30 +409,24 @@ def test_a_wrapped_model_is_replayed_like_the_model_inside(wrap, monkeypatch) ->
     inner = next(module for module in wrapped.modules() if hasattr(module, "decoder"))
     checkpoint_layers(inner, monkeypatch, kind="reentrant")
     routings = [padded_routing(seed=10), padded_routing(seed=20)]
-    with replay_routing(wrapped, routings), record_routing(wrapped) as record:
+    with router_outputs(wrapped) as seen, replay_routing(wrapped, routings):
         (score(wrapped, tokens()) + score(wrapped, tokens())).sum().backward()
-    for recorded, local in zip(record.micro_batches(), routings, strict=True):
-        was_replayed = local.experts_TLK >= 0
-        assert torch.equal(recorded[was_replayed], local.experts_TLK[was_replayed])
+    for call, local in enumerate(routings):
+        expected = local.experts_TLK.sort(-1).values
+        was_replayed = expected[:, 0, 0] >= 0
+        assert torch.equal(used_experts(seen, call)[was_replayed].int(), expected[was_replayed])
 
 
 def test_what_is_no_model_of_megatron_core_is_refused() -> None:
     with pytest.raises(TypeError, match="Linear is no Megatron-Core model: it has no config"):
-        record_routing(Wrapper(torch.nn.Linear(2, 2))).__enter__()
+        replay_routing(Wrapper(torch.nn.Linear(2, 2)), []).__enter__()
 
 
 def test_without_pipeline_stages_a_missing_router_is_an_error(model) -> None:
     part = torch.nn.Module()
     part.config, part.layer = model.config, model.decoder.layers[2]
-    with pytest.raises(ValueError, match="routers of 1 of 2 mixture-of-experts layers"), record_routing(part):
+    with pytest.raises(ValueError, match="routers of 1 of 2 mixture-of-experts layers"), replay_routing(part, []):
         pass
-
-
-def test_a_recording_of_no_pass_is_an_error(model) -> None:
-    with record_routing(model) as record:
-        pass
-    with pytest.raises(ValueError, match=r"equally often and at least once, got \[0\] passes"):
-        record.micro_batches()
 
 
 @pytest.mark.parametrize("max_seq_lens", [None, [18, 18, 18]])

@@ -168,7 +168,7 @@ def test_its_experts_are_those_that_transformers_chooses(name) -> None:
     # The dense layer in between has a column of zeros.
     with pytest.raises(ValueError, match="expert 0 is chosen twice at token 0, layer 1"):
         RoutedExperts.from_vllm(found["response"]["choices"][0], num_tokens=len(tokens), num_experts=8)
-    assert RoutingLayout.packed([len(tokens)]).local([sample]).num_replayed == len(tokens) - 1
+    assert (RoutingLayout.packed([len(tokens)]).local([sample]).experts_TLK[:-1] >= 0).all()
 
 
 def test_experts_that_were_asked_for_from_a_position_on_are_placed_there() -> None:
