@@ -22,7 +22,6 @@ PackedFunction = Callable[[Tensor, list[int]], Tensor]
 Returns logits ``[T, V]`` or ``[1, T, V]`` as the model makes them; or ``[T]``, at each token its own log-prob, of which
 the first of a sequence is ignored.
 """
-DEFAULT_LENGTHS = (29, 5, 64, 3, 17)
 # Rounding differs from place to place: no more than this many times what the first places show.
 _MARGIN = 4.0
 # Nats. Of float32, where the first places have equal bits and later ones need not.
@@ -89,6 +88,13 @@ class PackingReport:
         if reach < 8 and any(each.length > 2 * reach for each in found):
             return f"only positions up to {reach} differ: a window at the start of a sequence, as of a convolution"
         return "sequences read the ones before them, or have other positions: state, attention, or position ids"
+
+    def __str__(self) -> str:
+        lines = [self.explain(), f"rounding {self.rounding:.2g} nats, allowed {self.allowed:.2g}"]
+        for each in self.sequences:
+            where = "" if each.first_position is None else f", from position {each.first_position}"
+            lines.append(f"sequence {each.index}, {each.length} tokens: differs by {each.max_abs_diff:.2g}{where}")
+        return "\n".join(lines)
 
 
 def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> PackingReport:

@@ -2,8 +2,6 @@
 """The check of packed rows: leaks planted in three kinds of models are found, and the sound ones pass."""
 
 import dataclasses
-import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,15 +10,14 @@ import torch
 from torch import nn
 
 from mis_ext.onpolicy import check_packing, packed_megatron, packed_transformers
-from mis_ext.onpolicy.packing import DEFAULT_LENGTHS
-from mis_ext.tools.cli import main
 
+LENGTHS = (29, 5, 64, 3, 17)
 VOCABULARY, WIDTH = 40, 16
 
 
 def sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in DEFAULT_LENGTHS]
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
 class Tiny(nn.Module):
@@ -105,8 +102,8 @@ LEAKS = [
 def test_a_planted_leak_is_found_with_its_sequences_and_positions(kind, leak) -> None:
     report = check_packing(kind(leak), sequences())
     assert not report.passed
-    assert len(report.differing) == len(DEFAULT_LENGTHS)
-    for each, length in zip(report.sequences, DEFAULT_LENGTHS, strict=True):
+    assert len(report.differing) == len(LENGTHS)
+    for each, length in zip(report.sequences, LENGTHS, strict=True):
         assert each.length == length
         # The first log-prob is that of the second token, after the first.
         assert each.first_position == 1
@@ -130,9 +127,11 @@ def test_a_window_at_the_start_is_told_from_a_state() -> None:
     report = check_packing(Window(), sequences())
     # A window of four tokens: the outputs at 0, 1, and 2 are those of the log-probs at 1, 2, and 3.
     assert [(each.first_position, each.last_position) for each in report.sequences] == [
-        (1, min(3, length - 1)) for length in DEFAULT_LENGTHS
+        (1, min(3, length - 1)) for length in LENGTHS
     ]
     assert "positions up to 3 differ" in report.explain()
+    assert str(report).splitlines()[2].startswith("sequence 0, 29 tokens: differs by ")
+    assert str(report).splitlines()[2].endswith(", from position 1")
 
 
 def test_log_probs_may_be_returned_and_only_those_that_leak_are_named() -> None:
@@ -241,37 +240,6 @@ def test_a_megatron_core_model_gets_its_boundaries(megatron, leaks) -> None:
         model = build_model(shape, config, seed=0, core_attention=OneSequence if leaks else GatheredAttention).eval()
         report = check_packing(packed_megatron(model), sequences())
     assert report.passed is not leaks
-
-
-def test_the_command_says_which_differ_and_from_where(tmp_path, monkeypatch, capsys) -> None:
-    (tmp_path / "my_models.py").write_text(
-        "from test_packing import Gru\n\ndef sound():\n    return Gru()\n\ndef leaky():\n    return Gru('state')\n"
-    )
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    few = ["--vocabulary", str(VOCABULARY), "--lengths", "6,4", "--json"]
-    assert main(["check-packing", "my_models.sound", *few]) == 0
-    assert main(["check-packing", "my_models.leaky", *few]) == 1
-    passed, found = map(json.loads, capsys.readouterr().out.splitlines())
-    assert passed["passed"]
-    assert [row["first_position"] for row in found["report"]["sequences"]] == [1, 1]
-    assert main(["check-packing", "my_models.leaky", *few[:-1]]) == 1
-    assert "FAILED" in capsys.readouterr().out
-    for wrong in (["my_models.absent"], [], ["my_models.sound", "--transformers", str(tmp_path)]):
-        with pytest.raises(SystemExit) as stopped:
-            main(["check-packing", *wrong])
-        assert stopped.value.code == 2
-
-
-def test_the_command_loads_a_transformers_model(tmp_path, capsys) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert main(["check-packing", "--transformers", str(tmp_path), "--vocabulary", "64", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["passed"]
 
 
 @pytest.mark.parametrize(("shift", "passed"), [(1e-6, True), (1e-4, False)])

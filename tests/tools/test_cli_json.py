@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import json_of
 from rollout_logs import genuine, good, write
 from tiny_decoder import TinyDecoder, packed, planted, recording_of
@@ -78,11 +77,6 @@ def says_check(found: dict[str, Any], text: str) -> bool:
     return all(number in one_line(text) for number in numbers) and found["reasons"][0] in text
 
 
-def leaky_rows() -> Callable[[torch.Tensor, list[int]], torch.Tensor]:
-    """A model whose log-probs are of the place in the row."""
-    return lambda ids_T, lengths: -torch.arange(len(ids_T)).float()
-
-
 COMMANDS = {
     "audit": Command(
         lambda folder: ["audit", dump(folder)],
@@ -101,11 +95,6 @@ COMMANDS = {
         lambda folder: ["check-rollouts", write(folder, *good(), genuine("generate_abort"))],
         1,
         says_check,
-    ),
-    "check-packing": Command(
-        lambda folder: ["check-packing", "test_cli_json.leaky_rows"],
-        1,
-        lambda found, text: "FAILED" in text and found["found"] in one_line(text),
     ),
     "presets": Command(lambda folder: ["presets"], 0, None),
     "presets NAME": Command(lambda folder: ["presets", "mis"], 0, lambda found, text: found["yaml"] == text),

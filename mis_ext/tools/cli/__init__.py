@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mis_ext import __version__
 from mis_ext.files import printable, to_jsonable
 from mis_ext.keys.removed import sentence
-from mis_ext.tools.cli import check_rollouts, configurations, equality, packing, report
+from mis_ext.tools.cli import check_rollouts, configurations, equality, report
 from mis_ext.tools.cli.command import Result, require
 from mis_ext.validation import did_you_mean
 
@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configurations.add_explain,
         equality.add_diff,
         check_rollouts.add_command,
-        packing.add_command,
         configurations.add_presets,
         configurations.add_keys,
         configurations.add_schema,

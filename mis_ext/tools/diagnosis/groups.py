@@ -145,8 +145,8 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
     title="packed responses that see each other",
     looks_like="Two groups of responses differ by a factor of 3. One in every 2 to 8 responses, the first of a "
     "packed row, agrees",
-    advice="Score one response alone and compare: mis-ext check-packing does both. Reset the recurrent state, the "
-    "positions and the attention mask at each boundary of a packed row (cu_seqlens).",
+    advice="Score one response alone and compare: mis_ext.onpolicy.check_packing does both. Reset the recurrent "
+    "state, the positions and the attention mask at each boundary of a packed row (cu_seqlens).",
     is_fault=True,
 )
 def packed(left: Left) -> Finding | None:
