@@ -242,8 +242,7 @@ class Experiment:
             recorder.recording(),
             names=self._engine.names,
             # An engine computes logits for the tokens that need them only.
-            allow_rows=("", "output_layer"),
-            allow_missing=self._engine.unpaired,
+            allow=("", "output_layer", *self._engine.unpaired),
         )
         if comparison.problems:
             raise RuntimeError(f"the recordings cannot be compared: {'; '.join(comparison.problems)}")

@@ -37,19 +37,16 @@ class ModuleDifference:
         order: Rank of the output in a's order of execution.
         num_rows: Rows compared.
         num_differing: Rows of them with any differing bit.
-        num_only_a: Rows without a counterpart.
-        num_only_b: Likewise.
         max_abs: Largest absolute difference; NaN where a number stands against a NaN.
         max_ulp: Largest distance in units in the last place, NaNs left aside.
         num_nan: Elements that are NaN on either side. The same NaN on both is no difference, but no number either: it
             makes the verdict INVALID, as in :func:`mis_ext.onpolicy.audit_logprobs`.
         first: The first differing row, by sequence, then position.
         inputs_equal: Whether every input of the module is equal up to the first differing row, in its sequence; where
-            no row differs, in all rows. None where none differs, but not all were compared: only one side has an input,
-            or that row of it, or it is not by token.
+            no row differs, in all rows. None where none differs, but not all were compared, or that row of one is
+            missing.
         compared_inputs: Labels, in a, of the inputs that were compared.
-        unpaired_inputs: Labels of the inputs that only one side has by token.
-        uncompared_inputs: Labels of the inputs that are not by token, and not the same bit for bit on both sides.
+        uncompared_inputs: Labels of the inputs that only one side has by token, or that are not by token.
         culprit_row: The first row that differs although the inputs that were compared are equal up to it; None where
             there is none, and where a module inside this one has such a row.
     """
@@ -59,15 +56,12 @@ class ModuleDifference:
     order: int
     num_rows: int
     num_differing: int
-    num_only_a: int
-    num_only_b: int
     max_abs: float
     max_ulp: int
     num_nan: int
     first: Row | None
     inputs_equal: bool | None
     compared_inputs: tuple[str, ...]
-    unpaired_inputs: tuple[str, ...]
     uncompared_inputs: tuple[str, ...]
     culprit_row: Row | None
 
@@ -85,9 +79,7 @@ class ModuleDifference:
 
     def inputs_besides(self) -> str:
         """The inputs that are left out where those that were compared are equal, as the end of a sentence."""
-        rest = {"on one side only": self.unpaired_inputs, "not compared": self.uncompared_inputs}
-        told = [f"{', '.join(labels)} ({why})" for why, labels in rest.items() if labels]
-        return f" but for {' and '.join(told)}" if told else ""
+        return f" but for {', '.join(self.uncompared_inputs)} (not compared)" if self.uncompared_inputs else ""
 
     def _at(self, row: Row) -> str:
         inputs = {True: "inputs equal", False: "inputs differ", None: "inputs unknown"}[self.inputs_equal]
@@ -175,10 +167,7 @@ def compare(
     b: Recording,
     *,
     names: NameMap | Mapping[str, str | Parts] | None = None,
-    allow_missing: Sequence[str] = (),
-    allow_rows: Sequence[str] = (),
-    allow_dtype: Sequence[str] = (),
-    allow_shape: Sequence[str] = (),
+    allow: Sequence[str] = (),
 ) -> Comparison:
     """Compare two recordings of the same tokens bit for bit.
 
@@ -186,21 +175,19 @@ def compare(
     can stand for each other; so are inputs, with limits
     (:class:`mis_ext.onpolicy.recording.differences.InputDifference`). Equal inputs mean equal in the same sequence
     up to and including the row, which is all that a causal model may look at. An input that only one side has, as
-    engines hand tables of positions or a residual to other modules, is not compared, nor is one that is not by token
-    and not the same bit for bit on both sides, such as a cache or a mask of another width: the inputs are not called
-    equal then, but the module can still be a culprit by those that were compared, and the message names the others.
+    engines hand tables of positions or a residual to other modules, is not compared, nor is one that is not by token,
+    such as a cache or a mask: the inputs are not called equal then, but the module can still be a culprit by those that
+    were compared, and the message names the others.
 
     Args:
         a: One recording; its order of execution counts.
         b: The other.
         names: From a's module names to b's.
-        allow_missing: Shell patterns of modules (by either name) that may be missing on one side, or share no row.
-        allow_rows: Modules of which one side may have rows that the other has not.
-        allow_dtype: Modules whose dtypes may differ; their values must still be equal.
-        allow_shape: Modules whose rows may differ in size; these are not compared.
+        allow: Shell patterns of modules (by either name) that may be missing on one side, or have other rows, another
+            dtype, or rows of another size there. Values that both have must still be equal.
     """
     names = names if isinstance(names, NameMap) else NameMap(names or {})
-    findings = _Findings(missing=allow_missing, rows=allow_rows, dtype=allow_dtype, shape=allow_shape)
+    findings = _Findings(allow)
     modules: list[ModuleDifference] = []
     bases: list[str] = []
     for pair in _pairs(a, b, names, findings):
@@ -223,16 +210,16 @@ def compare(
 
 
 class _Findings:
-    def __init__(self, **patterns: Sequence[str]) -> None:
-        self._patterns = patterns
+    def __init__(self, allow: Sequence[str]) -> None:
+        self._allow = allow
         self.problems: list[str] = []
         self.allowed: list[str] = []
 
-    def is_allowed(self, kind: str, *names: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._patterns[kind] for name in names)
+    def is_allowed(self, *names: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._allow for name in names)
 
-    def add(self, kind: str, message: str, *names: str) -> None:
-        (self.allowed if self.is_allowed(kind, *names) else self.problems).append(message)
+    def add(self, message: str, *names: str) -> None:
+        (self.allowed if self.is_allowed(*names) else self.problems).append(message)
 
 
 class _Pair(NamedTuple):
@@ -257,7 +244,7 @@ def _pairs(a: Recording, b: Recording, names: NameMap, findings: _Findings) -> I
         for name, outputs in targets.items():
             met.add(name)
             if name not in b.outputs:
-                findings.add("missing", f"{_both(module, name)}: missing in b{_why(b, name)}", module, name)
+                findings.add(f"{_both(module, name)}: missing in b{_why(b, name)}", module, name)
                 continue
             used.add(target.source)
             labels = _paired_labels(outputs, b.outputs[name])
@@ -266,9 +253,9 @@ def _pairs(a: Recording, b: Recording, names: NameMap, findings: _Findings) -> I
                 yield _Pair(module, name, name_a, name_b, outputs[label_a], b.outputs[name][label_b])
             for side, own, index, whole in (("b", outputs, 0, module), ("a", b.outputs[name], 1, name)):
                 for label in [label for label in own if label not in {pair[index] for pair in labels}]:
-                    findings.add("missing", f"{describe(whole, label)}: missing in {side}", module, name)
+                    findings.add(f"{describe(whole, label)}: missing in {side}", module, name)
     for name in [name for name in b.outputs if name not in met]:
-        findings.add("missing", f"{describe(name)}: missing in a{_why(a, name)}", name)
+        findings.add(f"{describe(name)}: missing in a{_why(a, name)}", name)
     # Not excusable: a misspelt name would compare nothing for ever.
     unused = [source for source in names.pairs if source not in used]
     findings.problems.extend(f"{source!r} in names pairs no two modules" for source in unused)
@@ -278,28 +265,25 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
     shown, modules = _both(pair.name_a, pair.name_b), (pair.module_a, pair.module_b)
     if row_size(pair.a) != row_size(pair.b):
         shapes = f"{[*pair.a.values.shape[1:]]} and {[*pair.b.values.shape[1:]]}"
-        findings.add("shape", f"{shown}: rows of shape {shapes}", *modules)
+        findings.add(f"{shown}: rows of shape {shapes}", *modules)
         return None
     if pair.a.dtype != pair.b.dtype:
-        findings.add("dtype", f"{shown}: {pair.a.dtype} and {pair.b.dtype}", *modules)
+        findings.add(f"{shown}: {pair.a.dtype} and {pair.b.dtype}", *modules)
     found = row_difference(pair.a, pair.b)
     if not len(found.differs_N):
-        findings.add("missing", f"{shown}: no row in common", *modules)
+        findings.add(f"{shown}: no row in common", *modules)
     elif found.num_only_a or found.num_only_b:
         only = f"{found.num_only_a} rows only in a, {found.num_only_b} only in b"
-        findings.add("rows", f"{shown}: {only}", *modules)
+        findings.add(f"{shown}: {only}", *modules)
     inputs = InputDifference(
-        a.inputs.get(pair.module_a, {}),
-        b.inputs.get(pair.module_b, {}),
-        a.others.get(pair.module_a, {}),
-        b.others.get(pair.module_b, {}),
-        allow_dtype=findings.is_allowed("dtype", *modules),
+        a.inputs.get(pair.module_a, {}), b.inputs.get(pair.module_b, {}), any_dtype=findings.is_allowed(*modules)
     )
+    uncompared = (*inputs.unpaired, *_skipped_inputs(a, pair.module_a), *_skipped_inputs(b, pair.module_b))
     differing_N = found.differs_N.nonzero()[:, 0]
     state = inputs.up_to(found.sequence_N[differing_N], found.position_N[differing_N])
     culprit_N = differing_N[state.is_there_N & ~state.differs_N]
     state = state if len(differing_N) else inputs.all_rows()
-    all_compared = bool(state.is_there_N[0]) and not inputs.unpaired and not inputs.uncompared
+    all_compared = bool(state.is_there_N[0]) and not uncompared
     inputs_equal = False if state.differs_N[0] else True if all_compared else None
     return ModuleDifference(
         name=pair.name_a,
@@ -307,16 +291,13 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
         order=pair.a.order,
         num_rows=len(found.differs_N),
         num_differing=len(differing_N),
-        num_only_a=found.num_only_a,
-        num_only_b=found.num_only_b,
         max_abs=found.max_abs,
         max_ulp=found.max_ulp,
         num_nan=found.num_nan,
         first=_first(found, differing_N),
         inputs_equal=inputs_equal,
         compared_inputs=inputs.compared,
-        unpaired_inputs=inputs.unpaired,
-        uncompared_inputs=inputs.uncompared,
+        uncompared_inputs=tuple(dict.fromkeys(uncompared)),
         culprit_row=_first(found, culprit_N),
     )
 
@@ -350,6 +331,11 @@ def _why(recording: Recording, module: str) -> str:
         if key.endswith(" outputs") and key.removesuffix(" outputs").partition("[")[0] == describe(module)
     ]
     return f" ({reasons[0]})" if reasons else ""
+
+
+def _skipped_inputs(recording: Recording, module: str) -> list[str]:
+    start, end = f"{describe(module)}[", "] inputs"
+    return [key[len(start) : -len(end)] for key in recording.skipped if key.startswith(start) and key.endswith(end)]
 
 
 Parts = Callable[[Tensor], Mapping[str, Tensor]]

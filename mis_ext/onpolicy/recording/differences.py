@@ -128,33 +128,18 @@ class InputState(NamedTuple):
 
 
 class InputDifference:
-    """Bitwise comparison of the inputs of one pair of modules.
+    """Bitwise comparison of the inputs by token of one pair of modules.
 
     Inputs are paired by label. Of those without a counterpart the first is paired with the first, as parameters have
     other names in other engines, and one labelled by a number (a positional argument without a name) with the next;
     in both cases only with one whose rows have the same size.
-
-    Inputs that are not by token are equal where their digests are. Where these differ nothing is said: a mask that is
-    padded otherwise may mean the same.
     """
 
-    def __init__(
-        self,
-        a: Mapping[str, PlacedRows],
-        b: Mapping[str, PlacedRows],
-        others_a: Mapping[str, str | None],
-        others_b: Mapping[str, str | None],
-        *,
-        allow_dtype: bool,
-    ) -> None:
+    def __init__(self, a: Mapping[str, PlacedRows], b: Mapping[str, PlacedRows], *, any_dtype: bool) -> None:
         pairs = _paired(a, b)
-        paired_a, paired_b = {label for label, _ in pairs}, {label for _, label in pairs}
-        self.unpaired = (*(x for x in a if x not in paired_a), *(x for x in b if x not in paired_b))
-        equal = {label for label, told in others_a.items() if told is not None and told == others_b.get(label)}
-        self.compared = (*(label for label, _ in pairs), *(label for label in others_a if label in equal - paired_a))
-        rest = dict.fromkeys([*others_a, *others_b])
-        self.uncompared = tuple(label for label in rest if label not in {*self.unpaired, *equal})
-        self._compared = [_compare_inputs(a[x], b[y], allow_dtype=allow_dtype) for x, y in pairs]
+        self.compared, others = tuple(label for label, _ in pairs), {label for _, label in pairs}
+        self.unpaired = (*(x for x in a if x not in self.compared), *(x for x in b if x not in others))
+        self._compared = [_compare_inputs(a[x], b[y], any_dtype=any_dtype) for x, y in pairs]
 
     def up_to(self, sequence_N: Tensor, position_N: Tensor) -> InputState:
         """The inputs in the sequence of each row, up to and including it."""
@@ -179,13 +164,13 @@ class InputDifference:
         return InputState(torch.tensor([bool(self.compared)]), torch.tensor([differs]))
 
 
-def _compare_inputs(a: PlacedRows, b: PlacedRows, *, allow_dtype: bool) -> PlacedRows:
+def _compare_inputs(a: PlacedRows, b: PlacedRows, *, any_dtype: bool) -> PlacedRows:
     """The common rows of one pair of inputs; their values say whether they differ."""
     if row_size(a) != row_size(b):
         return a._replace(values=torch.ones(len(a.values), dtype=torch.bool))
     found = row_difference(a, b)
     is_other_float = a.dtype != b.dtype and any(dtype.is_floating_point for dtype in (a.dtype, b.dtype))
-    differs_N = found.differs_N | (is_other_float and not allow_dtype)
+    differs_N = found.differs_N | (is_other_float and not any_dtype)
     return PlacedRows(differs_N, found.sequence_N, found.position_N)
 
 

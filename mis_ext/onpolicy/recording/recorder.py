@@ -11,25 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from mis_ext.onpolicy.recording.recordings import (
-    REPEATED,
-    Kind,
-    Recording,
-    RecordingBuilder,
-    Repeated,
-    describe,
-    digest,
-)
+from mis_ext.onpolicy.recording.recordings import Kind, Recording, RecordingBuilder, describe
 from mis_ext.onpolicy.recording.rows import LAYOUTS, Layout, Rows, place_rows
 from mis_ext.validation import check_choice, did_you_mean
 
-NotPlaced = Literal["none"]
 RowsOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Rows | None]
 
 
@@ -38,10 +29,9 @@ def record(
     model: Module,
     *,
     modules: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
     rows_of: RowsOf | None = None,
     layout: Layout | None = None,
-    layouts: Mapping[str, Layout | NotPlaced] | None = None,
-    repeated: Repeated = "error",
 ) -> Iterator[Recorder]:
     """Record the inputs and outputs of modules in every forward of ``model`` inside this block, by token.
 
@@ -50,20 +40,18 @@ def record(
     what a compiled or captured graph does, and are left out of what is compiled meanwhile.
 
     Inputs are labelled by the parameters of the module's ``forward``, however they are passed. Tensors are found in
-    tuples, lists and mappings, and in dataclasses that a module returns. Of inputs that are not by token, such as masks
-    and numbers, a digest is kept; caches, parameters and other objects are only named.
+    tuples, lists and mappings, and in dataclasses that a module returns. Inputs that are not by token, such as masks,
+    caches and parameters, are only named, and numbers and strings are not recorded.
 
     Args:
         model: The module whose call is one forward.
         modules: Which of its modules to record, as shell patterns over their names (``*`` matches dots too; the
             model itself is ``""``).
+        exclude: Which of these not to record, likewise: those that get their tokens in an order of their own, such as
+            the experts of a mixture. Where each token has one expert, nothing in the shape tells.
         rows_of: Gets the model, ``args`` and ``kwargs`` of a forward, in the thread that runs it, and returns the
             tokens it holds; None leaves that forward out. Without it, set them with :meth:`Recorder.rows`.
         layout: The order of tokens in tensors whose shape fits both ``[b, s, ...]`` and ``[s, b, ...]``.
-        layouts: The order of tokens in modules, by shell pattern; the first that matches is enforced. ``"none"`` leaves
-            a module out, which is for one that gets its tokens in an order of its own, such as the experts of a
-            mixture: where each token has one expert, nothing in the shape tells.
-        repeated: Which of several different values of one (module, token) stays.
 
     Yields:
         The recorder; its :meth:`Recorder.recording` stays available after the block, also after an exception.
@@ -73,7 +61,7 @@ def record(
             a tensor is ambiguous (the message names the module). An error in another thread is raised at the end of
             the block too, because engines swallow it.
     """
-    recorder = Recorder(model, modules, rows_of=rows_of, layout=layout, layouts=layouts or {}, repeated=repeated)
+    recorder = Recorder(model, modules, exclude, rows_of=rows_of, layout=layout)
     with recorder._attached():
         yield recorder
     if recorder.error is not None:
@@ -87,15 +75,6 @@ class _Forward:
         self.rows = rows
         self.num_calls: Counter[str] = Counter()
         self.open_calls: dict[str, list[str]] = defaultdict(list)
-        # Every layer gets the same mask. The tensor is kept, so that no other gets its id meanwhile.
-        self._digests: dict[tuple[int, int], tuple[Tensor, str | None]] = {}
-
-    def digest(self, tensor: Tensor) -> str | None:
-        """Of a tensor that is not by token; computed once, until it is changed in place."""
-        key = id(tensor), 0 if tensor.is_inference() else tensor._version
-        if key not in self._digests or tensor.is_inference():
-            self._digests[key] = tensor, digest(tensor)
-        return self._digests[key][1]
 
 
 class Recorder:
@@ -105,26 +84,23 @@ class Recorder:
         self,
         model: Module,
         modules: Sequence[str],
+        exclude: Sequence[str],
         *,
         rows_of: RowsOf | None,
         layout: Layout | None,
-        layouts: Mapping[str, Layout | NotPlaced],
-        repeated: Repeated,
     ) -> None:
         check_choice("layout", layout or "bsh", LAYOUTS)
-        for name, choice in layouts.items():
-            check_choice(f"layouts[{name!r}]", choice, (*LAYOUTS, "none"))
-        check_choice("repeated", repeated, REPEATED)
         named = dict(model.named_modules())
-        for pattern in (*modules, *layouts):
+        for pattern in (*modules, *exclude):
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise ValueError(f"no module matches {pattern!r}{did_you_mean(pattern, named)}")
         self.error: BaseException | None = None
         self._model = model
-        self._modules = {name: x for name, x in named.items() if any(fnmatchcase(name, p) for p in modules)}
+        matches = {name: [any(fnmatchcase(name, x) for x in given) for given in (modules, exclude)] for name in named}
+        self._modules = {name: module for name, module in named.items() if matches[name] == [True, False]}
         self._rows_of = rows_of
         self._rows: Rows | None = None
-        self._layout, self._layouts, self._repeated = layout, layouts, repeated
+        self._layout = layout
         self._builder, self._lock = RecordingBuilder(), threading.Lock()
         self._running, self._owner = threading.local(), threading.get_ident()
 
@@ -137,17 +113,14 @@ class Recorder:
         finally:
             self._rows = previous
 
-    def recording(self, *, repeated: Repeated | None = None) -> Recording:
+    def recording(self) -> Recording:
         """Everything recorded so far.
 
-        Args:
-            repeated: Instead of what :func:`record` was given; the values that it leaves out are dropped for good.
-
         Raises:
-            ValueError: A row was recorded twice with different bits (see ``repeated``).
+            ValueError: A row was recorded twice with different bits.
         """
         with self._lock:
-            return self._builder.build(repeated=repeated or self._repeated)
+            return self._builder.build()
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
@@ -186,39 +159,32 @@ class Recorder:
             forward.open_calls[name].append(call)
             labels = [*parameters[: len(args)], *map(str, range(len(parameters), len(args)))]
             given = {**dict(zip(labels, args, strict=True)), **kwargs}
-            self._add("inputs", name, call, _tensors_in(given), forward)
-            with self._lock:
-                for label, value in _others_in(given):
-                    self._builder.note(call, label, digest(value))
+            self._add("inputs", call, _tensors_in(given), forward)
+            for label, value in given.items():
+                if not (value is None or isinstance(value, (int, float, str)) or any(_tensors_in(value))):
+                    self._skip("inputs", call, label, f"a {type(value).__name__}")
 
     def _after(self, name: str, _: Module, __: Any, output: Any) -> None:
         forward: _Forward | None = getattr(self._running, "forward", None)
         if forward is not None:
             call, tensors = forward.open_calls[name].pop(), [*_tensors_in(output, of_dataclasses=True)]
-            self._add("outputs", name, call, tensors, forward)
+            self._add("outputs", call, tensors, forward)
             # Functions and None hold nothing that could differ.
             if not tensors and output is not None and not callable(output):
-                with self._lock:
-                    self._builder.skip("outputs", call, "", f"no activations in a {type(output).__name__}")
+                self._skip("outputs", call, "", f"no activations in a {type(output).__name__}")
 
-    def _add(self, kind: Kind, name: str, call: str, tensors: Iterable[tuple[str, Tensor]], forward: _Forward) -> None:
-        forced = next((order for pattern, order in self._layouts.items() if fnmatchcase(name, pattern)), None)
+    def _add(self, kind: Kind, call: str, tensors: Iterable[tuple[str, Tensor]], forward: _Forward) -> None:
         for label, tensor in tensors:
-            placed, reason = None, "its layout is 'none'"
-            if forced != "none":
-                where = f"{describe(call, label)} {kind}"
-                placed = place_rows(tensor, forward.rows, where=where, layout=self._layout, forced=forced)
-                reason = f"no token dimensions in {[*tensor.shape]}"
-            # Where a module is left out, nothing of it is compared.
-            is_whole = placed is None and kind == "inputs" and forced != "none"
-            found = forward.digest(tensor) if is_whole else None
-            with self._lock:
-                if is_whole:
-                    self._builder.note(call, label, found)
-                if placed is None:
-                    self._builder.skip(kind, call, label, reason)
-                else:
+            placed = place_rows(tensor, forward.rows, where=f"{describe(call, label)} {kind}", layout=self._layout)
+            if placed is None:
+                self._skip(kind, call, label, f"no token dimensions in {[*tensor.shape]}")
+            else:
+                with self._lock:
                     self._builder.add(kind, call, label, placed)
+
+    def _skip(self, kind: Kind, call: str, label: str, reason: str) -> None:
+        with self._lock:
+            self._builder.skip(kind, call, label, reason)
 
     def _noting(self, hook: Callable[..., None]) -> Callable[..., None]:
         def noting_hook(*args: Any) -> None:
@@ -259,17 +225,3 @@ def _tensors_in(value: Any, label: str = "", *, of_dataclasses: bool = False) ->
         items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     for key, item in items:
         yield from _tensors_in(item, f"{label}.{key}" if label else str(key), of_dataclasses=of_dataclasses)
-
-
-def _others_in(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
-    """Find all but activations in nested tuples, lists, and mappings, with their paths: parameters, numbers, caches.
-
-    A collection without tensors is one of them; None is none.
-    """
-    if value is None or (isinstance(value, Tensor) and not isinstance(value, Parameter)):
-        return
-    if not isinstance(value, (Mapping, tuple, list)) or next(_tensors_in(value), None) is None:
-        yield label, value
-        return
-    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        yield from _others_in(item, f"{label}.{key}" if label else str(key))

@@ -6,12 +6,10 @@ Also from the files of SGLang's tensor dumper (``sglang.srt.debug_utils.dumper``
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,15 +20,10 @@ from torch import Tensor
 from mis_ext.files import regular_file
 from mis_ext.onpolicy.bits import same_bits
 from mis_ext.onpolicy.recording.rows import PlacedRows, Rows, place_rows
-from mis_ext.validation import check_choice
 
 Kind = Literal["inputs", "outputs"]
-Repeated = Literal["error", "first", "last"]
-REPEATED: tuple[Repeated, ...] = ("error", "first", "last")
 
 _FORMAT = "mis_ext.onpolicy.recording/1"
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
-
 
 _Key = tuple[str, str]
 
@@ -48,34 +41,20 @@ class Recording:
         outputs: In the order of execution: of the first forward that has them, and what first appears in a later one
             comes after what ran before it there.
         inputs: Likewise.
-        skipped: Tensors that were seen and not recorded, with the reason.
-        others: Inputs that are not by token, such as masks and numbers, by module and label: a digest of all that they
-            were, or None where only their bits could tell and were not looked at, as in a cache.
+        skipped: Inputs and outputs that were seen and not recorded, with the reason, such as masks and caches.
     """
 
     outputs: Entries
     inputs: Entries = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    others: dict[str, dict[str, str | None]] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to ``path``; an interrupted save leaves what was there before."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        content = {
-            "format": _FORMAT,
-            **{
-                kind: {name: {label: rows._asdict() for label, rows in labels.items()} for name, labels in kept.items()}
-                for kind, kept in (("outputs", self.outputs), ("inputs", self.inputs))
-            },
-            "skipped": dict(self.skipped),
-            "others": {module: dict(labels) for module, labels in self.others.items()},
+        """Write to ``path``."""
+        tensors = {
+            kind: {name: {label: rows._asdict() for label, rows in labels.items()} for name, labels in kept.items()}
+            for kind, kept in (("outputs", self.outputs), ("inputs", self.inputs))
         }
-        try:
-            torch.save(content, partial)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        torch.save({"format": _FORMAT, **tensors, "skipped": dict(self.skipped)}, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
@@ -89,9 +68,7 @@ class Recording:
             raise ValueError(f"{os.fspath(path)} is not a recording of format {_FORMAT!r}")
         try:
             outputs, inputs = (_entries(content[kind]) for kind in ("outputs", "inputs"))
-            # Files of earlier versions have no others.
-            others = {module: dict(labels) for module, labels in content.get("others", {}).items()}
-            return cls(outputs=outputs, inputs=inputs, skipped=dict(content["skipped"]), others=others)
+            return cls(outputs=outputs, inputs=inputs, skipped=dict(content["skipped"]))
         # What a changed byte of a file can make of names and kinds of values.
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} is a damaged recording: {type(error).__name__}: {error}") from None
@@ -105,7 +82,6 @@ class RecordingBuilder:
         self._order: dict[Kind, list[_Key]] = {"outputs": [], "inputs": []}
         self._last: dict[Kind, _Key] = {}
         self._skipped: dict[str, str] = {}
-        self._others: dict[_Key, set[str | None]] = {}
 
     def begin_forward(self) -> None:
         """Say that a forward begins, so that what is added next comes first in the order of execution."""
@@ -122,20 +98,11 @@ class RecordingBuilder:
         self._last[kind] = key
 
     def skip(self, kind: Kind, module: str, label: str, reason: str) -> None:
-        """Note a tensor that cannot be split by tokens, and why."""
+        """Note an input or output that cannot be split by tokens, and why."""
         self._skipped[f"{describe(module, label)} {kind}"] = reason
 
-    def note(self, module: str, label: str, digest: str | None) -> None:
-        """Note an input that is not by token, with what tells it from another; None where nothing does."""
-        self._others.setdefault((module, label), set()).add(digest)
-
-    def build(self, *, repeated: Repeated = "error") -> Recording:
-        """The recording of everything added so far.
-
-        Args:
-            repeated: Which of several different values of one row stays; equal bits are one value.
-        """
-        check_choice("repeated", repeated, REPEATED)
+    def build(self) -> Recording:
+        """The recording of everything added so far; of one row several equal values are one."""
         skipped = dict(self._skipped)
         built: dict[Kind, Entries] = {"outputs": {}, "inputs": {}}
         for kind, keys in self._order.items():
@@ -143,18 +110,12 @@ class RecordingBuilder:
                 pieces, where = self._pieces[kind][key], f"{describe(*key)} {kind}"
                 if len({piece.values[:1].numel() for piece in pieces if len(piece.values)}) > 1:
                     skipped[where] = "the size of a row changes between forwards"
-                    if kind == "inputs":
-                        self.note(*key, None)
                     continue
-                merged = _merge(pieces, where, repeated)
+                merged = _merge(pieces, where)
                 # Not both: large recordings fill the memory.
                 self._pieces[kind][key] = [merged]
                 built[kind].setdefault(key[0], {})[key[1]] = merged._replace(order=order)
-        others: dict[str, dict[str, str | None]] = {}
-        for (module, label), digests in self._others.items():
-            told = sorted(each for each in digests if each is not None)
-            others.setdefault(module, {})[label] = "; ".join(told) if len(told) == len(digests) else None
-        return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped, others=others)
+        return Recording(outputs=built["outputs"], inputs=built["inputs"], skipped=skipped)
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:
@@ -179,29 +140,13 @@ def _entries(plain: dict[str, dict[str, dict[str, Any]]]) -> Entries:
     return entries
 
 
-def digest(value: Any) -> str | None:
-    """Equal for equal bits: what a plain value is, and a hash of a tensor; None of a parameter or another object."""
-    if _is_plain(value):
-        return repr(value)
-    if type(value) is not Tensor or value.layout is not torch.strided or value.device.type == "meta":
-        return None
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
-    return f"{plain.dtype} {[*plain.shape]} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
-
-
-def _is_plain(value: Any) -> bool:
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return value is None or (isinstance(value, (*_PLAIN, Mapping, tuple, list)) and all(map(_is_plain, items)))
-
-
 def describe(module: str, label: str = "") -> str:
     """A tensor's name in messages: its module, and its label in brackets where it has one."""
     name = module or "(model)"
     return f"{name}[{label}]" if label else name
 
 
-def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated) -> PlacedRows:
+def _merge(pieces: list[PlacedRows], where: str) -> PlacedRows:
     """One piece, sorted and without repetitions; a single piece that is so is returned as it is."""
     dtypes = {piece.values.dtype for piece in pieces}
     if len(dtypes) > 1:
@@ -217,14 +162,13 @@ def _merge(pieces: list[PlacedRows], where: str, repeated: Repeated) -> PlacedRo
     if again.any():
         other = again.nonzero()[:, 0]
         changed = ~same_bits(values[other], values[other + 1]).flatten(1).all(1)
-        if repeated == "error" and changed.any():
+        if changed.any():
             row = other[changed][0]
             raise ValueError(
                 f"{where}: sequence {int(sequence_N[row])}, position {int(position_N[row])} was recorded twice with "
-                f"different bits ({int(changed.sum())} rows in all); set repeated to first or last to choose"
+                f"different bits ({int(changed.sum())} rows in all); record each token once"
             )
-        end = torch.zeros(1, dtype=torch.bool)
-        keep = ~torch.cat([again, end] if repeated == "last" else [end, again])
+        keep = torch.cat([torch.ones(1, dtype=torch.bool), ~again])
         values, sequence_N, position_N = values[keep], sequence_N[keep], position_N[keep]
     return PlacedRows(values, sequence_N, position_N)
 
@@ -263,7 +207,6 @@ def read_sglang_dumps(
     *,
     requests: Sequence[str] | None = None,
     rank: int = 0,
-    repeated: Repeated = "error",
 ) -> Recording:
     """The activations in a directory of dumps, by module and token.
 
@@ -279,11 +222,11 @@ def read_sglang_dumps(
         requests: The request ids in the order of the sequences 0, 1, ...; requests that are not listed (a server's
             warm-up) are left out. By default the order in which they appear.
         rank: Whose dumps to read; parts that tensor parallelism splits are not put together.
-        repeated: Which of several different values of one row stays, when a request was retracted and run again.
 
     Raises:
         ValueError: There are no dumps; a step lacks one of the three names, has one twice with different values, or
-            they contradict each other; no step has one of the ``requests``; a file is unreadable.
+            they contradict each other; no step has one of the ``requests``; a request was retracted and run again with
+            other bits; a file is unreadable.
     """
     steps = _steps(Path(directory), rank)
     seen: dict[str, int] = {}
@@ -299,7 +242,7 @@ def read_sglang_dumps(
     unknown = [request for request in requests or () if request not in seen]
     if unknown:
         raise ValueError(f"{os.fspath(directory)} has no request {unknown}; it has {[*seen]}")
-    return builder.build(repeated=repeated)
+    return builder.build()
 
 
 def _steps(directory: Path, rank: int) -> dict[int, list[_Dump]]:
@@ -368,12 +311,10 @@ def _add(builder: RecordingBuilder, dumps: list[_Dump], rows: Rows) -> None:
         calls[kind, module, label] += 1
         call = f"{module}#{count}" if count else module
         placed = place_rows(value, rows, where=dump.path.name)
-        if placed is not None:
+        if placed is None:
+            builder.skip(kind, call, label, f"no token dimensions in {[*value.shape]}")
+        else:
             builder.add(kind, call, label, placed)
-            continue
-        builder.skip(kind, call, label, f"no token dimensions in {[*value.shape]}")
-        if kind == "inputs":
-            builder.note(call, label, digest(value))
 
 
 def _place(name: str, layer: Any) -> tuple[Kind, str, str]:

@@ -145,9 +145,7 @@ class _Reading(NamedTuple):
     holds_all: bool
 
 
-def place_rows(
-    tensor: Tensor, rows: Rows, *, where: str, layout: Layout | None = None, forced: Layout | None = None
-) -> PlacedRows | None:
+def place_rows(tensor: Tensor, rows: Rows, *, where: str, layout: Layout | None = None) -> PlacedRows | None:
     """The tensor's values by token, or None where its leading dimensions are no token dimensions.
 
     Tokens may lie as ``[b, s, ...]``, ``[s, b, ...]``, or flattened in either order. What fits none of these and has a
@@ -156,20 +154,17 @@ def place_rows(
     has as ``[b, s]``.
     """
     is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
-    lies_as, every = _readings_of(tensor, rows, table_layout="bsh" if is_ids else layout)
-    fits = [reading for reading in every if forced in (None, reading.layout)]
-    # The position ids of a layer may be [1, s] although its activations are [s, b, h].
-    if every and not fits and lies_as != "table":
-        raise ValueError(f"{where}: {[*tensor.shape]} does not hold the tokens {_shapes(rows)} in layout {forced!r}")
+    lies_as, fits = _readings_of(tensor, rows, table_layout="bsh" if is_ids else layout)
     if not fits:
         return None
     if not all(reading.tokens.same(fits[0].tokens) for reading in fits):
         chosen = "bsh" if is_ids and lies_as != "flat" else layout
         fits = [reading for reading in fits if reading.layout == chosen]
     if not fits or not all(reading.tokens.same(fits[0].tokens) for reading in fits):
+        grids = " or ".join(f"[b, s] = {[*position.shape]}" for _, position in rows.grids())
         raise ValueError(
-            f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {_shapes(rows)}; "
-            f"give layout, or layouts for this module ({' | '.join(LAYOUTS)})"
+            f"{where}: {[*tensor.shape]} can be read in more than one way with the tokens {grids}; give layout "
+            f"({' | '.join(LAYOUTS)}), another number of sequences, or exclude this module"
         )
     tokens, values = fits[0].tokens, tensor.detach()
     if lies_as == "table":
@@ -227,10 +222,6 @@ def _check_tokens(sequence_N: Tensor, position_N: Tensor) -> None:
     twice = key_N[1:][key_N[1:] == key_N[:-1]]
     if len(twice):
         raise ValueError(f"(sequence, position) {divmod(int(twice[0]), stride)} is there twice")
-
-
-def _shapes(rows: Rows) -> str:
-    return " or ".join(f"[b, s] = {[*position.shape]}" for _, position in rows.grids())
 
 
 def _grid(name: str, tensor: Tensor) -> Tensor:

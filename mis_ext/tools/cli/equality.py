@@ -101,15 +101,14 @@ def add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         help="YAML or JSON file: names of modules in A, and their names in B. {layer} matches one part of a name",
     )
-    for flag, what in {
-        "missing": "modules that may be on one side only",
-        "rows": "modules for which one side may have rows that the other side lacks",
-        "dtype": "modules whose dtypes may differ; their values must still be equal",
-        "shape": "modules whose rows may differ in size; these are not compared",
-    }.items():
-        parser.add_argument(
-            f"--allow-{flag}", metavar="PATTERN", action="append", default=[], help=f"{what}; repeatable"
-        )
+    parser.add_argument(
+        "--allow",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="modules that may be on one side only, or have other rows, dtypes, or sizes there; values that both have "
+        "must still be equal. Repeatable",
+    )
     for side, what in {"": "SGLang request", "-a": "SGLang request of A", "-b": "SGLang request of B"}.items():
         parser.add_argument(
             f"--request{side}", metavar="ID", action="append", help=f"{what} of sequence 0, 1, ...; repeatable"
@@ -126,10 +125,7 @@ def run_diff(arguments: argparse.Namespace) -> Result:
         _read(arguments.a, requests_a),
         _read(arguments.b, requests_b),
         names=onpolicy.NameMap.load(arguments.map) if arguments.map else None,
-        allow_missing=arguments.allow_missing,
-        allow_rows=arguments.allow_rows,
-        allow_dtype=arguments.allow_dtype,
-        allow_shape=arguments.allow_shape,
+        allow=arguments.allow,
     )
     first = comparison.first_divergent
     content = {

@@ -69,8 +69,6 @@ def test_a_layout_that_fits_twice_is_an_error_that_names_the_module() -> None:
     expected = recording_of(TinyDecoder(), packed([[3, 1, 4], [9, 2], [6, 5, 3]]))
     assert compare(recording_of(TinyDecoder(), batch, layout="bsh"), expected).passed
     # Ids are [b, s] in any engine; the embedding and the logits of this model are [b, s, ...] too.
-    layouts = {"": "bsh", "embedding": "bsh"}
-    assert compare(recording_of(TinyDecoder(transposed=True), batch, layout="sbh", layouts=layouts), expected).passed
     wrong = recording_of(TinyDecoder(transposed=True), batch, layout="sbh")
     assert {module.name for module in compare(wrong, expected).modules if module.num_differing} == {
         "embedding",
@@ -108,15 +106,6 @@ def test_tensors_of_one_forward_share_what_says_their_tokens() -> None:
     assert entries[0].position_N is entries[1].position_N
 
 
-def test_an_enforced_layout_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.norm\[x\] inputs: .* does not hold the tokens .* in layout 'sbh'"
-    ):
-        recording_of(TinyDecoder(), padded(), layouts={"layers.0.norm": "sbh"})
-    # What holds no tokens in any order, such as a mask, is none of the layout's business.
-    assert place_rows(torch.ones(3, 1, 7, 7), padded()[1], where="mask", forced="sbh") is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -147,14 +136,14 @@ def test_what_holds_for_each_sequence_is_by_token() -> None:
     left = Rows.padded(torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]))
     columns = [1, 2, 3, 0, 1, 2, 3, 3]
     for tensor, layout in ((table[None], "bsh"), (table[:, None], "sbh")):
-        for forced in (None, layout):
-            placed = place_rows(tensor, left, where="table", forced=forced)
+        for given in (None, layout):
+            placed = place_rows(tensor, left, where="table", layout=given)
             assert placed is not None
             assert torch.equal(placed.values, table[columns])
             assert placed.sequence_N.tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
             assert placed.position_N.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
-    # Of another layout it is none of this module's, and no error as its activations would be.
-    assert place_rows(table[None], left, where="table", forced="sbh") is None
+    # Of another layout it is none.
+    assert place_rows(table[None], left, where="table", layout="sbh") is None
     assert place_rows(table, left, where="table") is None
     # As many sequences as tokens: a mask [b, 1, s, keys] is no table, and [s, 1, ...] none of [b, s, h].
     square = Rows.padded(torch.ones(3, 3))
