@@ -33,7 +33,7 @@ class Generation:
 
     Attributes:
         request_id: The request, as the server or the caller names it.
-        prompt_ids: Token ids the server was given. The builder checks those it has not seen in an earlier turn.
+        prompt_ids: Token ids the server was given. The builder checks them.
         sampled_ids: Token ids that were sampled, in order, a sampled end token included; may be empty.
         log_probs: Natural log-prob of each sampled id, as long as ``sampled_ids``; finite, at most 0.
         finish_reason: ``"stop"`` (an end token or a stop string), ``"length"`` (the token limit, or vLLM, where the

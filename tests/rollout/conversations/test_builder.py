@@ -251,9 +251,10 @@ class TestIllegal:
 
     def test_equal_numbers_of_other_types_never_reach_a_sample(self) -> None:
         """True == 1 and 7.0 == 7."""
-        for prompt in ([7.0, True, 8], [7.0, True, 6]):
-            for sample in build_samples([call("0", [7, 1], [8]), call("1", prompt, [9])], policy="split").samples:
-                assert {type(each) for each in sample.tokens} == {int}
+        for sample in build_samples([call("0", [7, 1], [8]), call("1", [7, True, 6], [9])], policy="split").samples:
+            assert {type(each) for each in sample.tokens} == {int}
+        with pytest.raises(MalformedResponse, match=r"request '1': prompt_ids\[0\] must be an int"):
+            build_samples([call("0", [7, 1], [8]), call("1", [7.0, 1, 8], [9])], policy="split")
 
     def test_the_greatest_id_is_one_below_the_vocabulary(self) -> None:
         assert single([call("0", [0, 49], [49])], vocab_size=50).tokens == [0, 49, 49]

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="real tokenizers: pip install transfo
 
 from conversations import call, sample_of
 
-from mis_ext.rollout.conversations.builder import Node, build_samples
+from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.generation import BoundaryError
 
 
@@ -73,44 +73,13 @@ def test_strict_refuses_a_fork() -> None:
         build_samples(calls)
 
 
-def test_equal_numbers_of_other_types_never_reach_a_sample_of_a_fork() -> None:
-    calls = [
-        call("0", [7], [1]),
-        call("1", [7, True, 5], [6]),
-        call("2", [7.0, 1, 9], [6]),
-        call("3", [7, 1.0, 5], [7]),
-    ]
-    for sample in build_samples(calls, policy="split").samples:
-        assert {type(each) for each in sample.tokens} == {int}
-
-
-def test_a_prompt_is_compared_once_however_many_calls_there_are(monkeypatch) -> None:
-    compared, count_equal = [0], Node.count_equal
-
-    def counting(run, ids, position):
-        found = count_equal(run, ids, position)
-        compared[0] += found + 1
-        return found
-
-    monkeypatch.setattr(Node, "count_equal", counting)
-    rng, known = random.Random(0), [[*range(100, 400)]]
-    calls = []
-    for number in range(300):
-        prompt = [*rng.choice(known), number, 5]
-        calls.append(call(str(number), prompt, [9000 + number, 6]))
-        known.append([*prompt, *calls[-1].sampled_ids])
-    built = build_samples(calls, policy="split")
-    assert len({each.continues for each in built.boundaries}) > 50
-    assert compared[0] <= 2 * sum(len(each.prompt_ids) + len(each.sampled_ids) for each in calls)
-
-
 def sampled_range(calls, name):
     return next(range(len(each.sampled_ids)) for each in calls if each.request_id == name)
 
 
-@pytest.mark.parametrize("size", [1, 5, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("size", [1, 5, 1025])
 def test_calls_that_part_anywhere_are_found_again(size) -> None:
-    """Runs that are cut at any place, chunks included, against a comparison with every call."""
+    """Runs that are cut at any place, against a comparison of single ids with every call."""
     rng = random.Random(size)
     calls, knowns = list[object](), list[list[int]]()
     for number in range(30):
@@ -140,6 +109,3 @@ def test_calls_that_part_anywhere_are_found_again(size) -> None:
             assert sample.rollout_log_probs[place - start] == one.log_probs[i]
             trained.append((one.request_id, i))
     assert sorted(trained) == sorted(each for each in sampled if each[0] not in copies)
-
-
-# A call that sampled nothing is not known.
