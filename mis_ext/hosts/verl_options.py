@@ -36,23 +36,6 @@ _CRITERIA = tuple(
     for estimate in ("k1", "k2", "k3")
     if f"{level}_{estimate}" != "seq_max_k1"
 )
-_VETO = "here it is a filter {reduce: min, low: THRESHOLD}"
-_BAND = "write the range as {}_threshold: LOW_HIGH"
-_REINFORCE = "write bypass_mode: true and loss_type: reinforce"
-_OLD: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tis_imp_ratio_cap": ((None, -1), "write rollout_is: token and rollout_is_threshold: CAP"),
-    "rollout_is_level": ((None,), "write rollout_is: token or sequence; geometric is the level of a weight here"),
-    "rollout_is_mode": ((None, "truncate"), f"for mask {_BAND.format('rollout_is')}"),
-    "rollout_is_threshold_lower": ((None,), _BAND.format("rollout_is")),
-    "rollout_is_veto_threshold": ((None,), _VETO),
-    "rollout_rs_threshold_lower": ((None,), f"{_BAND.format('rollout_rs')}, which is of behavior / proximal now"),
-    "rollout_token_veto_threshold": ((None,), _VETO),
-    "bypass_old_logprob_for_rollout": ((None, False), "write bypass_mode: true"),
-    "use_pure_rollout_correction": ((None, False), _REINFORCE),
-    "use_policy_gradient": ((None, False), _REINFORCE),
-}
-"""Options of verl up to 0.7.0: the values with which they do nothing, and what replaced the others."""
-_OLD_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 WHOLE_CONFIGURATION = (
     "Give the .hydra/config.yaml that verl writes into the outputs of a run, or what the command of your script prints "
     "with --cfg job at its end, which starts no run: both hold the defaults and every override"
@@ -74,15 +57,8 @@ def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
         found = _at(content, place)
         if isinstance(found, Mapping):
             return found
-    names = {*KNOWN, *_OLD}
-    if names & content.keys():
+    if content.keys() & {*KNOWN}:
         return content
-    # Up to 0.6.0 they stood among the others of the algorithm, and before among those of the actor.
-    for place in ("algorithm", "actor_rollout_ref.actor"):
-        found = _at(content, place)
-        options = {name: found[name] for name in names & found.keys()} if isinstance(found, Mapping) else {}
-        if options:
-            return options
     raise ValueError(
         f"no rollout correction of verl: neither {', '.join(PLACES)} nor {', '.join(KNOWN)}. {WHOLE_CONFIGURATION}"
     )
@@ -111,7 +87,6 @@ def _at(content: Mapping[str, Any], place: str) -> Any:
 def convert_verl(options: Mapping[str, Any]) -> Converted:
     """The keys that give verl's weights and masks; a missing option has the default of verl's YAML."""
     given = {name: value for name, value in options.items() if name != "_target_"}
-    given = _without_old(given)
     check_known("options of verl", given, KNOWN)
     loss_type = check_choice("loss_type", given.get("loss_type") or "ppo_clip", ("ppo_clip", "reinforce"))
     is_bypass, is_normalized = (check_bool(name, given.get(name) or False) for name in _SWITCHES)
@@ -141,31 +116,6 @@ def convert_verl(options: Mapping[str, Any]) -> Converted:
     keys = flat_keys(CorrectionConfig(**parts | {"weight": weight, "gates": read_gates("gates", parts["gates"])}))
     config_from_mapping(keys)
     return Converted(keys, tuple(remarks))
-
-
-def _without_old(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of today, if those of older releases do nothing."""
-    if isinstance(given.get("rollout_is"), bool) and given.get("rollout_is_threshold") is None:
-        # In 0.6.0 rollout_is was a switch, and nothing acted without a threshold.
-        return {}
-    found = {name: f"{name}={given[name]!r}: {now}" for name, (off, now) in _OLD.items() if given.get(name) not in off}
-    if isinstance(given.get("rollout_is"), bool):
-        found["rollout_is"] = f"rollout_is={given['rollout_is']}: write what rollout_is_level said, or null for False"
-    criterion = _OLD_CRITERIA.get(str(given.get("rollout_rs")))
-    if criterion is not None:
-        band = "1/HIGH_1/LOW"
-        if given.get("rollout_rs_threshold") is not None:
-            high = _number("rollout_rs_threshold", given["rollout_rs_threshold"])
-            low = _number("rollout_rs_threshold_lower", given.get("rollout_rs_threshold_lower") or 1.0 / high)
-            band = f"{1.0 / high:.9g}_{1.0 / low:.9g}"
-        found.pop("rollout_rs_threshold_lower", None)
-        found["rollout_rs"] = (
-            f'rollout_rs={given["rollout_rs"]!r}: write rollout_rs: {criterion} and rollout_rs_threshold: "{band}", '
-            "whose ratio is upside down now: behavior / proximal"
-        )
-    if found:
-        raise ValueError(f"options of older releases of verl: {'; '.join(found.values())}")
-    return {name: value for name, value in given.items() if name not in _OLD}
 
 
 def _weight(level: str, threshold: Any, *, is_normalized: bool) -> dict[str, Any]:

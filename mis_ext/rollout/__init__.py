@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from mis_ext.rollout.readers.servers import read_vllm_completions as read_vllm_completions
     from mis_ext.rollout.readers.servers import read_vllm_generate as read_vllm_generate
     from mis_ext.rollout.sampling_parameters import SamplingParameters as SamplingParameters
-    from mis_ext.rollout.vocabulary import VocabularyReport as VocabularyReport
-    from mis_ext.rollout.vocabulary import check_vocabulary as check_vocabulary
-    from mis_ext.rollout.vocabulary import padded_vocab_size as padded_vocab_size
     from mis_ext.rollout.weights import WeightDifference as WeightDifference
     from mis_ext.rollout.weights import compare_weights as compare_weights
 else:

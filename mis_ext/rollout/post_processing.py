@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import takewhile
@@ -64,14 +63,10 @@ class PostProcessing:
     Attributes:
         kind: The class.
         detail: What differs, with the text around it.
-        num_kept: Sampled tokens whose whole text was kept, from the first one on; None where that says nothing.
-        lost_text: Text that was kept, of a token that was cut in two: this token is not among ``num_kept``.
     """
 
     kind: PostProcessingKind
     detail: str
-    num_kept: int | None = None
-    lost_text: str = ""
 
     @property
     def cure(self) -> str:
@@ -83,43 +78,6 @@ class PostProcessing:
         """True if the text represents all sampled tokens, so that they can be trained."""
         kinds = PostProcessingKind
         return self.kind in (kinds.EXACT, kinds.STOP_TRIMMED, kinds.SPECIAL_TOKENS_STRIPPED)
-
-    @property
-    def is_fixable(self) -> bool:
-        """True if ``fix`` returns a generation that the text represents."""
-        return self.kind is PostProcessingKind.PREFIX_TRUNCATED
-
-    def fix(self, generation: Generation) -> Generation:
-        """The generation without the tokens behind the cut: ids and log-probs, hence the mask, end at the same token.
-
-        A token that was cut in two is not kept: its log-prob is of its whole text. The result ends as if by a token
-        limit, since its last token is not one that was sampled to end the turn.
-
-        Args:
-            generation: The one that was given to ``detect_post_processing``.
-
-        Raises:
-            ValueError: The text is not a first part of what was sampled.
-        """
-        if not self.is_fixable or self.num_kept is None:
-            raise ValueError(f"only a text cut at its end can be fixed, this is {self.kind.value}: {self.detail}")
-        if self.num_kept >= len(generation.sampled_ids):
-            raise ValueError(
-                f"request {generation.request_id!r}: {len(generation.sampled_ids)} sampled tokens, of which "
-                f"{self.num_kept} were kept: this is another generation"
-            )
-        versions = generation.weight_versions and generation.weight_versions[: self.num_kept]
-        return replace(
-            generation,
-            weight_version=versions[-1] if versions else generation.weight_version,
-            weight_versions=versions or None,
-            sampled_ids=generation.sampled_ids[: self.num_kept],
-            log_probs=generation.log_probs[: self.num_kept],
-            kept_ids=generation.kept_ids and generation.kept_ids[: self.num_kept],
-            finish_reason="length",
-            stop_match=None,
-            text=None,
-        )
 
 
 def detect_post_processing(
@@ -171,23 +129,19 @@ def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str
     if any(text.replace(REPLACEMENT, "") == candidate.replace(REPLACEMENT, "") for candidate in shown):
         detail = "the text differs only where bytes are no whole character: the decoder omits them, or an agent"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
-    begins = ((decoding, sampled) for decoding in whole for sampled in (decoding.text, decoding.whole_text))
-    cut = next(((decoding, sampled) for decoding, sampled in begins if sampled.startswith(text)), None)
+    begins = (sampled for decoding in whole for sampled in (decoding.text, decoding.whole_text))
+    cut = next((sampled for sampled in begins if sampled.startswith(text)), None)
     removed = next((body for body in bodies if text and body.endswith(text)), None)
-    if cut and text.endswith(REPLACEMENT):
+    if cut is not None and text.endswith(REPLACEMENT):
         detail = "the text was cut where bytes are no whole character: which token that is depends on the decoder"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
-    if cut and removed:
+    if cut is not None and removed:
         detail = f"{_show(text)} is both how the sampled text begins and how it ends"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
-    if cut:
-        decoding, sampled = cut
-        num_kept, inside = decoding.tokens_within(text)
-        end, lost = text if len(text) <= 40 else f"…{text[-40:]}", text[len(inside) :]
-        detail = f"the text was cut after {end!r}; {_show(sampled[len(text) :])} was sampled after it"
-        if lost:
-            detail += f"; the cut is inside token {num_kept}, of which {_show(lost)} was kept"
-        return PostProcessing(kind=kinds.PREFIX_TRUNCATED, detail=detail, num_kept=num_kept, lost_text=lost)
+    if cut is not None:
+        end = text if len(text) <= 40 else f"…{text[-40:]}"
+        detail = f"the text was cut after {end!r}; {_show(cut[len(text) :])} was sampled after it"
+        return PostProcessing(kind=kinds.PREFIX_TRUNCATED, detail=detail)
     if removed:
         detail = f"the text lacks its beginning {_show(removed.removesuffix(text))}"
         return PostProcessing(kind=kinds.PREFIX_REMOVED, detail=detail)
@@ -217,35 +171,22 @@ class _Decoding:
     def __init__(self, ids: list[int], tokenizer: Tokenizer, *, skips_special: bool, context: Sequence[int]) -> None:
         self._tokenizer, self._skips_special = tokenizer, skips_special
         self._ids, self._context = ids, [*context]
-        self.num_tokens = len(ids)
         self._context_text = self._decode(self._context)
         decoded = self._decode([*self._context, *ids])
         self.is_possible = decoded.startswith(self._context_text)
         self.text = decoded[len(self._context_text) :]
 
+    def without_last(self, num_tokens: int) -> str:
+        """The text of all but the last ``num_tokens``."""
+        ids = self._ids[: len(self._ids) - num_tokens]
+        return self._decode([*self._context, *ids])[len(self._context_text) :]
+
     @cached_property
     def whole_text(self) -> str:
         """The text without a last character that was cut."""
-        return self._first_whole(self.num_tokens)
-
-    def first(self, num_tokens: int) -> str:
-        """The text of the first ``num_tokens`` sampled tokens."""
-        if num_tokens == self.num_tokens:
-            return self.text
-        return self._decode([*self._context, *self._ids[:num_tokens]])[len(self._context_text) :]
-
-    def tokens_within(self, text: str) -> tuple[int, str]:
-        """Count the first tokens that lie within ``text``, a prefix of the sampled text; return their text too."""
-        enough = bisect_left(range(self.num_tokens + 1), len(text), key=lambda n: len(self._first_whole(n)))
-        num_tokens = min(enough, self.num_tokens)
-        while not text.startswith(inside := self.first(num_tokens)):
-            num_tokens -= 1
-        return num_tokens, inside
-
-    def _first_whole(self, num_tokens: int) -> str:
-        # Of up to three tokens fewer, so that no character is cut: it has at most four bytes.
-        texts = (self.first(n) for n in range(num_tokens, max(num_tokens - 4, -1), -1))
-        return next((text for text in texts if not text.endswith(REPLACEMENT)), self.first(num_tokens))
+        # It has at most four bytes.
+        texts = (self.without_last(n) for n in range(min(4, len(self._ids) + 1)))
+        return next((text for text in texts if not text.endswith(REPLACEMENT)), self.text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special) if ids else ""
@@ -267,7 +208,7 @@ def _trimmed(decoding: _Decoding, generation: Generation, tokenizer: Tokenizer, 
         return {}
     trimmed = {}
     last, match = generation.sampled_ids[-1], generation.stop_match
-    without_last = decoding.first(decoding.num_tokens - 1)
+    without_last = decoding.without_last(1)
     shown, stripped = (tokenizer.decode([last], skip_special_tokens=skips) for skips in (False, True))
     is_special = match is None and shown != "" and stripped == ""
     if match == last or is_special:

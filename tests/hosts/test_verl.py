@@ -4,7 +4,6 @@
 import argparse
 import json
 import lzma
-import re
 import sys
 import types
 import warnings
@@ -180,17 +179,7 @@ def test_a_band_with_a_mean_is_the_method_that_the_refusal_names() -> None:
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold=None"),
         ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "2,3"}, "rollout_rs_threshold='2,3'"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs_threshold of token_k2='0.1_0.2'"),
-        ({"rollout_token_veto_threshold": 1e-4}, "=0.0001: here it is a filter {reduce: min"),
-        ({"rollout_rs_threshold_lower": 0.5}, "=0.5: write the range as rollout_rs_threshold"),
-        ({"rollout_is_threshold_lower": 0.5}, "write the range as rollout_is_threshold: LOW_HIGH"),
-        ({"rollout_rs": "sequence"}, 'rollout_rs: seq_sum_k1 and rollout_rs_threshold: "1/HIGH_1/LOW", whose ratio is'),
-        ({"use_policy_gradient": True}, "use_policy_gradient=True: write bypass_mode: true and loss_type: reinforce"),
-        ({"use_pure_rollout_correction": True}, "loss_type: reinforce"),
-        ({"bypass_old_logprob_for_rollout": True}, "write bypass_mode: true"),
-        ({"tis_imp_ratio_cap": 2}, "tis_imp_ratio_cap=2: write rollout_is: token and rollout_is_threshold: CAP"),
-        ({"rollout_is": True, "rollout_is_threshold": 2.0}, "rollout_is=True: write what rollout_is_level said"),
-        ({"rollout_is_level": "token", "rollout_is_mode": "mask"}, "rollout_is_level='token': write rollout_is"),
-        ({"rollout_is_level": "token", "rollout_is_mode": "mask"}, "for mask write the range as rollout_is_threshold"),
+        ({"rollout_is": "token", "tis_imp_ratio_cap": 2}, "unknown options of verl: 'tis_imp_ratio_cap'"),
         ({"rollout_is": "token", "rollout_is_treshold": 2.0}, "did you mean 'rollout_is_threshold'"),
         ({"bypass_mode": True, "loss_type": "ppo"}, "loss_type"),
         ({"bypass_mode": "false"}, "bypass_mode must be"),
@@ -222,64 +211,10 @@ def test_the_command_finds_the_options_in_a_whole_configuration(tmp_path, capsys
     assert "no rollout correction of verl" in capsys.readouterr().err
 
 
-OFF = {
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-    "rollout_rs_threshold_lower": None,
-    "rollout_token_veto_threshold": None,
-    "use_policy_gradient": False,
-    "bypass_old_logprob_for_rollout": False,
-    "use_pure_rollout_correction": False,
-    "rollout_is_mode": "truncate",
-    "rollout_is_threshold_lower": None,
-    "rollout_is_veto_threshold": None,
-    "tis_imp_ratio_cap": -1,
-    "loss_type": None,
-    "bypass_mode": None,
-    "rollout_is_batch_normalize": None,
-}
-
-
-@pytest.mark.parametrize("name", OFF)
-def test_an_old_option_that_does_nothing_is_no_fault(name) -> None:
+@pytest.mark.parametrize("name", ["rollout_rs", "rollout_rs_threshold", "loss_type", "bypass_mode"])
+def test_an_option_that_is_null_does_nothing(name) -> None:
     options = {"rollout_is": "token", "rollout_is_threshold": 2.0}
-    assert convert_verl(options | {name: OFF[name]}) == convert_verl(options)
-
-
-@pytest.mark.parametrize(("number", "options"), [*enumerate(verl_cases.OLD)])
-def test_what_an_error_says_for_old_options_gives_the_masks_of_the_old_release(number, options) -> None:
-    with pytest.raises(ValueError, match="options of older releases of verl: ") as caught:
-        convert_verl(options)
-    said = re.search(r'write (rollout_rs: \w+) and (rollout_rs_threshold: "\S+")', str(caught.value))
-    if said is None:
-        gate = re.search(r"a filter (\{.*\})", str(caught.value)).group(1).replace("THRESHOLD", str(*options.values()))
-        keys = keys_of(gates=[yaml.safe_load(gate)])
-    else:
-        keys = convert_verl(yaml.safe_load("\n".join(said.groups()))).keys
-    kept = {}
-    for each, wanted in RECORD["old"][number].items():
-        kept[each] = kept_by(keys, BATCHES[each])
-        assert torch.equal(kept[each], torch.tensor(wanted) != 0)
-    assert any(0.0 < mask.sum() / BATCHES[each]["response_mask"].sum() < 1.0 for each, mask in kept.items())
-
-
-def test_the_whole_configuration_of_an_old_release_is_read_where_it_has_the_options(tmp_path, capsys) -> None:
-    # verl 0.6.0's own defaults: a switch that is off.
-    off = {"rollout_is_threshold": None, "rollout_is_threshold_lower": None, "rollout_is_level": "token"}
-    off |= {"rollout_is_mode": "truncate", "rollout_is_veto_threshold": 1e-4, "rollout_is": False}
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({"algorithm": {"gamma": 1.0} | off, "trainer": {}}))
-    assert main(["convert", "verl", str(file)]) == 0
-    assert yaml.safe_load(capsys.readouterr().out) == {"use_tis": False}
-    on = {"algorithm": off | {"rollout_is_threshold": 2.0, "rollout_is": True}}
-    for content, named in (
-        (on, "rollout_is_level='token'"),
-        ({"actor_rollout_ref": {"actor": {"tis_imp_ratio_cap": 2.0}}}, "tis_imp_ratio_cap=2.0"),
-    ):
-        file.write_text(yaml.safe_dump(content))
-        with pytest.raises(SystemExit):
-            main(["convert", "verl", str(file)])
-        assert named in capsys.readouterr().err
+    assert convert_verl(options | {name: None}) == convert_verl(options)
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,6 @@ OPTIONS = {
 }
 """verl's options beside its presets."""
 
-OLD_RELEASE = "v0.7.0"
-OLD = (
-    {"rollout_rs": "token", "rollout_rs_threshold": 1.3, "rollout_rs_threshold_lower": 0.7},
-    {"rollout_rs": "sequence", "rollout_rs_threshold": 2.0},
-    {"rollout_rs": "geometric", "rollout_rs_threshold": 1.2, "rollout_rs_threshold_lower": 0.95},
-    {"rollout_token_veto_threshold": 0.5},
-)
-"""Options that have no effect or another name now."""
-
 SEQUENCE = "seq-mean-token-mean"
 LOSSES = {
     "vanilla": ({}, {"mis_loss_method": {"name": "dual_clip"}}, "token-mean"),

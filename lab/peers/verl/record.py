@@ -8,8 +8,8 @@ ray, transformers and orjson, from the repository's root:
 
 It runs at one revision (``REVISION``). Every preset, every criterion and every loss runs on the batches of
 ``tests/support/verl_cases.py``: first as verl is, then after ``mis_ext.hosts.verl.register`` with the converted
-options. The largest difference of both is printed, and must be below ``TOLERANCE``. Masks of options that an older
-release had are of its own file, which git has. ``--check`` writes nothing, and compares verl's numbers with the file.
+options. The largest difference of both is printed, and must be below ``TOLERANCE``. ``--check`` writes nothing, and
+compares verl's numbers with the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import lzma
 import math
 import subprocess
 import sys
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -100,21 +99,15 @@ def presets() -> dict[str, dict[str, Any]]:
     return found
 
 
-def older(clone: Path) -> types.ModuleType:
-    """Its module of the correction as the older release had it."""
-    path = f"{verl_cases.OLD_RELEASE}:verl/trainer/ppo/rollout_corr_helper.py"
-    found = types.ModuleType("older_rollout_corr_helper")
-    exec(subprocess.run(["git", "-C", clone, "show", path], capture_output=True, check=True).stdout, vars(found))
-    return found
-
-
-def mask_of(helper: types.ModuleType, options: dict[str, Any], batch: dict) -> list[list[int]]:
+def mask_of(options: dict[str, Any], batch: dict) -> list[list[int]]:
     """What verl keeps."""
+    from verl.trainer.ppo import rollout_corr_helper as helper
+
     tensors = [batch[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask")]
     return helper.compute_rollout_correction_and_rejection_mask(*tensors, **options)[1].int().tolist()
 
 
-def all_numbers(clone: Path) -> dict[str, Any]:
+def all_numbers() -> dict[str, Any]:
     """With verl as it is, and with ours in it."""
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 
@@ -150,10 +143,9 @@ def all_numbers(clone: Path) -> dict[str, Any]:
         losses[name], worst[f"loss {name}"] = found[0], largest(*(comparable(name, each) for each in found))
     inputs = {each: {name: tensor.tolist() for name, tensor in batch.items()} for each, batch in batches.items()}
     found = {"revision": REVISION, "worst": worst, "batches": inputs, "corrections": corrections, "losses": losses}
-    helper, batch = older(clone), verl_cases.beyond()
-    found["old"] = [{each: mask_of(helper, of, rows) for each, rows in batches.items()} for of in verl_cases.OLD]
+    batch = verl_cases.beyond()
     rejecting = {name: of for name, of in verl_cases.OPTIONS.items() if "rollout_rs" in of and "rollout_is" not in of}
-    return found | {"beyond": {name: mask_of(rollout_corr_helper, of, batch) for name, of in rejecting.items()}}
+    return found | {"beyond": {name: mask_of(of, batch) for name, of in rejecting.items()}}
 
 
 def comparable(name: str, found: dict) -> dict:
@@ -182,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{parsed.verl} is at {git.stdout.strip()}, the numbers are of {REVISION}")
     sys.path.insert(0, str(parsed.verl))
     warnings.simplefilter("ignore")
-    numbers = all_numbers(parsed.verl)
+    numbers = all_numbers()
     for name, difference in numbers["worst"].items():
         print(f"{difference:9.1e}  {name}")
     differ = [name for name, difference in numbers["worst"].items() if not difference <= TOLERANCE]
@@ -193,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         off = max(largest(recorded[part], numbers[part]) for part in ("batches", "losses"))
         for name, of in recorded["corrections"].items():
             off = max(off, largest(of["batches"], numbers["corrections"][name]["batches"]))
-        off = max(off, *(float(recorded[part] != numbers[part]) for part in ("old", "beyond")))
+        off = max(off, float(recorded["beyond"] != numbers["beyond"]))
         print(f"verl's own numbers differ from the file by at most {off:.1e}")
         return int(bool(differ) or off > TOLERANCE)
     FILE.write_bytes(lzma.compress(json.dumps(numbers).encode()))

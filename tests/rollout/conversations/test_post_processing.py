@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happened to the text between the sampler and the trainer."""
 
-from dataclasses import replace
-
 import pytest
 from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, english_tokenizer, multibyte_tokenizer
 from tokenizers import decoders
@@ -63,40 +61,21 @@ def test_each_change_of_a_text_has_its_class(tokenizer, change, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", PostProcessingKind)
-def test_only_a_cut_is_fixable_every_class_but_exact_has_a_cure_and_three_keep_all_ids(kind) -> None:
-    found = PostProcessing(kind=kind, detail="why", num_kept=1)
-    assert found.is_fixable == (kind.value == "prefix_truncated")
+def test_every_class_but_exact_has_a_cure_and_three_keep_all_ids(kind) -> None:
+    found = PostProcessing(kind=kind, detail="why")
     assert bool(found.cure) == (kind.value != "exact")
     assert found.keeps_ids == (kind.value in ("exact", "stop_trimmed", "special_tokens_stripped"))
-    if not found.is_fixable:
-        with pytest.raises(ValueError, match=f"this is {kind.value}: why"):
-            found.fix(generate([1, 2]))
 
 
-def test_a_cut_at_every_character_keeps_the_tokens_that_lie_before_it(tokenizer) -> None:
+def test_a_cut_at_every_character_is_shown_with_what_was_sampled_after_it(tokenizer) -> None:
     generation = ended(tokenizer, ANSWER)
-    ends = [len(tokenizer.decode(generation.sampled_ids[:n])) for n in range(len(generation.sampled_ids) + 1)]
     for length in range(1, len(ANSWER)):
         text = ANSWER[:length]
         found = detect_post_processing(generation, text, tokenizer)
-        if ANSWER.endswith(text):
-            continue
-        assert found.kind.value == "prefix_truncated"
-        assert found.num_kept == max(n for n, end in enumerate(ends) if end <= length)
-        assert found.lost_text == text[ends[found.num_kept] :]
-        fixed = found.fix(generation)
-        assert fixed.sampled_ids == generation.sampled_ids[: found.num_kept]
-        assert fixed.log_probs == generation.log_probs[: found.num_kept]
-        assert (fixed.finish_reason, fixed.stop_match, fixed.text) == ("length", None, None)
-        assert fixed.prompt_ids == generation.prompt_ids
-        assert tokenizer.decode(fixed.sampled_ids) + found.lost_text == text
-
-
-def test_the_fix_of_another_generation_is_refused() -> None:
-    tokenizer = english_tokenizer()
-    found = detect_post_processing(generate(encode(tokenizer, "The weather in Paris")), "The weather", tokenizer)
-    with pytest.raises(ValueError, match="request 'r1': 2 sampled tokens, of which 2 were kept: this is another"):
-        found.fix(generate([1, 2]))
+        if not ANSWER.endswith(text):
+            assert found.kind.value == "prefix_truncated"
+            assert f"cut after {text if length <= 40 else '…' + text[-40:]!r}; " in found.detail
+            assert f"{ANSWER[length:][:20]!r}"[1:-1] in found.detail
 
 
 @pytest.mark.parametrize("stop_is_known_to", ["server", "caller"])
@@ -120,10 +99,7 @@ def test_a_text_cut_at_a_string_that_did_not_end_the_generation_is_a_cut() -> No
     tokenizer = english_tokenizer()
     text = "The answer is 42.\n\nThe answer is 17.\n\n"
     generation = generate(encode(tokenizer, text), "stop", "\n\n")
-    found = detect_post_processing(generation, "The answer is 42.", tokenizer)
-    assert found.kind.value == "prefix_truncated"
-    assert found.lost_text == "."
-    assert tokenizer.decode(found.fix(generation).sampled_ids) == "The answer is 42"
+    assert kind_of(generation, "The answer is 42.", tokenizer) == "prefix_truncated"
     at_limit = generate(encode(tokenizer, text), "length")
     assert kind_of(at_limit, text[:-2], tokenizer, stop=["\n\n"]) == "prefix_truncated"
 
@@ -162,8 +138,7 @@ def test_a_cut_character_at_the_end_that_is_not_in_the_text_is_undecidable(token
     # Byte fallback makes every byte of the run unknown, a server that decodes as it samples shows the whole characters.
     assert kind_of(generation, "Погода 今", tokenizer) == "undecidable"
     assert kind_of(generation, "Погода 今\ufffd\ufffd\ufffd", tokenizer) == "undecidable"
-    found = detect_post_processing(generation, "Погода", tokenizer)
-    assert (found.kind.value, found.num_kept) == ("prefix_truncated", len("Погода".encode()))
+    assert kind_of(generation, "Погода", tokenizer) == "prefix_truncated"
 
 
 def test_a_text_that_is_both_the_beginning_and_the_end_is_undecidable(tokenizer) -> None:
@@ -194,9 +169,7 @@ def test_a_decoder_that_drops_the_first_space_gives_the_same_class_with_and_with
     assert tokenizer.decode(ids) == "The weather is nice"
     for space in ("", " "):
         assert kind_of(generation, f"{space}The weather is nice", tokenizer) == "exact"
-        found = detect_post_processing(generation, f"{space}The weather", tokenizer)
-        assert found.kind.value == "prefix_truncated"
-        assert tokenizer.decode(ids[: found.num_kept]) == "The weather"
+        assert kind_of(generation, f"{space}The weather", tokenizer) == "prefix_truncated"
     assert kind_of(generate(ids, prompt_ids=[]), " The weather is nice", tokenizer) == "edited"
 
 
@@ -209,18 +182,6 @@ def test_nothing_sampled_and_nothing_said_is_exact_and_anything_else_was_added(t
 def test_a_text_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match="response_text must be a str, got NoneType"):
         detect_post_processing(generate([1]), None, english_tokenizer())
-
-
-def test_the_fix_cuts_versions_and_kept_ids_with_the_ids() -> None:
-    tokenizer = english_tokenizer()
-    ids = encode(tokenizer, "The answer is 42")
-    columns = {"weight_versions": [str(index) for index in range(len(ids))], "kept_ids": [[each] for each in ids]}
-    generation = replace(generate(ids), weight_version="9", **columns)
-    found = detect_post_processing(generation, "The answer", tokenizer)
-    fixed = found.fix(generation)
-    assert fixed.weight_versions == generation.weight_versions[: found.num_kept]
-    assert fixed.weight_version == fixed.weight_versions[-1]
-    assert fixed.kept_ids == generation.kept_ids[: found.num_kept]
 
 
 def test_a_cut_among_bytes_that_are_no_character_is_undecidable() -> None:

@@ -9,7 +9,6 @@ from log_prob_definitions import LOGITS, PROBABILITIES
 
 from mis_ext.rollout.comparable_log_probs import kept_mask, trainer_log_probs
 from mis_ext.rollout.definition import Distribution, Truncation
-from mis_ext.rollout.vocabulary import check_vocabulary, padded_vocab_size
 
 
 def score(token_ids, distribution, logits=LOGITS, **kwargs) -> list[float]:
@@ -122,22 +121,3 @@ def test_columns_of_padding_take_no_part() -> None:
     # The kept tokens are among the real ones, too.
     by_padding = Distribution(truncation=Truncation(top_k=3))
     assert score([2], by_padding, [math.log(p) for p in (*PROBABILITIES, 9.0)], vocab_size=4) == pytest.approx([1 / 7])
-
-
-def test_megatrons_padding_is_that_of_its_own_formula() -> None:
-    assert padded_vocab_size(50257) == 50304
-    assert padded_vocab_size(50257, tensor_parallel_size=8) == 51200
-    assert padded_vocab_size(151936) == 151936
-    assert padded_vocab_size(100, divisible_by=1, tensor_parallel_size=2) == 100
-
-
-def test_the_vocabularies_are_compared_with_the_numbers() -> None:
-    assert check_vocabulary(tokenizer_size=50, model_size=50, trainer_size=50).messages == ()
-    report = check_vocabulary(tokenizer_size=151669, model_size=151936, trainer_size=152064)
-    assert (report.num_nameless, report.num_padding) == (267, 128)
-    assert report.messages[0].startswith("267 rows from 151669 on have no token")
-    assert report.messages[1].startswith("128 rows of padding from 151936 on take part in the trainer's softmax")
-    with pytest.raises(ValueError, match="the tokenizer has 51 ids and the model 50 rows"):
-        check_vocabulary(tokenizer_size=51, model_size=50, trainer_size=64)
-    with pytest.raises(ValueError, match="the model has 50 rows and the trainer 49"):
-        check_vocabulary(tokenizer_size=50, model_size=50, trainer_size=49)
