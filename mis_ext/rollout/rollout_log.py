@@ -17,17 +17,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from mis_ext.rollout.conversations.builder import build_samples
 from mis_ext.rollout.generation import (
@@ -98,29 +94,38 @@ class LoggedCall:
         return generation
 
 
-def parse_line(content: bytes, *, file: str, line: int) -> LoggedCall:
-    """The call that a line holds; its request and response are not looked into, but to tell a format not given."""
-    try:
-        row = json.loads(content)
-        if not isinstance(row, dict):
-            raise ValueError(f"a line must be an object, got a {type(row).__name__}")
-        check_known("keys", row, {"format", "request", "response", *_TYPES})
-        missing = [key for key in ("conversation", "request", "response") if key not in row]
-        if missing:
-            raise ValueError(f"{' and '.join(missing)} missing")
-        for key, kind in _TYPES.items():
-            # True is an int and no choice.
-            if key in row and type(row[key]) is not kind and (row[key] is not None or key == "conversation"):
-                raise ValueError(f"{key} must be of type {kind.__name__}, got {row[key]!r:.80}")
-        format = _tell_format(row["response"]) if row.get("format") is None else row["format"]
-        if format is None:
-            raise ValueError(f"the response does not prove its format: name it by format, one of {' | '.join(READERS)}")
-        return LoggedCall(file=file, line=line, row=row, format=check_choice("format", format, READERS))
-    except json.JSONDecodeError as error:
-        raise LogLineError(file, line, f"no JSON: {error.msg} at character {error.pos}") from error
-    # Nesting beyond what Python's stack holds is a RecursionError.
-    except (ValueError, RecursionError) as error:
-        raise LogLineError(file, line, str(error)) from error
+class Line(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    number: int
+    content: bytes
+
+    def parse(self) -> LoggedCall:
+        """The call that it holds; its request and response are not looked into, but to tell a format not given."""
+        try:
+            row = json.loads(self.content)
+            if not isinstance(row, dict):
+                raise ValueError(f"a line must be an object, got a {type(row).__name__}")
+            check_known("keys", row, {"format", "request", "response", *_TYPES})
+            missing = [key for key in ("conversation", "request", "response") if key not in row]
+            if missing:
+                raise ValueError(f"{' and '.join(missing)} missing")
+            for key, kind in _TYPES.items():
+                # True is an int and no choice.
+                if key in row and type(row[key]) is not kind and (row[key] is not None or key == "conversation"):
+                    raise ValueError(f"{key} must be of type {kind.__name__}, got {row[key]!r:.80}")
+            format = _tell_format(row["response"]) if row.get("format") is None else row["format"]
+            if format is None:
+                raise ValueError(
+                    f"the response does not prove its format: name it by format, one of {' | '.join(READERS)}"
+                )
+            return LoggedCall(file=self.file, line=self.number, row=row, format=check_choice("format", format, READERS))
+        except json.JSONDecodeError as error:
+            raise LogLineError(self.file, self.number, f"no JSON: {error.msg} at character {error.pos}") from error
+        # Nesting beyond what Python's stack holds is a RecursionError.
+        except (ValueError, RecursionError) as error:
+            raise LogLineError(self.file, self.number, str(error)) from error
 
 
 def _tell_format(response: Any) -> str | None:
@@ -142,80 +147,35 @@ def _tell_format(response: Any) -> str | None:
     return f"{servers[0]}-{api}" if len(servers) == 1 else None
 
 
-class RolloutLog:
-    """Log files, read one conversation at a time, wherever its calls are.
+def read_logs(paths: Iterable[Path]) -> tuple[dict[str, list[Line]], list[LogLineError]]:
+    """The lines of each conversation, in the order of their first calls, and the lines that hold no call.
 
-    Two passes: one finds the lines of each conversation, :meth:`calls` reads them again. In memory are only the places
-    of the lines and what is being read. A file that cannot be read twice, because it is compressed or a pipe, is copied
-    to a temporary file.
-
-    Args:
-        paths: The files; they stay open until the log is closed.
-
-    Attributes:
-        places: For each conversation, in the order of their first calls, its lines: file, number, first byte, size.
-        problems: The lines that hold no call.
+    The lines are kept as they are: decoded, all of them at once would need many times the memory.
     """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.problems: list[LogLineError] = []
-        self.places: dict[str, list[tuple[int, int, int, int]]] = {}
-        with ExitStack() as stack:
-            self._files = [_open(path, stack) for path in paths]
-            for index in range(len(paths)):
-                self._scan(index)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> RolloutLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def _scan(self, index: int) -> None:
-        name, content, damage = self._files[index]
-        offset = number = num_lines = 0
-        for number, line in enumerate(content, start=1):
-            if not line.isspace():
-                num_lines += 1
-                try:
-                    call = parse_line(line, file=name, line=number)
-                    self.places.setdefault(call.row["conversation"], []).append((index, number, offset, len(line)))
-                except LogLineError as problem:
-                    self.problems.append(problem)
-            offset += len(line)
-        if damage or not num_lines:
-            self.problems.append(LogLineError(name, number + 1, damage or "the file holds no call"))
-
-    def calls(self, conversation: str) -> Iterator[LoggedCall]:
-        """The calls of a conversation, in order."""
-        for index, number, offset, size in self.places[conversation]:
-            name, content, _ = self._files[index]
-            yield parse_line(os.pread(content.fileno(), size, offset), file=name, line=number)
+    conversations: dict[str, list[Line]] = {}
+    problems: list[LogLineError] = []
+    for path in paths:
+        number, holds_nothing = 0, True
+        with path.open("rb") as raw:
+            lines = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
+            try:
+                for number, content in enumerate(lines, start=1):
+                    if content.isspace():
+                        continue
+                    holds_nothing, line = False, Line(str(path), number, content)
+                    try:
+                        conversations.setdefault(line.parse().row["conversation"], []).append(line)
+                    except LogLineError as problem:
+                        problems.append(problem)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                # What came before is worth a report; a log that is being written ends like this.
+                holds_nothing = False
+                problems.append(LogLineError(str(path), number + 1, f"the rest cannot be decompressed: {error}"))
+        if holds_nothing:
+            problems.append(LogLineError(str(path), number + 1, "the file holds no call"))
+    return conversations, problems
 
 
-def _open(path: Path, stack: ExitStack) -> tuple[str, IO[bytes], str]:
-    """The file's name, its content, and what is wrong with the rest of it."""
-    raw = stack.enter_context(path.open("rb"))
-    compressed = raw.peek(2)[:2] == b"\x1f\x8b"
-    if not compressed and raw.seekable():
-        return str(path), raw, ""
-    source = gzip.GzipFile(fileobj=raw) if compressed else raw
-    copy = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-    damage = ""
-    try:
-        while block := source.read1(1 << 20):
-            copy.write(block)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        # What came before is worth a report; a log that is being written ends like this.
-        damage = f"the rest cannot be decompressed: {error}"
-    copy.seek(0)
-    return str(path), copy, damage
-
-
-_TABLES = ("refused", "boundaries", "texts", "policy_errors")
 _COUNTS = ("conversations", "calls", "sampled_tokens", "unchecked_texts")
 _SHOWN = ("earlier", "later", "position", "expected_id", "found_id", "expected_text", "found_text")
 
@@ -239,33 +199,34 @@ class LogReport:
         self._files, self._tokenizer, self._policy = [*files], tokenizer, policy
         self._counts = Counter[str]()
         self._metrics = Counter[str]()
-        self._tables = {name: _Table() for name in _TABLES}
+        self._refused, self._boundaries, self._texts, self._policy_errors = (_Table() for _ in range(4))
 
     def add_problem(self, problem: LogLineError) -> None:
         """Count one more line that holds no call."""
         example = {"conversation": None, "file": problem.file, "line": problem.line, "message": problem.reason}
-        self._tables["refused"].add(type(problem).__name__, False, example)
+        self._refused.add(type(problem).__name__, False, example)
 
-    def add(self, calls: Iterable[LoggedCall]) -> tuple[TrainingSample, ...]:
+    def add(self, lines: Iterable[Line]) -> tuple[TrainingSample, ...]:
         """Count one more conversation; returns what is trained under the policy.
 
         A refused call is omitted, and the next one compared with the calls before it.
         """
         self._counts["conversations"] += 1
         read: list[tuple[LoggedCall, Generation]] = []
-        for call in calls:
+        for line in lines:
+            call = line.parse()
             self._counts["calls"] += 1
             try:
                 read.append((call, call.read()))
             except RolloutError as error:
-                self._tables["refused"].add(type(error).__name__, False, call.place | {"message": str(error)})
+                self._refused.add(type(error).__name__, False, call.place | {"message": str(error)})
         build = partial(build_samples, [generation for _, generation in read], tokenizer=self._tokenizer)
         # The policy that never raises.
         classified = build(policy="split")
         self._counts["sampled_tokens"] += classified.sampled_tokens
         for (call, _), boundary in zip(read[1:], classified.boundaries, strict=True):
             example = call.place | {name: getattr(boundary, name) for name in _SHOWN}
-            self._tables["boundaries"].add(boundary.kind.value, boundary.kind is not BoundaryKind.DIFFERENT, example)
+            self._boundaries.add(boundary.kind.value, boundary.kind is not BoundaryKind.DIFFERENT, example)
         for call, generation in read:
             self._add_text(call, generation)
         if self._policy is None:
@@ -275,7 +236,7 @@ class LogReport:
         except BoundaryError as error:
             self._metrics["sampled_tokens/dropped"] += classified.sampled_tokens
             example = {"conversation": read[0][0].row["conversation"], "message": str(error)}
-            self._tables["policy_errors"].add(self._policy, False, example)
+            self._policy_errors.add(self._policy, False, example)
             return ()
         self._metrics.update(built.metrics())
         return built.samples
@@ -292,13 +253,11 @@ class LogReport:
             strings = [each for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str) and each]
             found = detect_post_processing(generation, text, self._tokenizer, stop=strings)
             example = call.place | {"detail": found.detail, "cure": found.cure}
-            self._tables["texts"].add(found.kind.value, found.keeps_ids, example)
+            self._texts.add(found.kind.value, found.keeps_ids, example)
 
     def reasons(self) -> list[str]:
         """Why the log does not pass: empty if it does, never empty if no sampled token was read."""
-        refused, boundaries, texts, errors = (
-            self._tables[name] for name in ("refused", "boundaries", "texts", "policy_errors")
-        )
+        refused, boundaries, texts, errors = self._refused, self._boundaries, self._texts, self._policy_errors
         unchecked = self._counts["unchecked_texts"]
         reasons = {
             "nothing was measured: no sampled token could be read": not self._counts["sampled_tokens"],
@@ -319,14 +278,16 @@ class LogReport:
             "trained_tokens": metrics["sampled_tokens/trained"],
             "dropped_tokens": metrics["sampled_tokens/dropped"],
             "actions": {action.value: metrics[f"boundaries/{action.value}"] for action in BoundaryAction},
-            "errors": self._tables["policy_errors"].to_dict(),
+            "errors": self._policy_errors.to_dict(),
         }
         return {
             "passed": not reasons,
             "reasons": reasons,
             "files": self._files,
             **{name: self._counts[name] for name in _COUNTS},
-            **{name: self._tables[name].to_dict() for name in _TABLES if name != "policy_errors"},
+            "refused": self._refused.to_dict(),
+            "boundaries": self._boundaries.to_dict(),
+            "texts": self._texts.to_dict(),
             "policy": None if self._policy is None else policy,
         }
 
@@ -335,30 +296,21 @@ class _Table:
     """Counts by class, with the first as an example."""
 
     def __init__(self) -> None:
-        self._counts = Counter[str]()
-        self._failing = Counter[str]()
-        self._examples: dict[str, Mapping[str, Any]] = {}
+        self._classes: dict[str, dict[str, Any]] = {}
 
     def add(self, kind: str, harmless: bool, example: Mapping[str, Any]) -> None:
-        self._examples.setdefault(kind, example)
-        self._counts[kind] += 1
-        self._failing[kind] += not harmless
+        found = self._classes.setdefault(kind, {"count": 0, "failing": 0, "first": example})
+        found["count"] += 1
+        found["failing"] += not harmless
 
     @property
     def total(self) -> int:
-        return self._counts.total()
+        return sum(found["count"] for found in self._classes.values())
 
     @property
     def failing(self) -> int:
-        return self._failing.total()
+        return sum(found["failing"] for found in self._classes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            kind: {
-                "count": count,
-                "share": count / self.total,
-                "failing": self._failing[kind],
-                "first": dict(self._examples[kind]),
-            }
-            for kind, count in self._counts.most_common()
-        }
+        by_count = sorted(self._classes.items(), key=lambda each: -each[1]["count"])
+        return {kind: {"share": found["count"] / self.total, **found} for kind, found in by_count}

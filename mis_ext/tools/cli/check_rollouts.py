@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -67,16 +67,15 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.rollout_log import LogReport, RolloutLog
+    from mis_ext.rollout.rollout_log import LogReport, read_logs
 
     report = LogReport([str(path) for path in parsed.files], tokenizer=tokenizer, policy=parsed.policy)
-    with ExitStack() as stack:
-        log = stack.enter_context(RolloutLog(parsed.files))
-        samples = None if parsed.samples is None else stack.enter_context(parsed.samples.open("w"))
-        for problem in log.problems:
-            report.add_problem(problem)
-        for name in log.places:
-            trained = report.add(log.calls(name))
+    conversations, problems = read_logs(parsed.files)
+    for problem in problems:
+        report.add_problem(problem)
+    with nullcontext() if parsed.samples is None else parsed.samples.open("w") as samples:
+        for name, lines in conversations.items():
+            trained = report.add(lines)
             if samples is not None:
                 rows = [{each.name: getattr(sample, each.name) for each in fields(sample)} for sample in trained]
                 samples.writelines(json.dumps({"conversation": name, **row}) + "\n" for row in rows)
