@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters of a request, and the changes that a server makes to them.
+"""Sampling parameters of a request, and the changes that a server makes to them before it samples.
 
-The keys that change the probability of a token, those that do not, and one table of what servers change in a request
-before they sample: a row each, with the release in whose source it was read.
+The changes were read in the sources of SGLang 0.5.23 and vLLM 0.32.0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mis_ext.validation import check_bool, check_choice, check_mapping, check_number
 
@@ -65,6 +64,20 @@ _HARMLESS = frozenset(
         *("continue_final_message", "separate_reasoning", "return_hidden_states", "return_routed_experts"),
     )
 )
+# Where these tools may be a grammar.
+_DOUBTFUL_TOOLS: dict[Server, str] = {
+    "sglang": "tools: a grammar is made of them where SGLANG_TOOL_STRICT_LEVEL is above 0",
+    "vllm": "tools: a grammar is made of them under --tool-strict-level, or if the tool parser wants one",
+}
+# What chat and completions read from the model's generation_config.json (get_default_sampling_params of SGLang 0.5.23,
+# get_diff_sampling_param of vLLM 0.32.0), and the flag that stops it.
+_DEFAULTS: dict[Server, tuple[tuple[str, ...], str]] = {
+    "sglang": (("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), "--sampling-defaults openai"),
+    "vllm": (
+        (*("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), "presence_penalty", "frequency_penalty"),
+        "--generation-config vllm",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +115,7 @@ class SamplingParameters:
 
     @classmethod
     def from_request(cls, request: Mapping[str, Any], *, server: Server) -> SamplingParameters:
-        """Return the parameters of the server after all :data:`CHANGES` that apply to this request.
+        """Return the parameters of the server after all that it changes in this request.
 
         An absent or null key has its neutral value here, and in an OpenAI-style request it is a doubt: send all of
         temperature, top_p, top_k, min_p and repetition_penalty, or turn the model's defaults off (SGLang
@@ -117,7 +130,8 @@ class SamplingParameters:
             TypeError: A value of another type.
         """
         check_choice("server", server, SERVERS)
-        api: _Api = "openai" if "messages" in request or "prompt" in request else None
+        # None: the sampling parameters came without the body around them.
+        api = "openai" if "messages" in request or "prompt" in request else None
         around: dict[str, Any] = {}
         # A chat has its parameters in the body itself: there the key is an unknown one.
         if "sampling_params" in request and "messages" not in request:
@@ -154,23 +168,31 @@ class SamplingParameters:
         # may be ignored, or may not: unless it says the same, it is as good as unknown.
         elsewhere = around.keys() - _HARMLESS - {*_PROCESSORS}
         unknown |= {str(key) for key in elsewhere if given.get(key) != around[key]}
-        on_its_way = _OnItsWay(
-            given=given,
-            api=api,
-            temperature=numbers["temperature"],
-            logit_bias=_read_logit_bias(given.get("logit_bias", {})),
-            grammars=grammars,
-            doubts=[],
-        )
-        for change in CHANGES:
-            if change.server == server:
-                change.make(on_its_way)
+        doubts: list[str] = []
+        logit_bias = _read_logit_bias(given.get("logit_bias", {}))
+        if server == "vllm" and api == "openai":
+            # SamplingParams.from_optional; /inference/v1/generate does not.
+            logit_bias = {key: max(-100.0, min(100.0, bias)) for key, bias in logit_bias.items()}
+        elif server == "vllm" and api is None and any(abs(bias) > 100.0 for bias in logit_bias.values()):
+            doubts.append("logit_bias beyond 100: read as in /inference/v1/generate; pass the whole request")
+        offers_tools = bool(given.get("tools")) and given.get("tool_choice") != "none"
+        if offers_tools:
+            grammars += _tool_grammars(given, server)
+            if not grammars:
+                doubts.append(_DOUBTFUL_TOOLS[server])
+        keys, flag = _DEFAULTS[server]
+        absent = [key for key in keys if key not in given]
+        if api == "openai" and absent:
+            doubts.append(
+                f"{', '.join(absent)}: not in the request, so the server reads them from the model's "
+                f"generation_config.json, unless it was started with {flag}"
+            )
         return cls(
-            temperature=on_its_way.temperature,
+            temperature=_temperature(numbers["temperature"], server),
             top_p=numbers["top_p"],
             top_k=top_k if top_k > 0 else None,
             min_p=numbers["min_p"],
-            logit_bias=tuple(sorted((key, bias) for key, bias in on_its_way.logit_bias.items() if bias != 0.0)),
+            logit_bias=tuple(sorted((key, bias) for key, bias in logit_bias.items() if bias != 0.0)),
             penalties=tuple(f"{key}={numbers[key]:g}" for key in PENALTIES if numbers[key] != _NUMBERS[key][0]),
             grammars=tuple(grammars),
             processors=tuple(
@@ -178,8 +200,8 @@ class SamplingParameters:
             ),
             returns_kept_ids=returns_kept_ids and server == "sglang",
             unknown=tuple(sorted(unknown)),
-            offers_tools=on_its_way.offers_tools,
-            doubts=tuple(on_its_way.doubts),
+            offers_tools=offers_tools,
+            doubts=tuple(doubts),
         )
 
 
@@ -190,145 +212,22 @@ def _read_logit_bias(value: Any) -> dict[int, float]:
     return {int(key): check_number(f"logit_bias[{key}]", bias, low=-1e30, high=1e30) for key, bias in value.items()}
 
 
-# "openai": chat and completions; None: the sampling parameters came without the body around them.
-_Api = Literal["openai", "generate", None]
+def _tool_grammars(given: Mapping[str, Any], server: Server) -> list[str]:
+    """The grammars that a server makes of the offered tools, as with ``tool_choice: required``.
 
-
-@dataclass(kw_only=True, slots=True)
-class _OnItsWay:
-    """A request between its arrival and the sampler: ``given`` is as it came, the rest is what the changes write."""
-
-    given: Mapping[str, Any]
-    api: _Api
-    temperature: float
-    logit_bias: dict[int, float]
-    grammars: list[str]
-    doubts: list[str]
-
-    @property
-    def offers_tools(self) -> bool:
-        return bool(self.given.get("tools")) and self.given.get("tool_choice") != "none"
-
-    def doubt_absent(self, keys: Sequence[str], flag: str) -> None:
-        absent = [key for key in keys if key not in self.given]
-        if self.api == "openai" and absent:
-            self.doubts.append(
-                f"{', '.join(absent)}: not in the request, so the server reads them from the model's "
-                f"generation_config.json, unless it was started with {flag}"
-            )
-
-    def doubt_tools(self, why: str) -> None:
-        if self.offers_tools and not self.grammars:
-            self.doubts.append(f"tools: {why}")
-
-    def has_strict_tool(self) -> bool:
-        functions = (tool.get("function") for tool in self.given["tools"] if isinstance(tool, Mapping))
-        return any(isinstance(function, Mapping) and function.get("strict") is True for function in functions)
-
-
-_Make = Callable[[_OnItsWay], None]
-
-
-class Change(NamedTuple):
-    """Change of a request by a server before it samples.
-
-    Attributes:
-        server: Which one.
-        release: In whose source this was read.
-        source: Where in its source.
-        says: What it does, one sentence.
-        make: Does it.
+    Read in vLLM 0.32.0 (``DelegatingParser.adjust_request``) and SGLang 0.5.23
+    (``FunctionCallParser.get_structure_constraint``).
     """
-
-    server: Server
-    release: str
-    source: str
-    says: str
-    make: _Make
-
-
-CHANGES: list[Change] = []
-"""All that is known of this kind, in the order in which it is made. ``docs/reference/rollout.md`` has it as a table."""
-_RELEASES: dict[Server, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
+    functions = (tool.get("function") for tool in given["tools"] if isinstance(tool, Mapping))
+    is_strict = any(isinstance(function, Mapping) and function.get("strict") is True for function in functions)
+    found = ["tools with strict=True"] if is_strict else []
+    if server == "vllm" and given.get("parallel_tool_calls") is False:
+        found.append("tools with parallel_tool_calls=False")
+    return found
 
 
-def _change(server: Server, source: str, says: str) -> Callable[[_Make], _Make]:
-    def register(make: _Make) -> _Make:
-        CHANGES.append(Change(server, _RELEASES[server], source, says, make))
-        return make
-
-    return register
-
-
-@_change("sglang", "SamplingParams.__post_init__", "A temperature below 1e-6 selects the most probable token.")
-def _greedy_where_cold(request: _OnItsWay) -> None:
-    if request.temperature < 1e-6:
-        request.temperature = 0.0
-
-
-@_change(
-    "vllm",
-    "SamplingParams.__post_init__",
-    "A temperature above 0 and below 0.01 becomes 0.01; only 0 selects the most probable token.",
-)
-def _warm_where_cold(request: _OnItsWay) -> None:
-    if 0.0 < request.temperature < 0.01:
-        request.temperature = 0.01
-
-
-@_change(
-    "vllm",
-    "SamplingParams.from_optional",
-    "Chat and completions clamp `logit_bias` to -100 and 100; `/inference/v1/generate` does not.",
-)
-def _clamp_bias(request: _OnItsWay) -> None:
-    if request.api == "openai":
-        request.logit_bias = {key: max(-100.0, min(100.0, bias)) for key, bias in request.logit_bias.items()}
-    elif request.api is None and any(abs(bias) > 100.0 for bias in request.logit_bias.values()):
-        request.doubts.append("logit_bias beyond 100: read as in /inference/v1/generate; pass the whole request")
-
-
-@_change(
-    "vllm",
-    "DelegatingParser.adjust_request",
-    "Tools become a grammar where one has `strict: true` or `parallel_tool_calls` is false, as with `required`.",
-)
-def _grammar_of_tools(request: _OnItsWay) -> None:
-    if not request.offers_tools:
-        return
-    if request.has_strict_tool():
-        request.grammars.append("tools with strict=True")
-    if request.given.get("parallel_tool_calls") is False:
-        request.grammars.append("tools with parallel_tool_calls=False")
-    request.doubt_tools("a grammar is made of them under --tool-strict-level, or if the tool parser wants one")
-
-
-@_change(
-    "sglang",
-    "FunctionCallParser.get_structure_constraint",
-    "Tools become a grammar where one has `strict: true`, as with `required`.",
-)
-def _grammar_of_strict_tools(request: _OnItsWay) -> None:
-    if request.offers_tools and request.has_strict_tool():
-        request.grammars.append("tools with strict=True")
-    request.doubt_tools("a grammar is made of them where SGLANG_TOOL_STRICT_LEVEL is above 0")
-
-
-@_change(
-    "vllm",
-    "ModelConfig.get_diff_sampling_param",
-    "Chat and completions read absent keys from the model's `generation_config.json`: a doubt with their names.",
-)
-def _defaults_of_vllm(request: _OnItsWay) -> None:
-    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    request.doubt_absent(keys, "--generation-config vllm")
-
-
-@_change(
-    "sglang",
-    "ModelConfig.get_default_sampling_params",
-    "Chat and completions read absent keys from the model's `generation_config.json`: a doubt with their names.",
-)
-def _defaults_of_sglang(request: _OnItsWay) -> None:
-    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    request.doubt_absent(keys, "--sampling-defaults openai")
+def _temperature(value: float, server: Server) -> float:
+    """The temperature that the server uses (``SamplingParams.__post_init__`` of both): at 0 it is greedy."""
+    if server == "sglang":
+        return 0.0 if value < 1e-6 else value
+    return 0.01 if 0.0 < value < 0.01 else value
