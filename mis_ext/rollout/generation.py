@@ -7,7 +7,6 @@ response: one named error per reason, each naming the request.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this character for bytes that are no whole character."""
 MINUS_INFINITY = -9999.0
 """JSON has no infinity: vLLM writes this instead of the log-prob of what cannot be drawn."""
-# By so much a sum of probabilities may exceed 1: no one says in which type the log-probs were, and one of bfloat16
-# between -4 and -8 is rounded by up to 2**-6. In float32 it is 1e-3.
-_MASS_ERROR = 2e-2
 FinishReason = Literal["stop", "length", "tool_calls"]
-ToldMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +39,6 @@ class Generation:
         weight_versions: The version that sampled each id, where the weights changed in between; ``weight_version`` is
             then the last. None where one version sampled all.
         kept_ids: The ids that each sampled one was drawn from, where the server says: what top-k and top-p kept.
-        logprobs_mode: vLLM's ``--logprobs-mode``, where the largest log-probs of the response prove it.
     """
 
     request_id: str
@@ -57,7 +51,6 @@ class Generation:
     weight_version: str | None = None
     weight_versions: list[str] | None = None
     kept_ids: list[list[int]] | None = None
-    logprobs_mode: ToldMode | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,12 +198,6 @@ def find_illegal_id(ids: list[Any], largest: int = LARGEST_ID) -> int | None:
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):
         return None
     return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= largest)
-
-
-def are_logits(values: Sequence[float]) -> bool:
-    """True if values of different tokens are too large for log-probs: their probabilities sum to more than 1."""
-    # One above 1 is enough, and larger ones would overflow. What stands for minus infinity adds nothing.
-    return max(values, default=0.0) > 1.0 or math.fsum(map(math.exp, values)) > 1.0 + _MASS_ERROR
 
 
 class RolloutError(ValueError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from mis_ext.rollout.generation import (
     Contradiction,
@@ -19,16 +19,11 @@ from mis_ext.rollout.generation import (
     Generation,
     LogProbError,
     MalformedResponse,
-    ToldMode,
     UnprovenTokenIds,
-    are_logits,
 )
 from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 
 T = TypeVar("T")
-# Of finite numbers, vLLM's -9999 among them; none of a sane response has more.
-LARGEST_SUM = 1e30
-_TOP_LOG_PROBS = "the largest log-probs, all of them finite numbers"
 # One that this response lacks is None, or a field that is absent.
 Places = Iterable[Field | None]
 
@@ -49,7 +44,6 @@ def settle(
     kept_ids: Field | None = None,
     versions: Field | None = None,
     last_version: Field | None = None,
-    logprobs_mode: ToldMode | None = None,
 ) -> Generation:
     """The generation on which all places of a response agree.
 
@@ -99,7 +93,6 @@ def settle(
         weight_version=version_of_each[-1] if version_of_each else version,
         weight_versions=version_of_each if len(set(version_of_each)) > 1 else None,
         kept_ids=kept,
-        logprobs_mode=logprobs_mode,
     )
 
 
@@ -174,7 +167,6 @@ class Choice:
     Args:
         api: Which of the three forms the response has.
         choice: The position of the choice; None: the only one.
-        logits_advice: How to get log-probs, for the error when the largest of them prove to be logits.
 
     Attributes:
         asked: The request.
@@ -182,7 +174,6 @@ class Choice:
         body: The choice itself.
         position: Its position among the choices.
         log_probs: The log-probs of its tokens.
-        top_log_probs: For each, the largest log-probs at its place, as far as the request asked for them.
         finish_reason: Why the generation ended.
         text: Its text; None where reasoning or tool calls were parsed out of it.
         prompt_count: Where the response counts the tokens of its prompt; None where it counts those of others with it.
@@ -191,7 +182,7 @@ class Choice:
         AbortedRequest: The server answered with an error, or gave the choice up.
         Contradiction: The choice's index is not its position.
         CountMismatch: ``usage`` counts another number of sampled tokens than have log-probs.
-        LogProbError: There are no log-probs, or they are logits.
+        LogProbError: There are no log-probs.
         MalformedResponse: A field is missing or has another type, or ``choice`` does not name a choice.
     """
 
@@ -203,7 +194,6 @@ class Choice:
         api: Literal["chat", "completions", "generate"],
         choice: int | None,
         request_id: str | None,
-        logits_advice: str = "a server that returns log-probs is needed",
     ) -> None:
         self.asked, self.answer = open_exchange(request, response, request_id=request_id)
         bodies = self.answer["choices"].entries()
@@ -239,7 +229,6 @@ class Choice:
         else:
             content = body["text"] if api == "completions" else body.get("text")
         self.text = content.string() if content and not any(parsed_out) else None
-        self.top_log_probs = _top_log_probs(body, api, logits_advice)
 
     def sent(self, key: str) -> Field | None:
         """Return the ids of one prompt under ``key`` of the request; None for text and for several prompts."""
@@ -256,33 +245,3 @@ def _log_probs(body: Field, api: str) -> Field:
     if not rows:
         raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: ask for them with logprobs")
     return rows if api == "completions" else rows.column("logprob")
-
-
-def _top_log_probs(body: Field, api: str, logits_advice: str) -> list[list[float]]:
-    """The largest log-probs at each token, of those tokens that have any; none of these lists may be logits."""
-    log_probs, rows = body["logprobs"], []
-    # Completions have them by the text of their token, the others as objects.
-    by_text = api == "completions"
-    places = log_probs.get("top_logprobs") if by_text else log_probs["content"].column("top_logprobs")
-    for position, found in enumerate(places.array() if places else ()):
-        # Of a token that was not sampled, such as the first of an echo, there are none.
-        if not found:
-            continue
-        row: list[Any]
-        if by_text and isinstance(found, dict):
-            row = [*found.values()]
-        elif not by_text and isinstance(found, list) and set(map(type, found)) == {dict}:
-            row = [entry.get("logprob") for entry in found]
-        else:
-            raise places.entry(position).malformed(_TOP_LOG_PROBS)
-        # Null proves nothing, and is in no one's way.
-        if not (row := [value for value in row if value is not None]):
-            continue
-        # Sums and sets in C: a loop over the numbers would take longer than all else that a reader does.
-        if not set(map(type, row)) <= {float, int} or not abs(sum(row)) < LARGEST_SUM:
-            raise places.entry(position).malformed(_TOP_LOG_PROBS)
-        if are_logits(row):
-            problem = f"probabilities that add up to more than 1, so these are logits: {logits_advice}"
-            raise LogProbError(body.request_id, f"{places.entry(position).path} has {problem}")
-        rows.append(row)
-    return rows

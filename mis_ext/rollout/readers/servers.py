@@ -4,17 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
-from mis_ext.rollout.definition import told_mode
-from mis_ext.rollout.generation import AbortedRequest, Generation, LogProbError, ToldMode
+from mis_ext.rollout.generation import AbortedRequest, Generation, LogProbError
 from mis_ext.rollout.readers.cross_checks import Choice, Places, check_same, settle
 from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
-from mis_ext.rollout.sampling_parameters import SamplingParameters
 
 _SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
-_LOGITS_ADVICE = "start vLLM with --logprobs-mode processed_logprobs"
-_VLLM_CHOICE = partial(Choice, logits_advice=_LOGITS_ADVICE)
 
 
 def read_sglang_generate(request: Json, response: Json, *, request_id: str | None = None) -> Generation:
@@ -158,7 +153,7 @@ def read_vllm_generate(
     The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
     ids that each token was drawn from. Arguments and errors are those of :func:`read_sglang_chat`.
     """
-    found = _VLLM_CHOICE(request, response, api="generate", choice=choice, request_id=request_id)
+    found = Choice(request, response, api="generate", choice=choice, request_id=request_id)
     # Its text mode has texts beside the log-probs, and no ids.
     ids = found.body["logprobs"]["content"].column("token_id")
     scored_ids = ids if any(value is not None for value in ids.value) else None
@@ -174,7 +169,7 @@ def read_vllm_chat(
     The request needs ``logprobs: true`` and ``return_token_ids: true``. With ``return_weight_versions: true`` the
     generation has the versions of the weights. Arguments and errors are those of :func:`read_sglang_chat`.
     """
-    found = _VLLM_CHOICE(request, response, api="chat", choice=choice, request_id=request_id)
+    found = Choice(request, response, api="chat", choice=choice, request_id=request_id)
     return _read_vllm(found, [found.answer.get("prompt_token_ids")])
 
 
@@ -186,7 +181,7 @@ def read_vllm_completions(
     The request needs ``logprobs`` and ``return_token_ids: true``. With ``return_weight_versions: true`` the generation
     has the versions of the weights. Arguments and errors are those of :func:`read_sglang_chat`.
     """
-    found = _VLLM_CHOICE(request, response, api="completions", choice=choice, request_id=request_id)
+    found = Choice(request, response, api="completions", choice=choice, request_id=request_id)
     return _read_vllm(found, [found.sent("prompt"), found.body.get("prompt_token_ids")])
 
 
@@ -196,7 +191,6 @@ def _read_vllm(
     body = found.body
     return settle(
         body.request_id,
-        logprobs_mode=_mode_of_vllm(found),
         sampled_ids=[body.get("token_ids"), scored_ids],
         log_probs=[found.log_probs],
         prompt_ids=prompt_places,
@@ -212,18 +206,3 @@ def _read_vllm(
         # Of a server with vime's patch.
         last_version=found.answer.get("weight_version"),
     )
-
-
-def _mode_of_vllm(found: Choice) -> ToldMode | None:
-    """The server's ``--logprobs-mode``, where the largest log-probs of the answer prove it."""
-    if not found.top_log_probs:
-        return None
-    try:
-        parameters = SamplingParameters.from_request(found.asked.value, server="vllm")
-    except (TypeError, ValueError):
-        # What the server makes of it is not known, and it did answer.
-        return None
-    try:
-        return told_mode(parameters, found.top_log_probs)
-    except ValueError as error:
-        raise LogProbError(found.body.request_id, f"{found.body.path}.logprobs: {error}") from error
