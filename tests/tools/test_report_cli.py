@@ -185,7 +185,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
     values = re.findall(r'<div class="tile (\w+)"><p class="value">(.*?)</p><p>(.*?)</p>', text)
     overall = json.loads((low_precision / "summary.json").read_text())["summary"]["overall"]
     assert [severity for severity, _, _ in values] == ["watch", "good", "watch"]
-    assert values[0][1:] == (f"{overall['k3']:.3g}", "k3 per token (limit 0.001)")
+    assert values[0][1:] == (f"{overall['k3']:.3g}", "k3 per token (harmless below 0.001)")
     assert values[1][2].startswith("k3 over 2 steps, at most 0.0")
     assert values[2][2] == "possible, explains up to 100 % of k3"
     assert text.count("<polyline") == 1

@@ -210,7 +210,7 @@ def tiles(report: Report) -> list[Tile]:
         cause = Tile(
             severity, found.title.partition(":")[0], ", ".join(filter(None, (found.confidence, found.share_in_words)))
         )
-    return [Tile(size, number(k3), f"k3 per token (limit {HARMLESS_K3:g})"), trend, cause]
+    return [Tile(size, number(k3), f"k3 per token (harmless below {HARMLESS_K3:g})"), trend, cause]
 
 
 def sparkline(report: Report) -> str:
