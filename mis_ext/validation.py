@@ -30,6 +30,10 @@ class Errors:
             return True
         return False
 
+    def refuse(self, reasons: Iterable[str]) -> None:
+        """Collect an error for each reason."""
+        self.found += map(ValueError, reasons)
+
     def raise_all(self) -> None:
         """Raise what was collected, a line for each error; nothing if there is none.
 

@@ -116,8 +116,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         check_tensors({"logits": logits})
         if logits.ndim < 2:
             raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
-        if run.config.group is not None or run.config.doubts:
-            run.check_rollout(groups)
+        run.check_rollout()
         make_reducer = _reducer_maker(loss)
         layout = batch_layout(
             is_padded=config.is_padded,
@@ -254,7 +253,7 @@ def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: Packed
 
 def refuse_host_scoring(config: RunConfig) -> None:
     """Refuse a key that asks for the function of a framework."""
-    if chosen_loss(config).scoring.said == "host":
+    if chosen_loss(config).asked_scoring == "host":
         raise ValueError("mis_loss_scoring: host requires slime or Miles: remove the key")
 
 
@@ -322,7 +321,7 @@ def fused_scores(
                 f"logits have shape {list(logits.shape)}: the output layer passes hidden states, and a function "
                 "between it and the loss has dropped them"
             )
-        return score_tokens(logits, token_T, row_T=row_T, inplace=loss.scoring.inplace, **given)
+        return score_tokens(logits, token_T, row_T=row_T, inplace=loss.inplace, **given)
     head = logits.head
     if len(logits) > 1:
         # Hidden states are [L, B, H].

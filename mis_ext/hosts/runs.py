@@ -61,20 +61,14 @@ class Run(NamedTuple):
         """The full policy loss, of a run that was asked for it."""
         return chosen_loss(self.config)
 
-    def check_rollout(self, groups: Groups) -> None:
-        """Refuse a rollout that was not prepared, and warn once, on one rank, of what may be missing.
-
-        The user's function at a flag may not call that of mis_ext.
-        """
+    def check_rollout(self) -> None:
+        """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
         key = self.config.group and self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
             raise ValueError(
                 f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
                 "--rollout-data-postprocess-path, or call it in the function there"
             )
-        for found in self.config.doubts:
-            if self.session.is_news(found) and groups.is_first_rank:
-                self.session.warn(found)
 
 
 def chosen_loss(config: RunConfig) -> WholeLoss:
@@ -113,7 +107,8 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     is_current = kept is not None and (kept.read is None or kept.read == args)
     if before is not None and is_current and (before.config.whole_loss is not None or not whole_loss):
         return before
-    run = _new_run(read_config(all_arguments(args), whole_loss=whole_loss), before)
+    given = all_arguments(args)
+    run = _new_run(read_config(given, whole_loss=whole_loss), before, measures=bool(given.get("get_mismatch_metrics")))
     _keep(args, run)
     return run
 
@@ -136,12 +131,12 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     return run
 
 
-def _new_run(config: RunConfig, before: Run | None) -> Run:
+def _new_run(config: RunConfig, before: Run | None, *, measures: bool) -> Run:
     if before is not None and before.config.correction == config.correction:
         session, reported = before.session, before.config.double_correction
     else:
         session, reported = Session(config.correction), None
-        if config.also_measures and not config.correction.metrics_only:
+        if measures and not config.correction.metrics_only:
             session.warn(
                 "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
                 "to measure only, use yaml/metrics_only.yaml"

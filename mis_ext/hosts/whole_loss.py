@@ -114,7 +114,7 @@ def policy_loss_from_log_probs(
             raise ValueError(
                 "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
             )
-        if loss.scoring.said is not None or loss.scoring.inplace:
+        if loss.asked_scoring is not None or loss.inplace:
             raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
         needed = {"current_logprobs": current_logprobs, "advantages": advantages, "response_mask": response_mask}
         check_tensors(needed if divisors is None else needed | {"divisors": divisors})

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mis_ext.keys.loss_refusals import ESTIMATORS, against_groups
-from mis_ext.keys.refusals import refuse_first
 from mis_ext.keys.rows import GROUP_ROWS, Baseline, BaselineOver, read_rows
 from mis_ext.validation import Errors
+
+_COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
+"""Methods in which the gradient of a token is not linear in its advantage."""
+_ESTIMATORS = ("grpo", "gspo", "cispo")
+"""Of the frameworks, those in which the advantage of every token is the normalized reward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +67,51 @@ def read_group(given: Mapping[str, Any]) -> GroupConfig:
         over=keys.get("mis_group_over", "trained"),
         prompt_mean=keys.get("mis_prompt_mean", False),
         with_deviation=given.get("grpo_std_normalization") is not False
-        and given.get("advantage_estimator") in (None, *ESTIMATORS),
+        and given.get("advantage_estimator") in (None, *_ESTIMATORS),
         num_answers=given.get("n_samples_per_prompt"),
         per_token_loss=bool(given.get("calculate_per_token_loss")),
         said=tuple(keys),
     )
-    refuse_first(against_groups(given, group))
+    wrong.refuse(_contradictions(given, group))
+    wrong.raise_all()
     return group
+
+
+def _contradictions(given: Mapping[str, Any], group: GroupConfig) -> Iterator[str]:
+    """Flags with which these keys are wrong or have no effect. An absent flag is not checked."""
+    rewards, estimator = group.of_rewards, given.get("advantage_estimator") or _ESTIMATORS[0]
+    is_kept, method = group.over == "kept", given.get("mis_loss_method")
+    method = method.get("name") if isinstance(method, Mapping) else method
+    changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
+    denominators = [
+        f"{name}: {given[name]}"
+        for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
+        if given.get(name) not in (None, "fixed", "original")
+    ]
+
+    def is_unset(flag: str) -> bool:
+        return flag in given and given[flag] is None
+
+    if group.needs_rollout and is_unset("rollout_data_postprocess_path"):
+        yield (
+            f"{group.needs_rollout} needs --rollout-data-postprocess-path mis_ext.prepare_rollout, in slime; Miles has "
+            "nothing for it"
+        )
+    if rewards and not is_kept and is_unset("custom_reward_post_process_path"):
+        yield f"{rewards} needs --custom-reward-post-process-path mis_ext.group_rewards"
+    if rewards and estimator not in (*_ESTIMATORS, "reinforce_plus_plus_baseline"):
+        yield f"{rewards}: --advantage-estimator {estimator} compares no responses to one prompt"
+    if rewards and given.get("rewards_normalization") is False:
+        yield f"{rewards}: no effect with --disable-rewards-normalization; remove one of them"
+    if is_kept and (changes or estimator not in _ESTIMATORS):
+        yield (
+            f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage is "
+            "not what the rewards of a prompt say; write trained"
+        )
+    if group.prompt_mean and method in _COMPARE_SIZES:
+        yield (
+            f"mis_prompt_mean: true scales advantages, and mis_loss_method: {method} compares their size; remove one "
+            "of them"
+        )
+    if group.prompt_mean and denominators:
+        yield f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them"

@@ -1,36 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full policy loss: from keys and flags to its settings, and to the function that scores its log-probs."""
+"""The full policy loss: from keys and flags to its settings, and what of them is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mis_ext.keys.loss_refusals import against_loss, scores_of_framework
-from mis_ext.keys.refusals import refuse_first
+from mis_ext.correction.config import CorrectionConfig
+from mis_ext.keys.refusals import ALL_KEPT, APPLIED, REPORTED, Idle, idle_keys, refuse_idle
 from mis_ext.keys.rows import DEFAULT_SCORING
 from mis_ext.loss.settings import KlPenalty, KlRatio, LossSettings, Ratios
-from mis_ext.loss.words import Scoring
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoringChoice:
-    """Choice of the function from logits to log-probs and entropy.
-
-    Attributes:
-        by: That of mis_ext, or that of slime or Miles.
-        said: The value of ``mis_loss_scoring``, or None.
-        inplace: The gradient overwrites the logits.
-        observes_entropy: Miles reports the entropy even if it is no part of the loss (``observe_training_entropy``).
-        replays_top_p: slime normalizes over the tokens that top-p kept (``rollout_top_p`` is not 1).
-    """
-
-    by: Scoring
-    said: Scoring | None
-    inplace: bool
-    observes_entropy: bool
-    replays_top_p: bool
+from mis_ext.loss.words import EPS_CLIP, Scoring
+from mis_ext.validation import Errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +24,11 @@ class WholeLoss:
         has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
         skips_scoring: The framework has no scoring pass (``skip_actor_forward_only``): its log-probs are stale.
         is_told_to_skip: The framework was told to skip that pass (``use_rollout_logprobs``).
-        scoring: Which function turns logits into log-probs.
+        scoring: Which function turns logits into log-probs: that of mis_ext, or that of slime or Miles.
+        asked_scoring: The value of ``mis_loss_scoring``, or None.
+        inplace: The gradient overwrites the logits.
+        observes_entropy: Miles reports the entropy even if it is no part of the loss (``observe_training_entropy``).
+        replays_top_p: slime normalizes over the tokens that top-p kept (``rollout_top_p`` is not 1).
         temperature: Divides the logits (``rollout_temperature``). At 0, greedy sampling, Miles does not divide.
         reducer_path: ``custom_pg_loss_reducer_function_path``, or None.
     """
@@ -51,7 +37,11 @@ class WholeLoss:
     has_correction: bool
     skips_scoring: bool
     is_told_to_skip: bool
-    scoring: ScoringChoice
+    scoring: Scoring
+    asked_scoring: Scoring | None
+    inplace: bool
+    observes_entropy: bool
+    replays_top_p: bool
     temperature: float
     reducer_path: str | None
 
@@ -68,27 +58,27 @@ def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
     """Read what only the full policy loss needs. Each argument is legal, and ``mis_loss_method`` is a method.
 
     Raises:
-        ValueError: Keys or flags contradict each other, or have no effect.
+        ValueError: Keys or flags contradict each other.
     """
-    settings, temperature = _loss_settings(given), given.get("rollout_temperature")
-    said, compares = given.get("mis_loss_scoring"), settings.reads_stored
-    is_of_framework = scores_of_framework(given, compares_with_stored=compares) is not None
+    settings, asked = _loss_settings(given), given.get("mis_loss_scoring")
+    needs_framework = scores_of_framework(given, compares_with_stored=settings.reads_stored) is not None
+    temperature = given.get("rollout_temperature")
     loss = WholeLoss(
         settings=settings,
         has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
         skips_scoring=bool(given.get("skip_actor_forward_only")),
         is_told_to_skip=bool(given.get("use_rollout_logprobs")),
-        scoring=ScoringChoice(
-            by=said or ("host" if is_of_framework else DEFAULT_SCORING),
-            said=said,
-            inplace=bool(given.get("mis_loss_inplace")),
-            observes_entropy=bool(given.get("observe_training_entropy")),
-            replays_top_p=given.get("rollout_top_p") not in (None, 1.0),
-        ),
+        scoring=asked or ("host" if needs_framework else DEFAULT_SCORING),
+        asked_scoring=asked,
+        inplace=bool(given.get("mis_loss_inplace")),
+        observes_entropy=bool(given.get("observe_training_entropy")),
+        replays_top_p=given.get("rollout_top_p") not in (None, 1.0),
         temperature=1.0 if temperature is None else float(temperature),
         reducer_path=given.get("custom_pg_loss_reducer_function_path"),
     )
-    refuse_first(against_loss(given, loss))
+    wrong = Errors()
+    wrong.refuse(_contradictions(given, loss))
+    wrong.raise_all()
     return loss
 
 
@@ -112,3 +102,189 @@ def _loss_settings(given: Mapping[str, Any]) -> LossSettings:
         per_token_loss=bool(given.get("calculate_per_token_loss")),
         **{key.removeprefix("mis_loss_"): given[key] for key in _FIELDS if given.get(key) is not None},
     )
+
+
+def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool) -> str | None:
+    """Why only the framework's function gives the log-probs that are needed; None if fused scoring does too.
+
+    ``compares_with_stored``: the loss compares them with log-probs that the framework scored.
+    """
+    if given.get("true_on_policy_mode"):
+        return "--true-on-policy-mode: Miles' own function has the bits of SGLang's"
+    # One rank has the whole sequence. Without context_parallel_size there may be several.
+    if given.get("allgather_cp") and given.get("context_parallel_size") != 1:
+        return "--allgather-cp: the framework's function knows the contiguous parts of the ranks, and exchanges them"
+    # Miles divides bfloat16 logits and rounds again: its log-probs are then 0.02 nats off on average.
+    rounds = given.get("train_backend") == "fsdp" and given.get("rollout_temperature") not in (None, 0, 1)
+    if compares_with_stored and rounds:
+        return "--train-backend fsdp with a --rollout-temperature: Miles rounds their quotient"
+    return None
+
+
+# --- keys without effect
+
+
+def refuse_idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> None:
+    """Refuse keys of the loss and of its correction that have no effect; None: keys of the correction are wrong.
+
+    Raises:
+        ValueError: There are such keys; the message has the reason, and what to write.
+    """
+    rows = _idle_loss_keys(given, loss)
+    if correction is not None:
+        of_correction = {key: given[key] for key in (*APPLIED, *REPORTED) if given.get(key) is not None}
+        corrects = given.get("use_tis") is True
+        rows += _idle_beside(given, loss, correction, corrects=corrects)
+        rows += idle_keys(of_correction, corrects=corrects, measures=loss.has_correction)
+    refuse_idle(rows, given)
+
+
+def _idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss) -> tuple[Idle, ...]:
+    """The table for keys of the loss."""
+    settings, denominator = loss.settings, loss.settings.denominator
+    is_mode, has_denominator = settings.method is None, denominator != "original"
+    is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
+    host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
+    return (
+        Idle(
+            ("mis_loss_proximal",),
+            settings.proximal == "current" and not settings.uses_proximal,
+            f"{settings.chosen_by} does not compare with the proximal policy",
+        ),
+        Idle(("mis_loss_mode",), not is_mode, f"{settings.chosen_by} says what the policy gradient is"),
+        Idle(("mis_loss_inplace",), loss.scoring == "host", f"the framework's function scores ({host})"),
+        Idle(("mis_loss_constant",), denominator != "constant", f"mis_loss_denominator is {denominator}"),
+        Idle(
+            ("mis_loss_denominator",),
+            settings.per_token_loss and has_denominator,
+            "--calculate-per-token-loss divides by all tokens of the batch outside of the loss",
+            "for kept tokens there, write mis_denominator: kept",
+        ),
+        Idle(
+            ("mis_loss_denominator",),
+            loss.reducer_path is not None and has_denominator,
+            "--custom-pg-loss-reducer-function-path reduces the policy loss",
+            "drop one of them",
+        ),
+        Idle(("eps_clip_c",), is_reinforce, "mis_loss_mode: reinforce has no dual clip"),
+        Idle(("eps_clip_c",), is_cispo, "--advantage-estimator cispo has no dual clip"),
+    )
+
+
+def _idle_beside(
+    given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig, *, corrects: bool
+) -> tuple[Idle, ...]:
+    """The table for keys of the loss whose effect depends on the correction."""
+    method = loss.settings.method
+    gates = [*correction.all_gates.values(), *(() if method is None else method.method.factors)]
+    rejects = any(gate.action == "reject" for gate in gates)
+    of_tokens = ("mis_loss_entropy_tokens", "mis_loss_kl_tokens")
+    return (
+        Idle(tuple(key for key in of_tokens if given.get(key) == "all"), not rejects, ALL_KEPT),
+        Idle(
+            ("mis_loss_denominator",),
+            loss.settings.denominator == "kept" and not (corrects and correction.rejects_single_tokens),
+            "no response keeps some of its tokens and loses others",
+        ),
+    )
+
+
+# --- keys and flags that contradict each other
+
+_OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
+
+
+def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
+    settings, denominator = loss.settings, loss.settings.denominator
+    yield from _against_mode(settings) if settings.method is None else _against_method(given, settings)
+    if settings.proximal == "current" and settings.opsm_delta is not None:
+        yield (
+            "--use-opsm with mis_loss_proximal: current: the policies that it compares are then one; drop one of them"
+        )
+    if denominator == "constant" and settings.constant is None:
+        yield "mis_loss_denominator: constant needs mis_loss_constant, a number of tokens"
+    if given.get("mis_denominator") == "kept" and denominator in ("kept", "constant"):
+        yield f"mis_denominator: kept and mis_loss_denominator: {denominator} are two denominators: drop one of them"
+    reason = scores_of_framework(given, compares_with_stored=False)
+    if loss.asked_scoring == "fused" and reason is not None:
+        yield f"mis_loss_scoring: fused with {reason}; write mis_loss_scoring: host, or remove the key"
+    if settings.mode in ("decoupled", "reinforce") and not given.get("use_tis"):
+        yield (
+            f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
+            "(tis_level: none for no weight)"
+        )
+    if given.get("use_score_centering"):
+        yield "--use-score-centering: vime adds this term in its loss, which mis_ext.policy_loss replaces; remove one"
+    path = given.get("custom_tis_function_path") or _OUR_HOOK
+    if path != _OUR_HOOK and loss.has_correction:
+        yield (
+            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext, and calls no "
+            "other; drop the flag, or keep the framework's loss"
+        )
+    steps = _steps_per_rollout(given)
+    if settings.proximal == "current" and steps is not None and steps > 1:
+        # From the second step on the current policy is no longer the one before the update.
+        yield (
+            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
+            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
+            "key"
+        )
+    idle = [key for key in ("mis_loss_unbiased_kl", "mis_loss_kl_tokens") if given.get(key) is not None]
+    if idle and settings.kl is None:
+        yield f"{', '.join(idle)}: no effect, because --use-kl-loss is not set"
+    if settings.kl is not None and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"):
+        yield (
+            "mis_loss_unbiased_kl (ratio current / behavior) and --use-unbiased-kl (ratio current / old) are two "
+            "ratios: drop one of them"
+        )
+
+
+def _against_method(given: Mapping[str, Any], settings: LossSettings) -> Iterator[str]:
+    of = settings.chosen_by
+    # A default of the framework looks like a user's value: only other values are the user's.
+    replaced = {
+        f"--eps-clip {settings.eps_clip:g}": settings.eps_clip != EPS_CLIP,
+        f"--eps-clip-high {settings.eps_clip_high}": settings.eps_clip_high not in (None, EPS_CLIP),
+        f"--eps-clip-c {settings.eps_clip_c}": settings.eps_clip_c is not None,
+        f"--advantage-estimator {given.get('advantage_estimator')}": settings.ratios != "token",
+    }
+    idle = [text for text, is_set in replaced.items() if is_set]
+    if idle:
+        yield (
+            f"{', '.join(idle)}: no effect, because {of} defines the loss; remove it, and write what should differ as "
+            f"{of.replace(': ', ': {name: ')}, ...}}"
+        )
+    if settings.use_behavior and settings.uses_proximal:
+        yield (
+            f"{of} compares with the proximal policy, --use-rollout-logprobs skips its scoring: drop the flag, or with "
+            "one optimizer step per rollout write mis_loss_proximal: current"
+        )
+    if settings.needs_reference is not None and settings.kl is not None and settings.kl.coefficient != 0.0:
+        yield (
+            f"kl_loss_coef={settings.kl.coefficient!r}: {of} has a penalty against the reference policy of its own; "
+            "write --kl-loss-coef 0, which keeps the reference log-probs"
+        )
+
+
+def _against_mode(settings: LossSettings) -> Iterator[str]:
+    if settings.mode == "decoupled" and settings.use_behavior:
+        yield (
+            "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
+            "policy the old one: drop the flag, or write mis_loss_mode: bypass"
+        )
+    if settings.mode == "reinforce" and settings.ratios != "token":
+        yield (
+            "mis_loss_mode: reinforce has no ratio with gradient: --advantage-estimator gspo and cispo have no effect "
+            "there, write grpo"
+        )
+
+
+def _steps_per_rollout(given: Mapping[str, Any]) -> int | None:
+    """The optimizer steps of a rollout, None where the arguments do not say."""
+    steps = given.get("num_steps_per_rollout")
+    sizes = [given.get(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")]
+    if steps is None and not given.get("use_dynamic_global_batch_size"):
+        prompts, samples, per_step = sizes
+        if prompts is not None and samples is not None and per_step is not None:
+            steps = prompts * samples // per_step
+    return steps

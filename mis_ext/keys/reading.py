@@ -16,15 +16,15 @@ from mis_ext.correction.tokens import LAG
 from mis_ext.keys.names import refuse_names
 from mis_ext.keys.refusals import (
     APPLIED,
-    KeysInUse,
     against_built_in_bounds,
     against_correction,
+    against_fsdp,
     double_correction,
-    doubts,
-    refuse_combinations,
-    refuse_first,
+    idle_keys,
+    inherits_bound,
     refuse_group_keys,
-    refuse_idle_keys,
+    refuse_idle,
+    refuse_loss_keys,
 )
 from mis_ext.keys.rows import (
     CORRECTION_ROWS,
@@ -70,13 +70,12 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     measures = bool(every.get("get_mismatch_metrics"))
     corrects = bool(given.get("use_tis", not measures))
     if measures or corrects:
-        with wrong:
-            refuse_first(against_built_in_bounds(every))
+        wrong.refuse(against_built_in_bounds(every))
     if not given.keys() & {*VETOES} and every.keys() & {*VETOES}:
         given.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
     if given.keys() & {*APPLIED} <= read.keys():
         with wrong:
-            refuse_idle_keys(KeysInUse(given, corrects=corrects))
+            refuse_idle(idle_keys(given, corrects=corrects), given)
     wrong.raise_all()
     reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in given}
     reporting |= {"warn_only": read.get("mis_guard", frozenset()), "staleness": read.get("mis_staleness", False)}
@@ -84,8 +83,9 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     if not corrects:
         return CorrectionConfig(weight=None, metrics_only=True, **reporting)
     values = _values({key: read[key] for key in given})
-    refuse_first(against_correction(given, values))
-    if "tis_lower_bound" in given and not KeysInUse(given, corrects=True).low:
+    wrong.refuse(against_correction(given, values))
+    wrong.raise_all()
+    if values["tis_mode"] == "truncate" and "tis_lower_bound" in given and not inherits_bound(given, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
         warnings.warn(
             f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate; remove it or use "
@@ -158,20 +158,16 @@ class RunConfig:
     Attributes:
         correction: What the correction computes.
         is_padded: Logits are ``[B, L, V]`` (``qkv_format: bshd``), not packed.
-        also_measures: ``get_mismatch_metrics`` is set.
         whole_loss: The full policy loss; None if the framework's loss runs, which calls the hook.
         group: What responses to one prompt share; None without a key about it.
         double_correction: Why loss and correction together count the mismatch twice, or None.
-        doubts: Warnings about a function of the user, which may leave something out.
     """
 
     correction: CorrectionConfig
     is_padded: bool
-    also_measures: bool
     whole_loss: WholeLoss | None
     group: GroupConfig | None
     double_correction: str | None
-    doubts: tuple[str, ...]
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
@@ -181,32 +177,36 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         ValueError: A key or flag is wrong, or has no effect with the others; a line for each of them.
         TypeError: A value has the wrong type.
     """
-    wrong, loss, group = Errors(), None, None
+    wrong, correction, loss, group = Errors(), None, None, None
     check_flags(given, wrong)
     of_loss = read_rows(LOSS_ROWS | FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
     is_legal = not wrong.found
     with wrong:
         correction = config_from_mapping(given)
     if whole_loss and is_legal:
-        from mis_ext.keys.loss_keys import read_whole_loss  # Also loads the loss, which the hook does not need.
+        from mis_ext.keys.loss_keys import read_whole_loss, refuse_idle_loss_keys  # Loads the loss.
 
         with wrong:
             loss = read_whole_loss({**given, **of_loss})
+            refuse_idle_loss_keys(given, loss, correction)
     if any(given.get(key) is not None for key in GROUP_ROWS):
         from mis_ext.keys.group_keys import read_group
 
         with wrong:
             group = read_group(given)
+    if given.get("loss_type") not in (None, "custom_loss"):
+        with wrong:
+            refuse_loss_keys(given)
+    if correction is not None:
+        wrong.refuse(against_fsdp(given, correction, loss))
     wrong.raise_all()
-    refuse_combinations(given, correction, loss)
+    assert correction is not None
     return RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
-        also_measures=bool(given.get("get_mismatch_metrics")),
         whole_loss=loss,
         group=group,
         double_correction=double_correction(given, correction, loss),
-        doubts=tuple(doubts(given, correction, group)),
     )
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refused combinations: keys that have no effect with the others, and keys that contradict each other.
 
-The legal values of a single key are in ``rows``, combinations of the full policy loss in ``loss_refusals``, which the
-hook does not load. ``check_setup`` refuses what needs the launch.
+The legal values of a single key are in ``rows``, combinations of the full policy loss in ``loss_keys``, which the hook
+does not load. ``check_setup`` refuses what needs the launch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mis_ext.correction.config import BOUNDS, CorrectionConfig
@@ -18,75 +18,18 @@ from mis_ext.keys.rows import CORRECTION_ROWS, LOSS_ROWS, VETOES
 from mis_ext.validation import Errors
 
 if TYPE_CHECKING:
-    from mis_ext.keys.group_keys import GroupConfig
     from mis_ext.keys.loss_keys import WholeLoss
 
 # --- keys without effect
 
 
-class KeysInUse:
-    """The keys of a configuration, with what decides whether one of them has an effect.
-
-    Attributes:
-        given: The keys that are set.
-        values: The value or default of every key of a correction.
-        corrects: The correction is applied.
-        measures: Its metrics are computed.
-        method_rejects: The method of the loss has a mask.
-        loses_tokens: The correction can keep a part of a response.
-        bound: The row of the weight's mode; None without a weight.
-        rejects: Tokens with a ratio can leave the mask.
-        low, high: The weight uses this bound, or a filter without its own does.
-        is_repeated: The filter of ``use_rs`` equals that of the weight's mode.
-    """
-
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        *,
-        corrects: bool,
-        measures: bool = True,
-        method_rejects: bool = False,
-        loses_tokens: bool = True,
-    ) -> None:
-        self.given = {key: value for key, value in given.items() if value is not None}
-        self.values = values = {key: row.default for key, row in CORRECTION_ROWS.items()} | self.given
-        self.corrects, self.measures = corrects, measures
-        self.method_rejects, self.loses_tokens = method_rejects, loses_tokens
-        bound = self.bound = None if values["tis_level"] == "none" else BOUNDS[values["tis_mode"]]
-        mode_rejects = bound is not None and bound.rejects
-        has_gate = any(key in self.given for key in (*VETOES, "rs_max_staleness"))
-        self.rejects: bool = has_gate or values["use_rs"] or mode_rejects
-        has_band = values["use_rs"] and values["rs_level"] != "none"
-        gate_low, gate_high = (has_band and f"rs_{side}_bound" not in self.given for side in ("lower", "upper"))
-        self.low: bool = gate_low or (bound is not None and bound.has_low)
-        # The lower bound is 1 by the upper one.
-        follows = self.low and "tis_lower_bound" not in self.given
-        self.high: bool = follows or gate_high or (bound is not None and bound.has_high)
-        is_alike = values["rs_level"] == values["tis_level"] and "rs_gates" not in self.given
-        self.is_repeated: bool = mode_rejects and is_alike and gate_low and gate_high
-
-    def reports(self, *words: str) -> bool:
-        """Return True if a metric with one of these words in its name is reported."""
-        names = self.values["mis_metrics"]
-        return isinstance(names, str) or any(word in name for name in names for word in words)
-
-    @property
-    def looks_at_lag(self) -> bool:
-        """Return True if a metric, the weight, or a filter uses the lag."""
-        of_gates = any(gate.get("statistic") == "lag" for gate in self.given.get("rs_gates", ()))
-        is_judged = "rs_max_staleness" in self.given or self.values["tis_when"] == "stale" or of_gates
-        return is_judged or self.reports("lag_", "fresh", "stale")
-
-
 class Idle(NamedTuple):
-    """Keys without effect if ``when`` holds, at the value ``at`` or at any. ``because`` is the reason."""
+    """Keys without effect, if ``when`` holds: the reason, and what to do."""
 
     keys: tuple[str, ...]
-    when: Callable[[KeysInUse], bool]
+    when: bool
     because: str
     advice: str = "remove it"
-    at: Any = None
 
 
 REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
@@ -99,72 +42,84 @@ _ON_GATES = "set use_rs: true, with rs_level: none for these gates alone, or rem
 _NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
 _NO_LAG = "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag"
 _NO_VETO = "rs_veto_requires_rs is true and use_rs is not set"
-_ALL_KEPT = "nothing rejects a token, so that all are kept"
-_NONE_PARTLY = "no response keeps some of its tokens and loses others"
-IDLE = (
-    Idle(APPLIED, lambda keys: not keys.corrects, "use_tis is not true", _ON),
-    Idle(REPORTED, lambda keys: not keys.measures, "neither use_tis nor get_mismatch_metrics is true", _ON),
-    Idle(("mis_staleness",), lambda keys: not keys.looks_at_lag, _NO_LAG),
-    Idle(("mis_metric_max",), lambda keys: not keys.reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
-    Idle(("tis_mode", "tis_when", "tis_batch_normalize"), lambda keys: keys.bound is None, "tis_level is none"),
-    # Existing files carry a lower bound with truncate, which warns.
-    Idle(("tis_lower_bound",), lambda keys: not keys.low and not (keys.bound and keys.bound.has_high), _NO_BOUND),
-    Idle(("tis_upper_bound",), lambda keys: not keys.high, _NO_BOUND),
-    Idle(("tis_normalize_over",), lambda keys: "tis_batch_normalize" not in keys.given, _NO_MEAN),
-    Idle(
-        ("tis_normalize_scope",),
-        lambda keys: "tis_batch_normalize" not in keys.given and keys.values["mis_denominator"] != "kept",
-        _NO_MEAN,
-    ),
-    Idle(("use_rs",), lambda keys: keys.is_repeated, "tis_mode rejects the same tokens"),
-    Idle(_OF_RS, lambda keys: "use_rs" not in keys.given, "use_rs is not set", _ON_RS),
-    Idle(("rs_gates",), lambda keys: "use_rs" not in keys.given, "use_rs is not set", _ON_GATES),
-    Idle(("rs_lower_bound", "rs_upper_bound"), lambda keys: keys.values["rs_level"] == "none", "rs_level is none"),
-    Idle(
-        (*VETOES,),
-        lambda keys: keys.values["rs_veto_requires_rs"] and "use_rs" not in keys.given,
-        _NO_VETO,
-        "set use_rs: true, or remove rs_veto_requires_rs",
-    ),
-    Idle(("rs_veto_requires_rs",), lambda keys: not keys.given.keys() & {*VETOES}, "no veto is set"),
-    Idle(("rs_staleness_level",), lambda keys: "rs_max_staleness" not in keys.given, "rs_max_staleness is not set"),
-    Idle(
-        ("mis_loss_entropy_tokens", "mis_loss_kl_tokens"),
-        lambda keys: not (keys.method_rejects or (keys.corrects and keys.rejects)),
-        _ALL_KEPT,
-        at="all",
-    ),
-    Idle(("mis_loss_denominator",), lambda keys: not (keys.corrects and keys.loses_tokens), _NONE_PARTLY, at="kept"),
-    Idle(("tis_normalize_over",), lambda keys: not keys.rejects, _ALL_KEPT, at="valid"),
-)
-"""A key that is false is never refused."""
+ALL_KEPT = "nothing rejects a token, so that all are kept"
 
 
-def refuse_idle_keys(keys: KeysInUse) -> None:
-    """Refuse keys that have no effect.
+def idle_keys(given: Mapping[str, Any], *, corrects: bool, measures: bool = True) -> tuple[Idle, ...]:
+    """The table for keys of a correction; those of the full policy loss are in ``loss_keys``.
+
+    Args:
+        given: The keys that are set; those of weights and masks are legal.
+        corrects: The correction is applied.
+        measures: Its metrics are computed.
+    """
+    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | dict(given)
+    has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
+    uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
+    low_of_gate, high_of_gate = (inherits_bound(given, side) for side in ("lower", "upper"))
+    # The lower bound is by default 1 / the upper one.
+    low_follows = "tis_lower_bound" not in given and (uses_low or low_of_gate)
+    is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and "rs_gates" not in given
+    mode_rejects = has_weight and bound.rejects
+    rejects = mode_rejects or values["use_rs"] or any(key in given for key in (*VETOES, "rs_max_staleness"))
+    gates_lag = any(gate.get("statistic") == LAG for gate in values["rs_gates"])
+    judges_lag = gates_lag or "rs_max_staleness" in given or values["tis_when"] == "stale"
+    no_rs, is_scaled = "use_rs" not in given, "tis_batch_normalize" in given
+
+    def reports(*words: str) -> bool:
+        names = values["mis_metrics"]
+        return not isinstance(names, (list, tuple)) or any(word in str(name) for name in names for word in words)
+
+    return (
+        Idle(APPLIED, not corrects, "use_tis is not true", _ON),
+        Idle(REPORTED, not measures, "neither use_tis nor get_mismatch_metrics is true", _ON),
+        Idle(("mis_staleness",), not judges_lag and not reports("lag_", "fresh", "stale"), _NO_LAG),
+        Idle(("mis_metric_max",), not reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
+        Idle(("tis_mode", "tis_when", "tis_batch_normalize"), not has_weight, "tis_level is none"),
+        # Existing files carry a lower bound with truncate, which warns.
+        Idle(("tis_lower_bound",), not (uses_low or low_of_gate or uses_high), _NO_BOUND),
+        Idle(("tis_upper_bound",), not (uses_high or high_of_gate or low_follows), _NO_BOUND),
+        Idle(("tis_normalize_over",), not is_scaled, _NO_MEAN),
+        Idle(("tis_normalize_scope",), not is_scaled and values["mis_denominator"] != "kept", _NO_MEAN),
+        Idle(("use_rs",), mode_rejects and is_repeated, "tis_mode rejects the same tokens"),
+        Idle(_OF_RS, no_rs, "use_rs is not set", _ON_RS),
+        Idle(("rs_gates",), no_rs, "use_rs is not set", _ON_GATES),
+        Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
+        Idle(
+            (*VETOES,),
+            values["rs_veto_requires_rs"] and no_rs,
+            _NO_VETO,
+            "set use_rs: true, or remove rs_veto_requires_rs",
+        ),
+        Idle(("rs_veto_requires_rs",), not given.keys() & {*VETOES}, "no veto is set"),
+        Idle(("rs_staleness_level",), "rs_max_staleness" not in given, "rs_max_staleness is not set"),
+        Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
+    )
+
+
+def inherits_bound(given: Mapping[str, Any], side: str) -> bool:
+    """Return True if the filter of ``use_rs`` has the ``lower`` or ``upper`` bound of the weight."""
+    return bool(given.get("use_rs")) and given.get("rs_level") != "none" and f"rs_{side}_bound" not in given
+
+
+def refuse_idle(rows: Iterable[Idle], given: Mapping[str, Any]) -> None:
+    """Refuse keys that have no effect. A key that is false is never refused, and a key in one row only.
 
     Raises:
         ValueError: There are such keys; the message has the reason, and what to write.
     """
     wrong, named = Errors(), set[str]()
-    for row in IDLE:
-        given = {key: keys.given[key] for key in row.keys if key in keys.given and key not in named}
-        idle = {key: value for key, value in given.items() if value is not False and row.at in (None, value)}
-        if idle and row.when(keys):
-            named |= idle.keys()
-            with wrong:
-                shown = ", ".join(f"{key}={value!r}" for key, value in idle.items())
-                raise ValueError(f"{shown}: no effect, because {row.because}; {row.advice}")
+    for row in rows:
+        is_set = [key for key in row.keys if key not in named and given.get(key) is not None]
+        idle = [key for key in is_set if given[key] is not False]
+        if row.when and idle:
+            named |= {*idle}
+            shown = ", ".join(f"{key}={given[key]!r}" for key in idle)
+            wrong.refuse([f"{shown}: no effect, because {row.because}; {row.advice}"])
     wrong.raise_all()
 
 
 # --- keys and flags that contradict each other
-
-
-def refuse_first(reasons: Iterable[str]) -> None:
-    """Raise the first reason, if there is one."""
-    for reason in reasons:
-        raise ValueError(reason)
 
 
 def against_correction(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -225,25 +180,8 @@ def refuse_group_keys(keys: Collection[str]) -> None:
         )
 
 
-def refuse_combinations(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> None:
-    """Refuse what keys and flags of a whole run cannot be together."""
-    if given.get("loss_type") not in (None, "custom_loss"):
-        refuse_loss_keys(given)
-    if loss is not None:
-        method = loss.settings.method
-        refuse_idle_keys(
-            KeysInUse(
-                {key: given.get(key) for key in (*APPLIED, *REPORTED, *LOSS_ROWS)},
-                corrects=given.get("use_tis") is True,
-                measures=loss.has_correction,
-                method_rejects=method is not None and any(each.action == "reject" for each in method.method.factors),
-                loses_tokens=correction.rejects_single_tokens,
-            )
-        )
-    refuse_first(_against_fsdp(given, correction, loss))
-
-
-def _against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> Iterator[str]:
+def against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> Iterator[str]:
+    """Flags of Miles' FSDP backend with which a correction is wrong."""
     if given.get("train_backend") != "fsdp":
         return
     if correction.denominator == "kept":
@@ -279,38 +217,3 @@ def double_correction(given: Mapping[str, Any], correction: CorrectionConfig, lo
         "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs as PPO "
         "denominator the ratio already corrects it; drop one of the two (also use_tis in the YAML)"
     )
-
-
-def doubts(given: Mapping[str, Any], correction: CorrectionConfig, group: GroupConfig | None) -> Iterator[str]:
-    """Warnings about functions of the user that may leave something out, and about the schedule of weight updates."""
-    generates, interval = given.get("custom_generate_function_path"), given.get("update_weights_interval") or 1
-    is_foreign = given.get("rollout_data_postprocess_path") is None and not _is_ours(generates or "mis_ext.")
-    if correction.denominator == "kept" and is_foreign:
-        yield (
-            f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
-            "--rollout-data-postprocess-path mis_ext.prepare_rollout refuses them"
-        )
-    if correction.staleness and interval > 1:
-        yield (
-            f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead of the newest "
-            "version, and a lag of 0 does not mean current weights"
-        )
-    keys, asked = given.get("on_policy_tokens"), []
-    if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
-        # The function checks it.
-        what = f"on_policy_tokens ({', '.join(map(str, keys))})"
-        asked.append((what, "custom_generate_function_path", "mis_ext.rollout.generate"))
-    if group is not None and group.needs_rollout:
-        asked.append((group.needs_rollout, "rollout_data_postprocess_path", "mis_ext.prepare_rollout"))
-    if group is not None and group.of_rewards and group.over != "kept":
-        asked.append((group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards"))
-    for what, argument, function in asked:
-        path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
-        if path is None and argument in given:
-            yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"
-        elif path is not None and not _is_ours(path):
-            yield f"{what} does nothing unless {flag} {path} calls {function}"
-
-
-def _is_ours(path: Any) -> bool:
-    return str(path).startswith("mis_ext.")

@@ -84,7 +84,7 @@ REFUSED = [
     ({"mis_loss_denominator": "kept", "mis_denominator": "kept"} | HOOK, "are two denominators: drop one of them"),
     (
         {"mis_loss_denominator": "sequence", "custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"},
-        "mis_loss_denominator: sequence: no effect, because --custom-pg-loss-reducer",
+        "mis_loss_denominator='sequence': no effect, because --custom-pg-loss-reducer",
     ),
     (HOOK | {"custom_tis_function_path": "others.hook"}, "others.hook: mis_ext.policy_loss applies"),
     (HOOK | {"tis_clip": 3.0}, "tis_clip=3.0: no effect, because it belongs to the framework's built-in correction"),

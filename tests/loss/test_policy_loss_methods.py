@@ -335,7 +335,7 @@ def test_a_method_that_is_misspelt_is_refused_by_name(value, message) -> None:
 
 
 REPLACED = [
-    ({"mis_loss_mode": "baseline"}, "mis_loss_method and mis_loss_mode both say what the policy gradient is"),
+    ({"mis_loss_mode": "baseline"}, "mis_loss_mode='baseline': no effect, because mis_loss_method: gmpo says what"),
     ({"eps_clip": 0.1}, "--eps-clip 0.1: no effect, because mis_loss_method: gmpo defines the loss"),
     ({"eps_clip_high": 0.28}, "--eps-clip-high 0.28: no effect"),
     ({"eps_clip_c": 3.0}, "--eps-clip-c 3.0: no effect"),

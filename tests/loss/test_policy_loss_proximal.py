@@ -122,8 +122,14 @@ def test_a_loss_from_log_probs_takes_the_current_ones_too() -> None:
 
 REFUSED = [
     ({"mis_loss_proximal": "new"}, "mis_loss_proximal must be one of stored | current, got 'new'"),
-    (CURRENT | {"mis_loss_mode": "bypass"}, "current: no effect, because mis_loss_mode: bypass does not compare"),
-    (SKIPS | HOOK | {"mis_loss_mode": "reinforce"}, "current: no effect, because mis_loss_mode: reinforce does not"),
+    (
+        CURRENT | {"mis_loss_mode": "bypass"},
+        "proximal='current': no effect, because mis_loss_mode: bypass does",
+    ),
+    (
+        SKIPS | HOOK | {"mis_loss_mode": "reinforce"},
+        "proximal='current': no effect, because mis_loss_mode: reinforce",
+    ),
     (CURRENT | METHOD | {"mis_loss_method": "dppo_tv"}, "no effect, because mis_loss_method: dppo_tv does not compare"),
     (CURRENT | {"use_opsm": True}, "--use-opsm with mis_loss_proximal: current: the policies that it compares are"),
     (CURRENT | {"loss_type": "policy_loss"}, "mis_loss_proximal: no effect, because --loss-type is policy_loss"),

@@ -20,7 +20,7 @@ QUOTIENTS = {"train_backend": "fsdp", "rollout_temperature": 0.7}
 
 
 def who(keys: dict) -> str:
-    return current_run(loss_cases.host_args(**keys), whole_loss=True).config.whole_loss.scoring.by
+    return current_run(loss_cases.host_args(**keys), whole_loss=True).config.whole_loss.scoring
 
 
 def test_fused_is_the_default_and_a_key_chooses() -> None:
@@ -36,7 +36,7 @@ def test_the_hosts_function_is_kept_where_only_it_gives_its_numbers(flags, reaso
     assert who(flags) == who(flags | {"mis_loss_scoring": "host"}) == "host"
     with pytest.raises(ValueError, match=f"mis_loss_scoring: fused with {reason}.*; write mis_loss_scoring: host"):
         who(flags | {"mis_loss_scoring": "fused"})
-    with pytest.raises(ValueError, match=f"mis_loss_inplace: true: no effect, because the framework's .* \\({reason}"):
+    with pytest.raises(ValueError, match=f"mis_loss_inplace=True: no effect, because the framework's .* \\({reason}"):
         who(flags | {"mis_loss_inplace": True})
     batch = loss_cases.local_batch(loss_cases.whole_batch())
     for host in HOSTS:

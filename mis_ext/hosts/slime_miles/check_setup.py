@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -113,8 +113,7 @@ def _checked(args: Any) -> list[str]:
     if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
         said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
-    # Printed here, and not again in the first call.
-    said += [f"warning: {found}" for found in config.doubts if run.session.is_news(found)]
+    said += [f"warning: {found}" for found in _doubts(args, config)]
     return [*said, *_unread_keys(args), *_rehearse(args, entry, config)]
 
 
@@ -186,6 +185,42 @@ def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
     for why, is_wrong in refused.items():
         if is_wrong:
             raise ValueError(why)
+
+
+def _doubts(args: Any, config: RunConfig) -> Iterator[str]:
+    """Warnings about functions of the user that may leave something out, and about the schedule of weight updates."""
+    given, correction, group = all_arguments(args), config.correction, config.group
+    generates, interval = given.get("custom_generate_function_path"), given.get("update_weights_interval") or 1
+    is_foreign = given.get("rollout_data_postprocess_path") is None and not _is_ours(generates or "mis_ext.")
+    if correction.denominator == "kept" and is_foreign:
+        yield (
+            f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
+            "--rollout-data-postprocess-path mis_ext.prepare_rollout refuses them"
+        )
+    if correction.staleness and interval > 1:
+        yield (
+            f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead of the newest "
+            "version, and a lag of 0 does not mean current weights"
+        )
+    keys, asked = given.get("on_policy_tokens"), []
+    if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
+        # The function checks it.
+        what = f"on_policy_tokens ({', '.join(map(str, keys))})"
+        asked.append((what, "custom_generate_function_path", "mis_ext.rollout.generate"))
+    if group is not None and group.needs_rollout:
+        asked.append((group.needs_rollout, "rollout_data_postprocess_path", "mis_ext.prepare_rollout"))
+    if group is not None and group.of_rewards and group.over != "kept":
+        asked.append((group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards"))
+    for what, argument, function in asked:
+        path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
+        if path is None and argument in given:
+            yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"
+        elif path is not None and not _is_ours(path):
+            yield f"{what} does nothing unless {flag} {path} calls {function}"
+
+
+def _is_ours(path: Any) -> bool:
+    return str(path).startswith("mis_ext.")
 
 
 def _unread_keys(args: Any) -> list[str]:
@@ -288,7 +323,7 @@ def _rehearse(args: Any, entry: _EntryPoint, config: RunConfig) -> list[str]:
     loss, path = config.whole_loss, read_argument(args, entry.argument)
     parts = {
         f"{entry.flag} {path}, only {entry.name} in it": _function_at(path) is not entry.function,
-        "the framework's function for log-probs": loss is not None and loss.scoring.by == "host",
+        "the framework's function for log-probs": loss is not None and loss.scoring == "host",
         f"--custom-pg-loss-reducer-function-path {loss and loss.reducer_path}": loss is not None and loss.reducer_path,
     }
     untested = [part for part, is_foreign in parts.items() if is_foreign]

@@ -86,8 +86,7 @@ def weigh_batch(
     session, device = run.session, device_of(pg_loss)
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
-        if run.config.group is not None or run.config.doubts:
-            run.check_rollout(groups)
+        run.check_rollout()
         layout = batch_layout(
             is_padded=run.config.is_padded,
             groups=groups,

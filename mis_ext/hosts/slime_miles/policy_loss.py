@@ -99,7 +99,7 @@ def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart
 
     The frameworks' own functions for log-probs take their ``args``; no one else sees them.
     """
-    is_fused = chosen_loss(config).scoring.by == "fused"
+    is_fused = chosen_loss(config).scoring == "fused"
     if is_miles():
         return Host(groups, partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args), MILES_METRICS)
     if find_framework() is not None:
@@ -136,10 +136,10 @@ def _fused_scores(
     loss, observes, kept = chosen_loss(config), True, None
     if is_miles():
         # Of greedy sampling Miles leaves the logits as they are.
-        temperature, observes = loss.temperature or 1.0, loss.scoring.observes_entropy
+        temperature, observes = loss.temperature or 1.0, loss.observes_entropy
     else:
         # A pass that scores may be told to keep all columns.
-        replays = loss.scoring.replays_top_p and (with_entropy is None or batch.get(IDS) is not None)
+        replays = loss.replays_top_p and (with_entropy is None or batch.get(IDS) is not None)
         kept = kept_columns(batch, layout) if replays else None
         temperature = positive_temperature(config)
     observes = observes if with_entropy is None else with_entropy
@@ -247,7 +247,7 @@ def _scores_of_host(
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():
-        entropy = entropy_use(loss, is_observed=loss.scoring.observes_entropy)
+        entropy = entropy_use(loss, is_observed=loss.observes_entropy)
         found = _loss_module().get_log_probs_and_entropy(
             logits,
             **given,
@@ -366,9 +366,9 @@ def refuse_missing_logits(args: Any, config: RunConfig) -> None:
             "only mis_ext.policy_loss takes hidden states: give --loss-type custom_loss --custom-loss-function-path "
             "mis_ext.policy_loss"
         )
-    elif loss.scoring.by == "host":
+    elif loss.scoring == "host":
         why = "the framework's own function scores here (mis_loss_scoring: host, --true-on-policy-mode, --allgather-cp)"
-    elif loss.scoring.inplace:
+    elif loss.inplace:
         why = "mis_loss_inplace: no effect without logits; remove it"
     elif is_miles() and read_argument(args, "recompute_loss_function"):
         # Its checkpoint is the reentrant one: an inner backward pass would go through the model, and the outer again.
