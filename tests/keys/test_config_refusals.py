@@ -383,6 +383,11 @@ def test_bands_of_the_usual_width_and_inherited_ones_of_the_same_level_warn_noth
         "{use_rs: true, rs_lower_bound: 0.98, rs_upper_bound: 1.001, rs_gates: [{reduce: sum, low: 0.99, high: 1.02}]}",
         "rs_veto_threshold: 0.999",
         "{use_rs: true, rs_level: geometric, rs_lower_bound: 0.999, rs_upper_bound: 1.001}",
+        # Keys that have an effect through another one.
+        "{use_tis: true, tis_level: none, tis_lower_bound: 0.4, use_rs: true}",
+        "{use_tis: true, tis_level: none, tis_upper_bound: 3.0, use_rs: true, rs_upper_bound: 4.0}",
+        "{use_tis: true, tis_mode: mask, use_rs: true, rs_level: sequence}",
+        "{use_tis: true, mis_denominator: kept, rs_veto_threshold: 0.1, tis_normalize_scope: micro_batch}",
     ):
         from_yaml(text)
 
