@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before any test module is imported, here or in the lab: without a GPU, Triton's kernels run in its interpreter.
-
-And the fixtures that several files share.
-"""
+"""What a session begins with, here and in the lab, and the fixtures that several files share."""
 
 import contextlib
 import gc
@@ -13,20 +10,6 @@ from collections import Counter
 from types import ModuleType
 
 import pytest
-import torch
-from interpreted import quicken
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-# The environment of SGLang has no Hypothesis.
-with contextlib.suppress(ImportError):
-    from hypothesis import settings
-
-    # In place of its own: no example is too slow on a machine that others use.
-    settings.register_profile("default", settings.get_profile("default"), deadline=None)
-    settings.load_profile("default")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,17 +19,37 @@ def pytest_configure(config):
         config.option.hypothesis_seed = str(random.getrandbits(32))
 
 
+def pytest_sessionstart(session):
+    """Without a GPU, Triton's kernels run in its interpreter; and no example of Hypothesis is too slow."""
+    if session.config.pluginmanager.has_plugin("dsession"):
+        # The process that hands tests out with -n imports neither torch nor tests.
+        return
+    import torch
+
+    # Of the data of a test; tests of these warnings use pytest.warns.
+    session.config.addinivalue_line("filterwarnings", "ignore::mis_ext.hosts.guards.MismatchWarning")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    # The environment of SGLang has no Hypothesis.
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        # In place of its own, for a machine that others use.
+        settings.register_profile("default", settings.get_profile("default"), deadline=None)
+        settings.load_profile("default")
+
+
 def pytest_terminal_summary(terminalreporter, config):
     # Of a skipped test the third part says why.
     reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count} skipped: {' '.join(reason.removeprefix('Skipped: ').split())}")
-    if terminalreporter.stats.get("failed") and (seed := getattr(config.option, "hypothesis_seed", None)):
-        terminalreporter.line(f"The same examples: --hypothesis-seed={seed}")
+    if terminalreporter.stats.get("failed"):
+        import torch
 
-
-def pytest_report_header():
-    return f"kernels of torch: {torch.backends.cpu.get_cpu_capability()}"
+        terminalreporter.line(f"kernels of torch: {torch.backends.cpu.get_cpu_capability()}")
+        if seed := getattr(config.option, "hypothesis_seed", None):
+            terminalreporter.line(f"The same examples: --hypothesis-seed={seed}")
 
 
 def pytest_collection_modifyitems(items):
@@ -84,11 +87,15 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        from interpreted import quicken
+
         quicken(interpreter)
 
 
 @pytest.fixture
 def one_thread():
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -12,8 +12,13 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 venv="${VENV:-.venv}"
 [ -x "${venv}/bin/python" ] || "${PYTHON:-python3}" -m venv "${venv}"
 source "${venv}/bin/activate"
-python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
-python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+# What the installation follows from. Written last, so that an interrupted one is repeated.
+installed="${venv}/.installed" wanted="${PWD} $(cat requirements/{example,test}.txt pyproject.toml mis_ext/__init__.py | cksum)"
+if [ "${wanted}" != "$(cat "${installed}" 2> /dev/null)" ]; then
+    python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+    python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+    echo "${wanted}" > "${installed}"
+fi
 
 ruff check .
 ruff format --check .
