@@ -20,7 +20,7 @@ from picture_of_engines import draw_engines, read_differences, read_pretrained  
 from picture_of_scoring import draw_scoring  # noqa: E402
 from picture_of_tokens import draw_tokens  # noqa: E402
 
-from mis_ext import BOUNDS  # noqa: E402
+from mis_ext import BOUNDS, Weight  # noqa: E402
 
 LOW, HIGH, END = 0.5, 2.0, 3.0
 DECISIONS = {
@@ -37,7 +37,8 @@ def draw_bounds(path: Path) -> None:
     ratios = torch.linspace(0.01, END, 600)
     figure, axes = plt.subplots(1, len(BOUNDS), figsize=(10, 2.9), sharey=True, constrained_layout=True)
     for axis, bound in zip(axes, BOUNDS.values(), strict=True):
-        weights = bound.weight(ratios.log(), math.log(LOW), math.log(HIGH))
+        edges = ({"low": LOW} if bound.has_low else {}) | ({"high": HIGH} if bound.has_high else {})
+        weights = Weight(mode=bound.name, **edges).bounded(ratios.log())
         if bound.rejects:
             weights[(ratios < LOW) | (ratios > HIGH)] = math.nan
             for begin, end in ((0.0, LOW), (HIGH, END)):

@@ -91,12 +91,11 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
 
 
 class Message(NamedTuple):
-    """The tensor that a rank sends in a collective of a correction; ``has_status``: its last value is a status."""
+    """The tensor that a rank sends in a collective of a correction."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     group: Group | None
-    has_status: bool = True
 
 
 _BITS, _STATUS_BYTES = 8, 4
@@ -142,11 +141,11 @@ class Due:
         """Join all that are left with nothing but the status of this rank, which failed: no rank waits for it."""
         due, self._due = self._due, []
         status = torch.tensor([global_rank() + 1.0], device=self._device)
-        for shape, dtype, group, has_status in due:
+        for shape, dtype, group in due:
             row = torch.zeros(shape, dtype=dtype, device=self._device)
-            if has_status:
-                end = status.view(torch.uint8) if dtype == torch.uint8 else status
-                row[-len(end) :] = end
+            # Values of segments have no place for it: a later message of the call has.
+            end = status.view(torch.uint8) if dtype == torch.uint8 else status
+            row[-len(end) :] = end
             gather_rows(row, group)
 
     @contextlib.contextmanager

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -33,7 +32,6 @@ from mis_ext.correction.correct import (
     Passed,
     Plan,
     Sums,
-    by_key,
     decide_responses,
     output_pass,
     plan_of,
@@ -63,7 +61,7 @@ class Graphs:
 
     Ranks that share a call run in one mode: compiled code rounds differently, and context-parallel ranks have to agree
     on every keep mask. So the first call of ranks compiles, computes without graphs, and sends the other ranks in its
-    status whether compilation failed (:meth:`run`).
+    status whether compilation failed.
 
     Attributes:
         obstacle: Why calls run without graphs; None while they do not.
@@ -73,8 +71,8 @@ class Graphs:
     def __init__(self, plan: Plan) -> None:
         self.obstacle: str | None = None
         self.is_agreed = False
-        self._has_run = False
         self._plan = plan
+        _LOG.info("mis_ext compiles the correction; on a GPU this takes 20 to 40 s, once per configuration")
         self._graph_of_all = _compiled(_all_passes)
         self._token_graph = _compiled(_tokens)
         self._response_graph = _compiled(_responses)
@@ -84,71 +82,62 @@ class Graphs:
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
     ) -> Passed:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
-        if over_cp is None and over_dp is None:
-            padded, places_23S, sizes = _padded(x, layout)
-            found = self._try(self._graph_of_all, padded, places_23S, sizes, self._plan, token_metrics)
-            if found is not None:
-                return _cut(found, layout)
-        elif not self.is_agreed:
-            return self._first_of_ranks(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        is_alone, own_status = over_cp is None and over_dp is None, -math.inf
+        is_first_of_ranks = not is_alone and not self.is_agreed
+        if is_alone or is_first_of_ranks:
+            # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
+            copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
+            found: Passed | None = self._try(
+                functools.partial(self.parts, token_metrics=token_metrics), x, layout, *copies
+            )
+            if is_alone and found is not None:
+                return found
+            own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
         elif self.obstacle is None:
             return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
-        return run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
-
-    def _first_of_ranks(
-        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
-    ) -> Passed:
-        """Compile on the data of this rank, compute without graphs, and learn whether a rank could not compile."""
-        # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
-        copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
-        self._try(functools.partial(self.parts, token_metrics=token_metrics), x, layout, *copies)
-        if self.obstacle is not None:
-            cannot_compile = -(global_rank() + 1.0)
-            over_cp, over_dp = _sending(cannot_compile, over_cp), _sending(cannot_compile, over_dp)
-        out = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
-        self.is_agreed = True
-        # No other call waits for its status.
-        status = float(out.sums.group_A[-1])
-        if -math.inf < status < 0.0 and self.obstacle is None:
-            self.obstacle = f"rank {round(-status) - 1} could not compile"
-            self._warn()
-        return out
+        found = run_passes(
+            x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics, status=own_status
+        )
+        if is_first_of_ranks:
+            self.is_agreed = True
+            # No other call waits for its status.
+            status = float(found.sums.group_A[-1])
+            if -math.inf < status < 0.0 and self.obstacle is None:
+                self.obstacle = f"rank {round(-status) - 1} could not compile"
+                self._warn()
+        return found
 
     def parts(
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
     ) -> Passed:
-        """The passes as three graphs, with the exchanges between them."""
+        """The passes as one graph; or as three, with the exchanges between them."""
         padded, places_23S, sizes = _padded(x, layout)
-        parts_FS = self._token_graph(padded, places_23S, sizes, self._plan)[:, : layout.num_sequences]
+        plan = self._plan
+        if over_cp is None and over_dp is None:
+            return _cut(self._graph_of_all(padded, places_23S, sizes, plan, token_metrics), layout)
+        parts_FS = self._token_graph(padded, places_23S, sizes, plan)[:, : layout.num_sequences]
         merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
-        columns_FS = _with_columns(merged_FS, places_23S.shape[-1], self._plan)
-        own_A = self._response_graph(columns_FS, self._plan)
-        sums = Sums(columns_FS, own_A, own_A if over_dp is None else over_dp(own_A))
-        return _cut(self._output_graph(padded, places_23S, sizes, sums, self._plan, token_metrics), layout)
+        merged_FS = _with_columns(merged_FS, places_23S.shape[-1], len(plan.of_tokens.sums))
+        own_A = self._response_graph(merged_FS, plan)
+        group_A = own_A if over_dp is None else over_dp(own_A)
+        sums = Sums(merged_FS, own_A, group_A)
+        return _cut(self._output_graph(padded, places_23S, sizes, sums, plan, token_metrics), layout)
 
     def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; None where it cannot be compiled, after which no call has graphs."""
         if self.obstacle is not None:
             return None
-        is_first, start = not self._has_run, time.perf_counter()
-        if is_first:
-            _LOG.info("mis_ext compiles the correction; on a GPU this takes 20 to 40 s, once per configuration")
         try:
-            found = function(*arguments)
+            return function(*arguments)
         except torch.cuda.OutOfMemoryError:
             raise
+        # Another error than one of the compiler is raised again by the passes without graphs.
         except Exception as error:
-            if not is_first and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
-                raise
             # torch says which backend raised, and in the next line what.
             said = " ".join(str(error).strip().splitlines()[:2])
             self.obstacle = f"{type(error).__name__}: {said}" if said else repr(error)
             self._warn()
             return None
-        self._has_run = True
-        if is_first:
-            _LOG.info("mis_ext compiled the correction in %.1f s", time.perf_counter() - start)
-        return found
 
     def _warn(self) -> None:
         warnings.warn(
@@ -156,16 +145,6 @@ class Graphs:
             f"launches ({self.obstacle}); mis_compile: false ends this warning",
             stacklevel=2,
         )
-
-
-def _sending(status: float, exchange: Exchange) -> Exchange:
-    """An exchange in which this rank also sends a status."""
-
-    def run(own: Tensor) -> Tensor:
-        own[-1:].clamp_(min=status)
-        return own if exchange is None else exchange(own)
-
-    return run
 
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
@@ -184,7 +163,7 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 def _outputs(x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool) -> Passed:
     blocks = Blocks(places_23S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r = decide_responses(by_key(sums.merged_FS, plan.sums, plan.maxima), plan)
+    r = decide_responses(plan.of_tokens.named(sums.merged_FS), plan)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
@@ -214,17 +193,16 @@ def _padded(x: Inputs, layout: PackedLayout) -> tuple[Inputs, Tensor, BlockSizes
         places_23S, sizes = places_of((*layout.local_lengths, _PAD, _PAD), x.mask_T.device)
         end = functools.partial(torch.nn.functional.pad, pad=(0, 2 * _PAD))
         lag_T = None if x.lag_T is None else end(x.lag_T)
-        segments = None if x.segments is None else x.segments.map(end)
-        x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments)
+        segments_GT = None if x.segments_GT is None else end(x.segments_GT)
+        x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments_GT)
     return x, places_23S, sizes._replace(most_groups=max(sizes.most_groups, 2))
 
 
-def _with_columns(merged_FS: Tensor, num_columns: int, plan: Plan) -> Tensor:
+def _with_columns(merged_FS: Tensor, num_columns: int, num_sums: int) -> Tensor:
     """Sums and maxima of as many responses, of which the last have no token."""
     missing = num_columns - merged_FS.shape[1]
     if missing == 0:
         return merged_FS
-    num_sums = len(plan.sums)
     pad = functools.partial(torch.nn.functional.pad, pad=(0, missing))
     return torch.cat([pad(merged_FS[:num_sums]), pad(merged_FS[num_sums:], value=-math.inf)])
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
 from mis_ext.correction.metrics import PREFIX, MetricRow, rows_of
-from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, MISMATCH, STATISTICS, Pair, Policy, Statistic, bounded_exp
+from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, MISMATCH, STATISTICS, Pair, Policy, Statistic
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 
 Action = Literal["reject", "zero"]
@@ -95,23 +95,24 @@ class Gate:
     def __post_init__(self) -> None:
         whens = get_args(When)
         _check_choices(self, statistic=STATISTICS, reduce=REDUCES, action=get_args(Action), when=whens, of_tokens=whens)
-        _check_pair(self.pair)
         if self.of_tokens != "always" and self.reduce == "token":
             raise ValueError(f"of_tokens: {self.of_tokens} has no effect with reduce: token")
         if self.low is None and self.high is None:
             raise ValueError(_NO_BOUNDS)
-        # Types first: the truth value False equals 0, which is no bound.
-        self._check_bounds(-math.inf, math.inf)
         smallest, largest = self.row.low, self.row.high
         # A sum of logs is a product, within the same range; any other sum can leave the range of one token.
         if self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log:
             smallest, largest = -math.inf if smallest < 0.0 else smallest, math.inf
-        # A bound at the end of the legal range does nothing, and makes no other gate of it.
-        if self.low in (smallest, -math.inf):
-            object.__setattr__(self, "low", None)
-        if self.high in (largest, math.inf):
-            object.__setattr__(self, "high", None)
-        self._check_bounds(smallest, largest)
+        for key, ends in (("low", (smallest, -math.inf)), ("high", (largest, math.inf))):
+            bound = getattr(self, key)
+            if bound is None:
+                continue
+            # Types first: the truth value False equals 0, which is no bound.
+            if check_number(key, bound, low=-math.inf, high=math.inf) in ends:
+                # A bound at the end of the legal range does nothing, and makes no other gate of it.
+                object.__setattr__(self, key, None)
+            else:
+                check_number(key, bound, low=smallest, high=largest)
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
         if self.after is not None and self.is_of_tokens:
@@ -121,7 +122,9 @@ class Gate:
         ):
             raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
         if self.hook_obstacle is None:
-            self._warn_unusual_bounds()
+            what = f"a gate on {self.statistic} with bounds"
+            geometric = "a geometric gate with bounds" if (self.statistic, self.reduce) == ("ratio", "mean") else None
+            _warn_unusual_bounds(what, self.low, self.high, self.row.on_policy, geometric=geometric)
 
     @property
     def hook_obstacle(self) -> str | None:
@@ -163,48 +166,29 @@ class Gate:
         """True if a single token can reject its response; one without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
 
-    def _check_bounds(self, low: float, high: float) -> None:
-        for key, bound in (("low", self.low), ("high", self.high)):
-            if bound is not None:
-                check_number(key, bound, low=low, high=high)
 
-    def _warn_unusual_bounds(self) -> None:
-        low, high = self.low, self.high
-        center = self.row.on_policy
-        if center is not None and ((low is not None and low > center) or (high is not None and high < center)):
-            warnings.warn(
-                f"a gate on {self.statistic} with bounds {_text(low)} to {_text(high)} rejects what is on-policy "
-                f"(value {center:g})",
-                stacklevel=4,
-            )
-        if self.statistic == "ratio" and self.reduce == "mean":
-            _warn_far_from_one("a geometric gate", low, high)
-
-
-def _check_choices(part: object, **choices: Collection[str]) -> None:
+def _check_choices(part: Gate | Weight, **choices: Collection[str]) -> None:
     for key, legal in choices.items():
         check_choice(key, getattr(part, key), legal)
-
-
-def _check_pair(pair: Pair) -> None:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(f"pair must be two policies, numerator and denominator, got {pair!r}")
-    for policy in pair:
+    if not isinstance(part.pair, tuple) or len(part.pair) != 2:
+        raise TypeError(f"pair must be two policies, numerator and denominator, got {part.pair!r}")
+    for policy in part.pair:
         check_choice("pair", policy, get_args(Policy))
 
 
-def _warn_far_from_one(what: str, low: float | None, high: float | None) -> None:
-    """Warn where the bounds of a geometric mean are too wide to do anything."""
-    if any(edge not in (None, 0.0, math.inf) and abs(edge - 1.0) > _FAR_FROM_ONE for edge in (low, high)):
+def _warn_unusual_bounds(
+    what: str, low: float | None, high: float | None, on_policy: float | None, *, geometric: str | None
+) -> None:
+    """Warn where the on-policy value is outside of the bounds, or where a geometric mean is always inside of them."""
+    bounds = " to ".join("none" if bound is None else f"{bound:g}" for bound in (low, high))
+    if on_policy is not None and not (low or -math.inf) <= on_policy <= (math.inf if high is None else high):
+        warnings.warn(f"{what} {bounds}: what is on-policy (value {on_policy:g}) is outside", stacklevel=4)
+    if geometric is not None and any(bound and _FAR_FROM_ONE < abs(bound - 1.0) < math.inf for bound in (low, high)):
         warnings.warn(
-            f"{what} with bounds {_text(low)} to {_text(high)} almost never fires: the geometric mean of a response is "
-            "about exp(-KL per token), far closer to 1",
-            stacklevel=5,
+            f"{geometric} {bounds} almost never fires: the geometric mean of a response is about exp(-KL per token), "
+            "far closer to 1",
+            stacklevel=4,
         )
-
-
-def _text(bound: float | None) -> str:
-    return "none" if bound is None else f"{bound:g}"
 
 
 _VETO_NAMES = {
@@ -245,7 +229,6 @@ class Bound:
 
     Attributes:
         name: The mode.
-        weight: Weight from a log-ratio and the log of both bounds; it never falls where the ratio grows.
         has_low: Whether the low edge is used.
         has_high: Whether the high edge is used.
         rejects: Whether what lies outside the interval leaves the mask.
@@ -253,27 +236,17 @@ class Bound:
     """
 
     name: str
-    weight: Callable[[Tensor, float, float], Tensor]
     has_low: bool
     has_high: bool
     rejects: bool
     text: str
 
 
-def _clamped(log_ratio: Tensor, log_low: float, log_high: float) -> Tensor:
-    # max(low, min(rho, high)), where a low of 0 does nothing
-    return log_ratio.clamp(max(log_low, -MAX_LOG_RATIO), min(log_high, MAX_LOG_RATIO)).exp()
-
-
-def _unbounded(log_ratio: Tensor, _log_low: float, _log_high: float) -> Tensor:
-    return bounded_exp(log_ratio)
-
-
 _ROWS = (
-    Bound("truncate", _clamped, False, True, False, "the ratio, at most `high`"),
-    Bound("clip", _clamped, True, True, False, "the ratio, clamped into `[low, high]`"),
-    Bound("mask", _unbounded, True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
-    Bound("unbounded", _unbounded, False, False, False, "the ratio"),
+    Bound("truncate", False, True, False, "the ratio, at most `high`"),
+    Bound("clip", True, True, False, "the ratio, clamped into `[low, high]`"),
+    Bound("mask", True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
+    Bound("unbounded", False, False, False, "the ratio"),
 )
 
 BOUNDS: dict[str, Bound] = {row.name: row for row in _ROWS}
@@ -323,37 +296,34 @@ class Weight:
     def __post_init__(self) -> None:
         whens = dict.fromkeys((*get_args(When), *get_args(HookWhen)))
         _check_choices(self, level=REDUCTIONS, mode=BOUNDS, when=whens)
-        _check_pair(self.pair)
         check_number("power", self.power, low=-math.inf, high=math.inf, open_low=True, open_high=True)
         bound = self.bound
         # A bound at the open end of the interval does nothing.
-        if not bound.has_low and self.low == 0.0:
-            object.__setattr__(self, "low", None)
-        if not bound.has_high and self.high == math.inf:
-            object.__setattr__(self, "high", None)
-        if not bound.has_high and (self.low, self.high) != (None, None):
-            raise ValueError(f"mode: {self.mode} takes no bounds, got low={self.low} and high={self.high}")
-        if not bound.has_low and self.low is not None:
-            raise ValueError(f"mode: {self.mode} has no low bound, got low={self.low}; write mode: clip")
+        low = None if not bound.has_low and self.low == 0.0 else self.low
+        high = None if not bound.has_high and self.high == math.inf else self.high
+        if not bound.has_high and (low, high) != (None, None):
+            raise ValueError(f"mode: {self.mode} takes no bounds, got low={low} and high={high}")
+        if not bound.has_low and low is not None:
+            raise ValueError(f"mode: {self.mode} has no low bound, got low={low}; write mode: clip")
         if bound.has_high:
-            self._fill_bounds(bound)
+            # In Python alone: keys have defaults of their own, see keys/rows.py.
+            high = DEFAULT_UPPER_BOUND if high is None else high
+            high = check_number("high", high, low=0.0, high=math.inf, open_low=True)
+            if bound.has_low:
+                default, low = ("", low) if low is not None else (" (1 / high by default)", 1.0 / high)
+                low = check_number("low", low, low=0.0, high=math.inf)
+                if low > high:
+                    raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
+        object.__setattr__(self, "low", low)
+        object.__setattr__(self, "high", high)
         if self.when == "stale":
             self._check_stale(bound)
         if bound.rejects:
-            object.__setattr__(self, "gate", Gate(reduce=self.reduce, low=self.low, high=self.high, pair=self.pair))
+            object.__setattr__(self, "gate", Gate(reduce=self.reduce, low=low, high=high, pair=self.pair))
         elif self.hook_obstacle is None:
-            self._warn_unusual_bounds(bound)
-
-    def _fill_bounds(self, bound: Bound) -> None:
-        # In Python alone: keys have defaults of their own, see keys/rows.py.
-        high = DEFAULT_UPPER_BOUND if self.high is None else self.high
-        check_number("high", high, low=0.0, high=math.inf, open_low=True)
-        object.__setattr__(self, "high", float(high))
-        if bound.has_low:
-            default, low = ("", self.low) if self.low is not None else (" (1 / high by default)", 1.0 / high)
-            object.__setattr__(self, "low", check_number("low", low, low=0.0, high=math.inf))
-            if not low <= high:
-                raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
+            is_geometric = self.level == "geometric" and bound.has_low
+            geometric = f"a geometric weight with mode: {self.mode} with bounds" if is_geometric else None
+            _warn_unusual_bounds("the bounds of the weight,", low, high, 1.0, geometric=geometric)
 
     def _check_stale(self, bound: Bound) -> None:
         if self.level != "token":
@@ -364,15 +334,6 @@ class Weight:
             raise ValueError(f"when: stale leaves fresh tokens as they are, and mode: {self.mode} rejects some of them")
         if not (self.low or 0.0) <= 1.0 <= (math.inf if self.high is None else self.high):
             raise ValueError(f"when: stale gives fresh tokens weight 1, got low={self.low} and high={self.high}")
-
-    def _warn_unusual_bounds(self, bound: Bound) -> None:
-        low, high = self.low or 0.0, math.inf if self.high is None else self.high
-        if not low <= 1.0 <= high:
-            warnings.warn(
-                f"the bounds {low:g} to {high:g} of the weight change what is on-policy (ratio 1)", stacklevel=4
-            )
-        if self.level == "geometric" and bound.has_low:
-            _warn_far_from_one(f"a geometric weight with mode: {self.mode}", self.low, self.high)
 
     @property
     def reduce(self) -> Reduce:
@@ -408,7 +369,10 @@ class Weight:
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded by ``mode``."""
-        return BOUNDS[self.mode].weight(log_ratio, *self.edges)
+        # What lies outside of the bounds of such a mode is rejected.
+        low, high = (-math.inf, math.inf) if self.bound.rejects else self.edges
+        # max(low, min(rho, high))
+        return log_ratio.clamp(max(low, -MAX_LOG_RATIO), min(high, MAX_LOG_RATIO)).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,7 +413,6 @@ class CorrectionConfig:
     metrics_only: bool = False
     compile: Literal["auto"] | bool = "auto"
     staleness: bool = False
-    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -469,9 +432,6 @@ class CorrectionConfig:
         looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
         if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
             object.__setattr__(self, "staleness", True)
-        # Kept, because every call looks up what belongs to its configuration.
-        values = tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.compare)
-        object.__setattr__(self, "_hash", hash(values))
         names = [row.name for row in self.available_rows]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -491,8 +451,9 @@ class CorrectionConfig:
             check_instance("each of warn_only", guard, str)
         check_known("guards", self.warn_only, GUARD_NAMES)
         if self.normalize_over is not None:
-            _check_choices(self, normalize_over=get_args(NormalizeOver))
-        _check_choices(self, scope=get_args(Scope), denominator=get_args(Denominator))
+            check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
+        check_choice("scope", self.scope, get_args(Scope))
+        check_choice("denominator", self.denominator, get_args(Denominator))
         for key in ("per_token_loss", "metrics_only", "staleness"):
             check_bool(key, getattr(self, key))
         if not isinstance(self.compile, bool) and self.compile != "auto":
@@ -502,9 +463,6 @@ class CorrectionConfig:
         is_of_names = isinstance(self.metrics, tuple) and all(isinstance(name, str) for name in self.metrics)
         if self.metrics not in ("all", "core") and not is_of_names:
             raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def labelled_gates(self) -> dict[str, Gate]:

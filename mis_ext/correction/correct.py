@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights, keep mask, and metrics of one micro-batch: plain functions of tensors without branches on data.
 
-The tokens of all responses lie one after the other in one tensor ``[T]``. :func:`correct` has three passes:
+The tokens of all responses lie one after the other in one tensor ``[T]``. A call has three passes; :func:`correct`,
+further down, is what runs them, as graphs of :mod:`mis_ext.correction.compiled` or operation by operation:
 
-1. Tokens: log-ratios, what a single token decides, and the values that each response sums up.
+1. Tokens: log-ratios, which :meth:`Tokens.read` of ``tokens.py`` subtracts, what a single token decides, and the values
+   that each response sums up.
 2. Responses: sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
-3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics.
+3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
 To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes it, also without
 ``use_rs``, from ``VETOES`` of ``keys/rows.py``: ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
@@ -37,16 +39,16 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Due, Group, Message, bits_message, group_size
 from mis_ext.correction.config import CorrectionConfig, Gate
-from mis_ext.correction.layout import Blocks, PackedLayout, PackedStreams
+from mis_ext.correction.layout import Blocks, PackedLayout, PackedStreams, segment_values
 from mis_ext.correction.metrics import (
     GENERATED,
     KEPT,
@@ -64,203 +66,11 @@ from mis_ext.correction.metrics import (
     Metric,
     MetricRow,
     Sum,
+    measure,
     response_metrics,
 )
-from mis_ext.correction.segments import Segments, segment_values
 from mis_ext.correction.tokens import MAX_NATS, Tokens
 from mis_ext.validation import check_instance, check_tensors
-
-_ALONE = Due((), torch.device("cpu"))
-
-
-@dataclass(frozen=True, eq=False)
-class Correction:
-    """Weights, keep masks, and metrics of one call, detached.
-
-    Attributes:
-        config: The configuration.
-        layout: Which local token belongs to which response.
-        weights_T: ``[T]`` float32, what multiplies the loss of each local token. A rejected token keeps its weight,
-            because the mask removes it. The weight is 0 for a token outside the response mask, for a token without a
-            finite ratio, and where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
-        loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0: what the framework
-            multiplies by. Equal on all context-parallel ranks. With ``metrics_only`` the given mask.
-        token_metrics: ``[T]`` per selected metric, the number of the token's response; empty unless asked for.
-
-            0 outside the response mask. Its mean over the response tokens of a response, and of that over responses,
-            is the metric; with a loss per token, its mean over all response tokens. So that this holds where a
-            framework divides by all of them, a response without a token of the metric's population has the mean of the
-            others of this call: NaN where there are none.
-        status: 0-dim, whether a rank failed whose data this call needed: see :mod:`mis_ext.correction.collectives`.
-    """
-
-    config: CorrectionConfig
-    layout: PackedLayout
-    weights_T: Tensor
-    loss_mask_R: Tensor
-    token_metrics: dict[str, Tensor]
-    status: Tensor
-    _sums: Sums
-
-    @functools.cached_property
-    def responses(self) -> Responses:
-        """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
-        plan = plan_of(self.config)
-        return decide_responses(by_key(self._sums.merged_FS, plan.sums, plan.maxima), plan)
-
-    @functools.cached_property
-    def batch(self) -> Batch:
-        """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
-        plan = plan_of(self.config)
-        return Batch.over(by_key(self._sums.group_A, plan.totals, plan.extremes), self.totals, self.config)
-
-    @property
-    def totals(self) -> dict[BatchKey, Tensor]:
-        """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim."""
-        plan = plan_of(self.config)
-        return by_key(self._sums.own_A, plan.totals, plan.extremes)
-
-    @property
-    def watched(self) -> Tensor:
-        """``[5]``: the totals :data:`WATCHED`, on this data-parallel rank."""
-        return self._sums.own_A[: len(WATCHED)]
-
-    @property
-    def keep_mask_T(self) -> Tensor:
-        """``[T]`` bool, local tokens that stay in the loss."""
-        return self.layout.local_part(self.keep_mask_R)
-
-    @property
-    def keep_mask_R(self) -> Tensor:
-        """``[R]`` bool, the same for whole responses."""
-        return self.loss_mask_R != 0
-
-    @property
-    def measured(self) -> dict[str, Tensor]:
-        """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
-        r, b = self.responses, self.batch
-        return {name: row.measure(r, b)[1] > 0 for name, row in plan_of(self.config).rows.items()}
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
-        r, b = self.responses, self.batch
-        found: dict[str, Metric] = {}
-        for name, row in plan_of(self.config).rows.items():
-            amount_S, count_S = row.measure(r, b)
-            if row.over == "group":
-                found[name] = GroupNumber(amount_S.float())
-                continue
-            if row.over in ("sequences", "responses"):
-                count_S = (count_S > 0.0).double()
-            amount = torch.where(count_S > 0.0, amount_S, 0.0).sum()
-            amount = amount * b.scale if row.is_scaled else amount
-            found[name] = Mean(amount.float(), count_S.sum().float())
-        return found
-
-    @property
-    def scale(self) -> Tensor:
-        """0-dim: what all weights are multiplied by, see ``normalize_over`` and ``denominator``."""
-        return self.batch.scale
-
-    def weigh(self, loss_T: Tensor) -> Tensor:
-        """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
-        return torch.where(self.weights_T != 0.0, loss_T * self.weights_T, 0.0)
-
-
-@torch.no_grad()
-def compute_correction(
-    *,
-    proximal_logprobs_T: Tensor,
-    behavior_logprobs_T: Tensor,
-    response_mask_R: Tensor,
-    layout: PackedLayout,
-    config: CorrectionConfig,
-    cp_group: Group | None = None,
-    dp_group: Group | None = None,
-    token_metrics: bool = False,
-    lag_T: Tensor | None = None,
-) -> Correction:
-    """Correct for the difference between the policy that sampled and the policy that trains.
-
-    Args:
-        proximal_logprobs_T: ``[T]``, nats, the trainer's frozen scoring of this rank's tokens, any float dtype.
-        behavior_logprobs_T: ``[T]``, nats, the log-probs of the same tokens from the inference engine.
-        response_mask_R: ``[R]``, nonzero on tokens that the policy generated, whole responses on every rank.
-        layout: Lengths of the responses, and where the local tokens lie in them.
-        config: The configuration.
-        cp_group: Ranks that hold other parts of the same responses; None for one rank.
-        dp_group: Ranks that hold other responses, without context parallelism; None for one rank.
-        token_metrics: Also compute the selected metrics per token.
-        lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
-            NaN where unknown. Needed, and used, with ``staleness`` alone.
-
-    Raises:
-        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, or lags are missing.
-    """
-    streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
-    check_streams(streams, config, cp_group)
-    cp_group = cp_group if group_size(cp_group) > 1 else None
-    return correct(streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics)
-
-
-@torch.no_grad()
-def correct(
-    streams: PackedStreams,
-    config: CorrectionConfig,
-    *,
-    cp_group: Group | None = None,
-    dp_group: Group | None = None,
-    token_metrics: bool = False,
-) -> Correction:
-    """:func:`compute_correction` of a micro-batch that :func:`check_streams` has checked; the arguments are the same.
-
-    Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
-    """
-    layout, device = streams.layout, streams.response_mask_R.device
-    due = _ALONE
-    if cp_group is not None or dp_group is not None:
-        due = due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
-    # No rank waits for one that is alone.
-    with contextlib.nullcontext() if due is _ALONE else due.told_of_errors():
-        # Each collective below is also in due_of, in this order.
-        plan, mask_R = plan_of(config), streams.response_mask_R.float()
-        mask_T = layout.local_part(mask_R)
-        log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
-        x = Inputs(*log_probs, mask_T, streams.lag_T, None)
-        if plan.segment_gates:
-            gather = functools.partial(due.gather, group=cp_group)
-            x = x._replace(segments=segment_values(streams.tokens, plan.segment_gates, layout, mask_R, gather))
-        over_cp: Exchange = None
-        over_dp: Exchange = None
-        if cp_group is not None:
-            over_cp = functools.partial(due.merge, group=cp_group, num_sums=len(plan.sums))
-        if dp_group is not None and plan.needs_group:
-            over_dp = functools.partial(due.merge, group=dp_group, num_sums=len(plan.totals))
-        wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
-        if wants_graphs and not torch.compiler.is_compiling():
-            # Loads the compiler's modules.
-            from mis_ext.correction.compiled import graphs_of
-
-            found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
-        else:
-            found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
-        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.sums.group_A[-1:]
-        if config.metrics_only:
-            weights_T = torch.ones_like(weights_T)
-        elif layout.is_whole:
-            loss_mask_R = found.loss_mask_T
-        elif not config.rejects_single_tokens:
-            # All ranks find the same for each response, from the same sums.
-            loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
-        else:
-            # Only the rank that has a token knows whether it stays.
-            own_R = torch.zeros_like(mask_R, dtype=torch.bool).index_copy(0, layout.position_T, found.loss_mask_T != 0)
-            keep_R, status_1 = due.gather_bits(own_R, status_1, cp_group)
-            loss_mask_R = torch.where(keep_R, mask_R, 0.0)
-        metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
-        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found.sums)
-
 
 # --- 1. tokens
 
@@ -268,62 +78,50 @@ def correct(
 class Inputs(NamedTuple):
     """``[T]`` float32 each: log-probs of the local tokens, their response mask, their lags if they are needed.
 
-    ``segments``: the result of :func:`~mis_ext.correction.segments.segment_values`; None without gates on segments.
+    ``segments_GT``: the result of :func:`~mis_ext.correction.layout.segment_values`; None without gates on segments.
     """
 
     proximal_T: Tensor
     behavior_T: Tensor
     mask_T: Tensor
     lag_T: Tensor | None
-    segments: Segments | None
+    segments_GT: Tensor | None
 
 
-@dataclass(eq=False)
-class Judged:
+class Judged(NamedTuple):
     """Result of a filter for tokens ``[N, 64]`` or responses ``[S]``.
 
-    Attributes:
-        gate: The gate.
-        value: Its statistic, of a ratio the log.
-        counted: A token that the gate looks at, or a response that has one; elsewhere nothing is outside.
-        known: False where a token without a ratio makes the statistic unknown, so that nothing passes; None: nowhere.
+    ``value``: its statistic, of a ratio the log. ``counted``: a token that the filter looks at, or a response that has
+    one. ``below``, ``above``: counted, and outside of that bound. ``passes``: neither, and the statistic is known.
     """
 
-    gate: Gate
     value: Tensor
     counted: Tensor
-    known: Tensor | None = None
-
-    @property
-    def below(self) -> Tensor:
-        """bool: counted, and below the lower bound."""
-        return self.counted & (self.value < self.gate.edges[0])
-
-    @property
-    def above(self) -> Tensor:
-        """bool: counted, and above the upper bound."""
-        return self.counted & (self.value > self.gate.edges[1])
-
-    @property
-    def passes(self) -> Tensor:
-        """bool: inside of the bounds, or not counted."""
-        inside = ~(self.below | self.above)
-        return inside if self.known is None else inside & self.known
+    below: Tensor
+    above: Tensor
+    passes: Tensor
 
 
-def judge_tokens(t: Tokens, gates: Mapping[str, Gate], segments: Segments | None) -> dict[str, Judged]:
-    """Apply every gate to all valid tokens, whatever the others reject, so that their order does not matter.
+def judge(gate: Gate, value: Tensor, counted: Tensor, known: Tensor | None = None) -> Judged:
+    """Compare with the bounds; ``known`` is False where a token without a ratio makes the statistic unknown."""
+    low, high = gate.edges
+    below, above = counted & (value < low), counted & (value > high)
+    inside = ~(below | above)
+    return Judged(value, counted, below, above, inside if known is None else inside & known)
 
-    ``segments`` are ``[N, 64]``, as the tokens are.
-    """
+
+def judge_tokens(t: Tokens, plan: Plan, segments_GNB: Tensor | None) -> dict[str, Judged]:
+    """Apply every gate to all valid tokens, whatever the others reject, so that their order does not matter."""
     judged: dict[str, Judged] = {}
+    if segments_GNB is not None:
+        known = segments_GNB[-1] != 0.0
+        for (label, gate), value in zip(plan.segment_gates.items(), segments_GNB[:-1], strict=True):
+            judged[label] = judge(gate, value, t.valid, known)
     # Gates on tokens first: others may look at what these leave.
-    for label, gate in sorted(gates.items(), key=lambda item: not item[1].is_of_tokens):
-        if segments is not None and gate.is_of_segments:
-            judged[label] = Judged(gate, segments.values[label], t.valid, segments.known)
-        else:
+    for label, gate in sorted(plan.gates.items(), key=lambda item: not item[1].is_of_tokens):
+        if label not in judged:
             counted = t.valid if gate.after is None else t.valid & judged[gate.after].passes
-            judged[label] = Judged(gate, gate.row.of(t), counted)
+            judged[label] = judge(gate, gate.row.of(t), counted)
     return judged
 
 
@@ -341,7 +139,7 @@ class TokenResults(NamedTuple):
     config: CorrectionConfig
 
 
-def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[TokenResults, Tensor]:
+def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf) -> tuple[TokenResults, Tensor]:
     """Compute the results of tokens, and ``[F + 1, S]`` float64: sums and maxima of the plan, and the status."""
     t = Tokens.read(
         blocks.of_tokens(x.proximal_T),
@@ -352,7 +150,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[TokenResults, Ten
     keep = weighted = t.valid
     judged: Mapping[str, Judged] = {}
     if plan.gates:
-        judged = judge_tokens(t, plan.gates, None if x.segments is None else x.segments.map(blocks.of_tokens))
+        judged = judge_tokens(t, plan, None if x.segments_GT is None else blocks.of_tokens(x.segments_GT))
     for label, gate in plan.gates.items():
         if gate.is_of_tokens and gate.action == "reject":
             keep = keep & judged[label].passes
@@ -364,15 +162,13 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan) -> tuple[TokenResults, Ten
             log_ratio = torch.where(t.is_stale, t.d, 0.0)
         weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
     s = TokenResults(keep, weighted, weight, log_ratio, judged, plan.config)
-    keys: tuple[Sum | Max, ...] = (*plan.sums, *plan.maxima)
-    rows = []
-    for key in keys:
+    rows, num_sums = [], len(plan.of_tokens.sums)
+    for key in (*plan.of_tokens.sums, *plan.of_tokens.maxima):
         rows.append(key.formula(t, s))
-    sums_FS = blocks.sums(rows[: len(plan.sums)])
-    no_failure_1S = torch.full_like(sums_FS[:1], -math.inf)
-    if not plan.maxima:
-        return s, torch.cat([sums_FS, no_failure_1S])
-    return s, torch.cat([sums_FS, blocks.maxima(rows[len(plan.sums) :]), no_failure_1S])
+    parts = [blocks.sums(rows[:num_sums])]
+    if plan.of_tokens.maxima:
+        parts.append(blocks.maxima(rows[num_sums:]))
+    return s, torch.cat([*parts, torch.full_like(parts[0][:1], status)])
 
 
 # --- 2. responses
@@ -434,7 +230,7 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
             value = value / count.clamp(min=1.0)
         # A gate that looks at no token, because of another gate, decides nothing.
         # rs_veto_threshold and its like: a response token without a finite ratio vetoes too.
-        gates[label] = Judged(gate, value, count > 0.0, n == generated if gate.is_veto else None)
+        gates[label] = judge(gate, value, count > 0.0, n == generated if gate.is_veto else None)
         if gate.action == "reject":
             keep = keep & gates[label].passes
         else:
@@ -483,16 +279,14 @@ WATCHED = (
 """Totals that every call has, first, for the monitor of rejection: response, valid, and kept tokens, responses with a
 kept token, and with a response token."""
 
-BatchKey = Sum | Max | BatchSum | BatchMax
-
 
 def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     """Compute the results of responses, and ``[A + 1]`` float64: totals of this data-parallel rank, and the status."""
-    r = decide_responses(by_key(merged_FS, plan.sums, plan.maxima), plan)
+    r = decide_responses(plan.of_tokens.named(merged_FS), plan)
     # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
     has_tokens_S = r.generated > 0.0
     found, pad = [], functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
-    for key in (*plan.totals, *plan.extremes):
+    for key in (*plan.of_responses.sums, *plan.of_responses.maxima):
         row_S = r.of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
         if isinstance(key, (Sum, BatchSum)):
             found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
@@ -557,8 +351,7 @@ def output_pass(
     s: TokenResults, r: Responses, sums: Sums, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
 ) -> Passed:
     """The result of a call, once the totals are known."""
-    own = by_key(sums.own_A, plan.totals, plan.extremes)
-    b = Batch.over(by_key(sums.group_A, plan.totals, plan.extremes), own, plan.config)
+    b = Batch.over(plan.of_responses.named(sums.group_A), plan.of_responses.named(sums.own_A), plan.config)
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
     factor_S = torch.where(r.weighted, r.weight * b.scale, 0.0).float()
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
@@ -579,10 +372,17 @@ Exchange = Callable[[Tensor], Tensor] | None
 
 
 def run_passes(
-    x: Inputs, blocks: Blocks, plan: Plan, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
+    x: Inputs,
+    blocks: Blocks,
+    plan: Plan,
+    over_cp: Exchange,
+    over_dp: Exchange,
+    *,
+    token_metrics: bool,
+    status: float = -math.inf,
 ) -> Passed:
-    """All passes, operation by operation."""
-    s, parts_FS = token_pass(x, blocks, plan)
+    """All passes, operation by operation; ``status`` is what this rank sends, see the collectives."""
+    s, parts_FS = token_pass(x, blocks, plan, status)
     merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
     r, own_A = response_pass(merged_FS, plan)
     sums = Sums(merged_FS, own_A, own_A if over_dp is None else over_dp(own_A))
@@ -592,13 +392,33 @@ def run_passes(
 # --- what a configuration needs
 
 
+BatchKey = Sum | Max | BatchSum | BatchMax
+
+
+class Keys(NamedTuple):
+    """Sums and maxima that ranks exchange, in this order; a status follows them."""
+
+    sums: tuple[Any, ...] = ()
+    maxima: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Iterable[BatchKey]) -> Keys:
+        """The keys in their order, sums first."""
+        maxima = tuple(key for key in keys if isinstance(key, (Max, BatchMax)))
+        return cls(tuple(key for key in keys if not isinstance(key, (Max, BatchMax))), maxima)
+
+    def named(self, values: Tensor) -> dict[Any, Tensor]:
+        """The rows of exchanged values by their keys."""
+        return dict(zip((*self.sums, *self.maxima), values[:-1].unbind(), strict=True))
+
+
 class Plan(NamedTuple):
     """Plan of a call: the values that its configuration needs.
 
     ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``segment_gates``: those on segments.
     ``gate_sums``: of those on responses what decides, and how many tokens count. ``rows``: the metrics that are
-    emitted, by public name. ``needs_all_ratios``: a token without a ratio makes its response unusable. ``sums``,
-    ``maxima``: over the tokens of each response. ``totals``, ``extremes``: sums and maxima over all responses.
+    emitted, by public name. ``needs_all_ratios``: a token without a ratio makes its response unusable.
+    ``of_tokens``: what each response sums up over its tokens. ``of_responses``: what the batch sums up over them.
     ``needs_group``: the totals of other data-parallel ranks are needed.
     """
 
@@ -608,19 +428,9 @@ class Plan(NamedTuple):
     gate_sums: Mapping[str, tuple[Sum | Max, Sum]]
     rows: Mapping[str, MetricRow]
     needs_all_ratios: bool
-    sums: tuple[Sum, ...] = ()
-    maxima: tuple[Max, ...] = ()
-    totals: tuple[Sum | BatchSum, ...] = ()
-    extremes: tuple[Max | BatchMax, ...] = ()
-    needs_group: bool = False
-
-
-_Key = TypeVar("_Key")
-
-
-def by_key(values: Tensor, sums: tuple[_Key, ...], maxima: tuple[_Key, ...]) -> dict[_Key, Tensor]:
-    """The rows of ``values`` by what they are, without the status, which is last."""
-    return dict(zip((*sums, *maxima), values[:-1].unbind(), strict=True))
+    needs_group: bool
+    of_tokens: Keys = Keys()
+    of_responses: Keys = Keys()
 
 
 @functools.lru_cache(maxsize=32)
@@ -632,25 +442,204 @@ def plan_of(config: CorrectionConfig) -> Plan:
     gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
     of_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
     of_responses = {label: gate_sums(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
-    plan = Plan(config, gates, of_segments, of_responses, rows, config.needs_whole_sequences)
+    needs_group = any(row.over == "group" for row in rows.values())
+    needs_group |= config.is_scaled and config.scope == "data_parallel"
+    plan = Plan(config, gates, of_segments, of_responses, rows, config.needs_whole_sequences, needs_group)
     # These record the keys in order. Every value is 1: no formula branches on one, and 1 has a log.
     of, total = (defaultdict[Any, Tensor](lambda: torch.ones(1, dtype=torch.float64, device="cpu")) for _ in range(2))
     r = decide_responses(of, plan)
     response_metrics(r, Batch.over(total, total, config), rows.values())
-    totals = tuple(dict.fromkeys((*WATCHED, *total)))
+    totals = dict.fromkeys((*WATCHED, *total))
     for key in totals:
         _ = of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
-    return plan._replace(
-        sums=tuple(key for key in of if isinstance(key, Sum)),
-        maxima=tuple(key for key in of if isinstance(key, Max)),
-        totals=tuple(key for key in totals if isinstance(key, (Sum, BatchSum))),
-        extremes=tuple(key for key in totals if isinstance(key, (Max, BatchMax))),
-        needs_group=any(row.over == "group" for row in rows.values())
-        or (config.is_scaled and config.scope == "data_parallel"),
-    )
+    return plan._replace(of_tokens=Keys.of(of), of_responses=Keys.of(totals))
 
 
-# --- what ranks exchange
+# --- a call
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Weights, keep masks, and metrics of one call, detached.
+
+    Attributes:
+        config: The configuration.
+        layout: Which local token belongs to which response.
+        weights_T: ``[T]`` float32, what multiplies the loss of each local token. A rejected token keeps its weight,
+            because the mask removes it. The weight is 0 for a token outside the response mask, for a token without a
+            finite ratio, and where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
+        loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0: what the framework
+            multiplies by. Equal on all context-parallel ranks. With ``metrics_only`` the given mask.
+        token_metrics: ``[T]`` per selected metric, the number of the token's response; empty unless asked for.
+
+            0 outside the response mask. Its mean over the response tokens of a response, and of that over responses,
+            is the metric; with a loss per token, its mean over all response tokens. So that this holds where a
+            framework divides by all of them, a response without a token of the metric's population has the mean of the
+            others of this call: NaN where there are none.
+        status: 0-dim, whether a rank failed whose data this call needed: see :mod:`mis_ext.correction.collectives`.
+    """
+
+    config: CorrectionConfig
+    layout: PackedLayout
+    weights_T: Tensor
+    loss_mask_R: Tensor
+    token_metrics: dict[str, Tensor]
+    status: Tensor
+    _sums: Sums
+    _plan: Plan
+
+    @functools.cached_property
+    def responses(self) -> Responses:
+        """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
+        return decide_responses(self._plan.of_tokens.named(self._sums.merged_FS), self._plan)
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
+        return Batch.over(self._plan.of_responses.named(self._sums.group_A), self.totals, self.config)
+
+    @property
+    def totals(self) -> dict[BatchKey, Tensor]:
+        """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim."""
+        return self._plan.of_responses.named(self._sums.own_A)
+
+    @property
+    def watched(self) -> Tensor:
+        """``[5]``: the totals :data:`WATCHED`, on this data-parallel rank."""
+        return self._sums.own_A[: len(WATCHED)]
+
+    @property
+    def keep_mask_T(self) -> Tensor:
+        """``[T]`` bool, local tokens that stay in the loss."""
+        return self.layout.local_part(self.keep_mask_R)
+
+    @property
+    def keep_mask_R(self) -> Tensor:
+        """``[R]`` bool, the same for whole responses."""
+        return self.loss_mask_R != 0
+
+    @property
+    def measured(self) -> dict[str, Tensor]:
+        """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
+        rows = self._plan.rows
+        _, count_MS = measure(rows.values(), self.responses, self.batch)
+        return dict(zip(rows, (count_MS > 0.0).unbind(), strict=True))
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
+        rows = self._plan.rows
+        sum_M, count_M = (x_MS.sum(-1).float() for x_MS in measure(rows.values(), self.responses, self.batch))
+        return {
+            name: GroupNumber(row.value(self.batch).float()) if row.over == "group" else Mean(total, count)
+            for (name, row), total, count in zip(rows.items(), sum_M, count_M, strict=True)
+        }
+
+    @property
+    def scale(self) -> Tensor:
+        """0-dim: what all weights are multiplied by, see ``normalize_over`` and ``denominator``."""
+        return self.batch.scale
+
+    def weigh(self, loss_T: Tensor) -> Tensor:
+        """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
+        return torch.where(self.weights_T != 0.0, loss_T * self.weights_T, 0.0)
+
+
+@torch.no_grad()
+def compute_correction(
+    *,
+    proximal_logprobs_T: Tensor,
+    behavior_logprobs_T: Tensor,
+    response_mask_R: Tensor,
+    layout: PackedLayout,
+    config: CorrectionConfig,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+    token_metrics: bool = False,
+    lag_T: Tensor | None = None,
+) -> Correction:
+    """Correct for the difference between the policy that sampled and the policy that trains.
+
+    Args:
+        proximal_logprobs_T: ``[T]``, nats, the trainer's frozen scoring of this rank's tokens, any float dtype.
+        behavior_logprobs_T: ``[T]``, nats, the log-probs of the same tokens from the inference engine.
+        response_mask_R: ``[R]``, nonzero on tokens that the policy generated, whole responses on every rank.
+        layout: Lengths of the responses, and where the local tokens lie in them.
+        config: The configuration.
+        cp_group: Ranks that hold other parts of the same responses; None for one rank.
+        dp_group: Ranks that hold other responses, without context parallelism; None for one rank.
+        token_metrics: Also compute the selected metrics per token.
+        lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
+            NaN where unknown. Needed, and used, with ``staleness`` alone.
+
+    Raises:
+        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, or lags are missing.
+    """
+    streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
+    check_streams(streams, config, cp_group)
+    cp_group = cp_group if group_size(cp_group) > 1 else None
+    return correct(streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics)
+
+
+@torch.no_grad()
+def correct(
+    streams: PackedStreams,
+    config: CorrectionConfig,
+    *,
+    cp_group: Group | None = None,
+    dp_group: Group | None = None,
+    token_metrics: bool = False,
+) -> Correction:
+    """:func:`compute_correction` of a micro-batch that :func:`check_streams` has checked; the arguments are the same.
+
+    Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
+    """
+    layout, device = streams.layout, streams.response_mask_R.device
+    is_alone = cp_group is None and dp_group is None
+    due = _ALONE if is_alone else due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
+    # No rank waits for one that is alone.
+    with contextlib.nullcontext() if is_alone else due.told_of_errors():
+        # Each collective below is also in due_of, in this order.
+        plan, mask_R = plan_of(config), streams.response_mask_R.float()
+        mask_T = layout.local_part(mask_R)
+        log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
+        segments_GT = None
+        if plan.segment_gates:
+            gather = functools.partial(due.gather, group=cp_group)
+            segments_GT = segment_values(streams.tokens, plan.segment_gates.values(), layout, mask_R, gather)
+        x = Inputs(*log_probs, mask_T, streams.lag_T, segments_GT)
+        over_cp: Exchange = None
+        over_dp: Exchange = None
+        if cp_group is not None:
+            over_cp = functools.partial(due.merge, group=cp_group, num_sums=len(plan.of_tokens.sums))
+        if dp_group is not None and plan.needs_group:
+            over_dp = functools.partial(due.merge, group=dp_group, num_sums=len(plan.of_responses.sums))
+        wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
+        if wants_graphs and not torch.compiler.is_compiling():
+            # Loads the compiler's modules.
+            from mis_ext.correction.compiled import graphs_of
+
+            found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        else:
+            found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
+        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.sums.group_A[-1:]
+        if config.metrics_only:
+            weights_T = torch.ones_like(weights_T)
+        elif layout.is_whole:
+            loss_mask_R = found.loss_mask_T
+        elif not config.rejects_single_tokens:
+            # All ranks find the same for each response, from the same sums.
+            loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
+        else:
+            # Only the rank that has a token knows whether it stays.
+            own_R = torch.zeros_like(mask_R, dtype=torch.bool).index_copy(0, layout.position_T, found.loss_mask_T != 0)
+            keep_R, status_1 = due.gather_bits(own_R, status_1, cp_group)
+            loss_mask_R = torch.where(keep_R, mask_R, 0.0)
+        metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
+        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found.sums, plan)
+
+
+_ALONE = Due((), torch.device("cpu"))
 
 
 def due_of(
@@ -671,10 +660,10 @@ def due_of(
         num_sequences, num_tokens = len(response_lengths), sum(map(_as_integer, response_lengths))
     messages = []
     if plan.segment_gates:
-        messages.append(Message((1 + len(plan.segment_gates), num_tokens), torch.float32, cp_group, has_status=False))
-    messages.append(Message((len(plan.sums) + len(plan.maxima) + 1, num_sequences), torch.float64, cp_group))
+        messages.append(Message((1 + len(plan.segment_gates), num_tokens), torch.float32, cp_group))
+    messages.append(Message((sum(map(len, plan.of_tokens)) + 1, num_sequences), torch.float64, cp_group))
     if plan.needs_group:
-        messages.append(Message((len(plan.totals) + len(plan.extremes) + 1,), torch.float64, dp_group))
+        messages.append(Message((sum(map(len, plan.of_responses)) + 1,), torch.float64, dp_group))
     if config.rejects_single_tokens:
         messages.append(bits_message(num_tokens, cp_group))
     return Due(messages, device)

@@ -6,15 +6,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.tokens import Tokens
 from mis_ext.validation import check_lengths
+
+if TYPE_CHECKING:
+    from mis_ext.correction.config import Gate
 
 Partition = Literal["zigzag", "contiguous"]
 
@@ -350,29 +353,19 @@ class Blocks:
 
         self.response_T = _owners(length_S, end_S, sizes.num_tokens)
         self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
-        token_T = torch.arange(sizes.num_tokens, device=end_S.device)
-        # Token t of the stream is in this slot of the blocks, one block after the other.
-        self.slot_T = token_T + (first_block_S * self.TOKENS_PER_BLOCK - start_S).index_select(0, self.response_T)
-        # And slot n of the blocks holds this token.
-        block_N = torch.arange(sizes.num_blocks, device=end_S.device)
-        offset_N = (block_N - first_block_S.index_select(0, self.response_N)) * self.TOKENS_PER_BLOCK
-        token_NB = (start_S.index_select(0, self.response_N) + offset_N)[:, None]
-        token_NB = token_NB + torch.arange(self.TOKENS_PER_BLOCK, device=end_S.device)
-        self.is_token_NB = token_NB < end_S.index_select(0, self.response_N)[:, None]
-        self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
-
         response_G = _owners(groups_S, group_end_S, sizes.num_groups)
-        group_G = torch.arange(sizes.num_groups, device=end_S.device)
-        offset_G = (group_G - first_group_S.index_select(0, response_G)) * self.BLOCKS_PER_GROUP
-        block_GK = (first_block_S.index_select(0, response_G) + offset_G)[:, None]
-        block_GK = block_GK + torch.arange(self.BLOCKS_PER_GROUP, device=end_S.device)
-        self._blocks = block_GK, block_GK < block_end_S.index_select(0, response_G)[:, None]
+        token_NB, self.is_token_NB = _rows(self.response_N, first_block_S, start_S, end_S, self.TOKENS_PER_BLOCK)
+        # The slots of the blocks, one block after the other, hold these tokens, and token t is in this slot.
+        self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
+        shift_S = first_block_S * self.TOKENS_PER_BLOCK - start_S
+        self.slot_T = torch.arange(sizes.num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
+        self._blocks = _rows(response_G, first_group_S, first_block_S, block_end_S, self.BLOCKS_PER_GROUP)
         group_SK = first_group_S[:, None] + torch.arange(sizes.most_groups, device=end_S.device)
         self._groups = group_SK, group_SK < group_end_S[:, None]
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
-        """``[N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
-        return x_T.index_select(0, self._token_E).view(-1, self.TOKENS_PER_BLOCK)
+        """``[..., N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
+        return x_T.index_select(-1, self._token_E).view(*x_T.shape[:-1], -1, self.TOKENS_PER_BLOCK)
 
     def to_tokens(self, x_NB: Tensor) -> Tensor:
         """``[T]``: back from their slots to the stream."""
@@ -406,9 +399,111 @@ _SIZES_31 = torch.tensor([[1], [Blocks.TOKENS_PER_BLOCK], [Blocks.TOKENS_PER_BLO
 """Tokens of a token, a block, and a group."""
 
 
+def _rows(response_N: Tensor, first_S: Tensor, begin_S: Tensor, end_S: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """``[N, width]``: the parts ``begin`` to ``end`` of each response, in rows from ``first`` on; bool, which exist."""
+    number_N = torch.arange(len(response_N), device=end_S.device) - first_S.index_select(0, response_N)
+    part_N1 = (begin_S.index_select(0, response_N) + number_N * width)[:, None]
+    part_NB = part_N1 + torch.arange(width, device=end_S.device)
+    return part_NB, part_NB < end_S.index_select(0, response_N)[:, None]
+
+
 def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:
     """``[total]``: the response of each token, block, or group, of which each has ``count`` that end before ``end``."""
     if torch.compiler.is_compiling():
         # A search is part of a kernel; repeat_interleave is some of its own.
         return torch.bucketize(torch.arange(total, device=end_S.device), end_S, right=True)
     return torch.repeat_interleave(count_S, output_size=total)
+
+
+# --- segments: runs of generated tokens within a response, such as the turns of an agent
+
+
+class Runs(NamedTuple):
+    """``[R]`` each: the place of a token, where the run that it is in begins, and where the next run does."""
+
+    place_R: Tensor
+    first_R: Tensor
+    next_R: Tensor
+
+    @classmethod
+    def of(cls, mask_R: Tensor, sequence_R: Tensor) -> Runs:
+        """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
+        is_first_R = torch.ones_like(mask_R)
+        is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
+        run_R = is_first_R.cumsum(0)
+        # Where runs begin, the first at 1; behind the last one the end of all tokens.
+        size = len(mask_R)
+        place_R = torch.arange(size, device=mask_R.device)
+        first_N = (place_R.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_R, run_R, 0), place_R)
+        return cls(place_R, first_N.index_select(0, run_R), first_N.index_select(0, run_R + 1))
+
+    @property
+    def length_R(self) -> Tensor:
+        """``[R]``: tokens of the run; at least 1."""
+        return self.next_R - self.first_R
+
+    def sums(self, rows_FR: Sequence[Tensor], layout: PackedLayout) -> list[Tensor]:
+        """``F`` times ``[R]``: the sum of each row over a token's run."""
+        offset_R, last_R = self.place_R - self.first_R, self.next_R - 1
+        longest = max(layout.response_lengths, default=0)
+        return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
+
+
+def segment_values(
+    t: Tokens,
+    gates: Collection[Gate],
+    layout: PackedLayout,
+    mask_R: Tensor,
+    gather: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """``[G + 1, T]``: the statistic of each gate in each token's segment; and 1 where all its tokens have a ratio.
+
+    The statistics count those that have one.
+
+    A rank may hold any part of a segment. So the values of all ranks are first laid out as whole responses, in one
+    gather; then every rank adds up the same numbers in the same order, whatever the number of ranks.
+    """
+    rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates)]
+    rows_FR = whole_rows(torch.stack(rows), layout, gather)
+    generated_R = mask_R != 0
+    runs = Runs.of(generated_R, layout.sequence_R)
+    size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout)
+    for index, gate in enumerate(gates):
+        if gate.reduce == "segment_mean":
+            totals[index] = totals[index] / count_R.clamp(min=1.0)
+    return layout.local_part(torch.stack([*totals, (count_R == size_R).float()]))
+
+
+def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """``[F, R]``: rows of local tokens as rows of whole responses; ``gather`` those of all context-parallel ranks."""
+    if layout.is_whole:
+        return rows_FT
+    rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
+    # Each token lies on one rank, so that nothing is rounded.
+    return gather(rows_FR.index_copy(-1, layout.position_T, rows_FT)).sum(0)
+
+
+def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
+    """``[T]``: of each token, the sum over its run up to it; ``offset_T`` tokens of the run are before it.
+
+    The order of additions is fixed: after ``k`` steps ``values_T[t]`` is the sum of the last ``16^k`` tokens of the run
+    up to ``t``.
+    """
+    size, device = len(values_T), values_T.device
+    if not values_T.is_floating_point():
+        # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
+        running_T = values_T.cumsum(0)
+        first_T = torch.arange(size, device=device) - offset_T
+        return running_T - (running_T - values_T).index_select(0, first_T)
+    reach = 1
+    while reach < longest:
+        furthest = (_FAN_IN - 1) * reach
+        before_FT = torch.nn.functional.pad(values_T, (furthest, 0)).as_strided((_FAN_IN, size), (reach, 1))
+        distance_F1 = torch.arange(furthest, -1, -reach, device=device).unsqueeze(-1)
+        values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
+        reach *= _FAN_IN
+    return values_T
+
+
+_FAN_IN = 16
+"""Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token."""

@@ -101,10 +101,6 @@ def _k3(t: Tokens, s: TokenResults) -> Tensor:
     return k3(t.d, t.excess).clamp(max=s.config.metric_max)
 
 
-def _open(t: Tokens) -> Tensor:
-    return is_open(t.log_mu, t.d)
-
-
 def _dated(t: Tokens) -> Tensor:
     return torch.logical_and(t.valid, t.lag < UNKNOWN_LAG)
 
@@ -151,20 +147,10 @@ class MetricRow:
     count: Sum = NUM_VALID
     is_scaled: bool = False
 
-    def measure(self, r: Responses, b: Batch) -> tuple[Tensor, Tensor]:
-        """``[S]`` float64, the sum over the tokens of a response or its value; and how many tokens count.
 
-        Of the group the first is 0-dim, the value.
-        """
-        if self.over == "group":
-            return self.value(b), r.generated
-        value_S = r.of[self.value] if isinstance(self.value, Sum) else self.value(r).double()
-        return value_S, r.generated if self.over in ("response_tokens", "responses") else r.of[self.count]
-
-
-def highest(b: Batch, maximum: Max | BatchMax) -> Tensor:
-    """A maximum over responses; NaN where nothing was measured."""
-    return torch.where(b.of[NUM_VALID] > 0.0, b.of[maximum], math.nan)
+def highest(b: Batch, maximum: Max | BatchMax, count: Sum = NUM_VALID) -> Tensor:
+    """A maximum over responses; NaN where nothing was counted."""
+    return torch.where(b.of[count] > 0.0, b.of[maximum], math.nan)
 
 
 def effective_share(
@@ -179,10 +165,6 @@ ESS_TOKEN = effective_share(RHO, RHO_SQUARED, NUM_VALID)
 ESS_SEQUENCE = effective_share(PRODUCT, PRODUCT_SQUARED, MEASURED)
 
 
-def _largest_gap(b: Batch) -> Tensor:
-    return torch.maximum(highest(b, MAX_D), highest(b, MAX_MINUS_D))
-
-
 def _chi2_token(r: Responses) -> Tensor:
     # Of rho^2 - 1.
     return (r.of[_EXCESS_OF_SQUARE] / r.n.clamp(min=1.0)).clamp(max=r.config.metric_max)
@@ -193,26 +175,13 @@ def _chi2_seq(r: Responses) -> Tensor:
     return (excess * (excess + 2.0)).clamp(max=r.config.metric_max)
 
 
-def _of_dated(t: Tokens, otherwise: float) -> Tensor:
-    return torch.where(_dated(t), t.lag, otherwise)
-
-
-def _lag_max(b: Batch) -> Tensor:
-    return torch.where(b.of[DATED] > 0.0, b.of[_MAX_LAG], math.nan)
-
-
-def _fresh(t: Tokens, x: Tensor, otherwise: float) -> Tensor:
-    return torch.where(t.is_stale, otherwise, x)
-
-
-def _stale(t: Tokens, x: Tensor, otherwise: float) -> Tensor:
-    return torch.where(t.is_stale, x, otherwise)
-
-
-def _effective_share_by_age(of_age: Callable[[Tokens, Tensor, float], Tensor]) -> Callable[[Batch], Tensor]:
+def _effective_share_by_age(*, is_stale: bool) -> Callable[[Batch], Tensor]:
     """:data:`ESS_TOKEN` if the tokens of the other age had the ratio 1."""
-    weights = Sum(lambda t, s: _valid(t, of_age(t, t.ratio, 1.0)))
-    return effective_share(weights, Sum(lambda t, s: _valid(t, of_age(t, t.ratio, 1.0).square())), NUM_VALID)
+
+    def weight(t: Tokens) -> Tensor:
+        return _valid(t, torch.where(t.is_stale == is_stale, t.ratio, 1.0))
+
+    return effective_share(Sum(lambda t, s: weight(t)), Sum(lambda t, s: weight(t).square()), NUM_VALID)
 
 
 _K3_TEXT = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
@@ -238,14 +207,17 @@ _Row = MetricRow
 _K1 = Sum(lambda t, s: (-t.d).clamp(-MAX_NATS, MAX_NATS))
 _EXCESS_OF_SQUARE = Sum(lambda t, s: t.excess * (t.excess + 2.0))
 _OUTSIDE_PPO = Sum(lambda t, s: (t.d > PPO_RANGE[1]) | (t.d < PPO_RANGE[0]))
-_OPEN, _RAISED_OPEN = Sum(lambda t, s: _open(t)), Sum(lambda t, s: _open(t) & (t.d > 0.0))
+_OPEN = Sum(lambda t, s: is_open(t.log_mu, t.d))
+_RAISED_OPEN = Sum(lambda t, s: is_open(t.log_mu, t.d) & (t.d > 0.0))
 _MAX_MEAN_D = BatchMax(lambda r: r.measured(r.mean(SUM_D), -math.inf))
 _MAX_MEAN_MINUS_D = BatchMax(lambda r: r.measured(-r.mean(SUM_D), -math.inf))
 _MAX_W = Max(lambda t, s: _valid(t, s.weight, -math.inf))
 _MAX_MINUS_W = Max(lambda t, s: _valid(t, -s.weight, -math.inf))
-_LAG, _MAX_LAG = Sum(lambda t, s: _of_dated(t, 0.0)), Max(lambda t, s: _of_dated(t, -math.inf))
+_LAG = Sum(lambda t, s: torch.where(_dated(t), t.lag, 0.0))
+_MAX_LAG = Max(lambda t, s: torch.where(_dated(t), t.lag, -math.inf))
 _STALE = Sum(lambda t, s: t.valid & t.is_stale)
-_K3_FRESH, _K3_STALE = Sum(lambda t, s: _fresh(t, _k3(t, s), 0.0)), Sum(lambda t, s: _stale(t, _k3(t, s), 0.0))
+_K3_FRESH = Sum(lambda t, s: torch.where(t.is_stale, 0.0, _k3(t, s)))
+_K3_STALE = Sum(lambda t, s: torch.where(t.is_stale, _k3(t, s), 0.0))
 
 MISMATCH_ROWS = (
     _Row("training_log_ppl", "sequences", "minus the mean proximal log-prob", lambda r: -r.mean(LOG_PI)),
@@ -276,7 +248,12 @@ MISMATCH_ROWS = (
     _Row("ratio_min", "group", "smallest `exp d`", lambda b: bounded_exp(-highest(b, MAX_MINUS_D))),
     _Row("nonfinite_token_fraction", "response_tokens", _NO_RATIO, lambda r: r.generated - r.n, True),
     _Row("unmeasured_seq_fraction", "responses", _UNMEASURED, lambda r: r.n == 0.0),
-    _Row("train_rollout_logprob_abs_diff_max", "group", "largest `abs d`", _largest_gap),
+    _Row(
+        "train_rollout_logprob_abs_diff_max",
+        "group",
+        "largest `abs d`",
+        lambda b: torch.maximum(highest(b, MAX_D), highest(b, MAX_MINUS_D)),
+    ),
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, Sum(lambda t, s: t.d != 0.0)),
     _Row("train_rollout_logprob_abs_diff_invalid", "response_tokens", _INVALID, lambda r: r.generated - r.n),
@@ -291,13 +268,13 @@ follows from the run.
 
 AGE_ROWS = (
     _Row("lag_mean", "valid_tokens", "mean lag, of tokens with a known one", _LAG, True, DATED),
-    _Row("lag_max", "group", "largest known lag", _lag_max, True),
+    _Row("lag_max", "group", "largest known lag", lambda b: highest(b, _MAX_LAG, DATED), True),
     _Row("unknown_lag_token_fraction", "response_tokens", _UNDATED, lambda r: r.n - r.of[DATED], True),
     _Row("stale_token_fraction", "valid_tokens", "tokens whose lag is above 0, or unknown", _STALE, True),
     _Row("k3_kl_fresh", "valid_tokens", "what fresh tokens add to `k3_kl`", _K3_FRESH, True),
-    _Row("ess_ratio_token_fresh", "group", _ESS_AGE.format("stale"), _effective_share_by_age(_fresh), True),
+    _Row("ess_ratio_token_fresh", "group", _ESS_AGE.format("stale"), _effective_share_by_age(is_stale=False), True),
     _Row("k3_kl_stale", "valid_tokens", "what stale tokens add to `k3_kl`", _K3_STALE, True),
-    _Row("ess_ratio_token_stale", "group", _ESS_AGE.format("fresh"), _effective_share_by_age(_stale), True),
+    _Row("ess_ratio_token_stale", "group", _ESS_AGE.format("fresh"), _effective_share_by_age(is_stale=True), True),
 )
 """Mismatch and staleness apart: on fresh tokens the engine alone differs, on stale ones the weights do too.
 
@@ -409,22 +386,34 @@ def rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
     return (*rows, *outcome_rows(config))
 
 
+def measure(rows: Collection[MetricRow], r: Responses, b: Batch) -> tuple[Tensor, Tensor]:
+    """``[M, S]`` float64: the sum over what a metric counts in each response, its tokens or itself; and their number.
+
+    A metric of the group has its value in each response with a response token.
+    """
+    if not rows:
+        return r.n.new_empty(0, len(r.n)), r.n.new_empty(0, len(r.n))
+    sums, counts = [], []
+    for row in rows:
+        if row.over == "group":
+            value_S = row.value(b).expand_as(r.n)
+        else:
+            value_S = r.of[row.value] if isinstance(row.value, Sum) else row.value(r).double()
+        tokens_S = r.of[row.count] if row.over in ("valid_tokens", "sequences") else r.generated
+        sums.append(value_S * b.scale if row.is_scaled else value_S)
+        counts.append(tokens_S if row.over in ("valid_tokens", "response_tokens") else (tokens_S > 0.0).double())
+    count_MS = torch.stack(counts)
+    return torch.where(count_MS > 0.0, torch.stack(sums), 0.0), count_MS
+
+
 def response_metrics(r: Responses, b: Batch, rows: Collection[MetricRow]) -> Tensor:
     """``[M, S]`` float32: the value that each token of a response gets of each metric.
 
     The framework averages over all responses, or over all their tokens. So a response that was not measured gets the
     mean of the others of this call: NaN where there are none.
     """
-    if not rows:
-        return r.n.new_empty(0, len(r.n)).float()
-    values, counts = [], []
-    for row in rows:
-        value, count_S = row.measure(r, b)
-        counts.append(count_S)
-        if row.over in ("valid_tokens", "response_tokens"):
-            value = value / count_S
-        values.append(torch.where(count_S > 0.0, value * b.scale if row.is_scaled else value, 0.0))
-    value_MS, is_measured_MS = torch.stack(values), torch.stack(counts) > 0.0
+    sum_MS, count_MS = measure(rows, r, b)
+    value_MS, is_measured_MS = sum_MS / count_MS.clamp(min=1.0), count_MS > 0.0
     share_MS = torch.where(is_measured_MS, r.generated if r.config.per_token_loss else 1.0, 0.0)
     mean_M1 = (value_MS * share_MS).sum(-1, keepdim=True) / share_MS.sum(-1, keepdim=True)
     return torch.where(is_measured_MS, value_MS, mean_M1).float()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.correction.config import OF_SEGMENTS, Reduce, When
-from mis_ext.correction.layout import PackedLayout, runs, to_device
-from mis_ext.correction.segments import Runs, running_sums, whole_rows
+from mis_ext.correction.layout import PackedLayout, Runs, running_sums, runs, to_device, whole_rows
 from mis_ext.correction.tokens import STATISTICS, Pair, Policy, Tokens, bounded_exp
 
 Over = Literal["tokens", "sequences"]
