@@ -157,27 +157,21 @@ async def _generate(
 def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) -> None:
     """Append what the calls sampled, and the observations between, to a sample that has what came before."""
     built = build_samples([call.generation for call in ended.calls], policy="strict", tokenizer=tokenizer)
-    token_ids, log_probs = list[int](), list[float]()
-    # One at most, as every prompt begins with all that is known; none where nothing was sampled.
-    for whole in built.samples:
-        known = len(whole.tokens) - whole.response_length
-        token_ids, log_probs = whole.tokens, [0.0] * known + whole.rollout_log_probs
     # Of what the framework's own function has sampled no one stored a version. What is longer is of an earlier attempt.
     stores = stores_versions(args)
     before = (getattr(sample, VERSIONS, None) or [])[: sample.response_length] if stores else []
     version_of_each: list[float] = [*before, *[math.nan] * (sample.response_length - len(before))]
     for call in ended.calls:
-        start = len(call.generation.prompt_ids)
-        sampled = slice(start, start + len(call.generation.sampled_ids))
+        generation = call.generation
         _append(args, sample, *call.observation)
         # slime's method would take the experts of this request alone, both frameworks' the version of tokens not kept.
         left_out = ["routed_experts"]
         if call.num_discarded:
             left_out += ["weight_version", "weight_versions"]
         meta_info = {key: value for key, value in call.meta_info.items() if key not in left_out}
-        _append(args, sample, call.text, token_ids[sampled], log_probs[sampled], meta_info)
-        version_of_each += [math.nan] * len(call.observation.token_ids) + _version_numbers(call.generation)
-        versions = call.generation.weight_versions
+        _append(args, sample, call.text, generation.sampled_ids, generation.log_probs, meta_info)
+        version_of_each += [math.nan] * len(call.observation.token_ids) + _version_numbers(generation)
+        versions = generation.weight_versions
         # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest.
         if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
             sample.weight_versions[-1:] = dict.fromkeys(versions)

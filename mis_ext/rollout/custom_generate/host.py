@@ -149,31 +149,20 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
 def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
     """Return the options of the chat template: ``apply_chat_template_kwargs`` and the tools of the sample.
 
-    Those of the sample come before those of its evaluation dataset, which slime has, and these before the framework's.
+    Raises:
+        ValueError: An evaluation dataset has other options: a sample does not name its dataset.
     """
-    tools = sample.metadata.get("tools")
-    options = getattr(sample, "apply_chat_template_kwargs", None) or _host_options(args, sample, evaluation) or {}
-    return dict(options) if tools is None else {**options, "tools": tools}
-
-
-def _host_options(args: Any, sample: Any, evaluation: bool) -> Mapping[str, Any] | None:
-    general: Mapping[str, Any] | None = getattr(args, "apply_chat_template_kwargs", None)
-    # A sample does not name its dataset, but has what the framework puts into each sample of it.
-    found: list[tuple[str, Mapping[str, Any] | None]] = []
-    for dataset in (getattr(args, "eval_datasets", None) or ()) if evaluation else ():
-        function = getattr(dataset, "custom_generate_function_path", None)
-        has_metadata = dataset.inject_metadata(sample.metadata) == sample.metadata
-        if has_metadata and function == getattr(sample, "generate_function_path", None):
-            own = getattr(dataset, "apply_chat_template_kwargs", None)
-            found.append((dataset.name, general if own is None else own))
-    for name, options in found:
-        first, expected = found[0]
-        if options != expected:
+    general = getattr(args, "apply_chat_template_kwargs", None)
+    options = getattr(sample, "apply_chat_template_kwargs", None)
+    for dataset in (getattr(args, "eval_datasets", None) or ()) if evaluation and not options else ():
+        own = getattr(dataset, "apply_chat_template_kwargs", None)
+        if own not in (None, general):
             raise ValueError(
-                f"apply_chat_template_kwargs of the evaluation datasets {first} ({expected}) and {name} ({options}) "
-                f"differ, and sample {sample.index} may be of both: give each a metadata_overrides of its own"
+                f"apply_chat_template_kwargs of the evaluation dataset {dataset.name} ({own}) are not those of the run "
+                f"({general}): give them to its samples"
             )
-    return found[0][1] if found else general
+    tools = sample.metadata.get("tools")
+    return {**(options or general or {}), **({} if tools is None else {"tools": tools})}
 
 
 # slime's SGLang returns the kept ids under one of these.

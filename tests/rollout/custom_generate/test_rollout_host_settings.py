@@ -7,9 +7,8 @@ import socket
 import sys
 import types
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -164,59 +163,31 @@ THINK = """
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + ('' if thinking else '</think>') }}{%- endif %}"""
 
 
-@dataclass
-class EvaluationDataset:
-    """As slime's."""
-
-    name: str
-    apply_chat_template_kwargs: dict[str, Any] | None = None
-    custom_generate_function_path: str | None = None
-    metadata_overrides: dict[str, Any] = field(default_factory=dict)
-
-    def inject_metadata(self, metadata):
-        return {**metadata, **self.metadata_overrides}
-
-
-def generation_prompts(tokenizer_folder, environment, tmp_path, sample, datasets, *, evaluation):
-    """The prompt of each turn, its end only."""
-    environment([{"role": "user", "content": "Thanks"}], None)
+def test_the_options_of_the_template_are_the_samples_or_the_runs(tokenizer_folder, environment, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(THINK)
-    with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
+
+    def generation_prompts(*datasets, **options):
+        """The prompt of each turn, its end only."""
+        environment([{"role": "user", "content": "Thanks"}], None)
         others = {"apply_chat_template_kwargs": {"thinking": True}, "chat_template_path": str(template)}
-        args = host_args(server.port, tokenizer_folder, on_policy_tokens=WITH_ENVIRONMENT, **others)
-        args.rollout_max_context_len, args.eval_datasets = CONTEXT, datasets
-        asyncio.run(generate(args, sample, LIMITS, evaluation=evaluation))
-    return [TOKENIZER.decode(r["input_ids"]).rpartition("assistant\n")[2] for r in server.requests]
+        sample = Sample(prompt=QUESTION)
+        sample.apply_chat_template_kwargs = options
+        with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
+            args = host_args(server.port, tokenizer_folder, on_policy_tokens=WITH_ENVIRONMENT, **others)
+            args.rollout_max_context_len, args.eval_datasets = CONTEXT, datasets
+            asyncio.run(generate(args, sample, LIMITS, evaluation=True))
+        return [TOKENIZER.decode(r["input_ids"]).rpartition("assistant\n")[2] for r in server.requests]
 
-
-def test_an_evaluation_dataset_has_its_own_template_options_in_every_turn(tokenizer_folder, environment, tmp_path):
-    arguments = (tokenizer_folder, environment, tmp_path)
-    plain = EvaluationDataset("plain", {"thinking": False}, metadata_overrides={"dataset": "plain"})
-    thinking = EvaluationDataset("thinking", metadata_overrides={"dataset": "thinking"})
-    for dataset, expected in ((plain, "</think>"), (thinking, "")):
-        sample = Sample(prompt=QUESTION, metadata=dataset.inject_metadata({}))
-        found = generation_prompts(*arguments, sample, [plain, thinking], evaluation=True)
-        assert found == [expected] * 2
-    # Training has the host's, also where an evaluation dataset would fit; a sample's own come first.
-    sample = Sample(prompt=QUESTION, metadata={"dataset": "plain"})
-    assert generation_prompts(*arguments, sample, [plain], evaluation=False) == [""] * 2
-    sample = Sample(prompt=QUESTION, metadata={"dataset": "thinking"})
-    sample.apply_chat_template_kwargs = {"thinking": False}
-    assert generation_prompts(*arguments, sample, [plain, thinking], evaluation=True) == ["</think>"] * 2
-
-
-def test_a_sample_that_may_be_of_two_datasets_with_other_options_is_refused(tokenizer_folder, environment, tmp_path):
-    arguments = (tokenizer_folder, environment, tmp_path)
-    datasets = [EvaluationDataset("a", {"thinking": False}), EvaluationDataset("b")]
-    with pytest.raises(ValueError, match=r"evaluation datasets a .* and b .* differ, and sample 0 may be of both"):
-        generation_prompts(*arguments, Sample(prompt=QUESTION), datasets, evaluation=True)
-    datasets[1].custom_generate_function_path = "of.another"
-    assert generation_prompts(*arguments, Sample(prompt=QUESTION), datasets, evaluation=True) == ["</think>"] * 2
+    same = SimpleNamespace(name="same", apply_chat_template_kwargs={"thinking": True})
+    other = SimpleNamespace(name="other", apply_chat_template_kwargs={"thinking": False})
+    assert generation_prompts(same, SimpleNamespace(name="none")) == [""] * 2
+    assert generation_prompts(other, thinking=False) == ["</think>"] * 2
+    with pytest.raises(ValueError, match=r"evaluation dataset other .*'thinking': False.* are not those of the run"):
+        generation_prompts(same, other)
     # A text that is answered with a text never meets the template.
-    datasets[1].custom_generate_function_path = None
     with loopback_server(lambda number, request: (200, stopped(request, "mild"))) as server:
-        args = host_args(server.port, tokenizer_folder, eval_datasets=datasets)
+        args = host_args(server.port, tokenizer_folder, eval_datasets=[other])
         asyncio.run(generate(args, Sample(prompt="The weather"), LIMITS, evaluation=True))
 
 
