@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,25 +118,41 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     if megatron is not None and not megatron.is_pipeline_last_stage():
         return
     groups = find_groups()
-    lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
-
-    def packed(key: str, remedy: str) -> PackedStreams:
-        streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=remedy)
-        sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
-        return streams._replace(lag_T=session.lags_of(*sides, device=device))
-
-    if of_prompts is not None and key is not None:
-        _compare_prompts(of_prompts, session, rollout_data, packed, groups=groups, device=device)
-    if not refuses_shared:
-        return
     alone = groups.without_data_parallelism
+    lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
+    measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
+    streams: PackedStreams | None = None
+    own: dict[str, Tensor] = {}
     try:
-        _refuse_shared_denominators(rollout_data, device)
+        if refuses_shared:
+            _refuse_shared_denominators(rollout_data, device)
+        if of_prompts is not None and key is not None:
+            own = _samples_of(of_prompts, rollout_data, key=key, device=device)
+            if not config.metrics_only:
+                streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_UNSCORED)
+                sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
+                streams = streams._replace(lag_T=session.lags_of(*sides, device=device))
     except Exception:
-        gather_rows(session.tell_failure(lengths, groups=alone, device=device), groups.dp_group)
+        failed = measuring.tell_failure(lengths, groups=alone, device=device)
+        gather_rows(torch.stack([torch.zeros_like(failed), failed]), groups.dp_group)
         raise
-    status = session.neutral(lengths, groups=alone, device=device).status
-    raise_if_failed(gather_rows(status, groups.dp_group).tolist())
+    try:
+        if streams is None:
+            status = measuring.neutral(lengths, groups=alone, device=device).status
+        else:
+            correction = measuring.compute(streams, groups=alone)
+            status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
+    except Exception:
+        # The context-parallel ranks know of it.
+        failed = torch.tensor([0.0, global_rank() + 1.0], dtype=torch.float64, device=device)
+        gather_rows(failed, groups.dp_group)
+        raise
+    number = torch.full_like(status, len(own.get("reward", ())))
+    number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
+    raise_if_failed(status_W.tolist())
+    if of_prompts is not None and key is not None:
+        # From here on every rank has the same numbers, and raises the same errors.
+        _compare_prompts(of_prompts, rollout_data, own, [*map(int, number_W.tolist())], groups=groups, device=device)
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
@@ -175,43 +191,14 @@ _SAMPLE = ("prompt", "trajectory", "reward", "step", "kept", "tokens", "divisor"
 
 def _compare_prompts(
     of_prompts: GroupConfig,
-    session: Session,
     rollout_data: dict[str, Any],
-    packed: Callable[[str, str], PackedStreams],
+    own: Mapping[str, Tensor],
+    numbers: Sequence[int],
     *,
     groups: Groups,
     device: torch.device,
 ) -> None:
-    """Change this rank's advantages, by all samples of the rollout on all ranks."""
-    config, alone = session.config, groups.without_data_parallelism
-    key = str(of_prompts.needs_rollout)
-    lengths = rollout_data.get("response_lengths") or ()
-    measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
-    streams = None
-    try:
-        own = _samples_of(of_prompts, rollout_data, key=key, device=device)
-        if not config.metrics_only:
-            streams = packed(key, _UNSCORED)
-    except Exception:
-        failed = measuring.tell_failure(lengths, groups=alone, device=device)
-        gather_rows(torch.stack([torch.zeros_like(failed), failed]), groups.dp_group)
-        raise
-    try:
-        if streams is None:
-            status = measuring.neutral(lengths, groups=alone, device=device).status
-        else:
-            correction = measuring.compute(streams, groups=alone)
-            status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
-    except Exception:
-        # The context-parallel ranks know of it.
-        failed = torch.tensor([0.0, global_rank() + 1.0], dtype=torch.float64, device=device)
-        gather_rows(failed, groups.dp_group)
-        raise
-    number = torch.full_like(status, len(own["reward"]))
-    number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
-    raise_if_failed(status_W.tolist())
-    numbers = [int(each) for each in number_W.tolist()]
-    # From here on every rank has the same numbers, and raises the same errors.
+    """Change this rank's advantages, by all samples of the rollout on all ranks; each has ``numbers`` of them."""
     rows = torch.zeros(max(numbers), len(_SAMPLE), dtype=torch.float64, device=device)
     rows[: len(own["reward"])] = torch.stack([own[name] for name in _SAMPLE], -1)
     rows_W = gather_rows(rows, groups.dp_group).cpu()
