@@ -18,10 +18,11 @@ from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
 
 import mis_ext
+from mis_ext.correction.layout import PackedLayout
 from mis_ext.frameworks import SLIME
 from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
-from mis_ext.hosts.slime_miles.policy_loss import find_host, find_ranks
+from mis_ext.hosts.slime_miles.policy_loss import find_host, find_ranks, kept_columns
 
 OF_LARGEST = 2e-6
 """Both sum float32 logarithms of eight columns, in another order."""
@@ -140,6 +141,11 @@ def test_top_p_without_what_was_kept_is_refused(key) -> None:
             called(TOP_P, batch | {key: None})
         with pytest.raises(ValueError, match=f"{key} has 2 samples, there are 6"):
             called(TOP_P, batch | {key: batch[key][:2]})
+
+
+def test_no_samples_keep_no_tokens() -> None:
+    batch = {"rollout_top_p_token_ids": [], "rollout_top_p_token_offsets": []}
+    assert [len(each) for each in kept_columns(batch, PackedLayout.whole([]))] == [0, 0, 0]
 
 
 def test_where_no_host_replays_top_p_it_changes_nothing() -> None:

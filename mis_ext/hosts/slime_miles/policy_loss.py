@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout, runs, to_device
+from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.frameworks import MILES, SLIME, find_framework
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.megatron import (
@@ -283,27 +283,22 @@ def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
             object of vime that loads one.
         layout: The local response tokens.
     """
-    ids, offsets = (_samples_under(key, batch, layout) for key in (IDS, OFFSETS))
-    first_id = [0, *accumulate(map(len, ids))]
-    num_offsets = [*map(len, offsets)]
-    # Where each recorded token begins among the ids of all samples; one number more per sample, for the end.
-    start_N = torch.cat([*offsets, torch.zeros(2, dtype=torch.int64)])
-    start_N[:-2] += torch.tensor(first_id[:-1], dtype=torch.int64).repeat_interleave(torch.tensor(num_offsets))
-    length_S = torch.tensor(layout.response_lengths, dtype=torch.int64)
-    recorded_S = torch.tensor(num_offsets, dtype=torch.int64) - 1
-    first_S = torch.tensor([0, *accumulate(num_offsets)][:-1], dtype=torch.int64)
-    place_R = runs(first_S, length_S)
-    is_recorded_R = runs(torch.zeros_like(length_S), length_S) < recorded_S.repeat_interleave(length_S)
-    whole_T = runs(*torch.tensor([layout.pieces.whole_starts, layout.pieces.lengths], dtype=torch.int64))
-    is_recorded_T = is_recorded_R[whole_T]
-    # What was not recorded has the two zeros at the end: it keeps no id, and is told apart by its flag.
-    place_T = torch.where(is_recorded_T, place_R[whole_T], len(start_N) - 2)
-    begin_T = start_N[place_T]
-    count_T = start_N[place_T + 1] - begin_T
-    id_N = torch.cat([*ids, torch.zeros(0, dtype=torch.int64)])[runs(begin_T, count_T)]
-    token_T = torch.arange(len(count_T), device=layout.device)
-    parts = (id_N, count_T, is_recorded_T.long())
+    samples = zip(*(_samples_under(key, batch, layout) for key in (IDS, OFFSETS)), layout.response_lengths, strict=True)
+    pieces = iter(zip(layout.pieces.lengths, layout.pieces.whole_starts, strict=True))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    ids, counts, recorded, whole = [nothing], [nothing], [nothing], 0
+    for ids_N, offsets_R, response in samples:
+        for length, whole_start in islice(pieces, layout.pieces.per_sequence):
+            of_piece = offsets_R[whole_start - whole : whole_start - whole + length + 1]
+            # What was not recorded keeps no id, and is told apart by its flag.
+            num_recorded = max(len(of_piece) - 1, 0)
+            ids += [ids_N[of_piece[0] : of_piece[-1]]] if num_recorded else []
+            counts += [of_piece.diff(), nothing.new_zeros(length - num_recorded)]
+            recorded.append((torch.arange(length) < num_recorded).long())
+        whole += response
+    parts = [*map(torch.cat, (ids, counts, recorded))]
     id_N, count_T, recorded_T = torch.split(to_device(torch.cat(parts), layout.device), [*map(len, parts)])
+    token_T = torch.arange(layout.num_local_tokens, device=layout.device)
     return KeptColumns(
         id_N=id_N,
         token_N=token_T.repeat_interleave(count_T, output_size=len(id_N)),
