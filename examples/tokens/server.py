@@ -33,7 +33,6 @@ def sglang_server(
     weight_version: str,
     seed: int = 0,
     dtype: str = "float32",
-    incremental: bool = False,
     returns_experts: bool = False,
 ) -> Iterator[int]:
     """Run ``sglang.launch_server`` with a model of a directory; the port it listens on.
@@ -43,7 +42,6 @@ def sglang_server(
         weight_version: What the server says its weights are.
         seed: Of its sampler.
         dtype: Of weights and activations.
-        incremental: Whether events of a stream hold only what is new.
         returns_experts: Whether it says which experts its tokens were routed to, when asked.
 
     Raises:
@@ -62,7 +60,6 @@ def sglang_server(
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "log_level": "warning",
-        **({"incremental_streaming_output": True} if incremental else {}),
         **({"enable_return_routed_experts": True} if returns_experts else {}),
     }
     # SGLang leaves its sockets where temporary files go; their paths must be short.

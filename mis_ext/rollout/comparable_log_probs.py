@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of one definition: the trainer's from its logits, the behavior policy's from what the server returned."""
+"""The trainer's log-probs by the definition of the server's."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mis_ext.rollout.definition import Distribution, LogProbDefinition, Truncation
-
-_MASS_OF_NOTHING = 1e-6
+from mis_ext.rollout.definition import Distribution, Truncation
 
 
 class TrainerLogProbs(NamedTuple):
@@ -84,55 +81,6 @@ def trainer_log_probs(
     return TrainerLogProbs(scaled_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0], outside_T)
 
 
-class BehaviorLogProbs(NamedTuple):
-    """Result of ``behavior_log_probs``.
-
-    Attributes:
-        log_probs: Per token, natural; None where they cannot be told.
-        num_unproven: Tokens whose list of top log-probs ends before the last kept token.
-        num_outside: Tokens that the truncation would not have kept: the definition is not the server's.
-    """
-
-    log_probs: list[float | None]
-    num_unproven: int
-    num_outside: int
-
-
-def behavior_log_probs(
-    definition: LogProbDefinition, log_probs: Sequence[float], top_log_probs: Sequence[Sequence[float]]
-) -> BehaviorLogProbs:
-    """Log-probs of the distribution that the tokens were drawn from: log p - log(mass of the kept tokens).
-
-    Args:
-        definition: Of the server's log-probs.
-        log_probs: What the server returned, natural, one per token.
-        top_log_probs: Per token, the largest log-probs of the same distribution, in any order.
-
-    Raises:
-        ValueError: Counts that disagree, or a definition in which more differs than the renormalisation.
-    """
-    if len(log_probs) != len(top_log_probs):
-        raise ValueError(f"{len(log_probs)} log-probs and {len(top_log_probs)} lists of top log-probs")
-    if definition.is_behavior:
-        return BehaviorLogProbs(list(log_probs), 0, 0)
-    truncation = definition.sampled.truncation
-    if not definition.only_truncation_differs or truncation is None:
-        raise ValueError(f"not a matter of renormalisation: {'; '.join(definition.explain())}")
-    result: list[float | None] = []
-    num_unproven = num_outside = 0
-    for log_prob, top in zip(log_probs, top_log_probs, strict=True):
-        kept = kept_of_list(top, truncation)
-        is_outside = kept is not None and log_prob < kept[-1]
-        num_unproven += kept is None
-        num_outside += is_outside
-        if kept is None or is_outside:
-            result.append(None)
-        else:
-            # log p - log(mass of the kept tokens)
-            result.append(log_prob - math.log(math.fsum(map(math.exp, kept))))
-    return BehaviorLogProbs(result, num_unproven, num_outside)
-
-
 def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> None:
     if logits_TV.ndim != 2:
         raise ValueError(
@@ -150,35 +98,8 @@ def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> N
 
 
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
-    """``[T, V]``, bool: the tokens that are kept, of probabilities before truncation."""
+    """``[T, V]``, bool: the tokens that are kept, of probabilities before truncation; at least one of each row."""
     sorted_TV, order_TV = probabilities_TV.sort(dim=-1, descending=True, stable=True)
-    _, num_kept_T = _cuts(sorted_TV, truncation)
-    rank_V = torch.arange(sorted_TV.shape[1], device=sorted_TV.device)
-    return torch.zeros_like(sorted_TV, dtype=torch.bool).scatter(1, order_TV, rank_V < num_kept_T[:, None])
-
-
-def kept_of_list(top: Sequence[float], truncation: Truncation) -> list[float] | None:
-    """The kept ones of the largest log-probs, in descending order; None where the list may end before the last.
-
-    A list that holds all but 1e-6 of the mass counts as whole, as float32 sums of a whole vocabulary are no better: the
-    mass of the kept ones is then too low by up to 1e-6. ``top`` are natural log-probs before truncation, in any order.
-    """
-    ordered = sorted(top, reverse=True)
-    if not ordered:
-        return None
-    probabilities = torch.tensor([ordered], dtype=torch.float64).exp()
-    cuts = [int(cut) for cut in _cuts(probabilities, truncation)]
-    # A cut is proven by the token behind it, or by being the k-th.
-    is_whole = probabilities.sum().item() > 1 - _MASS_OF_NOTHING
-    k = truncation.top_k if truncation.keeps_ties == "none" else None
-    return ordered[: cuts[-1]] if is_whole or all(cut < len(ordered) or cut == k for cut in cuts) else None
-
-
-def _cuts(sorted_TV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    """``[T]`` twice, of probabilities in descending order: how many decide, and how many are kept, at least one.
-
-    Those that decide pass the filters before top-p; where top-p does not depend on these they are the kept ones.
-    """
 
     def with_ties(num_T: Tensor) -> Tensor:
         return (sorted_TV >= sorted_TV.gather(1, num_T[:, None] - 1)).sum(-1)
@@ -189,15 +110,15 @@ def _cuts(sorted_TV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     if truncation.keeps_ties != "none":
         in_top_k_T = with_ties(in_top_k_T)
     kept_T = torch.minimum(in_top_k_T, (sorted_TV >= truncation.min_p * sorted_TV[:, :1]).sum(-1))
-    if truncation.top_p == 1.0:
-        return kept_T, kept_T
-    # top_p is a share of the whole mass, or of the mass of what the filters before it keep.
-    filtered_T = in_top_k_T if truncation.mass_of == "top_k" else kept_T
-    sum_TV = sorted_TV.cumsum(-1)
-    limit_T1 = truncation.top_p * (1.0 if truncation.mass_of == "all" else sum_TV.gather(1, filtered_T[:, None] - 1))
-    before_TV = sum_TV - sorted_TV
-    in_top_p_T = (before_TV <= limit_T1 if truncation.keeps_next else before_TV < limit_T1).sum(-1)
-    if truncation.keeps_ties == "all":
-        in_top_p_T = with_ties(in_top_p_T)
-    kept_T = torch.minimum(kept_T, in_top_p_T)
-    return kept_T if truncation.mass_of == "all" else filtered_T, kept_T
+    if truncation.top_p < 1.0:
+        # top_p is a share of the whole mass, or of the mass of what the filters before it keep.
+        filtered_T = in_top_k_T if truncation.mass_of == "top_k" else kept_T
+        sum_TV = sorted_TV.cumsum(-1)
+        mass_T1 = 1.0 if truncation.mass_of == "all" else sum_TV.gather(1, filtered_T[:, None] - 1)
+        before_TV, limit_T1 = sum_TV - sorted_TV, truncation.top_p * mass_T1
+        in_top_p_T = (before_TV <= limit_T1 if truncation.keeps_next else before_TV < limit_T1).sum(-1)
+        if truncation.keeps_ties == "all":
+            in_top_p_T = with_ties(in_top_p_T)
+        kept_T = torch.minimum(kept_T, in_top_p_T)
+    rank_V = torch.arange(width, device=sorted_TV.device)
+    return torch.zeros_like(sorted_TV, dtype=torch.bool).scatter(1, order_TV, rank_V < kept_T[:, None])

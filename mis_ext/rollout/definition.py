@@ -134,8 +134,7 @@ class LogProbDefinition:
             if self.only_truncation_differs:
                 behavior = (
                     f"log(mass that {sampled.truncation} keeps) is missing; have SGLang return it "
-                    "(return_sampling_mask: true with a top_k of at most 4096: output_token_sampling_logprobs), or "
-                    "enough top log-probs to compute it"
+                    "(return_sampling_mask: true with a top_k of at most 4096: output_token_sampling_logprobs)"
                 )
             lines.append(f"the returned numbers are not those of the behavior policy: {behavior}")
         return [*lines, *self.doubts]

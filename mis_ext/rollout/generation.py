@@ -191,13 +191,13 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...  # noqa: D102
 
 
-def find_illegal_id(ids: list[Any], largest: int = LARGEST_ID) -> int | None:
-    """The index of the first value that is no token id up to ``largest``; None if all are."""
+def find_illegal_id(ids: list[Any]) -> int | None:
+    """The index of the first value that is no token id; None if all are."""
     # Types before values, each in one pass in C: the loop runs only to name the position. True and 5.0 equal ids and
     # are none.
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_ID):
         return None
-    return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= largest)
+    return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= LARGEST_ID)
 
 
 class RolloutError(ValueError):

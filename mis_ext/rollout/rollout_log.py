@@ -7,7 +7,7 @@ Below: what is in them, by class: of a conversation, and summed over all of them
 |---|---|
 | ``conversation`` | id; calls of one id belong together, in the order of lines and files |
 | ``request``, ``response`` | as they were sent and came, decoded |
-| ``format`` | a key of :data:`READERS`; may be omitted where the response proves it |
+| ``format`` | a key of :data:`READERS` |
 | ``request_id`` | optional: names the call; else the server's name for it |
 | ``text`` | optional: what the agent kept of the response's text |
 | ``choice`` | which choice of a response, where it has several; not for ``sglang`` |
@@ -20,7 +20,6 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +58,6 @@ READERS: dict[str, Callable[..., Generation]] = {
 """The formats of a line, and the reader of each."""
 # What may be absent has the type that it must have otherwise.
 _TYPES = {"conversation": str, "request_id": str, "text": str, "choice": int}
-_APIS = {"chat.completion": "chat", "text_completion": "completions"}
 
 
 class LogLineError(ValueError):
@@ -70,30 +68,6 @@ class LogLineError(ValueError):
         self.file, self.line, self.reason = file, line, reason
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoggedCall:
-    """One line of a log: where it is, its object, and its format, a key of :data:`READERS`."""
-
-    file: str
-    line: int
-    row: Mapping[str, Any]
-    format: str
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Return its place as plain values."""
-        return {"conversation": self.row["conversation"], "file": self.file, "line": self.line}
-
-    def read(self) -> Generation:
-        """Read the input and the sampled output, and check all ids of the prompt."""
-        # A response of SGLang's /generate is one sample.
-        keys = ("request_id",) if self.format == "sglang" else ("request_id", "choice")
-        options = {key: self.row.get(key) for key in keys}
-        generation = READERS[self.format](self.row["request"], self.row["response"], **options)
-        Field(value=generation.prompt_ids, path="prompt_ids", request_id=generation.request_id).token_ids()
-        return generation
-
-
 class Line(NamedTuple):
     """A line of a file."""
 
@@ -101,26 +75,27 @@ class Line(NamedTuple):
     number: int
     content: bytes
 
-    def parse(self) -> LoggedCall:
-        """The call that it holds; its request and response are not looked into, but to tell a format not given."""
+    @property
+    def place(self) -> dict[str, Any]:
+        """Return its place as plain values."""
+        return {"file": self.file, "line": self.number}
+
+    def parse(self) -> dict[str, Any]:
+        """The call that it holds; its request and response are not looked into."""
         try:
             row = json.loads(self.content)
             if not isinstance(row, dict):
                 raise ValueError(f"a line must be an object, got a {type(row).__name__}")
             check_known("keys", row, {"format", "request", "response", *_TYPES})
-            missing = [key for key in ("conversation", "request", "response") if key not in row]
+            missing = [key for key in ("conversation", "format", "request", "response") if key not in row]
             if missing:
                 raise ValueError(f"{' and '.join(missing)} missing")
             for key, kind in _TYPES.items():
                 # True is an int and no choice.
                 if key in row and type(row[key]) is not kind and (row[key] is not None or key == "conversation"):
                     raise ValueError(f"{key} must be of type {kind.__name__}, got {row[key]!r:.80}")
-            format = _tell_format(row["response"]) if row.get("format") is None else row["format"]
-            if format is None:
-                raise ValueError(
-                    f"the response does not prove its format: name it by format, one of {' | '.join(READERS)}"
-                )
-            return LoggedCall(file=self.file, line=self.number, row=row, format=check_choice("format", format, READERS))
+            check_choice("format", row["format"], READERS)
+            return row
         except json.JSONDecodeError as error:
             raise LogLineError(self.file, self.number, f"no JSON: {error.msg} at character {error.pos}") from error
         # Nesting beyond what Python's stack holds is a RecursionError.
@@ -128,23 +103,13 @@ class Line(NamedTuple):
             raise LogLineError(self.file, self.number, str(error)) from error
 
 
-def _tell_format(response: Any) -> str | None:
-    """The format that only this response can have; None where there are several, as for plain OpenAI log-probs."""
-    if not isinstance(response, Mapping):
-        return None
-    # An error is refused by every reader alike.
-    kind = response.get("object")
-    if "meta_info" in response or response.get("error") is not None or kind == "error":
-        return "sglang"
-    if "output_mode" in response:
-        return "vllm"
-    api, choices = _APIS.get(str(kind)), response.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    if api is None or not isinstance(first, Mapping):
-        return None
-    # Both servers write their key in every choice, null included.
-    servers = [server for server, key in (("sglang", "matched_stop"), ("vllm", "stop_reason")) if key in first]
-    return f"{servers[0]}-{api}" if len(servers) == 1 else None
+def read_call(row: Mapping[str, Any]) -> Generation:
+    """Read the input and the sampled output of a call, and check all ids of the prompt."""
+    # A response of SGLang's /generate is one sample.
+    keys = ("request_id",) if row["format"] == "sglang" else ("request_id", "choice")
+    generation = READERS[row["format"]](row["request"], row["response"], **{key: row.get(key) for key in keys})
+    Field(value=generation.prompt_ids, path="prompt_ids", request_id=generation.request_id).token_ids()
+    return generation
 
 
 def read_logs(paths: Iterable[Path]) -> tuple[dict[str, list[Line]], list[LogLineError]]:
@@ -164,7 +129,7 @@ def read_logs(paths: Iterable[Path]) -> tuple[dict[str, list[Line]], list[LogLin
                         continue
                     holds_nothing, line = False, Line(str(path), number, content)
                     try:
-                        conversations.setdefault(line.parse().row["conversation"], []).append(line)
+                        conversations.setdefault(line.parse()["conversation"], []).append(line)
                     except LogLineError as problem:
                         problems.append(problem)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -212,47 +177,51 @@ class LogReport:
         A refused call is omitted, and the next one compared with the calls before it.
         """
         self._counts["conversations"] += 1
-        read: list[tuple[LoggedCall, Generation]] = []
+        generations: list[Generation] = []
+        places: list[dict[str, Any]] = []
         for line in lines:
-            call = line.parse()
+            row = line.parse()
+            place = {"conversation": row["conversation"], **line.place}
             self._counts["calls"] += 1
             try:
-                read.append((call, call.read()))
+                generation = read_call(row)
             except RolloutError as error:
-                self._refused.add(type(error).__name__, False, call.place | {"message": str(error)})
-        build = partial(build_samples, [generation for _, generation in read], tokenizer=self._tokenizer)
+                self._refused.add(type(error).__name__, False, place | {"message": str(error)})
+                continue
+            self._add_text(row, generation, place)
+            generations.append(generation)
+            places.append(place)
+        build = partial(build_samples, generations, tokenizer=self._tokenizer)
         # The policy that never raises.
         classified = build(policy="split")
         self._counts["sampled_tokens"] += classified.sampled_tokens
-        for (call, _), boundary in zip(read[1:], classified.boundaries, strict=True):
-            example = call.place | {name: getattr(boundary, name) for name in _SHOWN}
+        for place, boundary in zip(places[1:], classified.boundaries, strict=True):
+            example = place | {name: getattr(boundary, name) for name in _SHOWN}
             self._boundaries.add(boundary.kind.value, boundary.kind is not BoundaryKind.DIFFERENT, example)
-        for call, generation in read:
-            self._add_text(call, generation)
         if self._policy is None:
             return ()
         try:
             built = build(policy=self._policy)
         except BoundaryError as error:
             self._metrics["sampled_tokens/dropped"] += classified.sampled_tokens
-            example = {"conversation": read[0][0].row["conversation"], "message": str(error)}
+            example = {"conversation": places[0]["conversation"], "message": str(error)}
             self._policy_errors.add(self._policy, False, example)
             return ()
         self._metrics.update(built.metrics())
         return built.samples
 
-    def _add_text(self, call: LoggedCall, generation: Generation) -> None:
-        kept: str | None = call.row.get("text")
+    def _add_text(self, row: Mapping[str, Any], generation: Generation, place: Mapping[str, Any]) -> None:
+        kept: str | None = row.get("text")
         text = generation.text if kept is None else kept
         if self._tokenizer is None:
             self._counts["unchecked_texts"] += kept is not None
         elif text is not None:
-            request = call.row["request"]
+            request = row["request"]
             parameters = request.get("sampling_params", request)
             stop = parameters.get("stop") if isinstance(parameters, Mapping) else None
             strings = [each for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, str) and each]
             found = detect_post_processing(generation, text, self._tokenizer, stop=strings)
-            example = call.place | {"detail": found.detail, "cure": found.cure}
+            example = {**place, "detail": found.detail, "cure": found.cure}
             self._texts.add(found.kind.value, found.keeps_ids, example)
 
     def reasons(self) -> list[str]:

@@ -40,7 +40,9 @@ def write(folder: Path, *rows: dict[str, Any] | str, name: str = "log.jsonl") ->
 
 def genuine(name: str, **keys: Any) -> dict[str, Any]:
     request, response = recorded(name)
-    return {"conversation": name, "request": request, "response": response, **keys}
+    api = name.partition("_")[0]
+    format = "sglang" if api == "generate" else f"sglang-{api}"
+    return {"conversation": name, "format": format, "request": request, "response": response, **keys}
 
 
 def logged(conversation: str, generation: Generation, **keys: Any) -> dict[str, Any]:
@@ -55,7 +57,8 @@ def logged(conversation: str, generation: Generation, **keys: Any) -> dict[str, 
         "weight_version": generation.weight_version,
     }
     response = {"output_ids": ids, "meta_info": meta}
-    return {"conversation": conversation, "request": {"input_ids": generation.prompt_ids}, "response": response, **keys}
+    request = {"input_ids": generation.prompt_ids}
+    return {"conversation": conversation, "format": "sglang", "request": request, "response": response, **keys}
 
 
 def case_rows(name: str, case: Case) -> list[dict[str, Any]]:

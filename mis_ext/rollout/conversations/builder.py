@@ -40,7 +40,6 @@ def build_samples(
     *,
     policy: Policy = "strict",
     tokenizer: Tokenizer | None = None,
-    vocab_size: int | None = None,
 ) -> Built:
     """Training samples of one conversation, in which every sampled token has the id that was sampled.
 
@@ -56,21 +55,19 @@ def build_samples(
             raises an error. ``"split"`` starts another sample with the call's own prompt: it is exact, and loses no
             token.
         tokenizer: The server's tokenizer, to show the text where ids differ. Nothing else depends on it.
-        vocab_size: Ids must be below it. None: they are not checked.
 
     Raises:
         BoundaryError: A boundary under ``"strict"``.
-        MalformedResponse: A token id is no ``int``, negative, or not below ``vocab_size``.
+        MalformedResponse: A token id is no ``int``, negative, or above 2**31 - 1.
         CountMismatch: Not one log-prob per sampled id.
         ValueError: An unknown policy.
     """
     check_choice("policy", policy, get_args(Policy))
     given = tuple(generations)
-    largest_id = LARGEST_ID if vocab_size is None else vocab_size - 1
     calls, boundaries = list[_Call](), list[Boundary]()
     previous: Generation | None = None
     for generation in given:
-        call = _checked(generation, calls[-1].known if calls else b"", largest_id)
+        call = _checked(generation, calls[-1].known if calls else b"")
         found = _compare(call, calls)
         call.ancestor = found.ancestor
         action = _choose_action(policy, call, found)
@@ -128,7 +125,7 @@ class _Call:
         return call is not None
 
 
-def _checked(generation: Generation, before: bytes, largest_id: int) -> _Call:
+def _checked(generation: Generation, before: bytes) -> _Call:
     """The call, if its counts and ids are legal; those with which ``before`` begins too have been checked."""
     sampled, prompt = generation.sampled_ids, [*generation.prompt_ids]
     for name, values in (("log-probs", generation.log_probs), ("weight versions", generation.weight_versions)):
@@ -140,10 +137,10 @@ def _checked(generation: Generation, before: bytes, largest_id: int) -> _Call:
         packed = array("i")
     first_new = _num_equal(packed.tobytes(), before)
     for key, ids, start in (("prompt_ids", prompt, first_new), ("sampled_ids", sampled, 0)):
-        index = find_illegal_id(ids[start:], largest_id)
+        index = find_illegal_id(ids[start:])
         if index is not None:
             found = f"got {reprlib.repr(ids[start + index])}"
-            message = f"{key}[{start + index}] must be an int in [0, {largest_id}], {found}"
+            message = f"{key}[{start + index}] must be an int in [0, {LARGEST_ID}], {found}"
             raise MalformedResponse(generation.request_id, message)
     return _Call(generation, packed.tolist(), packed.tobytes() + array("i", sampled).tobytes())
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from mis_ext.rollout.generation import AbortedRequest, CountMismatch, MalformedResponse
+from mis_ext.rollout.generation import AbortedRequest, MalformedResponse
 from mis_ext.rollout.readers.json_fields import Field
 
 _DATA, _END = "data:", "[DONE]"
@@ -18,20 +18,15 @@ _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text
 # What comes once, or again with a later value: of a response, and of a choice.
 _LATEST = ("usage", "prompt_token_ids", "metadata", "metrics", "sglext")
 _LATEST_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
-# What a server with --incremental-streaming-output sends piece by piece.
-_PIECES = (
-    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
-    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
-)
 
 
 def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") -> dict[str, Any]:
     """The response that these lines of server-sent events add up to.
 
-    Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, arguments of tool calls by
-    their index, log-probs and ids are joined in the order in which they came. Ask for ``stream_options:
-    {"include_usage": true}``: without it the readers have no count to compare with. Events of SGLang's ``/generate``
-    hold all that came before, or with ``--incremental-streaming-output`` what is new, and always the count of all.
+    Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, log-probs and ids are joined in
+    the order in which they came; pieces of tool calls are listed. Ask for ``stream_options: {"include_usage": true}``:
+    without it the readers have no count to compare with. Events of SGLang's ``/generate`` hold all that came before,
+    so the last one is the response; those of ``--incremental-streaming-output`` do not, and the readers refuse them.
 
     Args:
         lines: As the server sent them, empty ones too.
@@ -39,8 +34,6 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
 
     Raises:
         AbortedRequest: The stream breaks off, or has an error.
-        CountMismatch: An event of ``/generate`` counts another number of tokens than came until then: one is lost or
-            doubled.
         MalformedResponse: A line is no event, or an event no part of an answer.
     """
     events = _events(lines, request_id)
@@ -52,7 +45,7 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
     names = {event["meta_info"]["id"].value for event in events}
     if len(names) > 1:
         raise MalformedResponse(request_id, f"the stream has {len(names)} requests: send each prompt on its own")
-    return _join_generate(events)
+    return dict(events[-1].value)
 
 
 def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
@@ -75,42 +68,6 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
             raise MalformedResponse(request_id, f"line {number} is no JSON: {error}") from error
         events.append(Field(value=event, path=f"event[{len(events)}]", request_id=request_id))
     raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")
-
-
-def _join_generate(events: list[Field]) -> dict[str, Any]:
-    """The last event, whose count of tokens is always that of all: where it has fewer, those of all events follow."""
-    last = dict(events[-1].value)
-    if not events[-1].get("output_ids") or _has_all(events[-1]) or _repeats_what_came(events):
-        return last
-    # Before the counts: an abort sends the last ids once more.
-    events[-1]["meta_info"]["finish_reason"]["type"].finish_reason()
-    num_ids = 0
-    for event in events:
-        num_ids += len(event["output_ids"].array())
-        count = event["meta_info"]["completion_tokens"]
-        if count.count() != num_ids:
-            found = f"{count.path} is {count.value}, but {num_ids} ids came until then"
-            raise CountMismatch(count.request_id, f"{found}: an event is lost or doubled")
-    last["output_ids"] = _joined(events, "output_ids")
-    if events[-1].get("text"):
-        last["text"] = "".join(event["text"].string() for event in events)
-    metas = [event["meta_info"] for event in events]
-    last["meta_info"] = last["meta_info"] | {key: _joined(metas, key) for key in _PIECES if key in last["meta_info"]}
-    return last
-
-
-def _has_all(event: Field) -> bool:
-    return len(event["output_ids"].array()) >= event["meta_info"]["completion_tokens"].count()
-
-
-def _repeats_what_came(events: list[Field]) -> bool:
-    """True if every event repeats all earlier ones; the last one is then incomplete, which the readers report."""
-    *earlier, last = (_joined([event["meta_info"]], "output_token_logprobs") for event in events)
-    return bool(earlier and earlier[-1]) and last[: len(earlier[-1])] == earlier[-1] and all(map(_has_all, events[:-1]))
-
-
-def _joined(holders: list[Field], key: str) -> list[Any]:
-    return [entry for holder in holders if (found := holder.get(key)) for entry in found.array()]
 
 
 def _join_chunks(events: list[Field]) -> dict[str, Any]:
@@ -160,20 +117,5 @@ def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
         for key in ("content", "reasoning", "reasoning_content"):
             if found := delta.get(key):
                 message[key] = (message.get(key) or "") + found.string()
-        for part in delta.get("tool_calls").entries():
-            _add_call(message.setdefault("tool_calls", []), part)
-
-
-def _add_call(calls: list[dict[str, Any]], part: Field) -> None:
-    """The name comes once, the arguments piece by piece; pieces of several calls may alternate."""
-    index = part["index"].count()
-    if index > len(calls):
-        raise part["index"].malformed(f"at most {len(calls)}, the number of calls before")
-    if index == len(calls):
-        calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-    if name := part.get("id"):
-        calls[index]["id"] = name.string()
-    function = part.get("function")
-    for key in ("name", "arguments"):
-        if piece := function.get(key):
-            calls[index]["function"][key] += piece.string()
+        if calls := delta.get("tool_calls"):
+            message.setdefault("tool_calls", []).extend(calls.array())

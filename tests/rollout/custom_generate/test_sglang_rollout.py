@@ -30,7 +30,6 @@ from transformers.models.auto import AutoModelForCausalLM
 from mis_ext.rollout import StaleWeightsWarning, compare_weights
 from mis_ext.rollout.custom_generate import function
 from mis_ext.rollout.custom_generate.function import generate
-from mis_ext.rollout.generation import CountMismatch
 from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import read_sglang_generate
 
@@ -275,36 +274,17 @@ def streamed(port, **changes):
     return request, whole, call_server(port, "/generate", {**request, "stream": True}).splitlines()
 
 
-def check_stream(port, *, is_incremental):
-    request, whole, lines = streamed(port, top_logprobs_num=2)
-    counts = [
-        len(json.loads(line.removeprefix(b"data: "))["output_ids"]) for line in lines if line.startswith(b"data: {")
-    ]
-    assert len(counts) > 3
-    assert (sum(counts) == 24) == is_incremental
+def test_a_stream_gives_what_the_whole_answer_gives(server):
+    request, whole, lines = streamed(server.sglang_router_port, top_logprobs_num=2)
     joined = join_stream(lines)
     mine, expected = (read_sglang_generate(request, response) for response in (joined, whole))
     # The second answer finds the prompt in the cache, which rounds otherwise.
     assert mine.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
     assert replace(mine, log_probs=[], request_id="") == replace(expected, log_probs=[], request_id="")
     assert len(joined["meta_info"]["output_top_logprobs"]) == 24
-    # An event that is lost is never silent: in a cumulative stream another one has it.
+    # An event that is lost is never silent: another one has it.
     first = next(number for number, line in enumerate(lines) if line.startswith(b"data: {"))
-    lost = [*lines[:first], *lines[first + 1 :]]
-    if is_incremental:
-        with pytest.raises(CountMismatch):
-            read_sglang_generate(request, join_stream(lost))
-    else:
-        assert join_stream(lost) == joined
-
-
-def test_a_stream_gives_what_the_whole_answer_gives(server):
-    check_stream(server.sglang_router_port, is_incremental=False)
-
-
-def test_a_stream_of_pieces_gives_what_the_whole_answer_gives(server):
-    with sglang_server(Path(server.hf_checkpoint), weight_version="7", incremental=True) as port:
-        check_stream(port, is_incremental=True)
+    assert join_stream([*lines[:first], *lines[first + 1 :]]) == joined
 
 
 @torch.no_grad()

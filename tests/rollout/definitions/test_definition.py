@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from log_prob_definitions import LOGITS, NUCLEUS, PROBABILITIES, define, read
+from log_prob_definitions import LOGITS, NUCLEUS, define, read
 
-from mis_ext.rollout.comparable_log_probs import behavior_log_probs, trainer_log_probs
+from mis_ext.rollout.comparable_log_probs import trainer_log_probs
 from mis_ext.rollout.definition import Distribution, Truncation
 from mis_ext.rollout.sampling_parameters import SamplingParameters
 
@@ -115,8 +115,6 @@ def test_logits_are_never_comparable() -> None:
         assert not definition.is_behavior
         assert definition.explain()[1] == "returned: logits of softmax(logits)"
         assert "--logprobs-mode processed_logprobs" in definition.explain()[2]
-        with pytest.raises(ValueError, match="not a matter of renormalisation"):
-            behavior_log_probs(definition, [1.0], [[1.0]])
 
 
 def test_greedy_is_no_draw_and_a_top_k_of_1_at_a_temperature_is_doubtful_in_sglang() -> None:
@@ -151,51 +149,6 @@ def test_a_trainers_log_probs_agree_after_the_correction_and_not_before() -> Non
     assert (sampled.log_probs_T - behavior).abs().max() < 1e-6
     assert (sampled.log_probs_T - returned).abs().max() > 0.05
 
-    told = behavior_log_probs(definition, returned.tolist(), tempered.log().tolist())
-    assert (told.num_unproven, told.num_outside) == (0, 0)
-    assert told.log_probs == pytest.approx(behavior.tolist(), abs=1e-6)
-
-
-def test_behavior_log_probs_by_hand() -> None:
-    logs = [math.log(p) for p in PROBABILITIES]
-    definition = define(top_p=0.6)
-    proven_by_next = pytest.approx(math.log(2 / 3))
-    # Two are kept, with 3/4 of the mass; the third proves it.
-    told = behavior_log_probs(definition, [logs[1]] * 4, [logs, logs[:3], logs[:2], logs[:1]])
-    assert told.num_unproven == 2
-    assert told.log_probs == [pytest.approx(math.log(1 / 3)), pytest.approx(math.log(1 / 3)), None, None]
-    outside = behavior_log_probs(definition, [logs[2], logs[0]], [logs, logs[::-1]])
-    assert (outside.num_outside, outside.num_unproven) == (1, 0)
-    assert outside.log_probs == [None, pytest.approx(math.log(2 / 3))]
-    assert behavior_log_probs(definition, [logs[0]], [[]]).num_unproven == 1
-    for backend, proven in (("pytorch", [pytest.approx(math.log(2 / 3))] * 2), ("flashinfer", [None, proven_by_next])):
-        top_2 = behavior_log_probs(define(top_k=2, backend=backend), [logs[0]] * 2, [logs[:2], logs[:3]])
-        assert top_2.log_probs == proven
-    # Half the first's probability: the third is too small, the second alone does not say so.
-    min_p = define(min_p=0.5)
-    assert behavior_log_probs(min_p, [logs[0]] * 2, [logs[:3], logs[:2]]).num_unproven == 1
-
-
-def test_a_share_of_a_mass_that_is_not_in_the_list_is_unproven() -> None:
-    logs = [math.log(p) for p in PROBABILITIES]
-    # FlashInfer's top-p is of the mass within top-k here, of which a list of two does not tell.
-    definition = define(top_k=2, top_p=0.4, min_p=0.01)
-    assert definition.sampled.truncation.mass_of == "top_k"
-    told = behavior_log_probs(definition, [logs[0]] * 2, [logs[:3], logs[:2]])
-    assert told.log_probs == [pytest.approx(0.0), None]
-    # With ties, the k-th is no proof.
-    in_vllm = define("vllm", top_k=3)
-    told = behavior_log_probs(in_vllm, [logs[0]] * 2, [logs, logs[:3]])
-    assert told.log_probs == [pytest.approx(logs[0]), None]
-
-
-def test_behavior_log_probs_that_are_returned_are_handed_on_and_others_refused() -> None:
-    assert behavior_log_probs(define(temperature=0.7), [-1.0], [[]]).log_probs == [-1.0]
-    with pytest.raises(ValueError, match="not a matter of renormalisation: sampled from"):
-        behavior_log_probs(define(**NUCLEUS, original=True), [-1.0], [[-1.0]])
-    with pytest.raises(ValueError, match="2 log-probs and 1 lists"):
-        behavior_log_probs(define(**NUCLEUS), [-1.0, -2.0], [[-1.0]])
-
 
 def test_the_servers_keep_different_tokens_at_the_edge() -> None:
     request = {"top_k": 3, "top_p": 0.5, "min_p": 0.1}
@@ -223,16 +176,6 @@ def test_the_servers_keep_different_tokens_at_the_edge() -> None:
     assert not define(top_p=0.5).doubts
     assert define("vllm", top_p=0.5).sampled.truncation.mass_of == "all"
     assert define("vllm", top_p=0.5, top_k=3).sampled.truncation.mass_of == "top_k_and_min_p"
-
-
-def test_a_list_of_nearly_all_the_mass_counts_as_whole_to_the_stated_precision() -> None:
-    # Of the mass within top_k=50 the list of two says all but 9e-7.
-    definition = define(top_k=50, top_p=0.999_999_9, min_p=1e-9)
-    top = [math.log(0.6), math.log(0.4 - 9e-7)]
-    (told,) = behavior_log_probs(definition, top[:1], [top]).log_probs
-    assert told == pytest.approx(math.log(0.6), abs=1e-6)
-    short = [math.log(0.6), math.log(0.4 - 2e-6)]
-    assert behavior_log_probs(definition, short[:1], [short]).log_probs == [None]
 
 
 def test_slimes_request_for_the_kept_tokens_is_known() -> None:

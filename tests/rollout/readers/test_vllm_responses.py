@@ -17,7 +17,6 @@ from mis_ext.rollout import SamplingParameters, define_log_probs, tell_logprobs_
 from mis_ext.rollout.generation import AbortedRequest, Contradiction, CountMismatch
 from mis_ext.rollout.readers.server_sent_events import join_stream
 from mis_ext.rollout.readers.servers import read_vllm_chat, read_vllm_completions, read_vllm_generate
-from mis_ext.rollout.rollout_log import READERS, Line
 
 FOLDER = Path(__file__).parents[2] / "data" / "rollout_responses" / "vllm"
 READ = {"generate": read_vllm_generate, "chat": read_vllm_chat, "completions": read_vllm_completions}
@@ -144,14 +143,6 @@ def test_kept_ids_are_those_of_the_mask_and_hold_what_was_sampled() -> None:
     del choice["sampling_mask"][3]
     with pytest.raises(CountMismatch, match="has 7 entries, 8 ids were sampled"):
         read_vllm_generate(request, response)
-
-
-def test_a_log_line_of_generate_proves_its_format() -> None:
-    request, response = exchange("generate")
-    line = {"conversation": "a", "request": request, "response": response}
-    call = Line("calls", 1, json.dumps(line).encode()).parse()
-    assert call.format == "vllm"
-    assert call.read() == READERS["vllm"](request, response)
 
 
 # --- experts
