@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -206,19 +205,11 @@ def _near(value: Any, choices: Collection[str], most: int) -> list[str]:
 
 
 def _yaml_hint(value: Any) -> str:
-    if not isinstance(value, str):
-        return ""
+    """Return how YAML writes the number that a text is meant as."""
     try:
-        number = float(value)
+        number = float(value if isinstance(value, str) else "")
     except ValueError:
         return ""
-    if math.isnan(number):
-        return ""
-    if math.isinf(number):
-        return " (YAML writes infinity as .inf)"
-    mantissa, _, exponent = value.lower().partition("e")
-    if not exponent:
-        return " (remove the quotes)"
-    dotted = mantissa if "." in mantissa else f"{mantissa}.0"
-    signed = exponent if exponent[0] in "+-" else f"+{exponent}"
-    return f" (YAML reads this as a string; write {dotted}e{signed}, not {value})"
+    import yaml  # Only for an error.
+
+    return f" (YAML reads this as a string; write {yaml.safe_dump(number).split()[0]})"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import GuardName
-from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 
@@ -88,11 +87,6 @@ class Monitor:
             raise
 
 
-def rejection_totals(correction: Correction) -> Tensor:
-    """The totals that :func:`warn_of_rejection` judges."""
-    return correction.watched
-
-
 def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
     """Warn if a larger share is rejected than ``max_fraction``; return whether it did."""
     tokens, valid, kept, kept_responses, responses = totals
@@ -140,13 +134,6 @@ _SPREAD = 0.1
 """Nats, squared: one value in a whole response is right where the other side hardly varies."""
 _SHIFT_FACTOR = 0.5
 _MAX_MEAN_ABS_DIFF = 0.3
-
-
-class Finding(NamedTuple):
-    """A mistake in the data. It stops the run unless its guard is set to warn; without a guard it only warns."""
-
-    guard: GuardName | None
-    message: str
 
 
 class DataSums(NamedTuple):
@@ -200,13 +187,12 @@ def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: Pack
     return usual_T & ((side_T < _SENTINEL) | is_zero_T | layout.spread(is_constant_S))
 
 
-def findings_in(numbers: Sequence[float]) -> Iterator[Finding]:
-    """The mistakes that the sums of :class:`DataSums` show."""
-    sums = DataSums(*numbers)
+def findings_in(sums: DataSums) -> Iterator[tuple[GuardName | None, str]]:
+    """The mistakes that the sums show, each with the guard that stops the run; without one it only warns."""
     nonfinite = {"engine": sums.nonfinite_engine, "trainer": sums.nonfinite_trainer}
     side = max(nonfinite, key=nonfinite.__getitem__)
     if sums.response >= ENOUGH and nonfinite[side] > 0.5 * sums.response:
-        yield Finding(
+        yield (
             "missing_log_probs",
             f"{nonfinite[side] / sums.response:.1%} of the response tokens have a non-finite {side} log-prob and are "
             "masked. Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: "
@@ -214,7 +200,7 @@ def findings_in(numbers: Sequence[float]) -> Iterator[Finding]:
         )
     for side, count in (("Engine", sums.placeholders_engine), ("Trainer", sums.placeholders_trainer)):
         if count >= max(_FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS * sums.valid):
-            yield Finding(
+            yield (
                 "degenerate_behavior",
                 f"{side} log-probs are placeholders: {count:.0f} of {sums.valid:.0f} response tokens have a log-prob "
                 "below -1000, 0 where the other side is below -1, or the same in the whole response. Request "
@@ -223,14 +209,14 @@ def findings_in(numbers: Sequence[float]) -> Iterator[Finding]:
             )
     aligned, shifted = min(sums.first, sums.second), min(sums.earlier, sums.later)
     if sums.pairs >= ENOUGH and shifted < _SHIFT_FACTOR * aligned:
-        yield Finding(
+        yield (
             "shifted_log_probs",
             f"Log-probs are shifted by one token: the mean |trainer - engine| difference is {aligned / sums.pairs:.3g} "
             f"nats, and {shifted / sums.pairs:.3g} when one side is shifted. Score position p with the logits of "
             "position p - 1, on both sides.",
         )
     elif sums.valid >= ENOUGH and sums.gap > _MAX_MEAN_ABS_DIFF * sums.valid:
-        yield Finding(
+        yield (
             None,
             f"Mean |trainer - engine| log-prob difference is {sums.gap / sums.valid:.2f} nats per token (limit: "
             f"{_MAX_MEAN_ABS_DIFF:g}). Possible causes: stale engine weights; re-tokenized samples; top-p, top-k, or "

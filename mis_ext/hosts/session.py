@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ from mis_ext.hosts.guards import (
     findings_in,
     is_capturing,
     raise_if_failed,
-    rejection_totals,
     warn_of_rejection,
 )
 from mis_ext.hosts.packing import extremes_of, pack, refuse_divisors, refuse_mask, refuse_mask_sums
@@ -64,7 +64,7 @@ class Session:
             refuse_divisors: Monitor(refuse_divisors, every=1),
         }
         self._is_first_rank = True
-        self._told: set[str] = set()
+        self._told: set[GuardName | None] = set()
         self._met: set[tuple[int, ...]] = set()
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Session:
         if not groups.is_alone:
             self._hear(correction.status)
         if not self.config.metrics_only and groups.is_first_rank:
-            self._rejection.observe(rejection_totals, correction, on=correction.weights_T)
+            self._rejection.observe(attrgetter("watched"), correction, on=correction.weights_T)
         return correction
 
     def lags_of(
@@ -204,12 +204,6 @@ class Session:
         """Issue a ``MismatchWarning``."""
         warnings.warn(message, MismatchWarning, stacklevel=4)
 
-    def is_news(self, message: str) -> bool:
-        """Return True in the first call with this message."""
-        is_new = message not in self._told
-        self._told.add(message)
-        return is_new
-
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
         """Compute the correction without guards and monitors.
 
@@ -237,9 +231,11 @@ class Session:
         self._status.observe(torch.atleast_1d, status, on=status)
 
     def _judge_data(self, numbers: list[float]) -> bool:
-        for found in findings_in(numbers):
-            if found.guard is not None and self.config.stops(found.guard):
-                self.report(found.guard, found.message)
-            elif self.is_news(f"guard {found.guard}") and (found.guard is not None or self._is_first_rank):
-                self.warn(found.message)
-        return DataSums(*numbers).pairs >= ENOUGH
+        sums = DataSums(*numbers)
+        for guard, message in findings_in(sums):
+            if guard is not None and self.config.stops(guard):
+                self.report(guard, message)
+            elif guard not in self._told and (guard is not None or self._is_first_rank):
+                self._told.add(guard)
+                self.warn(message)
+        return sums.pairs >= ENOUGH

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from mis_ext.keys.removed import REMOVED, refuse_removed
 from mis_ext.keys.rows import FLAT_KEYS, PREFIXES, ROWS
 from mis_ext.validation import Errors, check_known
 
-_OF_PEERS = {
+OF_OTHERS = {
+    "mis": "flat keys: tis_level, tis_mode, rs_gates, and others of mis-ext keys",
     "use_mis": "use_tis: true, and use_rs: true for a filter",
     # verl
     "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
@@ -28,6 +28,7 @@ _OF_PEERS = {
     "vllm_importance_sampling_mode": "tis_level and tis_mode",
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
+"""Other names that are refused, and what replaces them."""
 TIS_OF_FRAMEWORKS = {
     "tis_clip": (2.0, "tis_upper_bound"),
     "tis_clip_low": (0, "tis_mode: clip with tis_lower_bound"),
@@ -40,20 +41,15 @@ INSTEAD_OF_NULL = {
 }
 """Keys for which null could mean two things."""
 
-OF_OTHERS = (*_OF_PEERS, *REMOVED)
-"""Other names that are refused."""
-
 
 def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     """Collect names that are no keys but mean mis_ext. Another framework's option may be null or false."""
-    with wrong:
-        refuse_removed(given)
-    names = [name for name in given if name not in ROWS and name not in REMOVED and name not in TIS_OF_FRAMEWORKS]
+    names = [name for name in given if name not in ROWS and name not in TIS_OF_FRAMEWORKS]
     with wrong:
         check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
     meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
     hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
-    hints += [f"{name!r} (write {key})" for name, key in _OF_PEERS.items() if given.get(name) not in (None, False)]
+    hints += [f"{name!r} (write {key})" for name, key in OF_OTHERS.items() if given.get(name) not in (None, False)]
     with wrong:
         if hints:
             raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")

@@ -76,6 +76,11 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     if given.keys() & {*APPLIED} <= read.keys():
         with wrong:
             refuse_idle(idle_keys(given, corrects=corrects), given)
+    if wrong.found:
+        from mis_ext.keys.removed import refuse_removed  # What was removed is wrong: it is named beside other errors.
+
+        with wrong:
+            refuse_removed(every)
     wrong.raise_all()
     reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in given}
     reporting |= {"warn_only": read.get("mis_guard", frozenset()), "staleness": read.get("mis_staleness", False)}

@@ -5,6 +5,7 @@ import argparse
 import math
 import warnings
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.correction.collectives import failed_rank
 from mis_ext.hosts import guards
-from mis_ext.hosts.guards import Monitor, raise_if_failed, rejection_totals, warn_of_rejection
+from mis_ext.hosts.guards import Monitor, raise_if_failed, warn_of_rejection
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,7 +42,7 @@ def observe(monitor: Monitor, corrections: list) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for correction in corrections:
-            monitor.observe(rejection_totals, correction, on=correction.weights_T)
+            monitor.observe(attrgetter("watched"), correction, on=correction.weights_T)
     assert all(issubclass(warning.category, MismatchWarning) for warning in caught)
     return [str(warning.message) for warning in caught]
 

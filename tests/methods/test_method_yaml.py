@@ -19,13 +19,14 @@ from rows import for_each
 import mis_ext
 from mis_ext.correction.config import Gate
 from mis_ext.correction.tokens import MISMATCH
-from mis_ext.keys.presets import flat_keys, method_yaml
+from mis_ext.keys.presets import flat_keys
 from mis_ext.keys.reading import read_config
 from mis_ext.methods import METHODS, Method, Ratio, RatioWeight
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
 from mis_ext.tools.cli import main
+from mis_ext.tools.method_files import method_yaml
 
 # The presets of the hook that are a row of the methods, under their flat keys.
 SAME = {

@@ -9,12 +9,12 @@ from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
-from mis_ext.keys.presets import NO_CORRECTION, method_yaml
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.tools.cli import main
 from mis_ext.tools.explain import Circumstances, GaussianLaw, explain_config, traps_of
+from mis_ext.tools.method_files import NO_CORRECTION, method_yaml
 
 pytest.importorskip("rich")
 K3, LENGTH = 5e-3, 40

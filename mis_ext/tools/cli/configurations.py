@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mis_ext.tools.cli.command import Result, show, show_grid, show_table
 
 if TYPE_CHECKING:
-    from mis_ext.keys.presets import Spelt
     from mis_ext.tools.explain import Effect, Explanation
+    from mis_ext.tools.method_files import Spelt
 
 _DEFAULT = "mis"
 """The preset to take first."""
@@ -90,9 +90,9 @@ def run_explain(parsed: argparse.Namespace) -> Result:
 def _spelt(name: str) -> Spelt:
     """Return the configuration of a file, or of the preset or method of this name."""
     from mis_ext.files import list_presets, preset_path
-    from mis_ext.keys.presets import read_file, read_method
     from mis_ext.keys.removed import sentence
     from mis_ext.methods import METHODS
+    from mis_ext.tools.method_files import read_file, read_method
     from mis_ext.validation import nearest
 
     if Path(name).suffix in (".yaml", ".yml"):
@@ -255,10 +255,10 @@ def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run_methods(arguments: argparse.Namespace) -> Result:
     """The list, or one method with the file that runs it."""
-    from mis_ext.keys.presets import method_yaml
     from mis_ext.methods import METHODS, find_method
     from mis_ext.methods.catalogue import describe_method, list_methods, method_facts
     from mis_ext.methods.published import SYMBOLS
+    from mis_ext.tools.method_files import method_yaml
 
     if arguments.name is None:
         if arguments.yaml:

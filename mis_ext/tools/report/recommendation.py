@@ -11,7 +11,6 @@ from pathlib import Path
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import list_presets, preset_path
-from mis_ext.keys.presets import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
 from mis_ext.loss.objective import objective_of
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import equivalent_correction, without_terms
@@ -27,6 +26,7 @@ from mis_ext.tools.explain.traps import (
     gates_sequences,
     traps_of,
 )
+from mis_ext.tools.method_files import NO_CORRECTION, Spelt, method_yaml, read_file, read_method
 from mis_ext.tools.report.summary import Summary
 from mis_ext.tools.report.what_if import Outcome
 
