@@ -77,7 +77,7 @@ class MisLoss:
         if self._has_compared:
             return
         self._has_compared = True
-        loss = current_run(self.keys, whole_loss=True).loss
+        loss = current_run(self.keys, whole_loss=True).config.loss
         if (loss.has_correction or loss.settings.needs_behavior) and torch.equal(proximal, behavior):
             warnings.warn(
                 "proximal_logprobs and old_logprobs are identical, so nothing is corrected: set "

@@ -23,7 +23,7 @@ from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, refuse_mask, refuse_mask_sums, unpack
-from mis_ext.hosts.runs import Run, chosen_loss, shared_run
+from mis_ext.hosts.runs import Run, shared_run
 from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import RunConfig
@@ -99,7 +99,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
 
 def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss:
     """The loss and its metrics, where the logits are."""
-    config, loss, groups = run.config, run.loss, host.groups
+    config, loss, groups = run.config, run.config.loss, host.groups
     settings = loss.settings
     if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
         reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
@@ -218,7 +218,7 @@ def _reducer(
 
 def positive_temperature(config: RunConfig) -> float:
     """By which logits are divided where greedy sampling is not known."""
-    temperature = chosen_loss(config).temperature
+    temperature = config.loss.temperature
     return check_number("rollout_temperature", temperature, low=0.0, high=float("inf"), open_low=True)
 
 
@@ -253,7 +253,7 @@ def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: Packed
 
 def refuse_host_scoring(config: RunConfig) -> None:
     """Refuse a key that asks for the function of a framework."""
-    if chosen_loss(config).asked_scoring == "host":
+    if config.loss.asked_scoring == "host":
         raise ValueError("mis_loss_scoring: host requires slime or Miles: remove the key")
 
 
@@ -288,7 +288,7 @@ def fused_scores(
             after an earlier error they wait, as no message has their size yet.
     """
     check_entries("batch", batch, ("unconcat_tokens",))
-    loss = chosen_loss(config)
+    loss = config.loss
     padded_lengths = None
     if config.is_padded:
         padded_lengths = batch.get("max_seq_lens") or [logits.shape[1] * groups.cp_size] * len(logits)

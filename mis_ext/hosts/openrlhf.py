@@ -47,7 +47,7 @@ class MisLoss:
         is_of_tokens = self.host.token_level_loss
         keys = interned_keys(self.keys, calculate_per_token_loss=is_of_tokens)
         if rollout_log_probs is None:
-            loss = current_run(keys, whole_loss=True).loss
+            loss = current_run(keys, whole_loss=True).config.loss
             if loss.has_correction or loss.settings.needs_behavior:
                 raise ValueError(
                     "OpenRLHF asks its engine for log-probs only while its own correction is on, which has no "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,6 @@ from mis_ext.hosts.session import Session
 from mis_ext.keys.names import OF_OTHERS
 from mis_ext.keys.reading import RunConfig, read_config
 from mis_ext.keys.rows import ARGUMENTS
-
-if TYPE_CHECKING:
-    from mis_ext.keys.loss_keys import WholeLoss
 
 NOT_READ = "not read"
 """The value of an argument that mis_ext does not read. Its name may be a misspelled key."""
@@ -56,11 +53,6 @@ class Run(NamedTuple):
     config: RunConfig
     session: Session
 
-    @property
-    def loss(self) -> WholeLoss:
-        """The full policy loss, of a run that was asked for it."""
-        return chosen_loss(self.config)
-
     def check_rollout(self) -> None:
         """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
         key = self.config.group and self.config.group.needs_rollout
@@ -69,12 +61,6 @@ class Run(NamedTuple):
                 f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
                 "--rollout-data-postprocess-path, or call it in the function there"
             )
-
-
-def chosen_loss(config: RunConfig) -> WholeLoss:
-    """The settings of the loss of a run that computes it here."""
-    assert config.whole_loss is not None
-    return config.whole_loss
 
 
 class _Kept(NamedTuple):

@@ -136,8 +136,8 @@ class WholeLoss:
             keys, calculate_per_token_loss=trainer.loss_type in _TOKEN_SUMS, **kl if trainer.beta else {}
         )
         run = current_run(self.keys, whole_loss=True)
-        corrects = run.loss.has_correction and not run.config.correction.metrics_only
-        uses_behavior = run.loss.settings.needs_behavior or corrects
+        corrects = run.config.loss.has_correction and not run.config.correction.metrics_only
+        uses_behavior = run.config.loss.settings.needs_behavior or corrects
         if uses_behavior and not (trainer.use_vllm or trainer.rollout_func):
             raise ValueError(
                 "behavior log-probs are missing, and these keys need them: TRL has them with use_vllm=True, or with a "

@@ -104,7 +104,7 @@ def policy_loss_from_log_probs(
     """
     device = device_of(response_mask, current_logprobs)
     run = shared_run(args, groups, device=device, whole_loss=True)
-    loss, settings = run.loss, run.loss.settings
+    loss, settings = run.config.loss, run.config.loss.settings
     lengths, told = () if layout is None else layout.response_lengths, status_groups(loss.settings, groups)
     local_work = functools.partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
     with local_work(corrects=loss.has_correction):
@@ -226,7 +226,7 @@ def policy_loss_from_hidden(
     """
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
-    loss = run.loss
+    loss = run.config.loss
     lengths, told = () if layout is None else layout.response_lengths, status_groups(loss.settings, groups)
     local_work = functools.partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
     with local_work(corrects=loss.has_correction):

@@ -140,10 +140,13 @@ def refuse_idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction:
 
 
 def _idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss) -> tuple[Idle, ...]:
-    """The table for keys of the loss."""
+    """The table for keys of the loss, and for flags of the frameworks that it replaces."""
     settings, denominator = loss.settings, loss.settings.denominator
     is_mode, has_denominator = settings.method is None, denominator != "original"
     is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
+    # A default of the framework looks like a user's value: only other values are the user's.
+    clips = tuple(key for key in ("eps_clip", "eps_clip_high", "eps_clip_c") if given.get(key) not in (None, EPS_CLIP))
+    estimator = ("advantage_estimator",) if settings.ratios != "token" else ()
     host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
     return (
         Idle(
@@ -166,6 +169,13 @@ def _idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss) -> tuple[Idle, ..
             "--custom-pg-loss-reducer-function-path reduces the policy loss",
             "drop one of them",
         ),
+        Idle(
+            (*clips, *estimator),
+            not is_mode,
+            f"{settings.chosen_by} defines the loss",
+            f"remove it, and write what should differ as {settings.chosen_by.replace(': ', ': {name: ')}, ...}}",
+        ),
+        Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),
         Idle(("eps_clip_c",), is_reinforce, "mis_loss_mode: reinforce has no dual clip"),
         Idle(("eps_clip_c",), is_cispo, "--advantage-estimator cispo has no dual clip"),
     )
@@ -196,7 +206,13 @@ _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 
 def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     settings, denominator = loss.settings, loss.settings.denominator
-    yield from _against_mode(settings) if settings.method is None else _against_method(given, settings)
+    if settings.method is not None:
+        yield from _against_method(settings)
+    elif settings.mode == "decoupled" and settings.use_behavior:
+        yield (
+            "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
+            "policy the old one: drop the flag, or write mis_loss_mode: bypass"
+        )
     if settings.proximal == "current" and settings.opsm_delta is not None:
         yield (
             "--use-opsm with mis_loss_proximal: current: the policies that it compares are then one; drop one of them"
@@ -239,21 +255,8 @@ def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
         )
 
 
-def _against_method(given: Mapping[str, Any], settings: LossSettings) -> Iterator[str]:
+def _against_method(settings: LossSettings) -> Iterator[str]:
     of = settings.chosen_by
-    # A default of the framework looks like a user's value: only other values are the user's.
-    replaced = {
-        f"--eps-clip {settings.eps_clip:g}": settings.eps_clip != EPS_CLIP,
-        f"--eps-clip-high {settings.eps_clip_high}": settings.eps_clip_high not in (None, EPS_CLIP),
-        f"--eps-clip-c {settings.eps_clip_c}": settings.eps_clip_c is not None,
-        f"--advantage-estimator {given.get('advantage_estimator')}": settings.ratios != "token",
-    }
-    idle = [text for text, is_set in replaced.items() if is_set]
-    if idle:
-        yield (
-            f"{', '.join(idle)}: no effect, because {of} defines the loss; remove it, and write what should differ as "
-            f"{of.replace(': ', ': {name: ')}, ...}}"
-        )
     if settings.use_behavior and settings.uses_proximal:
         yield (
             f"{of} compares with the proximal policy, --use-rollout-logprobs skips its scoring: drop the flag, or with "
@@ -263,19 +266,6 @@ def _against_method(given: Mapping[str, Any], settings: LossSettings) -> Iterato
         yield (
             f"kl_loss_coef={settings.kl.coefficient!r}: {of} has a penalty against the reference policy of its own; "
             "write --kl-loss-coef 0, which keeps the reference log-probs"
-        )
-
-
-def _against_mode(settings: LossSettings) -> Iterator[str]:
-    if settings.mode == "decoupled" and settings.use_behavior:
-        yield (
-            "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
-            "policy the old one: drop the flag, or write mis_loss_mode: bypass"
-        )
-    if settings.mode == "reinforce" and settings.ratios != "token":
-        yield (
-            "mis_loss_mode: reinforce has no ratio with gradient: --advantage-estimator gspo and cispo have no effect "
-            "there, write grpo"
         )
 
 

@@ -16,10 +16,10 @@ from mis_ext.correction.tokens import LAG
 from mis_ext.keys.names import refuse_names
 from mis_ext.keys.refusals import (
     APPLIED,
-    against_built_in_bounds,
     against_correction,
     against_fsdp,
     double_correction,
+    idle_bounds,
     idle_keys,
     inherits_bound,
     refuse_group_keys,
@@ -70,7 +70,8 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     measures = bool(every.get("get_mismatch_metrics"))
     corrects = bool(given.get("use_tis", not measures))
     if measures or corrects:
-        wrong.refuse(against_built_in_bounds(every))
+        with wrong:
+            refuse_idle(idle_bounds(every), every)
     if not given.keys() & {*VETOES} and every.keys() & {*VETOES}:
         given.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
     if given.keys() & {*APPLIED} <= read.keys():
@@ -173,6 +174,12 @@ class RunConfig:
     whole_loss: WholeLoss | None
     group: GroupConfig | None
     double_correction: str | None
+
+    @property
+    def loss(self) -> WholeLoss:
+        """The full policy loss, of a run that computes it."""
+        assert self.whole_loss is not None
+        return self.whole_loss
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:

@@ -97,6 +97,13 @@ def idle_keys(given: Mapping[str, Any], *, corrects: bool, measures: bool = True
     )
 
 
+def idle_bounds(given: Mapping[str, Any]) -> Iterator[Idle]:
+    """Bounds of the framework's built-in correction, which mis_ext replaces."""
+    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
+        is_set = given.get(key) not in (None, default)
+        yield Idle((key,), is_set, "it belongs to the framework's built-in correction", f"write {instead}")
+
+
 def inherits_bound(given: Mapping[str, Any], side: str) -> bool:
     """Return True if the filter of ``use_rs`` has the ``lower`` or ``upper`` bound of the weight."""
     return bool(given.get("use_rs")) and given.get("rs_level") != "none" and f"rs_{side}_bound" not in given
@@ -149,16 +156,6 @@ def against_correction(given: Mapping[str, Any], values: Mapping[str, Any]) -> I
 def _disorder(given: Mapping[str, Any], prefix: str, low: float, high: float) -> str:
     default = "" if f"{prefix}_lower_bound" in given else " (from tis_lower_bound, by default 1 / tis_upper_bound)"
     return f"{prefix}_lower_bound must be below {prefix}_upper_bound, got {low!r}{default} and {high!r}"
-
-
-def against_built_in_bounds(given: Mapping[str, Any]) -> Iterator[str]:
-    """Bounds of the framework's built-in correction, which mis_ext replaces."""
-    for key, (default, instead) in TIS_OF_FRAMEWORKS.items():
-        if given.get(key) not in (None, default):
-            yield (
-                f"{key}={given[key]!r}: no effect, because it belongs to the framework's built-in correction; write "
-                f"{instead}"
-            )
 
 
 def refuse_loss_keys(given: Mapping[str, Any]) -> None:

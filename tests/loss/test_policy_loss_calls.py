@@ -50,7 +50,10 @@ REFUSED = [
     ({"mis_loss_mode": "decoupled"}, "mis_loss_mode: decoupled needs a correction: set use_tis: true"),
     ({"mis_loss_mode": "reinforce"}, "mis_loss_mode: reinforce needs a correction"),
     ({"mis_loss_mode": "decoupled"} | HOOK | BEHAVIOR, "drop the flag, or write mis_loss_mode: bypass"),
-    ({"mis_loss_mode": "reinforce", "advantage_estimator": "gspo"} | HOOK, "gspo and cispo have no effect there"),
+    (
+        {"mis_loss_mode": "reinforce", "advantage_estimator": "gspo"} | HOOK,
+        "estimator='gspo': no effect, because mis",
+    ),
     (
         {"mis_loss_mode": "reinforce", "eps_clip_c": 3.0} | HOOK,
         "eps_clip_c=3.0: no effect, because mis_loss_mode: r",

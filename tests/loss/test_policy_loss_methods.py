@@ -336,11 +336,11 @@ def test_a_method_that_is_misspelt_is_refused_by_name(value, message) -> None:
 
 REPLACED = [
     ({"mis_loss_mode": "baseline"}, "mis_loss_mode='baseline': no effect, because mis_loss_method: gmpo says what"),
-    ({"eps_clip": 0.1}, "--eps-clip 0.1: no effect, because mis_loss_method: gmpo defines the loss"),
-    ({"eps_clip_high": 0.28}, "--eps-clip-high 0.28: no effect"),
-    ({"eps_clip_c": 3.0}, "--eps-clip-c 3.0: no effect"),
-    ({"advantage_estimator": "gspo"}, "--advantage-estimator gspo: no effect"),
-    ({"advantage_estimator": "cispo"}, "--advantage-estimator cispo: no effect"),
+    ({"eps_clip": 0.1}, "eps_clip=0.1: no effect, because mis_loss_method: gmpo defines the loss"),
+    ({"eps_clip_high": 0.28}, "eps_clip_high=0.28: no effect"),
+    ({"eps_clip_c": 3.0}, "eps_clip_c=3.0: no effect"),
+    ({"advantage_estimator": "gspo"}, "advantage_estimator='gspo': no effect"),
+    ({"advantage_estimator": "cispo"}, "advantage_estimator='cispo': no effect"),
     ({"use_rollout_logprobs": True}, "mis_loss_method: gmpo compares with the proximal policy, --use-rollout-logprobs"),
     ({"loss_type": "policy_loss"}, "mis_loss_method: no effect, because --loss-type is policy_loss"),
     ({"mis_loss_metod": "gmpo"}, "did you mean 'mis_loss_method'"),

@@ -133,7 +133,7 @@ def failing_on_rank_1(rank: Rank, keys: dict, extra: frozenset, *, spoiled: bool
         local["advantages"] = local["advantages"][:1]
     run = current_run(loss_cases.host_args(**keys | given), whole_loss=True)
     groups = {"cp_group": rank.groups.cp_group, "dp_group": rank.groups.dp_group}
-    sums = groups_of_sums(run.loss.settings, **groups, extra_metrics=extra)
+    sums = groups_of_sums(run.config.loss.settings, **groups, extra_metrics=extra)
     try:
         loss = batch_loss(run, Host(rank.groups, plain_scores, extra), local, logits).loss
         return torch.autograd.grad(loss, logits)[0], bool(sums)

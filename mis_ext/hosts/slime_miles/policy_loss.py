@@ -36,7 +36,7 @@ from mis_ext.hosts.megatron import (
     refuse_host_scoring,
 )
 from mis_ext.hosts.packing import batch_layout, pack
-from mis_ext.hosts.runs import chosen_loss, current_run, read_argument, shared_run
+from mis_ext.hosts.runs import current_run, read_argument, shared_run
 from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
@@ -99,7 +99,7 @@ def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart
 
     The frameworks' own functions for log-probs take their ``args``; no one else sees them.
     """
-    is_fused = chosen_loss(config).scoring == "fused"
+    is_fused = config.loss.scoring == "fused"
     if is_miles():
         return Host(groups, partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args), MILES_METRICS)
     if find_framework() is not None:
@@ -133,7 +133,7 @@ def _fused_scores(
     with_entropy: bool | None = None,
 ) -> Scores:
     """Compute the values of the framework's own function for a part of the vocabulary."""
-    loss, observes, kept = chosen_loss(config), True, None
+    loss, observes, kept = config.loss, True, None
     if is_miles():
         # Of greedy sampling Miles leaves the logits as they are.
         temperature, observes = loss.temperature or 1.0, loss.observes_entropy
@@ -241,7 +241,7 @@ def _capture(module: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
 def _scores_of_host(
     args: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
 ) -> Scores:
-    loss = chosen_loss(config)
+    loss = config.loss
     if isinstance(logits, NoLogits):
         raise ValueError("mis_ext.model_provider leaves no logits for the framework's own log-prob function")
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
