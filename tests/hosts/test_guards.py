@@ -166,7 +166,7 @@ def test_a_mistake_that_was_corrected_stops_nothing_any_more() -> None:
 
 
 def test_a_mistake_that_is_a_warning_is_said_once(recwarn) -> None:
-    args, batch = argparse.Namespace(use_tis=True, mis_guard="warn"), make_batch()
+    args, batch = argparse.Namespace(use_tis=True, mis_guard="warn"), make_batch(2, 10)  # Too few to have judged.
     zeros(batch)
     for _ in range(3):
         mis_ext.compute_mis_weights_with_cp(args, **batch)

@@ -185,7 +185,7 @@ WRONG_TYPES = {
     "{use_tis: true, rs_veto_upper_threshold: 1e4}": r"write 10000\.0\)",
     "{use_tis: true, tis_upper_bound: '2.0'}": r"tis_upper_bound must be a number.*write 2\.0\)",
     "{use_tis: true, tis_upper_bound: inf}": r"write \.inf\)",
-    "{use_tis: true, tis_upper_bound: true}": r"tis_upper_bound must be a number",
+    "{use_tis: true, tis_upper_bound: true}": r"tis_upper_bound must be a number in \(0, inf\], got True$",
     "{use_tis: 1}": r"use_tis must be true or false, got 1",
     "{use_tis: true, use_rs: 'yes'}": r"use_rs must be true or false",
     "{use_tis: true, tis_batch_normalize: 1}": r"tis_batch_normalize must be true or false",
