@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both passes in PyTorch operations, a few rows at a time: the memory on top does not grow with the logits."""
+"""Both passes in PyTorch operations, a few rows at a time: the memory on top does not grow with the logits.
+
+See :class:`~mis_ext.scoring.passes.Backend`.
+"""
 
 from __future__ import annotations
 
@@ -8,78 +11,43 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mis_ext.scoring.passes import Coefficients, Finished, Normalizer, RowSums, Targets, unpacked
+from mis_ext.scoring.passes import Coefficients, RowSums, Targets, unpacked
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Logits at a time."""
 
 
-class EagerBackend:
-    """See :class:`~mis_ext.scoring.passes.Backend`."""
+def row_sums(logits_NV: Tensor, targets: Targets, out: Tensor, *, scale: float, with_product: bool) -> None:
+    """Read the rows of the tokens, chunk by chunk."""
+    column_T = _columns(targets)
+    for part in _parts(len(targets.token_T), logits_NV):
+        rows_TV = logits_NV[part] if targets.row_T is None else logits_NV.index_select(0, targets.row_T[part])
+        rows_TV = rows_TV[:, : targets.num_columns].to(accumulated(logits_NV))
+        kept_TV = _kept(targets, part, column_T[part])
+        sums = _sums(rows_TV, column_T[part], kept_TV, scale=scale, with_product=with_product)
+        for out_T, sum_T in zip(out, sums, strict=True):
+            if sum_T is not None:
+                out_T[part] = sum_T
 
-    def row_sums(
-        self,
-        logits_NV: Tensor,
-        targets: Targets,
-        bits_TC: Tensor | None,
-        out: Tensor,
-        *,
-        scale: float,
-        with_product: bool,
-    ) -> None:
-        """Read the rows of the tokens, chunk by chunk."""
-        column_T = _columns(targets)
-        for part in _parts(len(targets.token_T), logits_NV):
-            rows_TV = logits_NV[part] if targets.row_T is None else logits_NV.index_select(0, targets.row_T[part])
-            rows_TV = rows_TV[:, : targets.num_columns].to(accumulated(logits_NV))
-            kept_TV = None
-            if bits_TC is not None:
-                kept_TV = _kept_with_target(bits_TC[part], column_T[part], targets.num_columns)
-            sums = _sums(rows_TV, column_T[part], kept_TV, scale=scale, with_product=with_product)
-            for out_T, sum_T in zip(out, sums, strict=True):
-                if sum_T is not None:
-                    out_T[part] = sum_T
 
-    def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
-        """Compute in float64 and round once."""
-        sums = merged(parts, temperature=temperature)
-        whole = among = Normalizer(sums.highest_T, sums.total_T.log())
-        if sums.kept_highest_T is not None and sums.kept_total_T is not None:
-            among = Normalizer(sums.kept_highest_T, sums.kept_total_T.log())
-        log_prob_T = (sums.target_T - among.highest_T) / temperature - among.log_total_T
-        entropy_T = None
-        if sums.product_T is not None:
-            entropy_T = (whole.log_total_T - sums.product_T / temperature / sums.total_T).to(dtype)
-        return Finished(log_prob_T.to(dtype), entropy_T, whole.to(dtype), among.to(dtype))
-
-    def gradient(
-        self,
-        logits_NV: Tensor,
-        targets: Targets,
-        bits_TC: Tensor | None,
-        coefficients: Coefficients,
-        *,
-        scale: float,
-        out_NV: Tensor,
-    ) -> None:
-        """Write the gradient, chunk by chunk of all rows."""
-        if len(targets.token_T) == 0:
-            out_NV.zero_()
-            return
-        token_N = targets.token_of_rows(len(logits_NV))
-        column_of_T, num_columns = _columns(targets), targets.num_columns
-        for part in _parts(len(logits_NV), logits_NV):
-            token_T = token_N[part].clamp_min(0)
-            is_scored_T1 = (token_N[part] >= 0).unsqueeze(-1)
-            of_rows = coefficients.of_tokens(token_T)
-            column_T = column_of_T[token_T]
-            kept_TV = None
-            if bits_TC is not None:
-                kept_TV = _kept_with_target(bits_TC[token_T], column_T, num_columns)
-            rows_TV = logits_NV[part, :num_columns].to(accumulated(logits_NV))
-            slope_TV, is_wanted_T1 = _logit_gradient(rows_TV, column_T, kept_TV, of_rows, scale=scale)
-            out_NV[part, :num_columns] = torch.where(is_scored_T1 & is_wanted_T1, slope_TV * scale, 0.0)
-            out_NV[part, num_columns:] = 0.0
+def gradient(logits_NV: Tensor, targets: Targets, coefficients: Coefficients, out_NV: Tensor, *, scale: float) -> None:
+    """Write the gradient, chunk by chunk of all rows."""
+    if len(targets.token_T) == 0:
+        out_NV.zero_()
+        return
+    token_N = targets.token_of_rows(len(logits_NV))
+    column_of_T, num_columns = _columns(targets), targets.num_columns
+    for part in _parts(len(logits_NV), logits_NV):
+        token_T = token_N[part].clamp_min(0)
+        is_scored_T1 = (token_N[part] >= 0).unsqueeze(-1)
+        column_T = column_of_T[token_T]
+        kept_TV = _kept(targets, token_T, column_T)
+        rows_TV = logits_NV[part, :num_columns].to(accumulated(logits_NV))
+        slope_TV, is_wanted_T1 = _logit_gradient(
+            rows_TV, column_T, kept_TV, coefficients.of_tokens(token_T), scale=scale
+        )
+        out_NV[part, :num_columns] = torch.where(is_scored_T1 & is_wanted_T1, slope_TV * scale, 0.0)
+        out_NV[part, num_columns:] = 0.0
 
 
 def _sums(rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, *, scale: float, with_product: bool) -> RowSums:
@@ -108,29 +76,6 @@ def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return highest_T, (below_TV * scale).exp(), below_TV
 
 
-def merged(parts: RowSums, *, temperature: float) -> RowSums:
-    """``[T]`` each: the sums over a row, from those ``[W, T]`` over ``W`` parts of its columns."""
-    highest_T, shift_WT, share_WT = _shares(parts.highest_T, temperature)
-    product_T = kept_highest_T = kept_total_T = None
-    if parts.product_T is not None:
-        # A part without a finite logit adds nothing: 0 times infinity is not asked for.
-        moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
-        product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
-    if parts.kept_highest_T is not None and parts.kept_total_T is not None:
-        kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, temperature)
-        kept_total_T = (parts.kept_total_T * kept_share_WT).sum(0)
-    total_T = (parts.total_T * share_WT).sum(0)
-    return RowSums(highest_T, total_T, parts.target_T.amax(0), product_T, kept_highest_T, kept_total_T)
-
-
-def _shares(highest_WT: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest logit of all parts, how far below it each part's own lies, and what that multiplies its sums by."""
-    highest_T = highest_WT.amax(0)
-    # Without a finite logit in any part there is nothing to measure from.
-    shift_WT = highest_WT - torch.where(highest_T == -torch.inf, 0.0, highest_T)
-    return highest_T, shift_WT, (shift_WT / temperature).exp()
-
-
 def _logit_gradient(
     rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -140,10 +85,10 @@ def _logit_gradient(
     """
     slope_TV = torch.zeros_like(rows_TV)
     is_wanted_T1 = torch.zeros(len(rows_TV), 1, dtype=torch.bool, device=rows_TV.device)
-    if of_rows.log_prob_T is not None:
-        grad_T1 = of_rows.log_prob_T.unsqueeze(-1)
+    if of_rows.log_prob_grad_T is not None:
+        grad_T1 = of_rows.log_prob_grad_T.unsqueeze(-1)
         is_wanted_T1 = is_wanted_T1 | (grad_T1 != 0.0)
-        share_TV = _log_shares(rows_TV, of_rows.among, scale).exp()
+        share_TV = _log_shares(rows_TV, of_rows.kept_highest_T, of_rows.kept_log_total_T, scale).exp()
         if kept_TV is not None:
             share_TV = torch.where(kept_TV, share_TV, 0.0)
         slope_TV -= grad_T1 * share_TV
@@ -152,24 +97,27 @@ def _logit_gradient(
             own_T1 = slope_TV.gather(-1, place_T1) + torch.where(column_T.unsqueeze(-1) >= 0, grad_T1, 0.0)
             # Not scatter_add_, which deterministic mode forbids on a GPU.
             slope_TV.scatter_(-1, place_T1, own_T1)
-    if of_rows.of_entropy_T is not None:
+    if of_rows.entropy_grad_T is not None:
         assert of_rows.entropy_T is not None
-        grad_T1 = of_rows.of_entropy_T.unsqueeze(-1)
+        grad_T1 = of_rows.entropy_grad_T.unsqueeze(-1)
         is_wanted_T1 = is_wanted_T1 | (grad_T1 != 0.0)
-        log_share_TV = _log_shares(rows_TV, of_rows.whole, scale)
+        log_share_TV = _log_shares(rows_TV, of_rows.highest_T, of_rows.log_total_T, scale)
         share_TV = log_share_TV.exp()
         surplus_TV = share_TV * (log_share_TV + of_rows.entropy_T.unsqueeze(-1))
         slope_TV -= grad_T1 * torch.where(share_TV == 0.0, 0.0, surplus_TV)
     return slope_TV, is_wanted_T1
 
 
-def _log_shares(rows_TV: Tensor, normalizer: Normalizer, scale: float) -> Tensor:
-    return (rows_TV - normalizer.highest_T.unsqueeze(-1)) * scale - normalizer.log_total_T.unsqueeze(-1)
+def _log_shares(rows_TV: Tensor, highest_T: Tensor, log_total_T: Tensor, scale: float) -> Tensor:
+    return (rows_TV - highest_T.unsqueeze(-1)) * scale - log_total_T.unsqueeze(-1)
 
 
-def _kept_with_target(bits_TC: Tensor, column_T: Tensor, num_columns: int) -> Tensor:
-    kept_TV = unpacked(bits_TC, num_columns)
-    return kept_TV | (torch.arange(num_columns, device=bits_TC.device) == column_T.unsqueeze(-1))
+def _kept(targets: Targets, tokens: Tensor | slice, column_T: Tensor) -> Tensor | None:
+    """``[T, V]``: the kept columns of some tokens, each among its own; None for all."""
+    if targets.bits_TC is None:
+        return None
+    kept_TV = unpacked(targets.bits_TC[tokens], targets.num_columns)
+    return kept_TV | (torch.arange(targets.num_columns, device=column_T.device) == column_T.unsqueeze(-1))
 
 
 def _columns(targets: Targets) -> Tensor:

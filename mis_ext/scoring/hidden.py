@@ -19,16 +19,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group, gather_rows, group_size, scatter_sum, sum_of_states
-from mis_ext.scoring.chunked import accumulated, merged, slices
+from mis_ext.scoring.chunked import accumulated, slices
 from mis_ext.scoring.passes import (
     Backend,
     Coefficients,
     KeptColumns,
-    Normalizer,
     RowSums,
     SortedColumns,
     Targets,
     check_targets,
+    finish,
+    merged,
     rows_named,
 )
 from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend, gathered, work_before_gather
@@ -235,22 +236,19 @@ class _Scored(torch.autograd.Function):
         no_cast = torch.autocast(hidden_NE.device.type, enabled=False)
         meeting = work_before_gather(use.entropy, kept is not None, targets.token_T, use.tp_group, beside=whole_NE)
         with meeting, no_cast:
-            columns = None if kept is None else kept.sorted()
+            ctx.kept = None if kept is None else kept.sorted()
             head = _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap)
-            parts, held = _row_sums(head, whole_NE, targets, columns, use)
+            parts, ctx.held = _row_sums(head, whole_NE, targets, ctx.kept, use)
             sums = None if use.tp_group is None else merged(parts, temperature=use.temperature)
-        dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
         parts = parts if sums is None else gathered(sums, use.tp_group)
-        found = use.backend.finish(parts, temperature=use.temperature, dtype=dtype)
-        ctx.save_for_backward(
-            hidden_NE, weight_VE, bias_V, targets.token_T, targets.row_T, *found.whole, *found.among, found.entropy_T
-        )
-        ctx.use, ctx.columns, ctx.kept = use, (targets.first, targets.num_columns), columns
-        ctx.held = held
+        dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
+        log_prob_T, found = finish(parts, temperature=use.temperature, dtype=dtype)
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, targets.token_T, targets.row_T, *found[:5])
+        ctx.use, ctx.columns = use, (targets.first, targets.num_columns)
         ctx.set_materialize_grads(False)
         if use.entropy == "value":
             ctx.mark_non_differentiable(found.entropy_T)
-        return found.log_prob_T, found.entropy_T
+        return log_prob_T, found.entropy_T
 
     @staticmethod
     @once_differentiable
@@ -259,14 +257,8 @@ class _Scored(torch.autograd.Function):
         if grad_T is None and entropy_grad_T is None:
             return None, None, None, *nothing
         use: _Use = ctx.use
-        hidden_NE, weight_VE, bias_V, token_T, row_T, *numbers, entropy_T = ctx.saved_tensors
-        slopes = Coefficients(
-            whole=Normalizer(*numbers[:2]),
-            among=Normalizer(*numbers[2:]),
-            entropy_T=entropy_T,
-            log_prob_T=grad_T,
-            of_entropy_T=entropy_grad_T,
-        )
+        hidden_NE, weight_VE, bias_V, token_T, row_T, *numbers = ctx.saved_tensors
+        slopes = Coefficients(*numbers)._replace(log_prob_grad_T=grad_T, entropy_grad_T=entropy_grad_T)
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         whole_NE = _whole(hidden_NE, use)
         targets = Targets(token_T, row_T, *ctx.columns)
@@ -343,9 +335,8 @@ def _row_sums(
         for number, columns in enumerate(parts):
             logits_NV = view(places[number % len(places)], len(rows_NE), length(columns))
             head.logits(rows_NE, columns, logits_NV)
-            of_tile, bits_TC = _tile(targets, kept, part, columns)
-            out = sums[:, number, part]
-            use.backend.row_sums(logits_NV, of_tile, bits_TC, out, scale=scale, with_product=with_product)
+            of_tile, out = _tile(targets, kept, part, columns), sums[:, number, part]
+            use.backend.row_sums(logits_NV, of_tile, out, scale=scale, with_product=with_product)
     return RowSums.of(sums, with_product=with_product, is_kept=kept is not None), places if num_held else None
 
 
@@ -385,9 +376,8 @@ def _add_gradients(
                 if held is None or number < num_made:
                     head.logits(rows_TE[rows], columns, logits_NV)
                 tokens = slice(part.start + rows.start, part.start + rows.stop)
-                of_tile, bits_TC = _tile(targets, kept, tokens, columns)
-                slopes_NV = slopes_TV[rows]
-                use.backend.gradient(logits_NV, of_tile, bits_TC, coefficients, scale=scale, out_NV=slopes_NV)
+                of_tile, slopes_NV = _tile(targets, kept, tokens, columns), slopes_TV[rows]
+                use.backend.gradient(logits_NV, of_tile, coefficients, slopes_NV, scale=scale)
                 head.before_cap(slopes_NV, logits_NV)
             if total_TE is not None:
                 multiply(slopes_TV, weight_VE[columns], total_TE, adds=number != order[0])
@@ -421,11 +411,11 @@ def _dummy(parameter: Tensor, weight_VE: Tensor) -> Tensor | None:
     return make(weight_VE, requires_grad=False)
 
 
-def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: slice) -> tuple[Targets, Tensor | None]:
-    """The targets of a tile, which is to a backend what one rank's logits are, and the bits of the kept columns."""
+def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: slice) -> Targets:
+    """The targets of a tile, which is to a backend what one rank's logits are."""
     first, num_columns = targets.first + columns.start, length(columns)
     bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns, tokens=tokens)
-    return Targets(targets.token_T[tokens], None, first, num_columns), bits_TC
+    return Targets(targets.token_T[tokens], None, first, num_columns, bits_TC)
 
 
 TILE = {"cpu": 1 << 20, "cuda": 1 << 26}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a backend: sums over rows of logits, and the gradient from them."""
+"""What both passes are given and give: targets, sums over rows of logits, and what the gradient follows from.
+
+Also the interface of a backend, and the arithmetic between the two passes, which all backends share.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +75,15 @@ class Targets(NamedTuple):
     """Selection of the logits.
 
     ``token_T``: ids in the whole vocabulary. ``row_T``: the row of each; None for every row in order. ``first``: the id
-    of this rank's first column. ``num_columns``: how many of its columns are no padding.
+    of this rank's first column. ``num_columns``: how many of its columns are no padding. ``bits_TC``: the kept ones of
+    these, 32 a word; None for all.
     """
 
     token_T: Tensor
     row_T: Tensor | None
     first: int
     num_columns: int
+    bits_TC: Tensor | None = None
 
     @classmethod
     def of_rank(
@@ -159,87 +164,81 @@ class RowSums(NamedTuple):
         return cls(highest, total, target, product if with_product else None, *(kept if is_kept else (None, None)))
 
 
-class Normalizer(NamedTuple):
-    """``[T]`` each: the log of a probability is ``s (x - highest_T) - log_total_T``."""
+class Coefficients(NamedTuple):
+    """``[T]`` each: how the distribution of a token is normalised, its entropy, and the gradients that come in.
+
+    The log of a probability is ``s (x - highest_T) - log_total_T`` over all columns, and the same with ``kept_...``
+    over the kept ones, which are equal where all are kept. A gradient that is None is 0.
+    """
 
     highest_T: Tensor
     log_total_T: Tensor
-
-    def to(self, dtype: torch.dtype) -> Normalizer:
-        """Round the values."""
-        return Normalizer(self.highest_T.to(dtype), self.log_total_T.to(dtype))
-
-
-class Finished(NamedTuple):
-    """``[T]`` each: what the sums over a whole vocabulary say.
-
-    Log-prob and entropy in nats, the entropy None without a product; how the distribution is normalised over all
-    columns, and over the kept ones, the same where all are kept.
-    """
-
-    log_prob_T: Tensor
+    kept_highest_T: Tensor
+    kept_log_total_T: Tensor
     entropy_T: Tensor | None
-    whole: Normalizer
-    among: Normalizer
-
-
-class Coefficients(NamedTuple):
-    """``[T]`` each: how the distributions are normalised, their entropy, and the gradients that come in.
-
-    ``whole``: over all columns. ``among``: over the kept ones, the same where all are kept. A gradient that is None
-    is 0.
-    """
-
-    whole: Normalizer
-    among: Normalizer
-    entropy_T: Tensor | None
-    log_prob_T: Tensor | None
-    of_entropy_T: Tensor | None
+    log_prob_grad_T: Tensor | None = None
+    entropy_grad_T: Tensor | None = None
 
     def of_tokens(self, token_T: Tensor | slice) -> Coefficients:
         """Those of some tokens."""
-
-        def chosen(x_T: Tensor | None) -> Tensor | None:
-            return None if x_T is None else x_T[token_T]
-
-        whole, among = (Normalizer(*(x_T[token_T] for x_T in each)) for each in self[:2])
-        return Coefficients(whole, among, *map(chosen, self[2:]))
+        return Coefficients(*(None if x_T is None else x_T[token_T] for x_T in self))  # type: ignore[arg-type]
 
     def is_wanted(self) -> Tensor:
         """``[T]``, bool: a gradient that is not 0 comes in. One has to be there."""
-        first_T, *more = (grad_T != 0.0 for grad_T in (self.log_prob_T, self.of_entropy_T) if grad_T is not None)
+        first_T, *more = (grad_T != 0.0 for grad_T in self[-2:] if grad_T is not None)
         return first_T | more[0] if more else first_T
 
 
+def finish(parts: RowSums, *, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Coefficients]:
+    """``[T]``: log-probs, and how they are normalised, from the sums ``[W, T]`` of all tensor-parallel ranks or tiles.
+
+    In float64, and rounded once. The entropy is None without products.
+    """
+    sums = merged(parts, temperature=temperature)
+    log_total_T, entropy_T = sums.total_T.log(), None
+    kept_highest_T, kept_log_total_T = sums.highest_T, log_total_T
+    if sums.kept_highest_T is not None and sums.kept_total_T is not None:
+        kept_highest_T, kept_log_total_T = sums.kept_highest_T, sums.kept_total_T.log()
+    log_prob_T = (sums.target_T - kept_highest_T) / temperature - kept_log_total_T
+    if sums.product_T is not None:
+        entropy_T = (log_total_T - sums.product_T / temperature / sums.total_T).to(dtype)
+    numbers = (sums.highest_T, log_total_T, kept_highest_T, kept_log_total_T)
+    highest_T, log_total_T, kept_highest_T, kept_log_total_T = (x_T.to(dtype) for x_T in numbers)
+    return log_prob_T.to(dtype), Coefficients(highest_T, log_total_T, kept_highest_T, kept_log_total_T, entropy_T)
+
+
+def merged(parts: RowSums, *, temperature: float) -> RowSums:
+    """``[T]`` each: the sums over a row, from those ``[W, T]`` over ``W`` parts of its columns."""
+    if len(parts.highest_T) == 1:
+        return RowSums(*(None if x_T is None else x_T[0] for x_T in parts))  # type: ignore[arg-type]
+    highest_T, shift_WT, share_WT = _shares(parts.highest_T, temperature)
+    product_T = kept_highest_T = kept_total_T = None
+    if parts.product_T is not None:
+        # A part without a finite logit adds nothing: 0 times infinity is not asked for.
+        moved_WT = (parts.product_T + parts.total_T * shift_WT) * share_WT
+        product_T = torch.where(share_WT > 0.0, moved_WT, 0.0).sum(0)
+    if parts.kept_highest_T is not None and parts.kept_total_T is not None:
+        kept_highest_T, _, kept_share_WT = _shares(parts.kept_highest_T, temperature)
+        kept_total_T = (parts.kept_total_T * kept_share_WT).sum(0)
+    total_T = (parts.total_T * share_WT).sum(0)
+    return RowSums(highest_T, total_T, parts.target_T.amax(0), product_T, kept_highest_T, kept_total_T)
+
+
+def _shares(highest_WT: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest logit of all parts, how far below it each part's own lies, and what that multiplies its sums by."""
+    highest_T = highest_WT.amax(0)
+    # Without a finite logit in any part there is nothing to measure from.
+    shift_WT = highest_WT - torch.where(highest_T == -torch.inf, 0.0, highest_T)
+    return highest_T, shift_WT, (shift_WT / temperature).exp()
+
+
 class Backend(Protocol):
-    """Two passes over logits ``[N, V]`` whose columns lie side by side."""
+    """Two passes over logits ``[N, V]`` whose columns lie side by side: a module with these functions."""
 
-    def row_sums(
-        self,
-        logits_NV: Tensor,
-        targets: Targets,
-        bits_TC: Tensor | None,
-        out: Tensor,
-        *,
-        scale: float,
-        with_product: bool,
-    ) -> None:
-        """Read the rows of the tokens once and write :class:`RowSums` into ``out`` ``[6, T]``, but what no one wants.
-
-        ``bits_TC`` are the kept columns, 32 a word; None for all.
-        """
-
-    def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
-        """Put the sums ``[W, T]`` of all tensor-parallel ranks, or of all tiles, together."""
+    def row_sums(self, logits_NV: Tensor, targets: Targets, out: Tensor, *, scale: float, with_product: bool) -> None:
+        """Read the rows of the tokens once and write what is wanted of :class:`RowSums` into ``out`` ``[6, T]``."""
 
     def gradient(
-        self,
-        logits_NV: Tensor,
-        targets: Targets,
-        bits_TC: Tensor | None,
-        coefficients: Coefficients,
-        *,
-        scale: float,
-        out_NV: Tensor,
+        self, logits_NV: Tensor, targets: Targets, coefficients: Coefficients, out_NV: Tensor, *, scale: float
     ) -> None:
         """Write the gradient of the logits, every row of it; ``out_NV`` may be the logits themselves."""

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group, gather_rows
+from mis_ext.scoring import chunked
 from mis_ext.scoring.backend import wants_triton
-from mis_ext.scoring.chunked import EagerBackend
 from mis_ext.scoring.passes import (
     Backend,
     Coefficients,
     KeptColumns,
-    Normalizer,
     RowSums,
     Targets,
     check_targets,
+    finish,
     rows_named,
 )
 from mis_ext.validation import check_choice, check_number, check_tensors
@@ -102,12 +102,14 @@ def score_tokens(
         num_rows, width = logits_NV.shape
         check_targets(token_T, row_T, kept, num_rows=num_rows, rows="rows of logits", device=logits.device)
         targets = Targets.of_rank(token_T, row_T, width=width, tp_rank=tp_rank, vocab_size=vocab_size)
-        bits_TC = None if kept is None else kept.bits(first=targets.first, num_columns=targets.num_columns)
+        if kept is not None:
+            bits_TC = kept.bits(first=targets.first, num_columns=targets.num_columns)
+            targets = targets._replace(bits_TC=bits_TC)
         if logits_NV.stride(-1) != 1:
             logits_NV = logits_NV.contiguous()
         use = _Use(float(temperature), entropy, inplace, tp_group, choose_backend(logits_NV))
     with rows_named(num_rows, "rows of logits"):
-        log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, bits_TC, use)  # type: ignore[no-untyped-call]
+        log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
 
 
@@ -128,53 +130,35 @@ class _Scored(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_NV: Tensor, targets: Targets, bits_TC: Tensor | None, use: _Use
-    ) -> tuple[Tensor, Tensor | None]:
-        with work_before_gather(use.entropy, bits_TC is not None, targets.token_T, use.tp_group, beside=logits_NV):
+    def forward(ctx: Any, logits_NV: Tensor, targets: Targets, use: _Use) -> tuple[Tensor, Tensor | None]:
+        scale, with_product, is_kept = 1.0 / use.temperature, use.entropy != "none", targets.bits_TC is not None
+        with work_before_gather(use.entropy, is_kept, targets.token_T, use.tp_group, beside=logits_NV):
             sums = logits_NV.new_empty(6, len(targets.token_T), dtype=torch.float64)
-            scale, with_product = 1.0 / use.temperature, use.entropy != "none"
-            use.backend.row_sums(logits_NV, targets, bits_TC, sums, scale=scale, with_product=with_product)
+            use.backend.row_sums(logits_NV, targets, sums, scale=scale, with_product=with_product)
+        parts = gathered(RowSums.of(sums, with_product=with_product, is_kept=is_kept), use.tp_group)
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        own = RowSums.of(sums, with_product=with_product, is_kept=bits_TC is not None)
-        found = use.backend.finish(gathered(own, use.tp_group), temperature=use.temperature, dtype=dtype)
-        ctx.save_for_backward(
-            logits_NV, targets.token_T, targets.row_T, bits_TC, *found.whole, *found.among, found.entropy_T
-        )
+        log_prob_T, found = finish(parts, temperature=use.temperature, dtype=dtype)
+        ctx.save_for_backward(logits_NV, targets.token_T, targets.row_T, targets.bits_TC, *found[:5])
         ctx.use, ctx.columns = use, (targets.first, targets.num_columns)
         ctx.set_materialize_grads(False)
         if use.entropy == "value":
             ctx.mark_non_differentiable(found.entropy_T)
-        return found.log_prob_T, found.entropy_T
+        return log_prob_T, found.entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_T: Tensor | None, entropy_grad_T: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_T: Tensor | None, entropy_grad_T: Tensor | None) -> tuple[Tensor | None, None, None]:
         if grad_T is None and entropy_grad_T is None:
-            return None, None, None, None
+            return None, None, None
         use: _Use = ctx.use
-        logits_NV, token_T, row_T, bits_TC, *numbers, entropy_T = ctx.saved_tensors
-        slopes = Coefficients(
-            whole=Normalizer(*numbers[:2]),
-            among=Normalizer(*numbers[2:]),
-            entropy_T=entropy_T,
-            log_prob_T=grad_T,
-            of_entropy_T=entropy_grad_T,
-        )
+        logits_NV, token_T, row_T, bits_TC, *numbers = ctx.saved_tensors
+        targets = Targets(token_T, row_T, *ctx.columns)._replace(bits_TC=bits_TC)
+        slopes = Coefficients(*numbers)._replace(log_prob_grad_T=grad_T, entropy_grad_T=entropy_grad_T)
         out_NV = logits_NV.detach() if use.inplace else torch.empty_like(logits_NV)
-        use.backend.gradient(
-            logits_NV,
-            Targets(token_T, row_T, *ctx.columns),
-            bits_TC,
-            slopes,
-            scale=1.0 / use.temperature,
-            out_NV=out_NV,
-        )
+        use.backend.gradient(logits_NV, targets, slopes, out_NV, scale=1.0 / use.temperature)
         if use.inplace:
             torch.autograd.graph.increment_version(logits_NV)
-        return out_NV, None, None, None
+        return out_NV, None, None
 
 
 @contextmanager
@@ -238,7 +222,7 @@ def choose_backend(logits: Tensor) -> Backend:
     """
     if logits.dtype in FUSED_DTYPES and wants_triton(logits.device):
         # Imported when needed: importing mis_ext must not import Triton.
-        from mis_ext.scoring.triton_backend import TritonBackend
+        from mis_ext.scoring import triton_backend
 
-        return TritonBackend()
-    return EagerBackend()
+        return triton_backend
+    return chunked

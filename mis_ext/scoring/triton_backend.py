@@ -6,13 +6,12 @@ last. So nothing waits for another lane on the way, and the order, and with it t
 and the dtype alone.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mis_ext.scoring.launch import Launcher, launching_on
-from mis_ext.scoring.passes import BITS, Coefficients, Finished, Normalizer, RowSums, Targets
+from mis_ext.scoring.passes import BITS, Coefficients, Targets
 
 _LOG2_E = 1.4426950408889634
 LOG2_E = tl.constexpr(_LOG2_E)
@@ -108,86 +107,6 @@ def row_sums_kernel(
         tl.store(out + 5 * out_stride + token, whole)
 
 
-@triton.jit
-def _over_ranks(
-    highest,
-    total,
-    product,
-    tokens,
-    is_token,
-    rank_stride,
-    num_ranks,
-    TEMPERATURE: tl.constexpr,
-    WITH_PRODUCT: tl.constexpr,
-):
-    """The highest logit of all ranks, and the sums over it."""
-    top = tl.full(tokens.shape, -INFINITY, tl.float64)
-    for rank in range(num_ranks):
-        top = tl.maximum(top, tl.load(highest + rank * rank_stride + tokens, mask=is_token, other=0.0))
-    whole = tl.zeros(tokens.shape, tl.float64)
-    weighted = tl.zeros(tokens.shape, tl.float64)
-    for rank in range(num_ranks):
-        at = rank * rank_stride + tokens
-        own_highest = tl.load(highest + at, mask=is_token, other=0.0)
-        # Of a rank without a finite logit the sums are 0.
-        moved = tl.where(own_highest == -INFINITY, 0.0, own_highest - tl.where(top == -INFINITY, 0.0, top))
-        share = tl.exp(moved / TEMPERATURE)
-        own_total = tl.load(total + at, mask=is_token, other=0.0)
-        whole += own_total * share
-        if WITH_PRODUCT:
-            weighted += (tl.load(product + at, mask=is_token, other=0.0) + own_total * moved) * share
-    # The lanes behind the last token are not stored.
-    return top, tl.where(is_token, whole, 1.0), weighted
-
-
-@triton.jit(do_not_specialize=["num_tokens", "rank_stride", "num_ranks"])
-def finish_kernel(
-    highest,
-    total,
-    target,
-    product,
-    kept_highest,
-    kept_total,
-    log_prob,
-    entropy,
-    normalizers,
-    num_tokens,
-    rank_stride,
-    num_ranks,
-    TEMPERATURE: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    WITH_PRODUCT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Log-probs and entropy from the sums of all ranks, in float64; a temperature that is an argument would be float32.
-
-    ``normalizers`` ``[4, num_tokens]``: highest and log of the total, of all columns and of the kept ones.
-    """
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_token = tokens < num_tokens
-    top, whole, weighted = _over_ranks(
-        highest, total, product, tokens, is_token, rank_stride, num_ranks, TEMPERATURE, WITH_PRODUCT
-    )
-    log_total = tl.log(whole)
-    among_top = top
-    among_log_total = log_total
-    if HAS_KEPT:
-        among_top, whole_kept, _ = _over_ranks(
-            kept_highest, kept_total, kept_total, tokens, is_token, rank_stride, num_ranks, TEMPERATURE, False
-        )
-        among_log_total = tl.log(whole_kept)
-    own = tl.full([BLOCK], -INFINITY, tl.float64)
-    for rank in range(num_ranks):
-        own = tl.maximum(own, tl.load(target + rank * rank_stride + tokens, mask=is_token, other=0.0))
-    tl.store(log_prob + tokens, (own - among_top) / TEMPERATURE - among_log_total, mask=is_token)
-    if WITH_PRODUCT:
-        tl.store(entropy + tokens, log_total - weighted / TEMPERATURE / whole, mask=is_token)
-    tl.store(normalizers + tokens, top, mask=is_token)
-    tl.store(normalizers + num_tokens + tokens, log_total, mask=is_token)
-    tl.store(normalizers + 2 * num_tokens + tokens, among_top, mask=is_token)
-    tl.store(normalizers + 3 * num_tokens + tokens, among_log_total, mask=is_token)
-
-
 @triton.jit(do_not_specialize=["scale", "first"])
 def gradient_kernel(
     logits,
@@ -263,124 +182,66 @@ def gradient_kernel(
             tl.store(base_out + column, found.to(out.dtype.element_ty), mask=column < width)
 
 
-_row_sums, _finish, _gradient = map(Launcher, (row_sums_kernel, finish_kernel, gradient_kernel))
+_row_sums, _gradient = map(Launcher, (row_sums_kernel, gradient_kernel))
 
 
-class TritonBackend:
-    """See :class:`~mis_ext.scoring.passes.Backend`."""
-
-    def row_sums(
-        self,
-        logits_NV: Tensor,
-        targets: Targets,
-        bits_TC: Tensor | None,
-        out: Tensor,
-        *,
-        scale: float,
-        with_product: bool,
-    ) -> None:
-        """One launch, a program per token."""
-        token_T, row_T, first, num_columns = targets
-        num_words = -(-num_columns // BITS)
-        if len(token_T) > 0:
-            lanes, num_warps = _lanes(num_columns, logits_NV.element_size())
-            with launching_on(logits_NV):
-                _row_sums(
-                    len(token_T),
-                    (logits_NV, _or(row_T, token_T), token_T, _or(bits_TC, token_T), out),
-                    (out.stride(0), logits_NV.stride(0), first, num_columns, num_words, scale * _LOG2_E),
-                    lanes
-                    | {"HAS_ROWS": row_T is not None, "HAS_KEPT": bits_TC is not None, "WITH_PRODUCT": with_product},
-                    {"num_warps": num_warps},
-                )
-
-    def finish(self, parts: RowSums, *, temperature: float, dtype: torch.dtype) -> Finished:
-        """One launch, a program per 256 tokens."""
-        num_ranks, num_tokens = parts.highest_T.shape
-        # What the caller gets are tensors of their own, which may be changed in place.
-        log_prob_T, entropy_T = (parts.highest_T.new_empty(num_tokens, dtype=dtype) for _ in range(2))
-        numbers = parts.highest_T.new_empty(4, num_tokens, dtype=dtype)
-        normalizers = numbers.unbind()
-        if num_tokens > 0:
-            with launching_on(numbers):
-                _finish(
-                    -(-num_tokens // _TOKENS),
-                    (*(_or(each, parts.highest_T) for each in parts), log_prob_T, entropy_T, numbers),
-                    (num_tokens, parts.highest_T.stride(0), num_ranks),
-                    {
-                        "TEMPERATURE": temperature,
-                        "HAS_KEPT": parts.kept_total_T is not None,
-                        "WITH_PRODUCT": parts.product_T is not None,
-                        "BLOCK": _TOKENS,
-                    },
-                    {"num_warps": 4},
-                )
-        return Finished(
-            log_prob_T,
-            None if parts.product_T is None else entropy_T,
-            Normalizer(*normalizers[:2]),
-            Normalizer(*normalizers[2:]),
+def row_sums(logits_NV: Tensor, targets: Targets, out: Tensor, *, scale: float, with_product: bool) -> None:
+    """One launch, a program per token."""
+    token_T, row_T, first, num_columns, bits_TC = targets
+    if len(token_T) == 0:
+        return
+    # 16 bytes a lane at a time.
+    per_lane = 16 // logits_NV.element_size()
+    block = min(triton.next_power_of_2(max(num_columns, 64)), 1024 * per_lane)
+    with launching_on(logits_NV):
+        _row_sums(
+            len(token_T),
+            (logits_NV, _or(row_T, token_T), token_T, _or(bits_TC, token_T), out),
+            (out.stride(0), logits_NV.stride(0), first, num_columns, -(-num_columns // BITS), scale * _LOG2_E),
+            {
+                "HAS_ROWS": row_T is not None,
+                "HAS_KEPT": bits_TC is not None,
+                "WITH_PRODUCT": with_product,
+                "LANES": block // per_lane,
+                "PER": per_lane,
+            },
+            {"num_warps": _num_warps(block)},
         )
 
-    def gradient(
-        self,
-        logits_NV: Tensor,
-        targets: Targets,
-        bits_TC: Tensor | None,
-        coefficients: Coefficients,
-        *,
-        scale: float,
-        out_NV: Tensor,
-    ) -> None:
-        """One launch, a program per row; rows without a gradient are not read."""
-        token_T, row_T, first, num_columns = targets
-        num_rows, width = logits_NV.shape
-        if num_rows == 0 or width == 0:
-            return
-        of_tokens = (*coefficients.whole, *coefficients.among, *coefficients[2:])
-        block, num_warps = _block(width)
-        with launching_on(logits_NV):
-            _gradient(
-                num_rows,
-                (
-                    logits_NV,
-                    out_NV,
-                    token_T if row_T is None else targets.token_of_rows(num_rows),
-                    token_T,
-                    _or(bits_TC, token_T),
-                    *(_or(each, coefficients.whole.highest_T).contiguous() for each in of_tokens),
-                ),
-                (logits_NV.stride(0), out_NV.stride(0), first, num_columns, width, -(-num_columns // BITS), scale),
-                {
-                    "HAS_ROWS": row_T is not None,
-                    "HAS_KEPT": bits_TC is not None,
-                    "OF_LOG_PROB": coefficients.log_prob_T is not None,
-                    "OF_ENTROPY": coefficients.of_entropy_T is not None,
-                }
-                | block,
-                {"num_warps": num_warps},
-            )
 
-
-_TOKENS = 256
+def gradient(logits_NV: Tensor, targets: Targets, coefficients: Coefficients, out_NV: Tensor, *, scale: float) -> None:
+    """One launch, a program per row; rows without a gradient are not read."""
+    token_T, row_T, first, num_columns, bits_TC = targets
+    num_rows, width = logits_NV.shape
+    if num_rows == 0 or width == 0:
+        return
+    block = min(triton.next_power_of_2(max(width, 64)), 4096)
+    with launching_on(logits_NV):
+        _gradient(
+            num_rows,
+            (
+                logits_NV,
+                out_NV,
+                token_T if row_T is None else targets.token_of_rows(num_rows),
+                token_T,
+                _or(bits_TC, token_T),
+                *(_or(x_T, coefficients.highest_T).contiguous() for x_T in coefficients),
+            ),
+            (logits_NV.stride(0), out_NV.stride(0), first, num_columns, width, -(-num_columns // BITS), scale),
+            {
+                "HAS_ROWS": row_T is not None,
+                "HAS_KEPT": bits_TC is not None,
+                "OF_LOG_PROB": coefficients.log_prob_grad_T is not None,
+                "OF_ENTROPY": coefficients.entropy_grad_T is not None,
+                "BLOCK": block,
+            },
+            {"num_warps": _num_warps(block)},
+        )
 
 
 def _or(given: Tensor | None, instead: Tensor) -> Tensor:
     """A kernel takes a tensor where it reads none."""
     return instead if given is None else given
-
-
-def _lanes(num_columns: int, bytes_each: int) -> tuple[dict[str, int], int]:
-    """Return the lanes of a program, the logits that each reads at a time (16 bytes), and the warps."""
-    per_lane = 16 // bytes_each
-    block = min(triton.next_power_of_2(max(num_columns, 64)), 1024 * per_lane)
-    return {"LANES": block // per_lane, "PER": per_lane}, _num_warps(block)
-
-
-def _block(num_columns: int) -> tuple[dict[str, int], int]:
-    """Return the columns that a program writes at a time, and its warps."""
-    block = min(triton.next_power_of_2(max(num_columns, 64)), 4096)
-    return {"BLOCK": block}, _num_warps(block)
 
 
 def _num_warps(block: int) -> int:
