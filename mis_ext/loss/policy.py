@@ -25,19 +25,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import MAX_LOG_RATIO, Pair, bounded_exp, k3
-from mis_ext.loss.objective import LOW_VAR_CAP, Corrected, Evaluation, LossTokens, Objective, evaluate, objective_of
+from mis_ext.correction.tokens import STATISTICS, Pair, bounded_exp, k3
+from mis_ext.loss.objective import LOW_VAR_CAP, LossTokens, bounds_of, objective_of
 from mis_ext.loss.settings import LossSettings
-from mis_ext.methods.batch import Reductions
+from mis_ext.loss.words import PenaltyTokens
+from mis_ext.methods.batch import Batch, Reductions
+from mis_ext.methods.method import Evaluation, LossOfSlopes
 
 Reducer = Callable[[Tensor], Tensor]
 
@@ -97,68 +99,147 @@ def compute_policy_loss(
     """
     dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
-    metrics = token_metrics or {}
     with telling or contextlib.nullcontext():
         try:
-            corrected = Corrected.by(correction)
-            totals, passed, share_T, response_T = _sums(
-                settings, tokens, reductions, correction, corrected, token_metrics, reducer, extra_metrics
-            )
+            found = _sums(settings, tokens, reductions, correction, token_metrics, reducer, extra_metrics)
         except Exception:
             # What was wrong first is raised, also where a group itself is broken.
             with contextlib.suppress(Exception):
-                nothing = Corrected.by(correction, is_empty=True)
-                no_metrics = None if token_metrics is None else {name: metrics[name][:0] for name in metrics}
-                left = reductions.left_over()
-                _sums(settings, tokens.emptied(), left, None, nothing, no_metrics, None, extra_metrics)
+                _sums(settings, tokens.emptied(), reductions.left_over(), None, None, None, extra_metrics)
             raise
     # Outside of that: recomputation ends here by an exception of torch, which is no error.
-    loss: Tensor = _WithSlopes.apply(  # type: ignore[no-untyped-call]
-        totals["loss"], tokens.log_probs["current"], passed.slope_T, tokens.entropy_T, passed.entropy_slope_T
+    loss: Tensor = LossOfSlopes.apply(  # type: ignore[no-untyped-call]
+        found.totals["loss"], tokens.log_probs["current"], found.slope_T, tokens.entropy_T, found.entropy_slope_T
     )
+    metrics = token_metrics or {}
     names = [*ORDER, *metrics, *LAST]
-    measured = functools.partial(measured_totals, correction, metrics, share_T, response_T)
-    return PolicyLoss(loss, {name: totals[name] for name in names if name in totals}, response_T, measured)
+    measured = functools.partial(measured_totals, correction, metrics, found.share_T, found.response_T)
+    reported = {name: found.totals[name] for name in names if name in found.totals}
+    return PolicyLoss(loss, reported, found.response_T, measured)
 
 
+class _Sums(NamedTuple):
+    """0-dim totals by name; ``[T]`` each: the derivatives of the loss by log-prob and by entropy, and a token's share.
+
+    ``entropy_slope_T`` is None where entropy is no part of the loss. ``response_T``: bool, what the policy generated.
+    """
+
+    totals: dict[str, Tensor]
+    slope_T: Tensor
+    entropy_slope_T: Tensor | None
+    share_T: Tensor
+    response_T: Tensor
+
+
+@torch.no_grad()
 def _sums(
     settings: LossSettings,
     tokens: LossTokens,
     reductions: Reductions,
     correction: Correction | None,
-    corrected: Corrected | None,
     token_metrics: Mapping[str, Tensor] | None,
     reducer: Reducer | None,
     extra_metrics: frozenset[str],
-) -> tuple[dict[str, Tensor], _Passed, Tensor, Tensor]:
-    """All totals, the slopes, and ``[T]`` each the share of a token, and whether the policy generated it."""
-    layout = tokens.layout
-    objective = objective_of(settings)
-    with torch.no_grad():
-        share_T = _share(settings, tokens, tokens.divisor_S)
-        policy_share_T = share_T
-        if settings.denominator != "original":
-            policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction))
-        response_T = layout.local_part(tokens.response_mask_R) != 0
-        passed = _token_pass(
-            settings,
-            objective,
-            tokens.detached(),
-            corrected=corrected,
-            response_T=response_T,
-            reductions=reductions,
-            share_T=share_T,
-            policy_share_T=policy_share_T,
-            reduce=None if reducer is None else functools.partial(_reduced, reducer),
-            is_corrected=token_metrics is not None,
-            with_kl="train_rollout_kl" in extra_metrics,
-        )
-        totals = passed.totals | correction_totals(token_metrics or {}, share_T)
-        if "ess_ratio" in extra_metrics:
-            totals["ess_ratio"] = effective_samples(
-                settings, tokens, reductions, log_ratio_T=passed.log_ratio_T, response_T=response_T
-            )
-    return totals, passed, share_T, response_T
+) -> _Sums:
+    """All totals and slopes, in one pass over the tokens."""
+    method, kl, pair, reduce = objective_of(settings)
+    response_T = tokens.layout.local_part(tokens.response_mask_R) != 0
+    used = dict.fromkeys((*pair, *method.policies, *chain.from_iterable(kl.pairs if kl is not None else ())))
+    batch = method.batch_of(
+        {policy: tokens.log_probs[policy] for policy in used},
+        advantages_T=tokens.advantages_T,
+        response_mask_T=response_T,
+        reductions=reductions,
+        state_values_T=tokens.state_values_T,
+    )
+    log_ratio_T = batch.log_ratio(pair, reduce)
+    weights_T = keep_mask_T = None
+    if correction is not None and not correction.config.metrics_only:
+        weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
+        if settings.mode == "bypass" and correction.config.weight is not None:
+            # Without what the surrogate's own ratio has of the weight already.
+            weights_T = weights_T / bounded_exp(log_ratio_T)
+    found = method.evaluate(batch, weights_T=weights_T, keep_mask_T=keep_mask_T)
+    penalty = None if kl is None else kl.evaluate(batch)
+
+    def counted(which: PenaltyTokens) -> Tensor:
+        return found.kept_T if which == "kept" else batch.valid_T
+
+    # name: [T] value and mask; of each the sum over tokens, times their share
+    rows = {
+        "pg_loss": (found.loss_T, found.kept_T if found.penalty is None else batch.valid_T),
+        "pg_clipfrac": (
+            _clipped(settings, found, log_ratio_T).float(),
+            found.kept_T if settings.method is None else batch.valid_T,
+        ),
+        "ppo_kl": (-log_ratio_T, found.kept_T),
+    }
+    if tokens.entropy_T is not None:
+        rows["entropy_loss"] = tokens.entropy_T, counted(settings.entropy_tokens)
+    if settings.kl is not None and penalty is not None:
+        rows["kl_loss"] = penalty.value_T, counted(settings.kl.tokens)
+    if "behavior" in tokens.log_probs:
+        # Between the behavior policy and the trainer: the current policy where no other is compared.
+        trainer_T = tokens.log_probs["proximal" if settings.uses_proximal and not settings.use_behavior else "current"]
+        difference_T = trainer_T - tokens.log_probs["behavior"]
+        known_T = found.kept_T & (difference_T.abs() < torch.inf)
+        rows["train_rollout_logprob_abs_diff"] = difference_T.abs(), known_T
+        if "train_rollout_kl" in extra_metrics:
+            rows["train_rollout_kl"] = k3(difference_T).clamp_max(LOW_VAR_CAP), known_T
+    if token_metrics is not None:
+        rows["ois"] = bounded_exp(log_ratio_T), batch.valid_T
+    if tokens.reverse_kl_T is not None:
+        rows["opd_reverse_kl"] = tokens.reverse_kl_T, found.kept_T
+
+    share_T = policy_share_T = _share(settings, tokens, tokens.divisor_S)
+    if settings.denominator != "original":
+        policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction))
+    values, masks = zip(*rows.values(), strict=True)
+    values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
+    totals = dict(zip(rows, (values_FT * share_T).sum(-1).unbind(), strict=True))
+    if token_metrics:
+        # 0 outside of the response, and for a framework that divides by all samples: see Correction.token_metrics.
+        sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
+        totals |= dict(zip(token_metrics, sums.unbind(), strict=True))
+    if tokens.entropy_T is None:
+        totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
+    if settings.opsm_delta is not None:
+        totals["opsm_clipfrac"] = _masked_sequences(settings.opsm_delta, pair, tokens, batch)
+    if "ess_ratio" in extra_metrics:
+        totals["ess_ratio"] = _effective_samples(settings, tokens, reductions, log_ratio_T, response_T)
+    if reducer is not None:
+        totals["pg_loss"], policy_share_T = _reduced(reducer, found.loss_T)
+    elif settings.denominator != "original":
+        totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
+
+    # loss = policy + kl_coef kl - entropy_coef entropy, and its derivatives g = dL/dlogp and h = dL/dH. From there to
+    # the logits, in the backward pass of scoring: dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature.
+    totals["loss"], slope_T, entropy_slope_T = totals["pg_loss"], found.slope(policy_share_T), None
+    if settings.entropy_coef != 0.0:
+        totals["loss"] = totals["loss"].sub(totals["entropy_loss"], alpha=settings.entropy_coef)
+        entropy_slope_T = -settings.entropy_coef * torch.where(counted(settings.entropy_tokens), share_T, 0.0)
+    if settings.kl is not None and penalty is not None:
+        totals["loss"] = totals["loss"].add(totals["kl_loss"], alpha=settings.kl.coefficient)
+        counted_T = torch.where(counted(settings.kl.tokens), share_T, 0.0)
+        slope_T = slope_T.addcmul(counted_T, penalty.slope_T, value=settings.kl.coefficient)
+    return _Sums(totals, slope_T, entropy_slope_T, share_T, response_T)
+
+
+def _clipped(settings: LossSettings, found: Evaluation, log_ratio_T: Tensor) -> Tensor:
+    """``[T]`` bool: PPO's clip, or CISPO's bounds, act; the dual clip does not count.
+
+    Of a method by name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
+    """
+    clipped_T, batch = found.surrogate.is_clipped_T, found.batch
+    if settings.method is not None:
+        return clipped_T | (batch.valid_T & ~found.live_T)
+    if settings.ratios == "detached":
+        low, high = (STATISTICS["ratio"].edge(bound or 0.0) for bound in bounds_of(settings))
+        return (log_ratio_T > high) | (log_ratio_T < low)
+    if settings.eps_clip_c is not None:
+        # The dual clip is the only bound that acts where the ratio moves against the advantage.
+        return clipped_T & ((log_ratio_T > 0.0) == (batch.advantages_T > 0.0))
+    return clipped_T
 
 
 def groups_of_sums(
@@ -173,52 +254,6 @@ def groups_of_sums(
     averages = objective_of(settings).method.averages_over_batch
     wanted = ((cp_group, exchanges), (dp_group, averages))
     return [group for group, is_wanted in wanted if is_wanted and group is not None]
-
-
-class _Passed(NamedTuple):
-    """0-dim totals by name; ``[T]`` each: the derivatives of the loss by log-prob and by entropy, log of current / old.
-
-    ``entropy_slope_T`` is None where entropy is no part of the loss.
-    """
-
-    totals: dict[str, Tensor]
-    slope_T: Tensor
-    entropy_slope_T: Tensor | None
-    log_ratio_T: Tensor
-
-
-def _token_pass(
-    settings: LossSettings,
-    objective: Objective,
-    tokens: LossTokens,
-    *,
-    corrected: Corrected | None,
-    response_T: Tensor,
-    reductions: Reductions,
-    share_T: Tensor,
-    policy_share_T: Tensor,
-    reduce: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
-    is_corrected: bool,
-    with_kl: bool,
-) -> _Passed:
-    found = evaluate(settings, objective, tokens, corrected=corrected, response_T=response_T, reductions=reductions)
-    totals = totals_of(token_rows(settings, tokens, found, is_corrected=is_corrected, with_kl=with_kl), share_T)
-    if tokens.entropy_T is None:
-        totals["entropy_loss"] = torch.zeros_like(totals["pg_loss"])
-    if settings.opsm_delta is not None:
-        totals["opsm_clipfrac"] = masked_sequences(settings.opsm_delta, objective.pair, tokens, found)
-    if reduce is not None:
-        totals["pg_loss"], policy_share_T = reduce(found.loss_T)
-    elif settings.denominator != "original":
-        totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
-    slope_T, entropy_slope_T = _slopes(settings, found, share_T, policy_share_T)
-    loss = totals["pg_loss"]
-    if settings.entropy_coef != 0.0:
-        loss = loss.sub(totals["entropy_loss"], alpha=settings.entropy_coef)
-    if settings.kl is not None:
-        loss = loss.add(totals["kl_loss"], alpha=settings.kl.coefficient)
-    totals["loss"] = loss
-    return _Passed(totals, slope_T, entropy_slope_T, found.log_ratio_T)
 
 
 def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,116 +290,6 @@ def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
     return whole.sums([mask_R.float()])[0].float()
 
 
-def _slopes(
-    settings: LossSettings, found: Evaluation, share_T: Tensor, policy_share_T: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """``[T]`` each: ``g = dL/dlogp`` and ``h = dL/dH``, by entropy; None where entropy is no part of the loss.
-
-    From there to the logits, in the backward pass of ``scoring/scores.py``:
-    ``dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``.
-    """
-    slope_T = found.slope(policy_share_T)
-    if found.penalty is not None:
-        slope_T = slope_T + policy_share_T * found.penalty.slope_T
-    if settings.kl is not None and found.kl is not None:
-        counted_T = torch.where(found.tokens_of(settings.kl.tokens), share_T, 0.0)
-        slope_T = slope_T.addcmul(counted_T, found.kl.slope_T, value=settings.kl.coefficient)
-    if settings.entropy_coef == 0.0:
-        return slope_T, None
-    counted_T = torch.where(found.tokens_of(settings.entropy_tokens), share_T, 0.0)
-    return slope_T, -settings.entropy_coef * counted_T
-
-
-class _WithSlopes(torch.autograd.Function):
-    """A number whose derivatives are known."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        _log_prob_T: Tensor,
-        slope_T: Tensor,
-        _entropy_T: Tensor | None,
-        entropy_slope_T: Tensor | None,
-    ) -> Tensor:
-        """The number; a copy, because Megatron divides it in place."""
-        ctx.save_for_backward(slope_T, entropy_slope_T)
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, Tensor | None, None]:
-        """The gradient by log-probs and entropy: ``grad`` times the slopes that the forward saved."""
-        slope_T, entropy_slope_T = ctx.saved_tensors
-        return None, grad * slope_T, None, None if entropy_slope_T is None else grad * entropy_slope_T, None
-
-
-class Row(NamedTuple):
-    """A metric as the sum over tokens of ``values_T`` where ``mask_T`` is True, times the token's share."""
-
-    name: str
-    values_T: Tensor
-    mask_T: Tensor
-
-
-def token_rows(
-    settings: LossSettings, tokens: LossTokens, found: Evaluation, *, is_corrected: bool, with_kl: bool
-) -> list[Row]:
-    """The parts of the loss, and what the frameworks report beside them.
-
-    Args:
-        settings: What the loss is.
-        tokens: The micro-batch.
-        found: What is known of its tokens.
-        is_corrected: Whether there is a correction, also one that only measures.
-        with_kl: Whether the framework also reports a KL estimate between behavior and proximal policy.
-    """
-    kept_T, valid_T = found.kept_T, found.batch.valid_T
-    rows = [
-        Row("pg_loss", found.loss_T, kept_T if found.penalty is None else valid_T),
-        Row("pg_clipfrac", found.clipped_T.float(), kept_T if settings.method is None else valid_T),
-        Row("ppo_kl", -found.log_ratio_T, kept_T),
-    ]
-    if tokens.entropy_T is not None:
-        rows.append(Row("entropy_loss", tokens.entropy_T, found.tokens_of(settings.entropy_tokens)))
-    if settings.kl is not None and found.kl is not None:
-        rows.append(Row("kl_loss", found.kl.value_T, found.tokens_of(settings.kl.tokens)))
-    if "behavior" in tokens.log_probs:
-        # Between the behavior policy and the trainer: the current policy where no other is compared.
-        trainer_T = tokens.log_probs["proximal" if settings.uses_proximal and not settings.use_behavior else "current"]
-        difference_T = trainer_T - tokens.log_probs["behavior"]
-        gap_T = difference_T.abs()
-        mask_T = kept_T & (gap_T < torch.inf)
-        rows.append(Row("train_rollout_logprob_abs_diff", gap_T, mask_T))
-        if with_kl:
-            near_T = difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            k3_T = k3(near_T)
-            rows.append(Row("train_rollout_kl", k3_T.clamp_max(LOW_VAR_CAP), mask_T))
-    if is_corrected:
-        rows.append(Row("ois", bounded_exp(found.log_ratio_T), valid_T))
-    if tokens.reverse_kl_T is not None:
-        rows.append(Row("opd_reverse_kl", tokens.reverse_kl_T, kept_T))
-    return rows
-
-
-def totals_of(rows: list[Row], share_T: Tensor) -> dict[str, Tensor]:
-    """0-dim each: sums over this rank's tokens of value times share; ``share_T`` is 1 by the divisor of its sample."""
-    names, values, masks = zip(*rows, strict=True)
-    values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
-    return dict(zip(names, (values_FT * share_T).sum(-1).unbind(), strict=True))
-
-
-def correction_totals(token_metrics: Mapping[str, Tensor], share_T: Tensor) -> dict[str, Tensor]:
-    """0-dim each: sums of value times share of a correction's metrics, ``[T]``, which are 0 outside the response.
-
-    For a framework that divides by all samples; those that were not measured are in, see ``Correction.token_metrics``.
-    """
-    if not token_metrics:
-        return {}
-    sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
-    return dict(zip(token_metrics, sums.unbind(), strict=True))
-
-
 def measured_totals(
     correction: Correction | None, token_metrics: Mapping[str, Tensor], share_T: Tensor, response_T: Tensor
 ) -> dict[str, Tensor]:
@@ -385,8 +310,8 @@ def measured_totals(
     return found
 
 
-def effective_samples(
-    settings: LossSettings, tokens: LossTokens, reductions: Reductions, *, log_ratio_T: Tensor, response_T: Tensor
+def _effective_samples(
+    settings: LossSettings, tokens: LossTokens, reductions: Reductions, log_ratio_T: Tensor, response_T: Tensor
 ) -> Tensor:
     """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` of each sample, ``w`` current / old; of the first rank.
 
@@ -401,12 +326,12 @@ def effective_samples(
     return total if tokens.cp_rank == 0 else torch.zeros_like(total)
 
 
-def masked_sequences(delta: float, pair: Pair, tokens: LossTokens, found: Evaluation) -> Tensor:
+def _masked_sequences(delta: float, pair: Pair, tokens: LossTokens, batch: Batch) -> Tensor:
     """0-dim: the frameworks' ``opsm_clipfrac``: of each sample, tokens of a masked sequence by response tokens.
 
     As there, tokens that the policy did not generate count above the line only, and the framework's denominator does
     not enter.
     """
-    masked_T = (tokens.advantages_T < 0.0) & (found.batch.statistic("k1", pair, "mean") > delta)
-    count_T = found.batch.reductions.count(found.batch.response_T).clamp_min(1.0)
+    masked_T = (tokens.advantages_T < 0.0) & (batch.statistic("k1", pair, "mean") > delta)
+    count_T = batch.reductions.count(batch.response_T).clamp_min(1.0)
     return torch.where(masked_T, count_T.reciprocal(), 0.0).sum()

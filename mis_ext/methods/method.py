@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.config import Gate, Reduce, Weight
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import LAG, Policy
 from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Over, Reductions, terms_of_mean
-from mis_ext.methods.parts import Factor, Surrogate, Term, evaluate
+from mis_ext.methods.parts import Factor, Penalty, Slope, Surrogate, Term, evaluate
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -43,6 +44,32 @@ class MethodResult(NamedTuple):
     valid_T: Tensor
     clipped_T: Tensor
     num_invalid: Tensor
+
+
+class Evaluation(NamedTuple):
+    """``[T]`` each, without gradient: the loss of a method token by token, 0 or False where a token is not valid.
+
+    ``policy``: loss of the policy gradient, and its slope in log pi before :meth:`slope` spreads it over a sequence
+    whose tokens share one ratio (``surrogate``). ``penalty``: value and slope of all terms, or None. ``live_T``: no
+    factor drops the token. ``kept_T``: nobody rejects it.
+    """
+
+    batch: Batch
+    policy: Penalty
+    surrogate: Slope
+    penalty: Penalty | None
+    live_T: Tensor
+    kept_T: Tensor
+
+    @property
+    def loss_T(self) -> Tensor:
+        """``[T]``: policy gradient and penalty."""
+        return self.policy.value_T if self.penalty is None else self.policy.value_T + self.penalty.value_T
+
+    def slope(self, share_T: Tensor | float = 1.0) -> Tensor:
+        """``[T]``: by each log-prob the derivative of the sum of all losses, each times its share."""
+        slope_T = self.surrogate.spread(share_T * self.policy.slope_T, self.batch)
+        return slope_T if self.penalty is None else slope_T + share_T * self.penalty.slope_T
 
 
 class Weighed(NamedTuple):
@@ -199,9 +226,17 @@ class Method:
                 reductions=Reductions(layout, cp_group=cp_group, dp_group=dp_group),
                 state_values_T=state_values_T,
             )
-            value_T, result = self._evaluate(batch)
-        loss_T: Tensor = _Loss.apply(value_T, current_logprobs_T, result.coefficient_T)  # type: ignore[no-untyped-call]
-        return result._replace(loss_T=loss_T)
+            found = self.evaluate(batch)
+            slope_T = found.slope()
+        loss_T: Tensor = LossOfSlopes.apply(found.loss_T, current_logprobs_T, slope_T, None, None)  # type: ignore[no-untyped-call]
+        return MethodResult(
+            loss_T=loss_T,
+            coefficient_T=-slope_T,
+            kept_T=found.kept_T,
+            valid_T=batch.valid_T,
+            clipped_T=found.surrogate.is_clipped_T & batch.valid_T,
+            num_invalid=(batch.response_T != batch.valid_T).sum(),
+        )
 
     def batch_of(
         self,
@@ -245,47 +280,48 @@ class Method:
             weight_T = weight_T / (total / batch.reductions.batch_total(share_T, counted_T).clamp_min(1.0))
         return Weighed(weight_T, live_T, kept_T)
 
-    def _evaluate(self, batch: Batch) -> tuple[Tensor, MethodResult]:
-        valid_T = batch.valid_T
+    def evaluate(
+        self, batch: Batch, *, weights_T: Tensor | None = None, keep_mask_T: Tensor | None = None
+    ) -> Evaluation:
+        """The loss token by token, with the weights and the mask of a correction if there is one."""
         weight_T, live_T, kept_T = self.weigh(batch)
-        weight_T = torch.where(live_T, weight_T * batch.advantages_T, 0.0)
-        found = self.surrogate.evaluate(batch)
-        value_T, coefficient_T = weight_T * found.value_T, weight_T * found.slope_T
-        coefficient_T = found.spread(coefficient_T, batch)
+        paid_T, weighed_T = batch.valid_T, live_T
+        if keep_mask_T is not None:
+            paid_T, weighed_T, kept_T = paid_T & keep_mask_T, live_T & keep_mask_T, kept_T & keep_mask_T
+        if weights_T is not None:
+            weight_T = weight_T * weights_T
+        cost_T = torch.where(weighed_T, weight_T * -batch.advantages_T, 0.0)
+        surrogate = self.surrogate.evaluate(batch)
+        penalty: Penalty | None = None
         for term in self.terms:
-            penalty = term.evaluate(batch)
-            scale_T = term.scale * (valid_T if term.on == "valid" else kept_T).to(value_T.dtype)
-            value_T, coefficient_T = value_T - scale_T * penalty.value_T, coefficient_T - scale_T * penalty.slope_T
-        num_invalid = (batch.response_T != valid_T).sum()
-        return value_T, MethodResult(
-            loss_T=value_T,
-            coefficient_T=coefficient_T,
-            kept_T=kept_T,
-            valid_T=valid_T,
-            clipped_T=found.is_clipped_T & valid_T,
-            num_invalid=num_invalid,
-        )
+            own = Penalty(*(torch.where(paid_T, term.scale * each_T, 0.0) for each_T in term.evaluate(batch)))
+            penalty = own if penalty is None else Penalty(*(a_T + b_T for a_T, b_T in zip(penalty, own, strict=True)))
+        policy = Penalty(cost_T * surrogate.value_T, cost_T * surrogate.slope_T)
+        return Evaluation(batch, policy, surrogate, penalty, live_T, kept_T)
 
 
-class _Loss(torch.autograd.Function):
-    """Minus the value of each token, whose derivative by its log-prob is minus its coefficient."""
+class LossOfSlopes(torch.autograd.Function):
+    """A loss whose derivatives by log-probs and entropy are known: a number, or one for each token."""
 
     @staticmethod
-    def forward(value_T: Tensor, _log_prob_T: Tensor | None, _coefficient_T: Tensor) -> Tensor:
-        """``[T]``: minus the value."""
-        return -value_T
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        _log_prob_T: Tensor,
+        slope_T: Tensor,
+        _entropy_T: Tensor | None,
+        entropy_slope_T: Tensor | None,
+    ) -> Tensor:
+        """The loss; a copy, because Megatron divides it in place."""
+        ctx.save_for_backward(slope_T, entropy_slope_T)
+        return loss.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        """Keeps the coefficient."""
-        del output
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[None, Tensor, None]:
-        """The gradient by the log-probs."""
-        (coefficient_T,) = ctx.saved_tensors
-        return None, -grad_T * coefficient_T, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, Tensor | None, None]:
+        """The gradient by log-probs and entropy: ``grad`` times the slopes that the forward saved."""
+        slope_T, entropy_slope_T = ctx.saved_tensors
+        return None, grad * slope_T, None, None if entropy_slope_T is None else grad * entropy_slope_T, None
 
 
 def _detached(values_T: Tensor) -> Tensor:

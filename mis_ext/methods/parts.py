@@ -259,12 +259,11 @@ class Penalty(NamedTuple):
 
 
 class Term:
-    """A KL term or another penalty per token, which is subtracted from the objective.
+    """A KL term or another penalty of every valid token, which is subtracted from the objective.
 
     Attributes:
         pair: The policies that it compares.
         scale: What it is multiplied by.
-        on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
         reduce: What it looks at besides the token itself.
         needs_state_values: Whether it looks at the value of the token's state.
     """
@@ -272,7 +271,6 @@ class Term:
     __slots__ = ()
     pair: Pair
     scale: float
-    on: Literal["valid", "kept"] = "valid"
     reduce: Reduce = "token"
     needs_state_values: bool = False
 
@@ -312,7 +310,6 @@ class KlTerm(Term):
         pair: The current policy, and the other one.
         importance: The ratio that makes it unbiased: current by what the token was sampled from; or None.
         cap: Largest absolute value, beyond which the gradient stops; or None.
-        on: ``valid``: every response token that has log-probs. ``kept``: those that no factor rejects.
 
     References:
         Schulman, Approximating KL Divergence, 2020; DeepSeek-V3.2, arXiv:2512.02556 (unbiased).
@@ -323,7 +320,6 @@ class KlTerm(Term):
     pair: Pair = ("current", "reference")
     importance: Pair | None = None
     cap: float | None = None
-    on: Literal["valid", "kept"] = "valid"
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
