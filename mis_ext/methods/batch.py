@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.correction.config import OF_SEGMENTS, Reduce, When
 from mis_ext.correction.layout import PackedLayout, Runs, running_sums, runs, to_device, whole_rows
 from mis_ext.correction.tokens import STATISTICS, Pair, Policy, Tokens, bounded_exp
-
-Over = Literal["tokens", "sequences"]
 
 WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
 """Reductions that a token without a value makes unknown for its sequence."""
@@ -173,40 +170,6 @@ def _piece_index(
     together = to_device(torch.cat([piece_T, offset_T, start_P]), device)
     piece_T, offset_T, start_P = torch.split(together, [total, total, len(lengths)])
     return piece_T, offset_T, start_P
-
-
-def terms_of_mean(reductions: Reductions, mask_T: Tensor, over: Over, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``[T]``: how many terms of a mean each token of the mask is: 1, or 1 / tokens of its sequence."""
-    count_T = reductions.count(mask_T).to(dtype)
-    return torch.ones_like(count_T) if over == "tokens" else count_T.clamp_min(1.0).reciprocal()
-
-
-def mean_weights(
-    counted_T: Tensor,
-    *,
-    over: Over,
-    layout: PackedLayout,
-    cp_group: Group | None = None,
-    dp_group: Group | None = None,
-) -> Tensor:
-    """``[T]`` float32: multiply losses of tokens by it, and sum over tokens and ranks for their mean.
-
-    ``counted_T`` says whose mean: the response mask for denominators that do not depend on what is rejected, what a
-    method keeps for those of kept tokens. Both differ by one factor: ``loss(response) = loss(kept) * kept / response``,
-    with terms of the mean counted on both sides. A sequence without a counted token is no term.
-
-    Args:
-        counted_T: ``[T]`` bool.
-        over: ``tokens``: all alike. ``sequences``: the mean of per-sequence means.
-        layout: Where the local tokens lie.
-        cp_group: Ranks that hold other parts of the same sequences.
-        dp_group: Ranks that hold other sequences.
-    """
-    reductions = Reductions(layout, cp_group=cp_group, dp_group=dp_group)
-    term_T = terms_of_mean(reductions, counted_T, over)
-    total = reductions.batch_total(term_T, counted_T)
-    # Of sequences the sum of 1 / n is their number up to rounding, and none is 0.
-    return torch.where(total > 0.0, term_T / torch.where(total > 0.0, total, 1.0), 0.0)
 
 
 class Batch:

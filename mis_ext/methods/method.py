@@ -16,7 +16,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.config import Gate, Reduce, Weight
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.correction.tokens import LAG, Policy
-from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Over, Reductions, terms_of_mean
+from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Reductions
 from mis_ext.methods.parts import Factor, Penalty, Slope, Surrogate, Term, evaluate
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
@@ -274,8 +274,10 @@ class Method:
             weight_T = torch.ones_like(batch.advantages_T)
         if self.normalize_over is not None:
             counted_T = batch.valid_T if self.normalize_over == "all_tokens" else live_T
-            over: Over = "sequences" if self.normalize_over == "sequences" else "tokens"
-            share_T = terms_of_mean(batch.reductions, counted_T, over, weight_T.dtype)
+            share_T = torch.ones_like(weight_T)
+            if self.normalize_over == "sequences":
+                # The weight of a sequence counts once, however many tokens have it.
+                share_T = batch.reductions.count(counted_T).to(weight_T.dtype).clamp_min(1.0).reciprocal()
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
             weight_T = weight_T / (total / batch.reductions.batch_total(share_T, counted_T).clamp_min(1.0))
         return Weighed(weight_T, live_T, kept_T)

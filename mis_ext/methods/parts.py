@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.config import REDUCTIONS, Action, Gate, Level, Reduce, Weight, When
+from mis_ext.correction.config import REDUCTIONS, Action, Gate, Level, Reduce, Weight
 from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, STATISTICS, UPDATE, Pair, bounded_exp, bounded_expm1
 from mis_ext.methods.batch import Batch
 
@@ -206,23 +206,6 @@ class OtherFactor:
 
 
 Factor = Gate | Weight | OtherFactor
-
-
-def RatioWeight(
-    *,
-    pair: Pair,
-    level: Level = "token",
-    low: float | None = None,
-    high: float | None = None,
-    power: float = 1.0,
-    when: When = "always",
-) -> Weight:
-    """The weight whose mode follows from the bounds that are given; arguments as of :class:`~mis_ext.Weight`."""
-    if low is None:
-        mode = "unbounded" if high is None else "truncate"
-        return Weight(pair=pair, level=level, mode=mode, high=high, power=power, when=when)
-    high = torch.inf if high is None else high
-    return Weight(pair=pair, level=level, mode="clip", low=low, high=high, power=power, when=when)
 
 
 def evaluate(factor: Factor, batch: Batch) -> Tensor:

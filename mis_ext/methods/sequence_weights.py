@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of whole sequences without a bound that somebody chose: the tail is smoothed, or small ones are dropped.
-
-Pareto smoothing replaces the largest weights by quantiles of a fitted tail. Rejection control drops sequences
-with a small weight at random, and survivors weigh more.
-"""
+"""Pareto smoothing, which replaces the largest weights of sequences by quantiles of a fitted tail; random numbers."""
 
 from __future__ import annotations
 
@@ -121,55 +117,18 @@ class ParetoWeight(OtherFactor):
         return reductions.to_tokens(weight_S if self.high is None else weight_S.clamp(max=self.high))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Accept(OtherFactor):
-    """Keep a sequence with probability ``min(1, W / bound)``, ``W`` its product of ratios.
-
-    With ``RatioWeight(level="sequence", low=bound)``, which is ``max(W, bound)``, every expectation stays what it is
-    under ``W``, and no survivor weighs less than ``bound``.
-
-    The random number of a sequence is a hash of its behavior log-probs and the seed: so it is the same on every rank,
-    for any split into micro-batches and in a recomputed forward pass.
-
-    Args:
-        pair: Numerator and denominator.
-        bound: Sequences above it are always kept.
-        seed: Another one for every step, if a sequence can come back.
-
-    References:
-        Liu, Chen, Wong, Rejection Control and Sequential Importance Sampling, 1998.
-    """
-
-    pair: Pair
-    bound: float
-    seed: int = 0
-    reduce = "sum"
-    action = "reject"
-
-    def evaluate(self, batch: Batch) -> Tensor:
-        """``[T]`` bool: True for all tokens of an accepted sequence."""
-        log_probs_T = batch.log_prob(self.pair[1]).float()
-        uniform_T = sequence_uniforms(batch, log_probs_T, self.seed)
-        return uniform_T * self.bound < bounded_exp(batch.log_ratio(self.pair, "sum"))
-
-
-def sequence_uniforms(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
-    """``[T]`` float64 in [0, 1): one number a sequence, from the bits of the float32 values of its valid tokens."""
-    return _sequence_bits(batch, values_T, seed).double() / _DIGITS
-
-
 def token_uniforms(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
-    """``[T]`` float64 in [0, 1): a number of each valid token, from its place and those bits of its sequence."""
-    place_T = batch.position_T.long() * _PRIME
-    return _mixed(_mixed(_sequence_bits(batch, values_T, seed) + place_T)).double() / _DIGITS
+    """``[T]`` float64 in [0, 1): a number of each valid token, from its place and the bits of its sequence's values.
 
-
-def _sequence_bits(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
+    Of the float32 values of all valid tokens: so it is the same on every rank, for any split into micro-batches, and in
+    a recomputed forward pass.
+    """
     place_T = batch.position_T.long() * _PRIME
     hashed_T = _mixed(_mixed(values_T.view(torch.int32).long() + seed * 7919) + place_T)
     # Sums of integers do not depend on their order.
     sum_S = batch.reductions.over_sequences(hashed_T, batch.valid_T)
-    return batch.reductions.to_tokens(_mixed(_mixed(sum_S)))
+    sequence_T = batch.reductions.to_tokens(_mixed(_mixed(sum_S)))
+    return _mixed(_mixed(sequence_T + place_T)).double() / _DIGITS
 
 
 def _mixed(bits: Tensor) -> Tensor:

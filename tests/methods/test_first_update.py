@@ -12,7 +12,7 @@ from rows import for_each
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
 from mis_ext.correction.tokens import TOTAL
-from mis_ext.methods import METHODS, Accept, Method, RatioWeight, Score
+from mis_ext.methods import METHODS, Method, Score
 from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
@@ -101,7 +101,7 @@ def test_these_methods_look_at_the_advantages_at_the_first_update() -> None:
 
 
 def test_a_token_without_a_log_prob_has_no_factor_and_is_not_kept() -> None:
-    method = Method(surrogate=Score(), factors=(RatioWeight(pair=TOTAL), Gate(pair=TOTAL, low=0.5)))
+    method = Method(surrogate=Score(), factors=(Weight(pair=TOTAL, mode="unbounded"), Gate(pair=TOTAL, low=0.5)))
     behavior = torch.tensor([-1.0, -math.inf, -1.0, -1.0])
     proximal = torch.tensor([-1.0 + math.log(2.0), -1.0, math.nan, -3.0])
     found = first_update(
@@ -127,4 +127,3 @@ def test_sequences_are_judged_and_products_taken_where_a_factor_says_so() -> Non
         *("decoupled_sequence_tis", "sequence_mis", "reinforce_sequence_tis", "reinforce_sequence_snis"),
         *("reinforce_sequence_psis", "topr", "vespo"),
     ]
-    assert Method(surrogate=Score(), factors=(Accept(pair=TOTAL, bound=0.5),)).multiplies_ratios

@@ -10,10 +10,10 @@ from method_cases import apply, each_preset, make_data, parameters
 from rows import for_each
 
 from mis_ext import PackedLayout
-from mis_ext.correction.config import Gate
+from mis_ext.correction.config import Gate, Weight
 from mis_ext.correction.tokens import MISMATCH, UPDATE
-from mis_ext.methods import METHODS, KlTerm, Method, RatioWeight, Score
-from mis_ext.methods.batch import WHOLE_SEQUENCE, mean_weights
+from mis_ext.methods import METHODS, KlTerm, Method, Score
+from mis_ext.methods.batch import WHOLE_SEQUENCE
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
 
@@ -121,7 +121,7 @@ def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
 def test_a_product_of_segments_is_the_sequence_and_segments_of_one_token_are_tokens() -> None:
     ratio = (1.25, 0.5, 1.1, 0.9, 2.0)
     by_level = {
-        level: Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level=level),))
+        level: Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level=level, mode="unbounded"),))
         for level in ("token", "segment", "sequence")
     }
 
@@ -135,22 +135,13 @@ def test_a_product_of_segments_is_the_sequence_and_segments_of_one_token_are_tok
 
 def test_sequence_means_the_product_and_geometric_the_mean() -> None:
     def weight(level):
-        method = Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH, level=level),))
+        method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level=level, mode="unbounded"),))
         return call(method, **ratios(2.0, 0.5, 4.0)).coefficient_T.tolist()
 
     assert weight("sequence") == pytest.approx([4.0] * 3)
     assert weight("geometric") == pytest.approx([4.0 ** (1 / 3)] * 3)
     assert weight("prefix") == pytest.approx([2.0, 1.0, 4.0])
     assert weight("token") == pytest.approx([2.0, 0.5, 4.0])
-
-
-def test_a_fully_masked_response_is_no_term_of_a_mean() -> None:
-    layout = PackedLayout.whole([2, 3, 4])
-    mask = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
-    assert mean_weights(mask, over="tokens", layout=layout)[mask].tolist() == pytest.approx([0.2] * 5)
-    of_sequences = mean_weights(mask, over="sequences", layout=layout)[mask]
-    assert of_sequences.tolist() == pytest.approx([1 / 4] * 2 + [1 / 6] * 3)
-    assert not mean_weights(torch.zeros_like(mask), over="tokens", layout=layout).any()
 
 
 def test_a_penalty_is_paid_by_rejected_tokens_too() -> None:
@@ -182,7 +173,7 @@ def test_dcpo_bounds_solve_their_equation_and_stop_at_the_cap() -> None:
 def test_log_probs_are_subtracted_in_float32_whatever_they_are_stored_in() -> None:
     behavior = torch.tensor([-2.0, -1.5])
     proximal = behavior + torch.tensor([0.0078125, -0.00390625])
-    method = Method(surrogate=Score(), factors=(RatioWeight(pair=MISMATCH),))
+    method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, mode="unbounded"),))
     found = method(
         behavior_logprobs_T=behavior.bfloat16(),
         proximal_logprobs_T=proximal,

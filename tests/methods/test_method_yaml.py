@@ -17,11 +17,11 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
 import mis_ext
-from mis_ext.correction.config import Gate
+from mis_ext.correction.config import Gate, Weight
 from mis_ext.correction.tokens import MISMATCH
 from mis_ext.keys.presets import flat_keys
 from mis_ext.keys.reading import read_config
-from mis_ext.methods import METHODS, Method, Ratio, RatioWeight
+from mis_ext.methods import METHODS, Method, Ratio
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
@@ -119,11 +119,11 @@ def test_what_the_hook_cannot_do_alone_is_refused_with_the_reason(method, messag
 
 def test_parts_that_no_row_has_are_refused_too() -> None:
     ppo = METHODS["ppo"].method
-    weight = RatioWeight(pair=MISMATCH)
+    weight = Weight(pair=MISMATCH, mode="unbounded")
     for factors, message in {
-        (weight, RatioWeight(pair=MISMATCH, level="sequence")): "two weights",
-        (RatioWeight(pair=MISMATCH, low=0.5),): "needs a finite high",
-        (RatioWeight(pair=MISMATCH, level="prefix"),): "no weight of level: prefix",
+        (weight, Weight(pair=MISMATCH, level="sequence", mode="unbounded")): "two weights",
+        (Weight(pair=MISMATCH, mode="clip", low=0.5, high=math.inf),): "needs a finite high",
+        (Weight(pair=MISMATCH, level="prefix", mode="unbounded"),): "no weight of level: prefix",
         (Gate(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
         (Gate(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
         (Gate(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with reduce: batch_mean",
