@@ -66,11 +66,12 @@ class Graphs:
     Attributes:
         obstacle: Why calls run without graphs; None while they do not.
         is_agreed: Whether the other ranks have said that they have graphs too.
+        is_compared: Whether a call has compared the graphs with the passes without graphs.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.obstacle: str | None = None
-        self.is_agreed = False
+        self.is_agreed = self.is_compared = False
         self._plan = plan
         _LOG.info("mis_ext compiles the correction; on a GPU this takes 20 to 40 s, once per configuration")
         self._graph_of_all = _compiled(_all_passes)
@@ -87,9 +88,8 @@ class Graphs:
         if is_alone or is_first_of_ranks:
             # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
             copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
-            found: Passed | None = self._try(
-                functools.partial(self.parts, token_metrics=token_metrics), x, layout, *copies
-            )
+            passes = self.parts if self.is_compared else self._compared_parts
+            found: Passed | None = self._try(functools.partial(passes, token_metrics=token_metrics), x, layout, *copies)
             if is_alone and found is not None:
                 return found
             own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
@@ -122,6 +122,28 @@ class Graphs:
         group_A = own_A if over_dp is None else over_dp(own_A)
         sums = Sums(merged_FS, own_A, group_A)
         return _cut(self._output_graph(padded, places_23S, sizes, sums, plan, token_metrics), layout)
+
+    def _compared_parts(
+        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
+    ) -> Passed:
+        """The passes with graphs, in the first call, which compares them with those without.
+
+        Raises:
+            ArithmeticError: They differ. A compiler that makes a mistake raises no error of its own.
+        """
+        found = self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+        expected = run_passes(
+            x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics, status=-math.inf
+        )
+        is_near_T = torch.isclose(found.weights_T, expected.weights_T, rtol=1e-4)
+        num_others = int((~is_near_T | (found.loss_mask_T != expected.loss_mask_T)).sum())
+        # A value at a bound may be on one side with graphs, and on the other without.
+        if num_others > 0.01 * len(is_near_T):
+            raise ArithmeticError(f"weight or mask of {num_others} of {len(is_near_T)} tokens differ without graphs")
+        if not torch.allclose(found.sums.own_A, expected.sums.own_A, rtol=0.01, atol=0.01, equal_nan=True):
+            raise ArithmeticError("sums for metrics differ without graphs")
+        self.is_compared = True
+        return found
 
     def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's value; None where it cannot be compiled, after which no call has graphs."""

@@ -321,13 +321,13 @@ class BlockSizes(NamedTuple):
 def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
     """``[2, 3, S]`` int64 on ``device``; and sizes. For :class:`Blocks`.
 
-    Of each response of these lengths the tokens, blocks, and groups: where they end, and how many they are.
+    Of each response of these lengths the tokens, blocks, and groups: where they start, and how many they are.
     """
     counts_3S = (torch.tensor(lengths, dtype=torch.int64) + (_SIZES_31 - 1)) // _SIZES_31
     most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS_PER_BLOCK * Blocks.BLOCKS_PER_GROUP)) or 1
     num_tokens, num_blocks, num_groups = counts_3S.sum(-1).tolist()
     sizes = BlockSizes(num_tokens, num_blocks, num_groups, most_groups)
-    return to_device(torch.stack([counts_3S.cumsum(-1), counts_3S]), device), sizes
+    return to_device(torch.stack([counts_3S.cumsum(-1) - counts_3S, counts_3S]), device), sizes
 
 
 class Blocks:
@@ -340,7 +340,8 @@ class Blocks:
     generated there.
 
     Args:
-        places_23S: Of each response, where its tokens, blocks, and groups end (``[0]``); and how many it has (``[1]``).
+        places_23S: Of each response, where its tokens, blocks, and groups start (``[0]``); and how many it has
+            (``[1]``).
         sizes: The sizes of :func:`places_of`.
     """
 
@@ -348,8 +349,9 @@ class Blocks:
 
     def __init__(self, places_23S: Tensor, sizes: BlockSizes) -> None:
         self.sizes = sizes
-        (end_S, block_end_S, group_end_S), (length_S, blocks_S, groups_S) = map(torch.unbind, places_23S)
-        start_S, first_block_S, first_group_S = end_S - length_S, block_end_S - blocks_S, group_end_S - groups_S
+        (start_S, first_block_S, first_group_S), (length_S, blocks_S, groups_S) = map(torch.unbind, places_23S)
+        # Sums, not views: a compiled search (_owners) in a view reads from the start of its memory before torch 2.13.
+        end_S, block_end_S, group_end_S = start_S + length_S, first_block_S + blocks_S, first_group_S + groups_S
 
         self.response_T = _owners(length_S, end_S, sizes.num_tokens)
         self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
