@@ -38,7 +38,7 @@ fifty minutes later every day. Therefore the answer is: {"freight": 678, "unit":
 """
 
 
-VERDICTS: tuple[Verdict, ...] = ("old", "other", "unknown", "first", "arrived")
+VERDICTS: tuple[Verdict, ...] = ("old", "unknown", "first", "arrived")
 """The worst first."""
 
 
