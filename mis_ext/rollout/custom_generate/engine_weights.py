@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import re
 import urllib.error
-import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,7 +76,6 @@ class Watch:
     address: str
     _reading: asyncio.Task[EngineWeights] | None = None
     _canaries: dict[str, tuple[Canary, CanaryResult]] = field(default_factory=dict)
-    _with_keys: set[str] = field(default_factory=set)
 
     async def read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
         """The weights now, or at most as old as an answer that is under way.
@@ -85,7 +83,7 @@ class Watch:
         Raises:
             ConnectionError: An engine does not answer, or the router has none.
             StaleWeightsError: An engine has stale weights, and the run shall stop then.
-            ValueError: An engine names no version, or has one cache for all keys.
+            ValueError: An engine names no version.
         """
         reading = self._reading
         # What another loop asks, that of a thread or of a run that is over, can not be waited for in this one.
@@ -97,9 +95,6 @@ class Watch:
     async def _read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
         engines = await _engines(self.address, settings.max_attempts)
         versions = await asyncio.gather(*(_version(engine, settings.max_attempts) for engine in engines))
-        for engine in engines if settings.cache_by_version else ():
-            if engine not in self._with_keys and await _check_keys(engine, tokenizer, settings.max_attempts):
-                self._with_keys.add(engine)
         if settings.canary is None:
             return EngineWeights(tuple(versions))
         found = zip(engines, versions, strict=True)
@@ -165,30 +160,6 @@ async def _version(engine: str, max_attempts: int) -> str:
             "remove them, or use an SGLang that has it"
         )
     return str(answer["weight_version"])
-
-
-async def _check_keys(engine: str, tokenizer: Tokenizer, max_attempts: int) -> bool:
-    """Refuse a server that does not know the key, and so ignores it without a word: it would hide old prefixes.
-
-    Returns:
-        Whether it knows the key; False where the framework aborted the question, which is asked again before the next
-        request.
-    """
-    ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-    request = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
-    for key in ("first", "second"):
-        answer = await ask_json(
-            f"{engine}/generate", {**request, "extra_key": f"mis_ext {key} {uuid.uuid4()}"}, max_attempts=max_attempts
-        )
-        meta = answer.get("meta_info") or {}
-        if was_aborted(meta):
-            return False
-    if cached := meta.get("cached_tokens"):
-        raise ValueError(
-            f"{engine} reads {cached} tokens out of the prefix cache of another extra_key, so it does not know this "
-            f"field: remove {KEY}.cache_by_version and flush the cache at every update, or use a newer SGLang"
-        )
-    return True
 
 
 async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:

@@ -32,11 +32,6 @@ async def step(sample, text):
     return [{"role": "tool", "content": "rain"}] if sample.metadata["turns"] < 2 else None
 
 
-def is_probe(request):
-    """Whether it only asks whether the server knows the key."""
-    return request.get("extra_key", "").startswith("mis_ext")
-
-
 class Engine:
     """A server that has weights, and may call them otherwise.
 
@@ -44,13 +39,11 @@ class Engine:
         version: What it calls its weights.
         weights: Which it has.
         cached: Tokens of a prompt that it finds in its cache.
-        cached_elsewhere: Tokens that it finds there under another key.
         before: What happens before it begins a request that is no canary.
     """
 
-    def __init__(self, version="1", weights=1, *, cached=0, cached_elsewhere=0, has_spans=True):
+    def __init__(self, version="1", weights=1, *, cached=0, has_spans=True):
         self.version, self.weights, self.cached, self.has_spans = version, weights, cached, has_spans
-        self.cached_elsewhere = cached_elsewhere
         self.before = lambda: None
         self.num_reads = 0
 
@@ -62,10 +55,9 @@ class Engine:
         if request["sampling_params"]["max_new_tokens"] == 0:
             assert request["logprob_start_len"] == 0
             return 200, self.scored(request["input_ids"])
-        if not is_probe(request):
-            self.before()
+        self.before()
         response = stopped(request, "mild", version=self.version)
-        response["meta_info"]["cached_tokens"] = self.cached_elsewhere if is_probe(request) else self.cached
+        response["meta_info"]["cached_tokens"] = self.cached
         if not self.has_spans:
             del response["meta_info"]["weight_versions"]
         return 200, response
@@ -89,9 +81,7 @@ class Engine:
             for self.version, self.weights in updates:
                 asyncio.run(rollout())
         self.num_canaries = sum(each["sampling_params"]["max_new_tokens"] == 0 for each in server.requests)
-        self.num_probes = sum(map(is_probe, server.requests))
-        asked = (each for each in server.requests if each["sampling_params"]["max_new_tokens"])
-        return made, [each for each in asked if not is_probe(each)]
+        return made, [each for each in server.requests if each["sampling_params"]["max_new_tokens"]]
 
 
 def counts(sample):
@@ -105,7 +95,7 @@ def counts(sample):
 def test_without_a_setting_nobody_is_asked_and_a_request_has_no_key(tokenizer_folder):
     engine = Engine()
     _, asked = engine.sample(tokenizer_folder, None)
-    assert engine.num_reads == engine.num_canaries == engine.num_probes == 0
+    assert engine.num_reads == engine.num_canaries == 0
     assert "extra_key" not in asked[0]
 
 
@@ -117,8 +107,6 @@ def test_requests_of_one_version_share_a_key_and_an_update_changes_it(tokenizer_
     # One question for all that begin at one time.
     assert engine.num_reads == 4
     assert engine.num_canaries == 0
-    # Once.
-    assert engine.num_probes == 2
     assert not any(counts(sample) for sample in samples)
 
 
@@ -172,9 +160,7 @@ def test_an_aborted_request_is_not_asked_for_again(tokenizer_folder):
     answer = engine.answer
 
     def give_up(number, request):
-        status, response = answer(number, request)
-        if is_probe(request):
-            return status, response
+        status, _ = answer(number, request)
         response = aborted(request, "mil", version=engine.version)
         response["meta_info"]["cached_tokens"] = 5
         return status, response
@@ -191,26 +177,21 @@ def given_up(request, version="1"):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("settings", [{"canary": "stop"}, BY_VERSION])
-def test_an_aborted_question_of_ours_says_nothing_and_is_asked_again(tokenizer_folder, settings, which):
-    engine, ours = Engine(cached_elsewhere=9 if "canary" not in settings else 0), []
+def test_an_aborted_canary_says_nothing_and_is_asked_again(tokenizer_folder, which):
+    engine, ours = Engine(), []
     answer = engine.answer
 
     def give_up(number, request):
-        if is_probe(request) or not request["sampling_params"]["max_new_tokens"]:
+        if not request["sampling_params"]["max_new_tokens"]:
             ours.append(request)
             if len(ours) == which + 1:
                 return given_up(request)
         return answer(number, request)
 
     engine.answer = give_up
-    if "canary" in settings:
-        samples, _ = engine.sample(tokenizer_folder, settings, updates=[("1", 1)])
-        assert [counts(sample) for sample in samples] == [{}, {"canary_first": 1}]
-        assert getattr(samples[0], "train_metadata", None) is None
-    else:
-        with pytest.raises(ValueError, match="reads 9 tokens out of the prefix cache of another"):
-            engine.sample(tokenizer_folder, settings, updates=[("1", 1)])
+    samples, _ = engine.sample(tokenizer_folder, {"canary": "stop"}, updates=[("1", 1)])
+    assert [counts(sample) for sample in samples] == [{}, {"canary_first": 1}]
+    assert getattr(samples[0], "train_metadata", None) is None
     assert len(ours) == which + 3
 
 
@@ -285,8 +266,7 @@ def test_behind_a_router_each_engine_is_asked(tokenizer_folder, name, key):
             args = host_args(router.port, tokenizer_folder, on_policy_tokens=settings)
             asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
         assert [each["extra_key"] for each in router.requests] == ["7,8"]
-        assert [sum(map(is_probe, each.requests)) for each in (one, two)] == [2, 2]
-        assert [len(each.requests) for each in (one, two)] == [4, 4]
+        assert [len(each.requests) for each in (one, two)] == [2, 2]
 
 
 def test_data_parallel_ranks_of_one_server_are_asked_as_that_server(tokenizer_folder):
@@ -299,7 +279,7 @@ def test_data_parallel_ranks_of_one_server_are_asked_as_that_server(tokenizer_fo
             asyncio.run(generate(args, Sample(prompt=QUESTION), LIMITS))
         assert [each["extra_key"] for each in router.requests] == ["7"]
         assert engine.num_reads == 1
-        assert len(server.requests) == 4
+        assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("others", [1, 0])
@@ -324,13 +304,6 @@ def test_a_router_that_has_no_engine_yet_is_called_so(tokenizer_folder, page):
     engine.page = lambda path: page if path == ("/workers" if "workers" in page else "/list_workers") else None
     with pytest.raises(ConnectionError, match="the router has no workers yet"):
         engine.sample(tokenizer_folder, BY_VERSION)
-
-
-def test_a_server_that_has_one_cache_for_all_keys_is_refused(tokenizer_folder):
-    with pytest.raises(ValueError, match="reads 9 tokens out of the prefix cache of another extra_key"):
-        Engine(cached_elsewhere=9).sample(tokenizer_folder, BY_VERSION)
-    # It has a canary all the same.
-    Engine(cached_elsewhere=9).sample(tokenizer_folder, {"canary": "stop"})
 
 
 @pytest.mark.parametrize("page", [None, {"weight_version": None}, {"model_path": "/model"}])
