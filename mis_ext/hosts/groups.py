@@ -26,28 +26,10 @@ class Groups(NamedTuple):
 
     @classmethod
     def of_process_groups(cls, *, cp_group: Group | None = None, dp_group: Group | None = None) -> Groups:
-        """Create groups from ``torch.distributed`` process groups; None is a group of one."""
+        """Create groups from process groups of torch, such as ``mesh.get_group("dp")``; None is a group of one."""
         cp_rank, cp_size = _place(cp_group)
         dp_rank, dp_size = _place(dp_group)
         return cls.of_places(cp_rank, cp_size, cp_group, dp_rank, dp_size, dp_group)
-
-    @classmethod
-    def of_device_mesh(cls, mesh: Any, *, cp: str | None = "cp", dp: str | None = "dp") -> Groups:
-        """Create groups from a ``torch.distributed.DeviceMesh`` and two dimension names; None is a group of one.
-
-        Raises:
-            ValueError: The mesh has no such dimension.
-        """
-        names = mesh.mesh_dim_names or ()
-        for dimension in (cp, dp):
-            if dimension is not None and dimension not in names:
-                raise ValueError(
-                    f"the device mesh has no dimension {dimension!r}, but {', '.join(names) or 'no names'}"
-                )
-        return cls.of_process_groups(
-            cp_group=mesh.get_group(cp) if cp is not None else None,
-            dp_group=mesh.get_group(dp) if dp is not None else None,
-        )
 
     @classmethod
     def of_places(

@@ -22,9 +22,17 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
-from mis_ext.hosts.packing import batch_layout, is_absent, pack, refuse_mask, refuse_mask_sums, unpack
+from mis_ext.hosts.packing import (
+    batch_layout,
+    is_absent,
+    pack,
+    refuse_mask,
+    refuse_mask_sums,
+    stack_mask_sums,
+    unpack,
+)
 from mis_ext.hosts.runs import Run, shared_run
-from mis_ext.hosts.whole_loss import packed_loss, present, status_groups, tokens_for
+from mis_ext.hosts.whole_loss import loss_work, packed_loss, present, tokens_for
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.objective import LossTokens
@@ -108,10 +116,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             "skips it with --use-rollout-logprobs",
             stacklevel=4,
         )
-    told, device = status_groups(settings, groups, extra_metrics=host.metrics), device_of(logits)
-    lengths = batch.get("response_lengths") or ()
-    local_work = partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
-    with local_work(corrects=loss.has_correction):
+    lengths, device = batch.get("response_lengths") or (), device_of(logits)
+    with loss_work(run, lengths, groups=groups, device=device, extra_metrics=host.metrics):
         check_entries("batch", batch, _NEEDED)
         check_tensors({"logits": logits})
         if logits.ndim < 2:
@@ -138,10 +144,10 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             return None if is_absent(batch.get(key)) else packed(key)
 
         mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-        divisor_S = _mask_sums(batch.get("rollout_mask_sums"), layout)
-        if divisor_S is None:
+        if batch.get("rollout_mask_sums") is None:
             divisor_S = num_tokens(mask_R, layout)
         else:
+            divisor_S = stack_mask_sums(batch["rollout_mask_sums"], layout.num_sequences)
             run.session.check_range(divisor_S, refuse_mask_sums)
         given = LossTokens(
             log_probs=present(
@@ -182,19 +188,6 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     # The backward pass of context parallelism has collectives, in which a rank without tokens must take part. Log-probs
     # of no tokens need not come from the logits.
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
-
-
-def _mask_sums(given: Any, layout: PackedLayout) -> Tensor | None:
-    """``[S]``: the tokens of each sample's rollout, where the framework knows them."""
-    if given is None:
-        return None
-    is_list = isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given)
-    divisor_S = torch.stack([*given]) if is_list else torch.as_tensor(given)
-    if divisor_S.shape != (layout.num_sequences,):
-        raise ValueError(
-            f"rollout_mask_sums has shape {list(divisor_S.shape)}, there are {layout.num_sequences} samples"
-        )
-    return divisor_S
 
 
 def _reducer_maker(loss: WholeLoss) -> Callable[..., Reducer] | None:

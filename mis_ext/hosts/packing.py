@@ -66,6 +66,15 @@ def refuse_mask_sums(extremes: Sequence[float]) -> None:
         raise ValueError(f"rollout_mask_sums has values from {low:g} to {high:g}: each must be finite and at least 0")
 
 
+def stack_mask_sums(given: Any, num_samples: int) -> Tensor:
+    """``[S]``: the tokens of each sample's rollout, as the framework gives them: a list or a tensor."""
+    is_list = isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given)
+    sums_S = torch.stack([*given]) if is_list else torch.as_tensor(given)
+    if sums_S.shape != (num_samples,):
+        raise ValueError(f"rollout_mask_sums has shape {list(sums_S.shape)}, there are {num_samples} samples")
+    return sums_S
+
+
 def refuse_mask(extremes: Sequence[float]) -> None:
     """Raise the error of :func:`check_mask` for the values of :func:`extremes_of`."""
     low, high = extremes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from mis_ext.correction.metrics import Mean
 from mis_ext.correction.tokens import Policy
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
-from mis_ext.hosts.runs import read_argument, shared_run
+from mis_ext.hosts.runs import Run, read_argument, shared_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.refusals import refuse_group_keys
@@ -105,9 +106,7 @@ def policy_loss_from_log_probs(
     device = device_of(response_mask, current_logprobs)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss, settings = run.config.loss, run.config.loss.settings
-    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss.settings, groups)
-    local_work = functools.partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
-    with local_work(corrects=loss.has_correction):
+    with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         if run.config.group is not None:
             refuse_group_keys(run.config.group.said)
         if loss.reducer_path is not None:
@@ -227,9 +226,7 @@ def policy_loss_from_hidden(
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss = run.config.loss
-    lengths, told = () if layout is None else layout.response_lengths, status_groups(loss.settings, groups)
-    local_work = functools.partial(run.session.local_work, lengths, groups=groups, device=device, status_groups=told)
-    with local_work(corrects=loss.has_correction):
+    with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
@@ -319,6 +316,20 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
 def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:
     """Those that there are."""
     return {policy: values_T for policy, values_T in streams.items() if values_T is not None}
+
+
+def loss_work(
+    run: Run,
+    response_lengths: Sequence[int],
+    *,
+    groups: Groups,
+    device: torch.device,
+    extra_metrics: frozenset[str] = frozenset(),
+) -> AbstractContextManager[None]:
+    """Do the local work of a loss: the ranks that wait in its correction and its sums hear of an error."""
+    loss = run.config.loss
+    told, corrects = status_groups(loss.settings, groups, extra_metrics=extra_metrics), loss.has_correction
+    return run.session.local_work(response_lengths, groups=groups, device=device, status_groups=told, corrects=corrects)
 
 
 def status_groups(

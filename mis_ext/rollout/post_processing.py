@@ -118,11 +118,10 @@ def detect_post_processing(
     whole = [decoding for decoding, _ in (*plain, *stripped)]
     # The texts that something may have been added to, or removed from.
     bodies = {body for decoding, trimmed in (*plain, *stripped) for body in (decoding.text, *trimmed)}
-    cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-    return _classify_change(response_text, whole, sorted(bodies, key=len, reverse=True), cleans_up)
+    return _classify_change(response_text, whole, sorted(bodies, key=len, reverse=True))
 
 
-def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str], cleans_up: bool) -> PostProcessing:
+def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str]) -> PostProcessing:
     kinds = PostProcessingKind
     # Servers that decode while they sample hold back a character until its last byte.
     shown = [*bodies, *(decoding.whole_text for decoding in whole)]
@@ -148,9 +147,6 @@ def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str
     for body in bodies:
         if text.startswith(body):
             return PostProcessing(kind=kinds.SUFFIX_ADDED, detail=f"{_show(text[len(body) :])} was not sampled")
-    if cleans_up and any("".join(text.split()) == "".join(body.split()) for body in bodies):
-        detail = "the text differs only in spaces: the decoder cleans such up, or an agent did"
-        return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     num_equal = ((sum(takewhile(bool, map(operator.eq, text, each.text))), each.text) for each in whole)
     position, closest = max(num_equal)
     shown_there = f"{_show(closest[position:])} was sampled, the text has {_show(text[position:])}"

@@ -83,20 +83,9 @@ def check_groups_of_a_host(rank: int) -> None:
     assert rows.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
-def check_device_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
-    assert places(Groups.of_device_mesh(mesh)) == (0, 1, rank, 2)
-    assert places(Groups.of_device_mesh(mesh, cp="dp", dp=None)) == (rank, 2, 0, 1)
-    assert places(Groups.of_device_mesh(mesh["dp"], cp=None)) == (0, 1, rank, 2)
-    with pytest.raises(ValueError, match="the device mesh has no dimension 'tp', but dp, cp"):
-        Groups.of_device_mesh(mesh, cp="tp")
-    with pytest.raises(ValueError, match="no dimension 'cp', but no names"):
-        Groups.of_device_mesh(init_device_mesh("cpu", (2,)))
-
-
 def check_session(rank: int) -> None:
     """A session over a mesh gives the numbers of one rank."""
-    groups = Groups.of_device_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), cp=None)
+    groups = Groups.of_process_groups(dp_group=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).get_group("dp"))
     config = mis_ext.config_from_mapping(KEPT)
 
     def streams(*batches: dict) -> mis_ext.PackedStreams:

@@ -90,8 +90,11 @@ def is_miles() -> bool:
 
 
 def find_ranks() -> tuple[Groups, VocabularyPart]:
-    """The ranks of this process, and of Miles those of the vocabulary."""
-    return _ranks_of_miles() if is_miles() else (find_groups(), VocabularyPart())
+    """The ranks of this process: those that share sequences and the batch, and those of the vocabulary."""
+    if not is_miles():
+        return find_groups(), megatron_vocabulary()
+    state = sys.modules[MILES_PARALLEL].get_parallel_state()
+    return find_groups(state), VocabularyPart(state.tp.group, state.tp.rank) if state.tp.size > 1 else VocabularyPart()
 
 
 def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart) -> Host:
@@ -99,17 +102,11 @@ def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart
 
     The frameworks' own functions for log-probs take their ``args``; no one else sees them.
     """
+    if find_framework() is None:
+        return Host(groups, plain_scores)
     is_fused = config.loss.scoring == "fused"
-    if is_miles():
-        return Host(groups, partial(_fused_scores, part) if is_fused else partial(_scores_of_host, args), MILES_METRICS)
-    if find_framework() is not None:
-        return Host(groups, _captured_scores if is_fused else partial(_scores_of_host, args))
-    return Host(groups, plain_scores)
-
-
-def _ranks_of_miles() -> tuple[Groups, VocabularyPart]:
-    state = sys.modules[MILES_PARALLEL].get_parallel_state()
-    return find_groups(state), VocabularyPart(state.tp.group, state.tp.rank) if state.tp.size > 1 else VocabularyPart()
+    score = partial(_captured_scores, part) if is_fused else partial(_scores_of_host, args)
+    return Host(groups, score, MILES_METRICS if is_miles() else frozenset())
 
 
 def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
@@ -194,7 +191,7 @@ def scores_without_logits(
     if not non_loss_data:
         raise ValueError("non_loss_data must be True: mis_ext.model_provider scores a rollout here, got False")
     config = current_run(args, whole_loss=True).config
-    groups, part = _ranks_of_miles() if is_miles() else (find_groups(), megatron_vocabulary())
+    groups, part = find_ranks()
     layout = batch_layout(
         is_padded=config.is_padded,
         groups=groups,
@@ -216,8 +213,10 @@ def scores_without_logits(
     return lists if is_miles() else (torch.empty((0,), device=logits.device), lists)
 
 
-def _captured_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
-    scores = _fused_scores(megatron_vocabulary(), config, batch, logits, layout, groups)
+def _captured_scores(
+    part: VocabularyPart, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
+) -> Scores:
+    scores = _fused_scores(part, config, batch, logits, layout, groups)
     module = _loss_module()
     # None while the framework captures nothing: then there is no tensor per sample on the way.
     if getattr(module, "_LOG_PROB_CAPTURE", True) is not None:

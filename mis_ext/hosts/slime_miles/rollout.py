@@ -14,7 +14,7 @@ from mis_ext.correction.collectives import gather_rows, global_rank
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, unpack
+from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, stack_mask_sums, unpack
 from mis_ext.hosts.rollout_data import TokenLags, pack_rollout
 from mis_ext.hosts.runs import all_arguments, current_run
 from mis_ext.hosts.session import Session
@@ -268,9 +268,7 @@ def _samples_of(
     wrong = {name: number for name, number in given.items() if number != len(masks)}
     if wrong:
         raise ValueError(f"{key}: there are {len(masks)} loss_masks, but of others {wrong}")
-    divisor_S = tokens_S if shared is None else column("rollout_mask_sums", shared)
-    if divisor_S.shape != tokens_S.shape:
-        raise ValueError(f"rollout_mask_sums has shape {list(divisor_S.shape)}, there are {len(masks)} loss_masks")
+    divisor_S = tokens_S if shared is None else stack_mask_sums(shared, len(masks)).to(tokens_S)
     if shared is not None and masks:
         refuse_mask_sums(torch.stack(divisor_S.aminmax()).tolist())
     return {
@@ -320,12 +318,9 @@ def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.devi
     given = rollout_data.get("rollout_mask_sums")
     if given is None:
         return
-    masks = rollout_data["loss_masks"]
-    check_samples("loss_masks", masks)
-    shared_S = torch.as_tensor(given, dtype=torch.float32, device=device)
-    own_S = torch.stack([mask.sum() for mask in masks]).float() if masks else shared_S.new_zeros(0)
-    if shared_S.shape != own_S.shape:
-        raise ValueError(f"rollout_mask_sums has shape {list(shared_S.shape)}, there are {len(masks)} loss_masks")
+    check_samples("loss_masks", rollout_data["loss_masks"])
+    own_S = _sums(rollout_data["loss_masks"], device)
+    shared_S = stack_mask_sums(given, len(own_S)).to(own_S)
     # A sample without trainable tokens adds nothing, whatever it is divided by.
     if not bool(((shared_S == own_S) | (own_S == 0.0)).all()):
         raise ValueError(

@@ -148,18 +148,6 @@ def test_a_text_that_is_both_the_beginning_and_the_end_is_undecidable(tokenizer)
     assert kind_of(generation, ", rain", tokenizer) == "prefix_removed"
 
 
-def test_spaces_are_undecidable_only_where_the_decoder_cleans_them_up() -> None:
-    plain, cleaning = english_tokenizer(), english_tokenizer()
-    cleaning.clean_up_tokenization_spaces = True
-    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
-    generation = generate(encode(plain, "The weather , they say"))
-    assert cleaning.decode(generation.sampled_ids) == "The weather, they say"
-    assert kind_of(generation, "The weather, they say", cleaning) == "exact"
-    assert kind_of(generation, "The weather , they say", cleaning) == "undecidable"
-    assert kind_of(generation, "The weather , they said", cleaning) == "edited"
-    assert kind_of(generation, "The weather, they say", plain) == "edited"
-
-
 def test_a_decoder_that_drops_the_first_space_gives_the_same_class_with_and_without_it() -> None:
     tokenizer = multibyte_tokenizer()
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
