@@ -179,10 +179,11 @@ def _shown(sample: Sample, train_T: Tensor, rollout_T: Tensor, active_T: Tensor)
     rollout_T, train_T = (torch.where(active_T, each, 0.0).double() for each in (rollout_T, train_T))
     tokens = Tokens(train_T - rollout_T, train_T, rollout_T, generated=active_T, valid=active_T)
     trainer, engine = (_version_names(each) for each in (sample.train_version, sample.rollout_versions))
-    has_ids = sample.train_token_ids is not None and sample.rollout_token_ids is not None
+    ids = sample.train_token_ids
+    has_ids = ids is not None and sample.rollout_token_ids is not None
     origin = Origin(
         versions_behind=versions_behind(next(iter(trainer), None), engine),
-        token_ids=sample.train_token_ids,
+        token_ids=ids.cpu() if isinstance(ids, Tensor) else ids,
         # Those that differ are a problem.
         has_other_ids=False if has_ids else None,
     )
