@@ -128,8 +128,8 @@ class Session:
     ) -> Iterator[None]:
         """Do local work before the collectives of a call: an error is raised after the other ranks have received it.
 
-        It is sent in the collectives of a correction, if the call ``corrects``, and then by :meth:`exchange_status`
-        over ``status_groups``.
+        It is sent in the collectives of a correction, if the call ``corrects``, and then over ``status_groups``, where
+        others call :meth:`exchange_status`.
         """
         try:
             yield
@@ -139,20 +139,16 @@ class Session:
                 if corrects and not groups.is_alone:
                     self.tell_failure(response_lengths, groups=groups, device=device)
             with suppress(Exception):
-                self.exchange_status(status_groups, device=device, fails=True)
+                due_status(status_groups, device=device).tell()
             raise
 
-    def exchange_status(self, groups: Sequence[Group], *, device: torch.device, fails: bool = False) -> None:
+    def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> None:
         """Exchange with other ranks whether a call failed, if no correction does.
 
         Raises:
             RuntimeError: Another rank failed.
         """
-        if not groups:
-            return
-        if fails:
-            due_status(groups, device=device).tell()
-        else:
+        if groups:
             self._hear(status_of_ranks(groups, device=device))
 
     def meet(self, groups: Groups, *, device: torch.device) -> None:

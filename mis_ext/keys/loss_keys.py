@@ -45,6 +45,17 @@ class WholeLoss:
     temperature: float
     reducer_path: str | None
 
+    def double_correction(self, correction: CorrectionConfig) -> str | None:
+        """Why its method and the correction together count the mismatch twice, or None."""
+        method = self.settings.method
+        if method is None or not self.has_correction or correction.weight is None or not method.method.weighs_behavior:
+            return None
+        return (
+            f"mis_loss_method: {method.name} already corrects for the behavior policy: a weight of the correction "
+            "counts the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
+            "--get-mismatch-metrics to measure only"
+        )
+
 
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
 _FIELDS = (

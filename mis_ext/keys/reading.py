@@ -28,12 +28,12 @@ from mis_ext.keys.refusals import (
 )
 from mis_ext.keys.rows import (
     CORRECTION_ROWS,
+    FLAGS,
     FRAMEWORK_ROWS,
     GROUP_ROWS,
     LEVELS,
     LOSS_ROWS,
     VETOES,
-    check_flags,
     read_rows,
 )
 from mis_ext.validation import Errors, check_mapping
@@ -190,7 +190,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         TypeError: A value has the wrong type.
     """
     wrong, correction, loss, group = Errors(), None, None, None
-    check_flags(given, wrong)
+    read_rows(FLAGS, given, wrong)
     of_loss = read_rows(LOSS_ROWS | FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
     is_legal = not wrong.found
     with wrong:
@@ -210,15 +210,16 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         with wrong:
             refuse_loss_keys(given)
     if correction is not None:
-        wrong.refuse(against_fsdp(given, correction, loss))
+        wrong.refuse(against_fsdp(given, correction, has_loss=loss is not None and loss.has_correction))
     wrong.raise_all()
     assert correction is not None
+    of_method = None if loss is None else loss.double_correction(correction)
     return RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
         whole_loss=loss,
         group=group,
-        double_correction=double_correction(given, correction, loss),
+        double_correction=of_method or double_correction(given, correction),
     )
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mis_ext.correction.config import BOUNDS, CorrectionConfig
 from mis_ext.correction.tokens import LAG
 from mis_ext.keys.names import TIS_OF_FRAMEWORKS
 from mis_ext.keys.rows import CORRECTION_ROWS, LOSS_ROWS, VETOES
 from mis_ext.validation import Errors
-
-if TYPE_CHECKING:
-    from mis_ext.keys.loss_keys import WholeLoss
 
 # --- keys without effect
 
@@ -177,8 +174,8 @@ def refuse_group_keys(keys: Collection[str]) -> None:
         )
 
 
-def against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> Iterator[str]:
-    """Flags of Miles' FSDP backend with which a correction is wrong."""
+def against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, *, has_loss: bool) -> Iterator[str]:
+    """Corrections that are wrong with Miles' FSDP backend; ``has_loss``: they are in the full policy loss."""
     if given.get("train_backend") != "fsdp":
         return
     if correction.denominator == "kept":
@@ -186,8 +183,7 @@ def against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: W
             "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
             "remove mis_denominator"
         )
-    rejects = any(gate.action == "reject" for gate in correction.all_gates.values())
-    if loss is not None and loss.has_correction and rejects:
+    if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
         yield (
             "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
             "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
@@ -195,19 +191,11 @@ def against_fsdp(given: Mapping[str, Any], correction: CorrectionConfig, loss: W
         )
 
 
-def double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
+def double_correction(given: Mapping[str, Any], correction: CorrectionConfig) -> str | None:
     """Why loss and correction together count the mismatch twice, or None. A guard: the user can allow it."""
-    if given.get("mis_loss_method") is not None:
-        chosen = None if loss is None or not loss.has_correction else loss.settings.method
-        if chosen is None or correction.weight is None or not chosen.method.weighs_behavior:
-            return None
-        return (
-            f"mis_loss_method: {chosen.name} already corrects for the behavior policy: a weight of the correction "
-            "counts the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
-            "--get-mismatch-metrics to measure only"
-        )
     # The other modes of the loss do not count it twice, and say so where they are computed.
-    is_baseline = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_proximal") != "current"
+    is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
+    is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
     if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
     return (

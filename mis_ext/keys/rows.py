@@ -283,37 +283,40 @@ GATE_ROWS: dict[str, Key] = {
 }
 """Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
 
-_SWITCHES = (
-    *("allgather_cp", "grpo_std_normalization", "keep_old_actor", "normalize_advantages", "observe_training_entropy"),
-    *("recompute_loss_function", "rewards_normalization", "skip_actor_forward_only", "true_on_policy_mode"),
-    *("use_critic", "use_dynamic_global_batch_size", "use_kl_loss", "use_opd", "use_opsm", "use_score_centering"),
-    "use_unbiased_kl",
-)
-_COUNTS = (
-    *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
-    *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
-)
+
+def _flags(check: Check, *names: str) -> dict[str, Key]:
+    return dict.fromkeys(names, Key(check, None, "A flag of the framework."))
+
+
+FLAGS: dict[str, Key] = {
+    **_flags(
+        check_bool,
+        *("allgather_cp", "grpo_std_normalization", "keep_old_actor", "normalize_advantages"),
+        *("observe_training_entropy", "recompute_loss_function", "rewards_normalization", "skip_actor_forward_only"),
+        *("true_on_policy_mode", "use_critic", "use_dynamic_global_batch_size", "use_kl_loss", "use_opd", "use_opsm"),
+        *("use_score_centering", "use_unbiased_kl"),
+    ),
+    **_flags(
+        partial(check_integer, low=1),
+        *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
+        *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
+    ),
+    **_flags(number("[0,inf]"), "eps_clip", "eps_clip_high"),
+    **_flags(number("(-inf,inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"),
+    **_flags(number("(1,inf]"), "eps_clip_c"),
+    **_flags(number("[-inf,inf]"), "opsm_delta"),
+    **_flags(words(KlType), "kl_loss_type"),
+    **_flags(number("[0,inf)"), "rollout_temperature"),
+    **_flags(number("(0,1]"), "rollout_top_p"),
+}
+"""Other flags of the frameworks. A file can set them too, so values with which a loss fails or is NaN are refused."""
 _TEXTS = (
     *("advantage_estimator", "custom_advantage_function_path", "custom_generate_function_path"),
     *("custom_pg_loss_reducer_function_path", "custom_reward_post_process_path", "custom_tis_function_path"),
     *("load_debug_rollout_data", "loss_type", "on_policy_tokens", "qkv_format", "rollout_data_postprocess_path"),
     "train_backend",
 )
-FLAGS: dict[str, Check | None] = {
-    **dict.fromkeys(_SWITCHES, check_bool),
-    **dict.fromkeys(_COUNTS, partial(check_integer, low=1)),
-    **dict.fromkeys(_TEXTS),
-    **dict.fromkeys(("eps_clip", "eps_clip_high"), number("[0,inf]")),
-    **dict.fromkeys(("entropy_coef", "kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"), number("(-inf,inf)")),
-    "eps_clip_c": number("(1,inf]"),
-    "opsm_delta": number("[-inf,inf]"),
-    "kl_loss_type": words(KlType),
-    "rollout_temperature": number("[0,inf)"),
-    "rollout_top_p": number("(0,1]"),
-}
-"""Other flags of the frameworks that are read. A file can set them too, so the check refuses values with which a loss
-fails or is NaN. None: the framework checks it."""
-ARGUMENTS = (*ROWS, *FLAGS)
+ARGUMENTS = (*ROWS, *FLAGS, *_TEXTS)
 """Every argument that is read. The names of others are only compared with these."""
 
 
@@ -325,11 +328,3 @@ def read_rows(rows: Mapping[str, Key], given: Mapping[str, Any], wrong: Errors) 
             with wrong:
                 read[key] = row.check(key, given[key])
     return read
-
-
-def check_flags(given: Mapping[str, Any], wrong: Errors) -> None:
-    """Refuse values of the frameworks' flags with which their own loss or ours fails, or is NaN."""
-    for flag, check in FLAGS.items():
-        if check is not None and given.get(flag) is not None:
-            with wrong:
-                check(flag, given[flag])

@@ -21,7 +21,7 @@ from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.reading import read_config
-from mis_ext.keys.rows import FLAGS
+from mis_ext.keys.rows import ARGUMENTS, ROWS
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LossSettings
 
@@ -310,7 +310,7 @@ def test_padded_logits_need_no_lengths_on_one_rank() -> None:
 def test_every_flag_that_is_read_is_a_flag_of_the_hosts() -> None:
     names = (Path(__file__).parents[1] / "data" / "host_flags" / "names.txt").read_text().split()
     # A key of a file for our generate function, and a flag of vime.
-    assert {*FLAGS} - {*names} == {"on_policy_tokens", "use_score_centering"}
+    assert {*ARGUMENTS} - {*ROWS, *names} == {"on_policy_tokens", "use_score_centering"}
 
 
 def test_unset_flags_have_the_hosts_defaults() -> None:
