@@ -6,8 +6,6 @@ And what the command tells a shell."""
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -117,27 +115,6 @@ COMMANDS = {
 @pytest.fixture(params=COMMANDS)
 def command(request) -> Command:
     return COMMANDS[request.param]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("mis-ext pres", ["presets"]),
-        ("mis-ext report --ag", ["--against"]),
-    ],
-)
-def test_a_shell_gets_what_may_follow(line: str, words: list[str], tmp_path) -> None:
-    pytest.importorskip("argcomplete")
-    answer = tmp_path / "answer"
-    asked = {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_IFS": "\n",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-    }
-    subprocess.run([sys.executable, "-m", "mis_ext"], env=os.environ | asked, cwd=ROOT, check=True)
-    assert answer.read_text().split() == words
 
 
 def test_every_command_is_here(monkeypatch) -> None:

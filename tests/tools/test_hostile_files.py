@@ -14,13 +14,11 @@ import torch
 
 from mis_ext import __version__, files
 from mis_ext.tools.cli import main
-from mis_ext.tools.dumps import Dumps, formats
+from mis_ext.tools.dumps import Dumps
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.quantize", "ignore:The PyTorch API of nested", "ignore:`torch.jit:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_PROBS = [torch.tensor([-0.5, -1.0, -0.3]), torch.tensor([-0.2, -0.9])]
@@ -59,10 +57,6 @@ class Scripted(torch.nn.Module):
         return x
 
 
-def quantised(path):
-    dump(log_probs=[torch.quantize_per_tensor(values, 0.1, 0, torch.qint8) for values in LOG_PROBS])(path)
-
-
 DUMPS = {
     "a pipe": (".jsonl", os.mkfifo),
     "an endless device": (".jsonl", lambda path: path.symlink_to("/dev/zero")),
@@ -73,12 +67,6 @@ DUMPS = {
     "no byte": (".pt", content(b"")),
     "text": (".pt", content(b"hello\n")),
     "a pickle that ends early": (".pt", lambda path: (dump()(path), os.truncate(path, 900))),
-    "meta": (".pt", dump(log_probs=[values.to("meta") for values in LOG_PROBS])),
-    "sparse": (".pt", dump(log_probs=[values.to_sparse() for values in LOG_PROBS])),
-    "quantised": (".pt", quantised),
-    "nested": (".pt", lambda path: dump(log_probs=torch.nested.nested_tensor(LOG_PROBS))(path)),
-    "complex": (".pt", dump(log_probs=[values.to(torch.complex64) for values in LOG_PROBS])),
-    "complex mask": (".pt", dump(loss_masks=[torch.ones(3, dtype=torch.complex64), torch.ones(2)])),
     "lists in lists": (".pt", dump(log_probs=[[[[-0.5]]], [-0.1, -0.2]])),
     "words": (".pt", dump(log_probs=["abc", ["x", "y"]])),
     "a number for a list": (".pt", dump(log_probs=5)),
@@ -206,14 +194,6 @@ def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys, wide_terminal):
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert r"a\x1b[31mb\udcff.pt" in printed
-
-
-def test_a_line_that_no_sample_has_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_MAX_LINE", len(json.dumps(ROW)) + 1)
-    path = tmp_path / "dump.jsonl"
-    path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"reward": 1}) + "\n")
-    with pytest.raises(ValueError, match="line 2: longer than"):
-        list(Dumps([path]))
 
 
 def test_a_disk_that_is_full_leaves_the_file_of_before(tmp_path, monkeypatch):

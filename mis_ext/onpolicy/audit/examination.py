@@ -26,9 +26,9 @@ class Sample(NamedTuple):
     rollout_token_ids: Any
     train_version: Any
     rollout_versions: Any
-    name: str | None
     recorded: Tensor | None = None
     """The rollout log-probs as the engine's side recorded them."""
+    name: str | None = None
     recorded_in: str | None = None
     problem: str | None = None
     """Known before: the sample cannot be compared."""

@@ -35,7 +35,6 @@ def audit_logprobs(
     engine_records: Sequence[Tensor | None] | None = None,
     train_weight_version: Version | Sequence[Version | None] | None = None,
     rollout_weight_versions: Sequence[Version | Sequence[Version] | None] | None = None,
-    names: Sequence[str] | None = None,
 ) -> AuditReport:
     """Verdict and numbers of a bitwise comparison of two streams of log-probs; what cannot be compared never passes.
 
@@ -60,7 +59,6 @@ def audit_logprobs(
             equal streams of which a sample has no record are UNPROVED.
         train_weight_version: Version of the weights that the trainer scored with, one for all samples or one each.
         rollout_weight_versions: Of each sample the version, or all versions, that its tokens were sampled with.
-        names: What to call each sample in the report, besides its number.
 
     Raises:
         TypeError: An argument is no list.
@@ -77,7 +75,6 @@ def audit_logprobs(
         "rollout_token_ids": rollout_token_ids,
         "train_weight_version": train_versions,
         "rollout_weight_versions": rollout_weight_versions,
-        "names": names,
         "engine_records": engine_records,
     }
     lists = {key: None if column is None else list(column) for key, column in columns.items()}
@@ -93,23 +90,20 @@ def audit_logprobs(
     return _report(examine_rows(Sample(*row) for row in rows))
 
 
-def audit_dumps(
-    dumps: Dumps, *, engine_records: Dumps | None = None, train_weight_version: Version | None = None
-) -> AuditReport:
+def audit_dumps(dumps: Dumps, *, engine_records: Dumps | None = None) -> AuditReport:
     """The audit of samples from files, which are in memory one file after the other.
 
     Args:
         dumps: What is audited.
         engine_records: What the engine's side recorded before training, as in :func:`audit_logprobs`. A sample is found
             by rollout and number, or by its ids where there is no number.
-        train_weight_version: Stands for samples whose file names none.
 
     Raises:
         OSError: A file cannot be opened.
         ValueError: The content of a file is not known, or a record of the engine is none.
     """
     records = _by_sample(() if engine_records is None else engine_records)
-    return _report(examine_rows(_rows(dumps, records, train_weight_version)), skipped=dumps.skipped)
+    return _report(examine_rows(_rows(dumps, records)), skipped=dumps.skipped)
 
 
 def _by_sample(records: Iterable[DumpedSample]) -> dict[Any, list[DumpedSample]]:
@@ -137,7 +131,7 @@ def _ids(sample: DumpedSample) -> tuple[str, ...] | None:
     return None if ids is None else tuple(map(str, ids.tolist() if isinstance(ids, Tensor) else ids))
 
 
-def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]], version: Version | None) -> Iterator[Sample]:
+def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]]) -> Iterator[Sample]:
     for sample in dumps:
         row = Sample(
             train=sample.proximal_log_probs,
@@ -145,7 +139,7 @@ def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]], version: Version
             mask=sample.response_mask,
             train_token_ids=sample.response_ids,
             rollout_token_ids=sample.sampled_ids,
-            train_version=version if sample.proximal_weight_version is None else sample.proximal_weight_version,
+            train_version=sample.proximal_weight_version,
             rollout_versions=sample.behavior_weight_versions,
             name=sample.name,
             problem=sample.problem,

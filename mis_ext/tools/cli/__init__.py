@@ -31,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mis-ext",
         description="Measure and explain the mismatch between inference engine and trainer.",
-        epilog='Completion in bash and zsh: pip install argcomplete; eval "$(register-python-argcomplete mis-ext)"',
     )
     parser.add_argument("--version", action="version", version=f"mis_ext {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
@@ -50,11 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    if "_ARGCOMPLETE" in os.environ:
-        # A shell asks what may follow.
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
         parser.print_help()

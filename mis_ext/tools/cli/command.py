@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mis_ext.files import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -134,32 +133,11 @@ def _print(what: Text | Table) -> None:
     Console().print(what)
 
 
-_LARGE = 1 << 22
-"""Bytes that may take seconds to read: worth a view of the progress, or a line in a log."""
-
-
-def watch(paths: Sequence[Path], *, min_files: int = 1) -> Iterable[Path]:
-    """The paths one by one; from ``min_files`` on, with a view of how many are read."""
-    console = _terminal() if len(paths) >= min_files else None
-    if console is None:
-        _say("reading", sum(path.stat().st_size for path in paths if path.is_file()))
+def watch(paths: Sequence[Path]) -> Iterable[Path]:
+    """The paths one by one, on a terminal with a view of how many are read."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         return paths
+    from rich.console import Console
     from rich.progress import track
 
-    return track(paths, "reading", console=console, transient=True)
-
-
-def _terminal() -> Console | None:
-    """Return the terminal for the progress bar, or None."""
-    if find_spec("rich") is None:
-        return None
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    return console if console.is_terminal else None
-
-
-def _say(title: str, size: int) -> None:
-    """One line where there is no bar to see, such as in a log."""
-    if size >= _LARGE:
-        print(f"{title} {size / 1e6:,.0f} MB", file=sys.stderr)
+    return track(paths, "reading", console=Console(stderr=True), transient=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from mis_ext.tools.cli.command import Result, show, show_grid, show_table, watch
 if TYPE_CHECKING:
     from mis_ext.onpolicy.audit.audit_report import AuditReport
 
-_MIN_FILES_FOR_PROGRESS = 4
 _COLORS = {
     "EXACT": "green",
     "DIFFERENT": "red",
@@ -47,12 +45,6 @@ def add_audit(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "show that the rollout log-probs are the engine's",
     )
     parser.add_argument(
-        "--train-weight-version",
-        metavar="VERSION",
-        help="version of the weights with which the trainer scored, if the files do not have it. It is compared with "
-        "the engine's weight_versions",
-    )
-    parser.add_argument(
         "--trust-pickle",
         action="store_true",
         help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
@@ -66,12 +58,9 @@ def run_audit(parsed: argparse.Namespace) -> Result:
     from mis_ext.tools.dumps import Dumps
 
     # What cannot be used has a verdict of its own here.
-    options: dict[str, Any] = {"trust_pickle": parsed.trust_pickle, "need_tokens": False}
-    options["watch"] = partial(watch, min_files=_MIN_FILES_FOR_PROGRESS)
+    options: dict[str, Any] = {"trust_pickle": parsed.trust_pickle, "need_tokens": False, "watch": watch}
     records = Dumps(parsed.engine_records, **options) if parsed.engine_records else None
-    report = audit_dumps(
-        Dumps(parsed.files, **options), engine_records=records, train_weight_version=parsed.train_weight_version
-    )
+    report = audit_dumps(Dumps(parsed.files, **options), engine_records=records)
     files = {name: [*map(str, getattr(parsed, name) or [])] for name in ("files", "engine_records")}
     return Result(files | report.to_dict(), lambda: _show_audit(report), 0 if report.passed else 1)
 

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +40,6 @@ OPTIONAL = ("advantages", "rewards", "group_indices", "metadata")
 VERSION_OF_FILE = "train_weight_version"
 """May also be one for the whole file."""
 _NAMES: dict[str, tuple[str, ...]] = {**KEYS, VERSION_OF_FILE: ()}
-
-_MAX_LINE = 1 << 28
-"""Bytes; no sample has as many."""
 
 ROLLOUT_IDS = ("rollout_id", "step")
 """Names of the rollout of a row, or of the whole file; the first that is there counts."""
@@ -155,9 +151,7 @@ def read_json_lines(path: Path) -> Columns:
     rows: list[dict[str, Any]] = []
     # As bytes, where only a line feed ends a line: JSON leaves other such characters as they are.
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE + 1), b""), start=1):
-            if len(line) > _MAX_LINE:
-                raise ValueError(f"line {number}: longer than {_MAX_LINE:,} bytes")
+        for number, line in enumerate(file, start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = json.loads(text) if text.strip() else None
@@ -312,8 +306,6 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
             del per_sample[key]
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
-    for key, column in per_sample.items():
-        _check_tensors(key, column)
     dtype, rollout_ids = _narrowest_dtype(per_sample), content.rollout_id
     samples = []
     for index in range(max(lengths.values(), default=1)):
@@ -344,22 +336,6 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
             )
         )
     return samples
-
-
-def _check_tensors(key: str, column: Any) -> None:
-    """Refuse tensors that are no plain numbers in memory."""
-    for values in (column,) if isinstance(column, Tensor) else column:
-        if not isinstance(values, Tensor):
-            continue
-        kinds = {
-            "nested": values.is_nested,
-            "quantised": values.is_quantized,
-            "sparse": values.layout is not torch.strided,
-            "complex": values.is_complex(),
-            f"on the device {values.device.type}": values.device.type != "cpu",
-        }
-        if found := [kind for kind, is_such in kinds.items() if is_such]:
-            raise ValueError(f"{key}: expected a dense tensor of real numbers on the CPU, got a {found[0]} one")
 
 
 def _problem_of_mask(mask: Any) -> str | None:

@@ -138,13 +138,12 @@ def test_log_probs_that_were_filled_in_from_the_other_side_are_seen_in_the_file(
         [3, None],
     ],
 )
-def test_weight_versions_of_all_shapes_are_compared_with_the_given_one(tmp_path, versions) -> None:
+def test_weight_versions_of_all_shapes_are_compared_with_the_trainers(tmp_path, versions) -> None:
     data = rollout_data(4, 16) | {"weight_versions": versions}
     data["rollout_log_probs"][0] -= 1.0
-    path = dump(tmp_path, 0, data)
-    report = report_of(path, "--train-weight-version", "4")
+    report = report_of(dump(tmp_path, 0, data | {"train_weight_version": [4, 4]}))
     assert "stale weights, or a tensor that was not sent" in report["hint"]
-    assert report_of(path)["hint"] is None
+    assert report_of(dump(tmp_path, 0, data))["hint"] is None
 
 
 def test_a_bare_rollout_data_with_lists_of_floats_is_read_as_float32(tmp_path) -> None:
@@ -193,7 +192,7 @@ def test_ids_and_versions_in_json_lines_are_compared(tmp_path) -> None:
     report = report_of(lines(tmp_path, row))
     assert report["problems"][0]["reason"] == "the token id is 7 in training and 8 in the rollout"
     row |= {"rollout_token_ids": [6, 7], "train_weight_version": 3, "weight_version": 2}
-    report = report_of(lines(tmp_path, row), "--train-weight-version", "2")
+    report = report_of(lines(tmp_path, row))
     assert "stale weights" in report["hint"]
 
 

@@ -106,9 +106,9 @@ def test_what_cannot_be_compared_is_invalid_and_says_why_and_where(change, reaso
 def test_what_cannot_even_be_read_is_invalid_and_no_exception(change, kind) -> None:
     inputs = {"train": tensors(GOOD, GOOD), "rollout": tensors(GOOD, GOOD), "masks": [None, None]}
     inputs |= {key: [inputs.get(key, [None])[0], *column] for key, column in change.items()}
-    report = audit_logprobs(inputs.pop("train"), inputs.pop("rollout"), **inputs, names=["a", "b"])
+    report = audit_logprobs(inputs.pop("train"), inputs.pop("rollout"), **inputs)
     (problem,) = report.problems
-    assert (problem.sample, problem.name) == (1, "b")
+    assert problem.sample == 1
     assert f"not comparable: {kind}" in problem.reason
 
 
@@ -128,12 +128,10 @@ def test_rows_of_a_padded_tensor_and_versions_and_ids_of_any_integer_type_are_ta
 
 def test_one_bad_sample_among_good_ones_is_invalid_and_the_numbers_are_those_of_the_rest() -> None:
     train, rollout = tensors(GOOD, GOOD, GOOD), tensors(GOOD, [-0.5, NAN, -2.0], [-0.5, -1.0, -2.5])
-    report = audit_logprobs(
-        train, rollout, names=["a", "b", "c"], train_weight_version=2, rollout_weight_versions=[2, 2, 1]
-    )
+    report = audit_logprobs(train, rollout, train_weight_version=2, rollout_weight_versions=[2, 2, 1])
     assert report.verdict is Verdict.INVALID
     assert (report.num_samples, report.num_active_tokens, report.num_nonzero) == (3, 6, 1)
-    assert str(report.problems[0]) == "sample 1 (b), position 1: the rollout log-prob is nan"
+    assert str(report.problems[0]) == "sample 1, position 1: the rollout log-prob is nan"
     assert report.first_divergence[:2] == (2, 2)
     assert report.hint is None
 
