@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mis_ext.onpolicy.invariance import InvarianceReport as InvarianceReport
     from mis_ext.onpolicy.invariance import check_batch_invariance as check_batch_invariance
     from mis_ext.onpolicy.invariance import check_sequence_invariance as check_sequence_invariance
-    from mis_ext.onpolicy.kv_cache import SimulatedKVCache as SimulatedKVCache
     from mis_ext.onpolicy.kv_cache import simulate_kv_cache as simulate_kv_cache
     from mis_ext.onpolicy.packing import PackingReport as PackingReport
     from mis_ext.onpolicy.packing import check_packing as check_packing

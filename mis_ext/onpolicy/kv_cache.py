@@ -10,41 +10,18 @@ estimator).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """As SGLang and vLLM spell them; without scales, which is what SGLang does unless a file has some."""
 
 
-class SimulatedKVCache:
-    """Simulation by :func:`simulate_kv_cache`. :meth:`remove`, or the end of a ``with`` block, removes it.
-
-    Attributes:
-        num_layers: Attention layers of this rank that round.
-    """
-
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self._handles = handles
-        self.num_layers = len(handles)
-
-    def remove(self) -> None:
-        """The model computes as before."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> SimulatedKVCache:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
-def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: bool = False) -> SimulatedKVCache:
+def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: bool = False) -> ExitStack:
     """Let a Megatron-Core model round keys and values to a dtype, and back, before every attention.
 
     They are rounded as the attention gets them: normed, rotated, by element, so under any tensor and context
@@ -59,6 +36,9 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
         model: A Megatron-Core model, or this rank's model chunks. Layers of multi-token prediction stay as they are.
         dtype: Of the engine's cache: ``fp8_e4m3`` or ``fp8_e5m2``.
         queries: Round queries too, as FlashAttention 3 does in SGLang (``--attention-backend fa3``).
+
+    Returns:
+        Its ``close()``, or the end of a ``with`` block, lets the model compute as before.
 
     Raises:
         ValueError: An unknown dtype, a model without attention, with a cache of latents (MLA), or that rounds already.
@@ -79,10 +59,10 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
             raise ValueError(f"{name}: the cache of multi-latent attention (MLA) holds latents, not keys and values")
         if any(isinstance(hook, _Rounding) for hook in layer.core_attention._forward_pre_hooks.values()):
             raise ValueError(f"{name}: the model simulates a cache already: remove that first")
-    rounding = _Rounding(DTYPES[dtype], queries=queries)
-    return SimulatedKVCache(
-        [layer.core_attention.register_forward_pre_hook(rounding, with_kwargs=True) for layer in layers.values()]
-    )
+    rounding, handles = _Rounding(DTYPES[dtype], queries=queries), ExitStack()
+    for layer in layers.values():
+        handles.callback(layer.core_attention.register_forward_pre_hook(rounding, with_kwargs=True).remove)
+    return handles
 
 
 class _Rounding:

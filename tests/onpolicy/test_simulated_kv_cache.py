@@ -60,8 +60,7 @@ def test_values_are_rounded_and_the_gradient_is_not(dtype, queries) -> None:
     found, given = model(), streams()
     own = [values.detach().clone() for values in given]
     rounded = [values.to(DTYPES[dtype]).to(values.dtype) for values in own]
-    with simulate_kv_cache(found, dtype, queries=queries) as cache:
-        assert cache.num_layers == 2
+    with simulate_kv_cache(found, dtype, queries=queries):
         for layer in found["decoder"]:
             layer(*given).sum().backward()
             seen = layer.core_attention.given
@@ -86,8 +85,8 @@ def test_what_cannot_be_simulated_is_refused_by_name() -> None:
     cache = simulate_kv_cache([found], "fp8_e4m3")
     with pytest.raises(ValueError, match=r"decoder.0: the model simulates a cache already: remove that first"):
         simulate_kv_cache(found, "fp8_e5m2")
-    cache.remove()
-    simulate_kv_cache(found, "fp8_e5m2").remove()
+    cache.close()
+    simulate_kv_cache(found, "fp8_e5m2").close()
 
 
 @pytest.fixture(scope="module")
