@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -236,17 +235,13 @@ def _pairs(a: Recording, b: Recording, names: NameMap, findings: _Findings) -> I
     met: set[str] = set()
     used: set[str | None] = set()
     for module, entries in a.outputs.items():
-        target = names.target(module)
-        targets = {target.name: entries}
-        if target.parts is not None:
-            entry = next(iter(entries.values()))
-            targets = {part: {"": entry._replace(values=rows)} for part, rows in target.parts(entry.values).items()}
+        source, targets = names.targets(module, entries)
         for name, outputs in targets.items():
             met.add(name)
             if name not in b.outputs:
                 findings.add(f"{_both(module, name)}: missing in b{_why(b, name)}", module, name)
                 continue
-            used.add(target.source)
+            used.add(source)
             labels = _paired_labels(outputs, b.outputs[name])
             for label_a, label_b in labels:
                 name_a, name_b = _shown(module, label_a, outputs), _shown(name, label_b, b.outputs[name])
@@ -342,14 +337,6 @@ Parts = Callable[[Tensor], Mapping[str, Tensor]]
 _PLACEHOLDER = re.compile(r"\\?\{(\w+)\\?\}")
 
 
-class Target(NamedTuple):
-    """Counterpart of a module: the pair that names it (None: no pair does), and a name or a transform."""
-
-    source: str | None
-    name: str
-    parts: Callable[[Tensor], dict[str, Tensor]] | None
-
-
 class NameMap:
     """Module names of model a to those of model b; a name that no pair matches is its own counterpart.
 
@@ -389,21 +376,19 @@ class NameMap:
             raise ValueError(f"{os.fspath(path)} must map module names to module names, both strings")
         return cls(pairs)
 
-    def target(self, name: str) -> Target:
-        """The counterpart of module ``name``; a later call (``name#1``) has the same call of the counterpart."""
-        base, mark, call = name.partition("#")
-        return self._match(name, "") or self._match(base, mark + call) or Target(None, name, None)
+    def targets(
+        self, module: str, entries: Mapping[str, PlacedRows]
+    ) -> tuple[str | None, dict[str, Mapping[str, PlacedRows]]]:
+        """The pair that names a module (None: no pair does), and its outputs by their module in b.
 
-    def _match(self, name: str, call: str) -> Target | None:
-        for source, pattern in self._patterns.items():
-            match = pattern.fullmatch(name)
-            if match is None:
-                continue
-            target, fields = self.pairs[source], match.groupdict()
-            if isinstance(target, str):
-                return Target(source, target.format(**fields) + call, None)
-            return Target(source, name + call, partial(_split, source, target, fields, call))
-        return None
+        A later call (``name#1``) has the same call of the counterpart.
+        """
+        base, mark, call = module.partition("#")
+        for name, suffix in ((module, ""), (base, mark + call)):
+            for source, pattern in self._patterns.items():
+                if match := pattern.fullmatch(name):
+                    return source, _split(source, self.pairs[source], match.groupdict(), suffix, entries)
+        return None, {module: entries}
 
 
 def _pattern(source: str) -> re.Pattern[str]:
@@ -414,9 +399,14 @@ def _pattern(source: str) -> re.Pattern[str]:
     return re.compile(_PLACEHOLDER.sub(r"(?P<\1>[^.#]+)", re.escape(source)))
 
 
-def _split(source: str, split: Parts, fields: dict[str, Any], call: str, values: Tensor) -> dict[str, Tensor]:
-    parts = {part.format(**fields) + call: rows for part, rows in split(values).items()}
+def _split(
+    source: str, target: str | Parts, fields: dict[str, Any], call: str, entries: Mapping[str, PlacedRows]
+) -> dict[str, Mapping[str, PlacedRows]]:
+    if isinstance(target, str):
+        return {target.format(**fields) + call: entries}
+    entry = next(iter(entries.values()))
+    parts = {part.format(**fields) + call: rows for part, rows in target(entry.values).items()}
     for part, rows in parts.items():
-        if rows.shape[:1] != values.shape[:1]:
-            raise ValueError(f"{source!r} in names: {part!r} has shape {[*rows.shape]} for {len(values)} rows")
-    return parts
+        if rows.shape[:1] != entry.values.shape[:1]:
+            raise ValueError(f"{source!r} in names: {part!r} has shape {[*rows.shape]} for {len(entry.values)} rows")
+    return {part: {"": entry._replace(values=rows)} for part, rows in parts.items()}
