@@ -2,8 +2,8 @@
 """Batch-invariant execution: the mode, in which a row's bits depend on the row, and not on what else is in the batch.
 
 It puts ``overrides`` in the place of torch's operators, which also says what passes and what is refused:
-``attention``, ``mixtures`` and ``cpu_rows`` compute. ``devices`` chooses the arithmetic, of ``cpu`` or of the Triton
-files; ``packed_sequences`` says how sequences lie, on both.
+``attention``, ``mixtures`` and ``cpu_rows`` compute. ``devices`` chooses the arithmetic, of ``cpu`` or of ``cuda``;
+``packed_sequences`` says how sequences lie, on both.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.packing = packing
         with _undisturbed(query):
-            output: Tensor = devices.attention_on(query).attention_forward(query, key, value, packing)
+            output: Tensor = devices.kernels_on(query).attention_forward(query, key, value, packing)
         return output
 
     @staticmethod

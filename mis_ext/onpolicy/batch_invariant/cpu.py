@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant.cpu_rows import softmax
+from mis_ext.onpolicy.batch_invariant.cpu_rows import softmax as softmax
+from mis_ext.onpolicy.batch_invariant.cpu_rows import sum as sum
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
 
 TILE_ROWS = 16
@@ -131,6 +132,13 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
         shares = torch.where(seen.any(-1, keepdim=True), softmax(scores, dtype, is_log=False), 0.0)
         output[start:stop] = bmm(shares, v).transpose(0, 1)
     return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`.devices.rms_norm` in float32."""
+    normalized = x.float()
+    normalized = normalized * torch.rsqrt(normalized.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normalized.to(x.dtype)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -9,37 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.onpolicy.batch_invariant import cpu, cpu_rows
+from mis_ext.onpolicy.batch_invariant import cpu
 from mis_ext.scoring.backend import triton_obstacle
 
 
-def products_on(x: Tensor) -> Any:
-    """The module with products and sums of rows for the device of ``x``: ``cpu`` or ``triton_products``."""
+def kernels_on(x: Tensor) -> Any:
+    """The module that computes for the device of ``x``: ``cpu`` or ``cuda``, which have the same functions."""
     check(x)
     if x.is_cpu:
         return cpu
-    from mis_ext.onpolicy.batch_invariant import triton_products
+    from mis_ext.onpolicy.batch_invariant import cuda
 
-    return triton_products
-
-
-def attention_on(x: Tensor) -> Any:
-    """The module with ``attention_forward``: ``cpu`` or ``triton_attention``."""
-    check(x)
-    if x.is_cpu:
-        return cpu
-    from mis_ext.onpolicy.batch_invariant import triton_attention
-
-    return triton_attention
-
-
-def rows_on(x: Tensor) -> Any:
-    """The module with ``softmax`` and ``sum`` of rows: ``cpu_rows`` or ``triton_reductions``."""
-    if x.is_cpu:
-        return cpu_rows
-    from mis_ext.onpolicy.batch_invariant import triton_reductions
-
-    return triton_reductions
+    return cuda
 
 
 # Every product asks.
@@ -77,12 +58,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: ``[..., D]``.
         weight: ``[D]``.
         eps: Added to the mean square.
-    """
-    if x.is_cuda:
-        check(x)
-        from mis_ext.onpolicy.batch_invariant import triton_reductions
 
-        return triton_reductions.rms_norm(x, weight, eps)
-    normalized = x.float()
-    normalized = normalized * torch.rsqrt(normalized.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normalized.to(x.dtype)
+    Raises:
+        ValueError: The shapes do not fit.
+    """
+    if x.dim() == 0 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [D] for x [..., D], got {[*weight.shape]} and {[*x.shape]}")
+    output: Tensor = kernels_on(x).rms_norm(x, weight, eps)
+    return output

@@ -53,7 +53,7 @@ def grouped_mm(
             f"a grouped product takes [M, K] and [G, K, N] of one dtype and int32 offs [G], got {[*a.shape]} of "
             f"{a.dtype}, {[*b.shape]} of {b.dtype} and {[*offs.shape]} of {offs.dtype}"
         )
-    return devices.products_on(a).grouped_rows(a, b, offs)
+    return devices.kernels_on(a).grouped_rows(a, b, offs)
 
 
 # torch adds rows of one destination in an order that depends on the other rows: by atomic additions on CUDA, and on a
@@ -129,7 +129,7 @@ def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
         index = index * length + place
     num_dims, packed = index.dim(), out.contiguous()
     rows = source.reshape(index.numel(), math.prod(source.shape[num_dims:]))
-    devices.products_on(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
+    devices.kernels_on(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
     if packed is not out:
         out.copy_(packed)
 

@@ -132,15 +132,15 @@ def _override_of(func: Any) -> Callable[..., Any] | None:
 
 def _mm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=2)
-    return devices.products_on(a).mm(a, b)
+    return devices.kernels_on(a).mm(a, b)
 
 
 def _bmm(func: Any, a: Tensor, b: Tensor) -> Any:
     _check_factors(a, b, num_dims=3)
     if b.shape[2] == 1 < a.shape[1] and a.shape[2] > 1:
         # An expert's matrix times its token: the same products and sums as where the token is a row of a batch.
-        return devices.products_on(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-    return devices.products_on(a).bmm(a, b)
+        return devices.kernels_on(a).bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
+    return devices.kernels_on(a).bmm(a, b)
 
 
 def _plus_bias(multiply: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Any:
         return func(x, dim, half_to_float)
     if x.shape[dim] > MOST_COLUMNS:
         raise NotImplementedError(f"batch-invariant softmax takes at most {MOST_COLUMNS} columns, got {x.shape[dim]}")
-    softmax = devices.rows_on(x).softmax
+    softmax = devices.kernels_on(x).softmax
     out = softmax(x.movedim(dim, -1).contiguous(), torch.float32 if half_to_float else x.dtype, is_log=is_log)
     return out.movedim(-1, dim).contiguous()
 
@@ -222,7 +222,7 @@ def _sum(func: Any, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False,
         return func(x, dim, keepdim, dtype=dtype)
     rows = x if dtype is None else x.to(dtype)
     rows = rows.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims)).contiguous()
-    out = devices.rows_on(x).sum(rows, is_mean=func is aten.mean.dim)
+    out = devices.kernels_on(x).sum(rows, is_mean=func is aten.mean.dim)
     for axis in dims if keepdim else ():
         out = out.unsqueeze(axis)
     return out

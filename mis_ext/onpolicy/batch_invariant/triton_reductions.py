@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mis_ext.onpolicy.batch_invariant import cpu
 from mis_ext.scoring.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
@@ -130,8 +131,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     It is multiplied in the wider of the two dtypes, which is that of the result.
     """
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must be [D] for x [..., D], got {[*weight.shape]} and {[*x.shape]}")
     normed: Tensor = _RMSNorm.apply(x, weight, float(eps))  # type: ignore[no-untyped-call]
     return normed
 
@@ -147,15 +146,11 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = wide * scale
-        grad_normed = (grad * weight).to(x.dtype).float()
-        grad_x = scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
-        grad_weight = (grad * normed.to(x.dtype)).reshape(-1, x.shape[-1]).sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            normed = cpu.rms_norm(x, weight, ctx.eps)
+        return (*torch.autograd.grad(normed, (x, weight), grad), None)
 
 
 _bound = cache(BoundKernel)

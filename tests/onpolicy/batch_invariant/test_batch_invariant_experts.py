@@ -350,7 +350,7 @@ def test_the_gradient_of_a_choice_goes_to_the_chosen():
 )
 def test_a_sum_that_leaves_a_dimension_before_the_last_is_that_of_a_row(dims, is_row, monkeypatch):
     seen = []
-    monkeypatch.setattr(overrides.cpu_rows, "sum", lambda rows, is_mean: seen.append(rows) or rows[..., 0])
+    monkeypatch.setattr(overrides.devices.cpu, "sum", lambda rows, is_mean: seen.append(rows) or rows[..., 0])
     with batch_invariant_mode():
         torch.ones(2, 3, 4).sum(dims)
     assert bool(seen) == is_row

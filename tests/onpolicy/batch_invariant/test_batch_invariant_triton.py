@@ -24,6 +24,7 @@ from triton_support import (
     rows_of_a_dot_do_not_meet,  # noqa: F401
 )
 
+from mis_ext.onpolicy.batch_invariant import rms_norm
 from mis_ext.onpolicy.bits import same_bits, ulp_distance
 
 pytest.importorskip("triton")
@@ -311,4 +312,4 @@ def test_the_gradient_of_an_rms_norm_is_that_of_autograd_in_float64(shape) -> No
 def test_a_weight_that_is_not_of_the_rows_is_an_error() -> None:
     x = random(2, 3)
     with pytest.raises(ValueError, match=r"weight must be \[D\] for x \[\.\.\., D\], got \[2\] and \[2, 3\]"):
-        reductions.rms_norm(x, x[:, 0], 1e-6)
+        rms_norm(x, x[:, 0], 1e-6)
