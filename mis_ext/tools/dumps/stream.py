@@ -8,7 +8,6 @@ of an earlier pipeline stage have no trainer log-probs; those of context paralle
 from __future__ import annotations
 
 import ctypes
-import filecmp
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +49,7 @@ class Dumps:
         need_tokens: bool = True,
         watch: Callable[[Sequence[Path]], Iterable[Path]] = iter,
     ) -> None:
-        self._paths = [Path(path) for path in paths]
+        self._paths = [*dict.fromkeys(map(Path, paths))]
         self._trust_pickle = trust_pickle
         self._need_tokens = need_tokens
         self._watch = watch
@@ -64,14 +63,14 @@ class Dumps:
             ValueError: The content of a file has no known format, files contradict each other, or no token can be
                 used: none has a log-prob of both sides, finite and under no mask. The message names the file.
         """
-        joiner, files, is_usable, obstacle = Joiner(), _Files(), False, ""
-        for sample in self._joined(joiner, files):
+        joiner, is_usable, obstacle = Joiner(), False, ""
+        for sample in self._joined(joiner):
             is_usable = is_usable or (self._need_tokens and num_usable_tokens(sample) > 0)
             if not obstacle and sample.obstacle is not None:
                 obstacle = f"; {sample.name}: {sample.obstacle}"
-            self.skipped = files.skipped + joiner.skipped
+            self.skipped = joiner.skipped
             yield sample
-        self.skipped = files.skipped + joiner.skipped
+        self.skipped = joiner.skipped
         if self._need_tokens and not is_usable:
             raise ValueError(
                 f"{', '.join(map(str, self._paths)) or 'no file'}: no usable tokens. Each sample needs log_probs "
@@ -79,15 +78,14 @@ class Dumps:
                 f"{obstacle}{''.join(f'; {skipped}' for skipped in self.skipped)}"
             )
 
-    def _joined(self, joiner: Joiner, files: _Files) -> Iterator[DumpedSample]:
+    def _joined(self, joiner: Joiner) -> Iterator[DumpedSample]:
         for path in self._watch(self._paths):
-            if files.is_new(path):
-                samples = read_file(path, trust_pickle=self._trust_pickle)
-                if not samples:
-                    files.skipped.append(Skipped(str(path), None, "holds no sample"))
-                yield from joiner.add_file(samples)
-                # Before the next file is read.
-                del samples
+            samples = read_file(regular_file(path), trust_pickle=self._trust_pickle)
+            if not samples:
+                joiner.empty.append(Skipped(str(path), None, "holds no sample"))
+            yield from joiner.add_file(samples)
+            # Before the next file is read.
+            del samples
         yield from joiner.rest()
 
 
@@ -99,24 +97,6 @@ def num_usable_tokens(sample: DumpedSample) -> int:
     is_usable = proximal.isfinite() & behavior.isfinite()
     is_trained = torch.ones_like(is_usable) if mask is None else torch.as_tensor(mask) != 0
     return int((is_usable & is_trained).sum()) if is_trained.shape == is_usable.shape else 0
-
-
-class _Files:
-    """Files that were given already, by another path or with the same bytes."""
-
-    def __init__(self) -> None:
-        self.skipped: list[Skipped] = []
-        self._seen: dict[int, list[Path]] = {}
-
-    def is_new(self, path: Path) -> bool:
-        """True if no earlier file has these bytes; otherwise the file is skipped."""
-        of_its_size = self._seen.setdefault(regular_file(path).stat().st_size, [])
-        for other in of_its_size:
-            if filecmp.cmp(path, other, shallow=False):
-                self.skipped.append(Skipped(str(path), None, f"the same bytes as {other}"))
-                return False
-        of_its_size.append(path)
-        return True
 
 
 @dataclass
@@ -138,11 +118,12 @@ class Joiner:
         self._known: dict[Any, _Known] = {}
         self._folders: dict[str, str] = {}
         self._skipped: Counter[tuple[str, str]] = Counter()
+        self.empty: list[Skipped] = []
 
     @property
     def skipped(self) -> list[Skipped]:
         """Return the skipped data: an entry per file and reason, with the number of samples."""
-        return [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
+        return self.empty + [Skipped(path, count, reason) for (path, reason), count in self._skipped.items()]
 
     def add_file(self, samples: list[DumpedSample]) -> Iterator[DumpedSample]:
         """The samples that are whole with those of one more file."""
