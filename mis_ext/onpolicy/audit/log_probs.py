@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.audit.audit_report import AuditReport, Problem, Verdict
-from mis_ext.onpolicy.audit.examination import Facts, Found, Sample, examine_rows
+from mis_ext.onpolicy.audit.examination import Facts, Found, examine_rows, ids_of
 from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
 from mis_ext.tools.diagnosis.table import diagnose
+from mis_ext.tools.dumps.formats import DumpedSample
 
 if TYPE_CHECKING:
-    from mis_ext.tools.dumps import DumpedSample, Dumps
+    from mis_ext.tools.dumps import Dumps
 
 Version = str | int
 
@@ -87,7 +88,20 @@ def audit_logprobs(
         listed = ", ".join(f"{length} of {key}" for key, length in lengths.items())
         return _report(Found(num_samples, [Problem(f"lists of different lengths: {listed}")], []))
     rows = zip(*([None] * num_samples if column is None else column for column in lists.values()), strict=True)
-    return _report(examine_rows(Sample(*row) for row in rows))
+    return _report(examine_rows(_samples(rows)))
+
+
+_FIELDS = (
+    *("proximal_log_probs", "behavior_log_probs", "response_mask", "response_ids", "sampled_ids"),
+    *("proximal_weight_version", "behavior_weight_versions"),
+)
+"""Of a sample from a file, in the order of the arguments."""
+
+
+def _samples(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[DumpedSample, DumpedSample | None]]:
+    for *given, record in rows:
+        sample = DumpedSample(**dict(zip(_FIELDS, given, strict=True)))
+        yield sample, None if record is None else DumpedSample(proximal_log_probs=None, behavior_log_probs=record)
 
 
 def audit_dumps(dumps: Dumps, *, engine_records: Dumps | None = None) -> AuditReport:
@@ -114,7 +128,7 @@ def _by_sample(records: Iterable[DumpedSample]) -> dict[Any, list[DumpedSample]]
                 f"{record.name}: is no record of the engine, because it has trainer log-probs; give what was written "
                 "before training, such as the file of --save-debug-rollout-data"
             )
-        for key in filter(None, (_number(record), _ids(record))):
+        for key in filter(None, (_number(record), ids_of(record))):
             by_sample.setdefault(key, []).append(record)
     return by_sample
 
@@ -125,51 +139,13 @@ def _number(sample: DumpedSample) -> tuple[int, int] | None:
     return sample.rollout_id, sample.sample_index
 
 
-def _ids(sample: DumpedSample) -> tuple[str, ...] | None:
-    """As text, because a file can hold anything."""
-    ids = sample.token_ids
-    return None if ids is None else tuple(map(str, ids.tolist() if isinstance(ids, Tensor) else ids))
-
-
-def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]]) -> Iterator[Sample]:
+def _rows(dumps: Dumps, records: dict[Any, list[DumpedSample]]) -> Iterator[tuple[DumpedSample, DumpedSample | None]]:
     for sample in dumps:
-        row = Sample(
-            train=sample.proximal_log_probs,
-            rollout=sample.behavior_log_probs,
-            mask=sample.response_mask,
-            train_token_ids=sample.response_ids,
-            rollout_token_ids=sample.sampled_ids,
-            train_version=sample.proximal_weight_version,
-            rollout_versions=sample.behavior_weight_versions,
-            name=sample.name,
-            problem=sample.problem,
-        )
-        found = records.get(_number(sample)) or records.get(_ids(sample)) or []
-        if found:
-            # Of several with its ids one with its log-probs, if there is one.
-            record = next((each for each in found if _same_log_probs(sample, each)), found[0])
-            row = row._replace(
-                rollout_versions=row.rollout_versions or record.behavior_weight_versions,
-                problem=row.problem or _record_problem(sample, record),
-                recorded=record.behavior_log_probs,
-                recorded_in=record.name,
-            )
-        yield row
-
-
-def _same_log_probs(sample: DumpedSample, record: DumpedSample) -> bool:
-    given, recorded = sample.behavior_log_probs, record.behavior_log_probs
-    return given is not None and recorded is not None and torch.equal(given, recorded.to(given.dtype))
-
-
-def _record_problem(sample: DumpedSample, record: DumpedSample) -> str | None:
-    """Why the record of a sample says nothing about its log-probs."""
-    if record.behavior_log_probs is None:
-        return f"the engine's record has no log-probs ({record.name})"
-    ids, recorded = _ids(sample), _ids(record)
-    if ids is not None and recorded is not None and ids != recorded:
-        return f"the token ids are not those of the engine's record ({record.name})"
-    return None
+        found: Sequence[DumpedSample | None] = records.get(_number(sample)) or records.get(ids_of(sample)) or [None]
+        # Of several with its ids one with its log-probs, if there is one.
+        given, recorded = sample.behavior_log_probs, [None if x is None else x.behavior_log_probs for x in found]
+        same = [x is not None and given is not None and torch.equal(given, x.to(given.dtype)) for x in recorded]
+        yield sample, found[same.index(True) if any(same) else 0]
 
 
 def _report(found: Found, *, skipped: Sequence[object] = ()) -> AuditReport:

@@ -61,15 +61,6 @@ class Columns(NamedTuple):
     keys: Sequence[str] = ()
 
 
-def read_columns(path: Path, *, trust_pickle: bool) -> Columns:
-    """The columns of a file, by the ending of its name."""
-    if path.suffix == ".pt":
-        return read_torch(path, trust_pickle=trust_pickle)
-    if path.suffix == ".jsonl":
-        return read_json_lines(path)
-    raise ValueError("the name must end in .pt or .jsonl")
-
-
 def rollout_of(said: Mapping[str, Any]) -> Any:
     """The rollout that a row, or a file, says; None where it says none."""
     return _first(said, ROLLOUT_IDS)
@@ -197,7 +188,7 @@ class DumpedSample:
         sample_index: The host's number of the sample.
         part: Set where the log-probs are a part of the response only, because the others were not found.
         problem: Why the sample cannot be used, where its file says so.
-        path: The file; of a response that was joined from several, the first.
+        path: The file; of a response that was joined from several, the first. Empty: it is from no file.
         index: The sample's place in it.
         advantages: Of each token ``[T]``, or one number for all, 0-dim.
         reward: As the host dumped it.
@@ -208,19 +199,19 @@ class DumpedSample:
 
     proximal_log_probs: Tensor | None
     behavior_log_probs: Tensor | None
-    response_mask: Any
-    response_length: int | None
-    token_ids: Any
-    response_ids: Any
-    sampled_ids: Any
-    proximal_weight_version: str | int | None
-    behavior_weight_versions: list[str] | None
-    rollout_id: int | None
-    sample_index: int | None
-    part: ContextPart | None
-    problem: str | None
-    path: str
-    index: int
+    response_mask: Any = None
+    response_length: int | None = None
+    token_ids: Any = None
+    response_ids: Any = None
+    sampled_ids: Any = None
+    proximal_weight_version: str | int | None = None
+    behavior_weight_versions: list[str] | None = None
+    rollout_id: int | None = None
+    sample_index: int | None = None
+    part: ContextPart | None = None
+    problem: str | None = None
+    path: str = ""
+    index: int = 0
     advantages: Tensor | None = None
     reward: float | None = None
     group_index: Any = None
@@ -286,7 +277,11 @@ _NO_TRAINER = (
 def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
     """The samples of a file; of a ``.pt`` file without any known key one that lacks everything."""
     try:
-        return _to_samples(read_columns(path, trust_pickle=trust_pickle), str(path))
+        if path.suffix == ".pt":
+            return _to_samples(read_torch(path, trust_pickle=trust_pickle), str(path))
+        if path.suffix == ".jsonl":
+            return _to_samples(read_json_lines(path), str(path))
+        raise ValueError("the name must end in .pt or .jsonl")
     except _OF_CONTENT as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
         raise ValueError(f"{path}: {reason}") from error
