@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -78,8 +77,8 @@ class InvarianceReport:
         return "\n".join(lines)
 
 
-Pieces = list[tuple[Tensor, Tensor]]
-"""Of each call which rows its outputs are of, ``[n]``, and the outputs ``[n, ...]``."""
+Calls = list[tuple[Tensor, Tensor]]
+"""Inputs ``[n, ...]`` of each call, and of which row of the reference each output is, ``[n]``; below 0: of none."""
 
 
 def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> InvarianceReport:
@@ -105,35 +104,28 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
     rows, num_rows = rows.detach(), len(rows)
     order = torch.arange(num_rows, device=rows.device)
 
-    def calls(indices: Iterable[Tensor]) -> Pieces:
-        return [(index, _call(fn, rows[index])) for index in indices]
-
-    def chunks(size: int) -> Pieces:
-        return calls(order.split(size))  # type: ignore[no-untyped-call]
-
-    def whole(change: Callable[[Tensor], Tensor]) -> Pieces:
-        return [(order, _call(fn, change(rows)))]
-
-    def padded(value: float, is_before: bool) -> Pieces:
-        padding = torch.full_like(rows, value)
-        outputs = _call(fn, torch.cat([padding, rows] if is_before else [rows, padding]))
-        return [(order, outputs[num_rows:] if is_before else outputs[:num_rows])]
+    def calls(*indices: Tensor) -> Calls:
+        return [(rows[index], index) for index in indices]
 
     sizes = (num_rows, *filter(num_rows.__gt__, (2, 3, 5, 7, *(2**power for power in range(3, 13)))))
-    probes = {"full batch" if size == num_rows else f"chunks of {size}": partial(chunks, size) for size in sizes}
-    probes["reversed"] = partial(calls, [order.flip(0)])
-    probes["permuted"] = partial(
-        calls, [torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(order)]
-    )
+    probes = {
+        "full batch" if size == num_rows else f"chunks of {size}": calls(*order.split(size))  # type: ignore[no-untyped-call]
+        for size in sizes
+    }
+    probes["reversed"] = calls(order.flip(0))
+    probes["permuted"] = calls(torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(order))
     paddings = {"zeros": 0.0}
     if rows.dtype.is_floating_point:
         # The square root, so that a huge row times numbers of ordinary size stays finite.
         paddings |= {"huge rows": math.sqrt(torch.finfo(rows.dtype).max), "NaN rows": math.nan}
     for what, value in paddings.items():
-        probes |= {f"{what} before": partial(padded, value, True), f"{what} after": partial(padded, value, False)}
-    probes["strided storage"] = partial(whole, lambda x: torch.stack([x, x], 1)[:, 0])
-    probes["transposed storage"] = partial(whole, lambda x: x.movedim(0, -1).contiguous().clone().movedim(-1, 0))
-    return _report(partial(chunks, 1), probes)
+        padding, ignored = torch.full_like(rows, value), torch.full_like(order, -1)
+        probes[f"{what} before"] = [(torch.cat([padding, rows]), torch.cat([ignored, order]))]
+        probes[f"{what} after"] = [(torch.cat([rows, padding]), torch.cat([order, ignored]))]
+    probes["strided storage"] = [(torch.stack([rows, rows], 1)[:, 0], order)]
+    probes["transposed storage"] = [(rows.movedim(0, -1).contiguous().clone().movedim(-1, 0), order)]
+    again = {name: calls(*order.split(1)) for name in _REFERENCES}  # type: ignore[no-untyped-call]
+    return _report({name: (lambda: fn, found) for name, found in (again | probes).items()})
 
 
 def check_sequence_invariance(
@@ -172,23 +164,23 @@ def check_sequence_invariance(
     sequence, num_tokens, half = sequence.detach(), len(sequence), len(sequence) // 2
     order = torch.arange(num_tokens, device=sequence.device)
 
-    def prefixes(lengths: Iterable[int]) -> Pieces:
-        return [(order[:length], _call(fn, sequence[order[:length]])) for length in lengths]
-
-    def decoded(make: Callable[[], SequenceFunction], sizes: list[int]) -> Pieces:
-        decode, indices = make(), order.split(sizes)  # type: ignore[no-untyped-call]
-        return [(index, _call(decode, sequence[index])) for index in indices]
+    def prefixes(lengths: Iterable[int]) -> Calls:
+        return [(sequence[order[:length]], order[:length]) for length in lengths]
 
     # Around powers of two, where kernels change their tiling, and the last ones.
     near = {2**power + shift for power in range(num_tokens.bit_length()) for shift in (-1, 0, 1)} | {num_tokens - 1}
-    probes = {"prefixes": partial(prefixes, sorted(length for length in near if 0 < length < num_tokens))}
+    whole = {name: prefixes([num_tokens]) for name in _REFERENCES}
+    whole["prefixes"] = prefixes(sorted(length for length in near if 0 < length < num_tokens))
+    probes = {name: (lambda: fn, calls) for name, calls in whole.items()}
     if make_decoder is not None:
         splits = {"decode": [1] * num_tokens, f"prefill {half}, then decode": [half] + [1] * (num_tokens - half)}
         for size in filter(num_tokens.__gt__, (2, 3, 16, 64, 256, 1024)):
             starts = range(0, num_tokens, size)
             splits[f"chunked prefill of {size}"] = [min(size, num_tokens - start) for start in starts]
-        probes |= {name: partial(decoded, make_decoder, sizes) for name, sizes in splits.items()}
-    return _report(partial(prefixes, [num_tokens]), probes)
+        for name, lengths in splits.items():
+            indices = order.split(lengths)  # type: ignore[no-untyped-call]
+            probes[name] = make_decoder, [(sequence[index], index) for index in indices]
+    return _report(probes)
 
 
 def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
@@ -203,18 +195,26 @@ def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
     return outputs.detach().clone()
 
 
-def _report(reference: Callable[[], Pieces], probes: Mapping[str, Callable[[], Pieces]]) -> InvarianceReport:
-    """Compare the outputs of each probe with those of the reference; one that raises has failed."""
+_REFERENCES = ("reference", "reference, again")
+
+
+def _report(probes: Mapping[str, tuple[Callable[[], Callable[[Tensor], Tensor]], Calls]]) -> InvarianceReport:
+    """Compare the outputs of each probe with those of the first, the reference; one that raises has failed."""
     found: list[Probe] = []
     expected: Tensor | None = None
-    for name, body in {"reference": reference, "reference, again": reference, **probes}.items():
+    for name, (make, calls) in probes.items():
         try:
-            index, outputs = _joined(body())
+            fn = make()
+            outputs = [_call(fn, batch)[index >= 0] for batch, index in calls]
+            if len(dtypes := {each.dtype for each in outputs}) > 1:
+                # Concatenated, they would be cast to the widest.
+                raise TypeError(f"the function returns {' and '.join(sorted(map(str, dtypes)))}")
+            index = torch.cat([index[index >= 0] for _, index in calls])
             if expected is None:
-                expected = outputs[index.argsort()]
+                expected = torch.cat(outputs)[index.argsort()]
                 continue
-            probe = _difference(name, index, outputs, expected[index])
-            if name == "reference, again" and probe.num_different:
+            probe = _difference(name, index, torch.cat(outputs), expected[index])
+            if name in _REFERENCES and probe.num_different:
                 probe = replace(probe, outcome="not repeatable")
         except Exception as error:
             probe = Probe(name=name, outcome="failed", note=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -222,13 +222,6 @@ def _report(reference: Callable[[], Pieces], probes: Mapping[str, Callable[[], P
         if expected is None:
             break
     return InvarianceReport(probes=tuple(found))
-
-
-def _joined(pieces: Pieces) -> tuple[Tensor, Tensor]:
-    if len(dtypes := {outputs.dtype for _, outputs in pieces}) > 1:
-        # Concatenated, they would be cast to the widest.
-        raise TypeError(f"the function returns {' and '.join(sorted(map(str, dtypes)))}")
-    return torch.cat([index for index, _ in pieces]), torch.cat([outputs for _, outputs in pieces])
 
 
 def _difference(name: str, index: Tensor, outputs: Tensor, expected: Tensor) -> Probe:

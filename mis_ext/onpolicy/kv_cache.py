@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,32 +58,27 @@ def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: 
     for name, layer in layers.items():
         if getattr(getattr(layer, "config", None), "multi_latent_attention", False):
             raise ValueError(f"{name}: the cache of multi-latent attention (MLA) holds latents, not keys and values")
-        if any(isinstance(hook, _Rounding) for hook in layer.core_attention._forward_pre_hooks.values()):
+        if any(getattr(hook, "func", None) is _round for hook in layer.core_attention._forward_pre_hooks.values()):
             raise ValueError(f"{name}: the model simulates a cache already: remove that first")
-    rounding, handles = _Rounding(DTYPES[dtype], queries=queries), ExitStack()
+    rounding, handles = partial(_round, _NAMES if queries else _NAMES[1:], DTYPES[dtype]), ExitStack()
     for layer in layers.values():
         handles.callback(layer.core_attention.register_forward_pre_hook(rounding, with_kwargs=True).remove)
     return handles
 
 
-class _Rounding:
-    """Before a core attention: of its query, key and value."""
+_NAMES = ("query", "key", "value")
 
-    def __init__(self, dtype: torch.dtype, *, queries: bool) -> None:
-        self._dtype, self._queries = dtype, queries
 
-    def __call__(
-        self, module: Module, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = ("query", "key", "value")
-        which = names if self._queries else names[1:]
-        rounded = [self._rounded(x) if name in which else x for name, x in zip(names, inputs, strict=False)]
-        named = {name: self._rounded(x) if name in which else x for name, x in named.items()}
-        return (*rounded, *inputs[len(names) :]), named
+def _round(
+    which: Sequence[str], dtype: torch.dtype, module: Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Round these of the query, key and value of a core attention, before it gets them."""
 
-    def _rounded(self, values: Tensor) -> Tensor:
-        rounded: Tensor = _StraightThrough.apply(values, self._dtype)  # type: ignore[no-untyped-call]
-        return rounded
+    def rounded(name: str, x: Any) -> Any:
+        return _StraightThrough.apply(x, dtype) if name in which else x  # type: ignore[no-untyped-call]
+
+    first = map(rounded, _NAMES, inputs)
+    return (*first, *inputs[len(_NAMES) :]), {name: rounded(name, x) for name, x in named.items()}
 
 
 class _StraightThrough(torch.autograd.Function):

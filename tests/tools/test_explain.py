@@ -310,7 +310,7 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
         (["miss"], "'miss': the nearest is mis; "),
         (["nothing.yaml"], "nothing.yaml"),
         (["mis", "--k3", "-1"], "k3 must be in [0, 10], got -1.0"),
-        (["mis", "--k3", "small"], "must be a number, such as 5e-3, got 'small'"),
+        (["mis", "--k3", "small"], "argument --k3: invalid float value: 'small'"),
         (["mis", "--length", "0"], "length must be in [1, 1e+07], got 0.0"),
         (["mis", "--length", "nan"], "length must be in [1, 1e+07], got nan"),
         (["mis", "--sequences", "0"], "num_sequences must be in [1, inf), got 0"),

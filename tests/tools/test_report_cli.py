@@ -117,8 +117,6 @@ def low_precision(tmp_path_factory) -> Path:
     for number in range(2):
         os.utime(dumps / f"{number}.pt", (0, 12 * 60 * 60 * (1 + 2 * number)))
     (folder / "out").mkdir()
-    (folder / "out" / "report.html").write_text("old")
-    os.utime(folder / "out" / "report.html", (0, 12 * 60 * 60))
     arguments = ["--out", str(folder / "out"), "--preset", "mis", "--preset", "geometric_mis"]
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as shown:
         patched.setenv("COLUMNS", "72")
@@ -295,11 +293,6 @@ def test_wrong_usage_is_said(tmp_path, capsys, arguments, message) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(dumps), "--out", str(tmp_path / "out"), *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_a_report_says_which_one_it_replaces(low_precision) -> None:
-    shown = (low_precision.parent / "terminal.txt").read_text()
-    assert "replaces the report of 1970-01-01" in " ".join(shown.split())
 
 
 def test_a_folder_without_dumps_is_named(tmp_path, capsys) -> None:

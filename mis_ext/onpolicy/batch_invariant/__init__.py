@@ -126,16 +126,9 @@ def batch_invariant_forward(*modules: nn.Module) -> Iterator[None]:
     Args:
         *modules: Each, and each module inside, gets a wrapper around its ``forward``, and its own one back after the
             block. A copy made in the block keeps its wrapper.
-
-    Raises:
-        ValueError: A module is wrapped already.
     """
-    wrapped = dict.fromkeys(inner for module in modules for inner in module.modules())
-    for module in wrapped:
-        if hasattr(module.forward, "__batch_invariant__"):
-            raise ValueError(f"the forward of {type(module).__name__} is batch-invariant already")
     with ExitStack() as stack:
-        for module in wrapped:
+        for module in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
             stack.callback(_restore_forward, module, vars(module).get("forward"))
             module.forward = _in_mode(module, module.forward)
         yield
@@ -151,7 +144,6 @@ def _in_mode(module: nn.Module, forward: Callable[..., Any]) -> MethodType:
         with nullcontext() if is_batch_invariant() else batch_invariant_mode():
             return function(self, *args, **kwargs) if function else forward(*args, **kwargs)
 
-    wrapped.__batch_invariant__ = True  # type: ignore[attr-defined]
     return MethodType(wrapped, module)
 
 

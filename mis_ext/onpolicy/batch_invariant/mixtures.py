@@ -121,7 +121,11 @@ def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
     """
     leading = out.shape[: len(places)]
     for index, length in zip(places, leading, strict=True):
-        _check_range(index, length)
+        is_inside = (index >= 0) & (index < length)
+        if index.is_cuda:
+            torch._assert_async(is_inside.all(), f"an index is not in [0, {length})")
+        elif not is_inside.all():
+            raise IndexError(f"index {int(index[~is_inside][0])} is not in [0, {length})")
     if source.numel() == 0:
         return
     index = places[0].long()
@@ -132,14 +136,6 @@ def _add(out: Tensor, places: Sequence[Tensor], source: Tensor) -> None:
     devices.kernels_on(out).add_rows_(packed.view(math.prod(leading), rows.shape[1]), index.reshape(-1), rows)
     if packed is not out:
         out.copy_(packed)
-
-
-def _check_range(index: Tensor, length: int) -> None:
-    is_inside = (index >= 0) & (index < length)
-    if index.is_cuda:
-        torch._assert_async(is_inside.all(), f"an index is not in [0, {length})")
-    elif not is_inside.all():
-        raise IndexError(f"index {int(index[~is_inside][0])} is not in [0, {length})")
 
 
 def sort(func: Any, x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = True) -> Any:

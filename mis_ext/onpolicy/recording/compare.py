@@ -140,25 +140,23 @@ class Comparison:
     def summary(self) -> str:
         """The verdict, the first divergence, the culprits and the problems, in plain text."""
         lines = [f"{self.verdict}: {self.num_rows} rows of {len(self.modules)} outputs compared"]
-        if self.first_divergent is not None:
-            lines.append(f"first divergence: {self.first_divergent}")
-            others = [module for module in self.culprits if module is not self.first_divergent]
-            lines += [f"culprit: {module.blame()}" for module in others]
+        first = self.first_divergent
+        if first is not None:
+            lines.append(f"first divergence: {first}")
+            lines += [f"culprit: {module.blame()}" for module in self.culprits if module is not first]
             if not self.culprits:
-                lines.append(_no_culprit(self.first_divergent))
+                why = "the difference arises between the recorded modules, before its first place"
+                if first.inputs_equal is None and not first.compared_inputs and first.uncompared_inputs:
+                    labels = ", ".join(first.uncompared_inputs)
+                    why = f"inputs of the first divergence were not compared: {labels}"
+                elif first.inputs_equal is None:
+                    why = "the inputs of the first divergence were not recorded on both sides"
+                lines.append(f"no culprit: {why}")
         with_nan = [module.name for module in self.modules if module.num_nan]
         lines += [f"{self.num_nan} elements are NaN, first in {with_nan[0]}"] if with_nan else []
         lines += [f"not compared: {', '.join(self.skipped)}"] if self.skipped else []
         lines += [f"problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
-
-
-def _no_culprit(first: ModuleDifference) -> str:
-    if first.inputs_equal is None and not first.compared_inputs and first.uncompared_inputs:
-        return f"no culprit: inputs of the first divergence were not compared: {', '.join(first.uncompared_inputs)}"
-    if first.inputs_equal is None:
-        return "no culprit: the inputs of the first divergence were not recorded on both sides"
-    return "no culprit: the difference arises between the recorded modules, before its first place"
 
 
 def compare(
@@ -262,8 +260,8 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
         shapes = f"{[*pair.a.values.shape[1:]]} and {[*pair.b.values.shape[1:]]}"
         findings.add(f"{shown}: rows of shape {shapes}", *modules)
         return None
-    if pair.a.dtype != pair.b.dtype:
-        findings.add(f"{shown}: {pair.a.dtype} and {pair.b.dtype}", *modules)
+    if pair.a.values.dtype != pair.b.values.dtype:
+        findings.add(f"{shown}: {pair.a.values.dtype} and {pair.b.values.dtype}", *modules)
     found = row_difference(pair.a, pair.b)
     if not len(found.differs_N):
         findings.add(f"{shown}: no row in common", *modules)
@@ -275,11 +273,12 @@ def _compare_pair(pair: _Pair, a: Recording, b: Recording, findings: _Findings) 
     )
     uncompared = (*inputs.unpaired, *_skipped_inputs(a, pair.module_a), *_skipped_inputs(b, pair.module_b))
     differing_N = found.differs_N.nonzero()[:, 0]
-    state = inputs.up_to(found.sequence_N[differing_N], found.position_N[differing_N])
-    culprit_N = differing_N[state.is_there_N & ~state.differs_N]
-    state = state if len(differing_N) else inputs.all_rows()
-    all_compared = bool(state.is_there_N[0]) and not uncompared
-    inputs_equal = False if state.differs_N[0] else True if all_compared else None
+    is_there_N, differ_N = inputs.up_to(found.sequence_N[differing_N], found.position_N[differing_N])
+    culprit_N = differing_N[is_there_N & ~differ_N]
+    is_there, differ = bool(inputs.compared), inputs.differ
+    if len(differing_N):
+        is_there, differ = bool(is_there_N[0]), bool(differ_N[0])
+    inputs_equal = False if differ else True if is_there and not uncompared else None
     return ModuleDifference(
         name=pair.name_a,
         other=pair.name_b,

@@ -120,13 +120,6 @@ def _largest(values: Tensor) -> float:
     return values.max().item() if len(values) else 0
 
 
-class InputState(NamedTuple):
-    """Of N rows: whether paired inputs have each of them, and whether they differ up to it."""
-
-    is_there_N: Tensor
-    differs_N: Tensor
-
-
 class InputDifference:
     """Bitwise comparison of the inputs by token of one pair of modules.
 
@@ -140,9 +133,10 @@ class InputDifference:
         self.compared, others = tuple(label for label, _ in pairs), {label for _, label in pairs}
         self.unpaired = (*(x for x in a if x not in self.compared), *(x for x in b if x not in others))
         self._compared = [_compare_inputs(a[x], b[y], any_dtype=any_dtype) for x, y in pairs]
+        self.differ = any(bool(compared.values.any()) for compared in self._compared)
 
-    def up_to(self, sequence_N: Tensor, position_N: Tensor) -> InputState:
-        """The inputs in the sequence of each row, up to and including it."""
+    def up_to(self, sequence_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether all inputs have each of N rows, and whether they differ in its sequence up to and including it."""
         is_there_N = torch.full_like(position_N, bool(self.compared), dtype=torch.bool)
         differs_N = torch.zeros_like(is_there_N)
         for compared in self._compared:
@@ -156,12 +150,7 @@ class InputDifference:
             num_different = torch.cat([position_N.new_zeros(1), compared.values.cumsum(0)])
             is_there_N &= index_N < stop_N
             differs_N |= num_different[stop_N] > num_different[first_N]
-        return InputState(is_there_N, differs_N)
-
-    def all_rows(self) -> InputState:
-        """Reduce the inputs to one row: whether there are any, and whether a row of them differs."""
-        differs = any(bool(compared.values.any()) for compared in self._compared)
-        return InputState(torch.tensor([bool(self.compared)]), torch.tensor([differs]))
+        return is_there_N, differs_N
 
 
 def _compare_inputs(a: PlacedRows, b: PlacedRows, *, any_dtype: bool) -> PlacedRows:
@@ -169,7 +158,8 @@ def _compare_inputs(a: PlacedRows, b: PlacedRows, *, any_dtype: bool) -> PlacedR
     if row_size(a) != row_size(b):
         return a._replace(values=torch.ones(len(a.values), dtype=torch.bool))
     found = row_difference(a, b)
-    is_other_float = a.dtype != b.dtype and any(dtype.is_floating_point for dtype in (a.dtype, b.dtype))
+    dtypes = {entry.values.dtype for entry in (a, b)}
+    is_other_float = len(dtypes) > 1 and any(dtype.is_floating_point for dtype in dtypes)
     differs_N = found.differs_N | (is_other_float and not any_dtype)
     return PlacedRows(differs_N, found.sequence_N, found.position_N)
 

@@ -47,7 +47,14 @@ class Rows:
         sequence, position = sequence.expand(shape), position.expand(shape)
         object.__setattr__(self, "sequence", sequence)
         object.__setattr__(self, "position", position)
-        _check_tokens(sequence[position >= 0], position[position >= 0])
+        sequence_N, position_N = sequence[position >= 0], position[position >= 0]
+        if (sequence_N < 0).any():
+            raise ValueError(f"sequence must be at least 0 where position is, got {int(sequence_N.min())}")
+        stride = int(position_N.max()) + 1 if len(position_N) else 1
+        key_N = (sequence_N * stride + position_N).sort().values
+        twice = key_N[1:][key_N[1:] == key_N[:-1]]
+        if len(twice):
+            raise ValueError(f"(sequence, position) {divmod(int(twice[0]), stride)} is there twice")
         if self.kept is not None:
             kept = _grid("kept", self.kept)
             if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < position.numel():
@@ -120,11 +127,6 @@ class PlacedRows(NamedTuple):
     sequence_N: Tensor
     position_N: Tensor
     order: int = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the engine computed the values."""
-        return self.values.dtype
 
 
 class _Tokens(NamedTuple):
@@ -210,18 +212,6 @@ def _tokens(sequence: Tensor, position: Tensor) -> _Tokens:
     index_N = index_N[position[index_N].argsort(stable=True)]
     index_N = index_N[sequence[index_N].argsort(stable=True)]
     return _Tokens(sequence[index_N], position[index_N], index_N)
-
-
-def _check_tokens(sequence_N: Tensor, position_N: Tensor) -> None:
-    if not len(sequence_N):
-        return
-    if sequence_N.min() < 0:
-        raise ValueError(f"sequence must be at least 0 where position is, got {int(sequence_N.min())}")
-    stride = int(position_N.max()) + 1
-    key_N = (sequence_N * stride + position_N).sort().values
-    twice = key_N[1:][key_N[1:] == key_N[:-1]]
-    if len(twice):
-        raise ValueError(f"(sequence, position) {divmod(int(twice[0]), stride)} is there twice")
 
 
 def _grid(name: str, tensor: Tensor) -> Tensor:

@@ -128,7 +128,15 @@ class RoutedExperts:
         """
         num_layers, topk = check_integer("num_layers", num_layers, low=1), check_integer("topk", topk, low=1)
         num_tokens = check_integer("num_tokens", num_tokens)
-        values, start = _sglang_values(meta_info)
+        fields = _fields(
+            "meta_info",
+            meta_info,
+            "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
+        )
+        check_not_retracted(fields)
+        decoded = decode_experts(fields["routed_experts"], fields.get("routed_experts_dtype"))
+        values, start = torch.from_numpy(decoded).flatten(), fields.get("routed_experts_start_len")
+        start = check_integer("routed_experts_start_len", 0 if start is None else start, low=0)
         rows, rest = divmod(len(values), num_layers * topk)
         # Some versions feed the last token forward too.
         if rest or start + rows not in (num_tokens - 1, num_tokens):
@@ -169,7 +177,10 @@ class RoutedExperts:
                 value is 0, ``moe_layers`` is as :meth:`from_sglang` refuses it, or see the class.
         """
         num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
-        rows_NLK = _vllm_rows(choice)
+        fields = _fields("choice", choice, "start vLLM with --enable-return-routed-experts")
+        rows_NLK = torch.from_numpy(decode_experts(fields["routed_experts"], None))
+        if rows_NLK.dim() != 3:
+            raise ValueError(f"routed_experts must be a NumPy file of [rows, layers, topk], got {[*rows_NLK.shape]}")
         if start + len(rows_NLK) != num_tokens - 1:
             raise ValueError(
                 f"routed_experts has {len(rows_NLK)} rows from position start = {start} on, and num_tokens = "
@@ -209,28 +220,6 @@ def _moe_rows(rows_NLK: Tensor, moe_layers: Sequence[int] | None) -> Tensor:
 def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:
     token, layer, choice = where_TLK.nonzero()[0].tolist()
     return f"token {token}, layer {layer}", int(values_TLK[token, layer, choice])
-
-
-def _sglang_values(meta_info: Mapping[str, Any] | str) -> tuple[Tensor, int]:
-    """All values in the order of rows, layers and choices, int32, and the position of the first row."""
-    fields = _fields(
-        "meta_info",
-        meta_info,
-        "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
-    )
-    check_not_retracted(fields)
-    values = torch.from_numpy(decode_experts(fields["routed_experts"], fields.get("routed_experts_dtype")))
-    start = fields.get("routed_experts_start_len")
-    return values.flatten(), check_integer("routed_experts_start_len", 0 if start is None else start, low=0)
-
-
-def _vllm_rows(choice: Mapping[str, Any] | str) -> Tensor:
-    """``[rows, layers, topk]``, int32, from base64 of a NumPy file."""
-    fields = _fields("choice", choice, "start vLLM with --enable-return-routed-experts")
-    rows = torch.from_numpy(decode_experts(fields["routed_experts"], None))
-    if rows.dim() != 3:
-        raise ValueError(f"routed_experts must be a NumPy file of [rows, layers, topk], got {[*rows.shape]}")
-    return rows
 
 
 def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[str, Any]:

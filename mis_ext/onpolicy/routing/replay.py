@@ -46,8 +46,10 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
         ValueError: The routing does not fit the model, the model routes in a way that cannot be replayed, a layer did
             not consume exactly its rows, or it is recomputed for no forward pass of the block or twice for one.
     """
-    routers = _find_routers(model)
-    expected = routers.num_layers, routers.config.moe_router_topk, routers.config.num_moe_experts
+    chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, Module) else model)]
+    config: Any = chunks[0].config
+    layers, num_layers = _find_layers(chunks, config)
+    expected = num_layers, config.moe_router_topk, config.num_moe_experts
     for routing in micro_batches:
         got = *routing.experts_TLK.shape[1:], routing.num_experts
         if got != expected:
@@ -55,7 +57,7 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
                 f"the routing has (layers, topk, num_experts) = {got} and the model {expected}, "
                 "counting the mixture-of-experts layers of all pipeline stages"
             )
-    columns = [layer.column for layer in routers.layers]
+    columns = [layer.column for layer in layers]
 
     @lru_cache(maxsize=1)
     def rows_on(device: torch.device, micro_batch: int) -> Tensor:
@@ -63,9 +65,9 @@ def replay_routing(model: Module | Sequence[Module], micro_batches: Sequence[Loc
         return micro_batches[micro_batch].experts_TLK[:, columns].to(device)
 
     passes = ForwardPasses()
-    replays = [_Replay(layer, rows_on, index, len(micro_batches), passes) for index, layer in enumerate(routers.layers)]
-    with passes.watch(routers.chunks), ExitStack() as stack:
-        for layer, replay in zip(routers.layers, replays, strict=True):
+    replays = [_Replay(layer, rows_on, index, len(micro_batches), passes) for index, layer in enumerate(layers)]
+    with passes.watch(chunks), ExitStack() as stack:
+        for layer, replay in zip(layers, replays, strict=True):
             # Also after an exception.
             stack.callback(setattr, layer.router, "router_replay", layer.router.router_replay)
             layer.router.router_replay = replay
@@ -100,7 +102,9 @@ class _Replay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        micro_batch = self._recomputed_micro_batch() if _is_in_backward() else self._next_micro_batch()
+        # While autograd's engine is running, a forward pass recomputes a checkpointed layer.
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        micro_batch = self._recomputed_micro_batch() if is_recomputed else self._next_micro_batch()
         rows_TK = self._rows_on(scores.device, micro_batch)[:, self._index].long()
         if rows_TK.shape != (len(scores), topk):
             raise ValueError(
@@ -145,11 +149,6 @@ class _Replay:
                 f"{self._name} is recomputed in the backward pass, and {len(ran)} of {len(due)} backward passes ran: "
                 "the block must include them, or it must run the model under torch.no_grad"
             )
-
-
-def _is_in_backward() -> bool:
-    """Return True if autograd's engine is running: a forward pass then recomputes a checkpointed layer."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # Autograd numbers its nodes in the order in which they are made, and recomputes a checkpoint while it runs a node of
@@ -212,20 +211,20 @@ class _Layer(NamedTuple):
     column: int
 
 
-class _Routers(NamedTuple):
-    """The mixture-of-experts layers of a model that are on this rank, of ``num_layers`` in the whole model."""
-
-    chunks: list[Module]
-    config: Any
-    num_layers: int
-    layers: list[_Layer]
+# Otherwise a router does not ask the slot, or does not keep to the answer.
+_REQUIRED = {"moe_router_fusion": False, "moe_expert_capacity_factor": None, "cuda_graph_impl": "none"}
 
 
-def _find_routers(model: Module | Sequence[Module]) -> _Routers:
-    """The routers of a model or of this rank's model chunks, without those of multi-token prediction."""
-    chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, Module) else model)]
-    config: Any = chunks[0].config
-    _check_routable(config)
+def _find_layers(chunks: Sequence[Module], config: Any) -> tuple[list[_Layer], int]:
+    """The layers on this rank, without those of multi-token prediction, and the number of the whole model."""
+    if config.num_moe_experts is None:
+        raise ValueError("the model has no mixture-of-experts layers")
+    if "sinkhorn" in config.moe_router_load_balancing_type:
+        raise ValueError("routing with moe_router_load_balancing_type = 'sinkhorn' cannot be replayed")
+    for key, legal in _REQUIRED.items():
+        value = getattr(config, key)
+        if value != legal:
+            raise ValueError(f"routing with {key} = {value!r} cannot be replayed: set it to {legal!r}")
     every = config.moe_layer_freq
     pattern = [index % every == 0 for index in range(config.num_layers)] if isinstance(every, int) else every
     moe_layers = [index for index, is_moe in enumerate(pattern) if is_moe]
@@ -240,7 +239,7 @@ def _find_routers(model: Module | Sequence[Module]) -> _Routers:
             f"found the routers of {len(layers)} of {len(moe_layers)} mixture-of-experts layers: pass all chunks "
             "(Megatron-Core before 0.16 has no router_replay slot)"
         )
-    return _Routers(chunks, config, len(moe_layers), layers)
+    return layers, len(moe_layers)
 
 
 def _unwrapped(chunk: Module) -> Module:
@@ -250,18 +249,3 @@ def _unwrapped(chunk: Module) -> Module:
     if not hasattr(chunk, "config"):
         raise TypeError(f"{type(chunk).__name__} is no Megatron-Core model: it has no config")
     return chunk
-
-
-# Otherwise a router does not ask the slot, or does not keep to the answer.
-_REQUIRED = {"moe_router_fusion": False, "moe_expert_capacity_factor": None, "cuda_graph_impl": "none"}
-
-
-def _check_routable(config: Any) -> None:
-    if config.num_moe_experts is None:
-        raise ValueError("the model has no mixture-of-experts layers")
-    if "sinkhorn" in config.moe_router_load_balancing_type:
-        raise ValueError("routing with moe_router_load_balancing_type = 'sinkhorn' cannot be replayed")
-    for key, legal in _REQUIRED.items():
-        value = getattr(config, key)
-        if value != legal:
-            raise ValueError(f"routing with {key} = {value!r} cannot be replayed: set it to {legal!r}")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
@@ -36,18 +35,10 @@ def require(*modules: str, to_show: bool = False) -> None:
         *modules: Their names, which are those of their packages too.
         to_show: Whether the command can print JSON without those that draw.
     """
-    missing = [module for module in modules if not _is_there(module)]
+    missing = [module for module in modules if find_spec(module) is None]
     if missing:
         instead = ", or use --json" if to_show and {*missing} <= {"rich", "matplotlib", "jinja2"} else ""
         raise OSError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}{instead}")
-
-
-def _is_there(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 # What follows takes texts as they are: names of files may hold what rich would read as markup, or a terminal obey.

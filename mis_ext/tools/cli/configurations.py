@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mis_ext.tools.cli.command import Result, show, show_grid, show_table
 
 if TYPE_CHECKING:
-    from mis_ext.tools.explain import Effect, Explanation
+    from mis_ext.tools.explain import Explanation
     from mis_ext.tools.method_files import Spelt
 
 _DEFAULT = "mis"
@@ -46,11 +46,11 @@ def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         help="a configuration file, the name of a preset, or the name of a method if no preset has that name",
     )
     parser.add_argument(
-        "--k3", type=_number, default=1e-3, metavar="NATS", help="mismatch per token, in [0, 10]; default %(default)g"
+        "--k3", type=float, default=1e-3, metavar="NATS", help="mismatch per token, in [0, 10]; default %(default)g"
     )
     parser.add_argument(
         "--length",
-        type=_number,
+        type=float,
         default=2048,
         metavar="T",
         help="tokens of a response, in [1, 1e7]; default %(default)d",
@@ -60,13 +60,6 @@ def add_explain(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--sequences", type=int, metavar="N", help="responses over which one call normalizes the weights"
     )
     parser.set_defaults(run=run_explain, shown_with=("rich",))
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, such as 5e-3, got {text!r}") from None
 
 
 def run_explain(parsed: argparse.Namespace) -> Result:
@@ -129,7 +122,9 @@ def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -
     show_grid([(f"{step.name}:", step.formula) for step in found.steps], gap=1)
     title(f"Expected at k3 {found.effect.k3:g} per token")
     lengths = (f"T = {each.length:,.0f}" for each in found.at_lengths)
-    show_table(("", *lengths), _effect_rows(found.at_lengths), numbers_right=True)
+    rows = {label: [getattr(each, name) for each in found.at_lengths] for name, label in _NUMBERS.items()}
+    rows |= {f"kept by {name}": [each.accepted[name] for each in found.at_lengths] for name in found.effect.accepted}
+    show_table(("", *lengths), ((label, *map(_percent, each)) for label, each in rows.items()), numbers_right=True)
     show(LIMITS, "dim")
     known = "What" if found.traps else "Nothing" if found.is_known else "Not known: what"
     title(f"{known} speaks against it at {found.effect.length:,.0f} tokens")
@@ -138,12 +133,6 @@ def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -
     if found.notes:
         title("Good to know")
         lines(found.notes)
-
-
-def _effect_rows(effects: Sequence[Effect]) -> Iterator[tuple[str, ...]]:
-    rows = {label: [getattr(each, name) for each in effects] for name, label in _NUMBERS.items()}
-    rows |= {f"kept by {name}": [each.accepted[name] for each in effects] for name in effects[0].accepted}
-    return ((label, *map(_percent, values)) for label, values in rows.items())
 
 
 def _percent(value: float) -> str:
@@ -166,7 +155,7 @@ def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run_presets(arguments: argparse.Namespace) -> Result:
     """The list, or one file."""
-    from mis_ext.files import list_presets, preset_remarks, preset_text
+    from mis_ext.files import hanging, list_presets, preset_remarks, preset_text
 
     if arguments.name is not None:
         file = preset_text(arguments.name)
@@ -174,17 +163,15 @@ def run_presets(arguments: argparse.Namespace) -> Result:
         return Result({"name": arguments.name, **remarks, "yaml": file}, lambda: print(file, end=""))
     names = sorted(list_presets(), key=lambda name: name != _DEFAULT)
     presets = [{"name": name, **preset_remarks(name)._asdict()} for name in names]
-    return Result({"presets": presets}, lambda: _show_presets(presets))
 
+    def show_presets() -> None:
+        for each in presets:
+            print(each["name"])
+            print(hanging("  What: ", each["what"]))
+            print(hanging("  When: ", each["when"]))
+        print(f"\n{hanging('', 'mis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.')}")
 
-def _show_presets(presets: list[dict[str, str]]) -> None:
-    from mis_ext.files import hanging
-
-    for each in presets:
-        print(each["name"])
-        print(hanging("  What: ", each["what"]))
-        print(hanging("  When: ", each["when"]))
-    print(f"\n{hanging('', 'mis-ext presets NAME > mis.yaml writes a file, mis-ext explain NAME its effect.')}")
+    return Result({"presets": presets}, show_presets)
 
 
 def add_keys(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -288,6 +275,7 @@ def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 def run_convert(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
     from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
+    from mis_ext.keys.presets import keys_as_yaml
     from mis_ext.keys.reading import read_keys
 
     try:
@@ -297,12 +285,5 @@ def run_convert(arguments: argparse.Namespace) -> Result:
     keys, remarks = convert_verl(options_in(content))
     lines = ["From verl's rollout_correction; for MIS_EXT_KEYS.", *remarks, *dtype_remarks(content)]
     result = {"framework": arguments.framework, "file": arguments.file, "keys": keys, "remarks": lines}
-    return Result(result, lambda: _show_convert(keys, lines))
-
-
-def _show_convert(keys: dict[str, Any], remarks: list[str]) -> None:
-    from mis_ext.keys.presets import keys_as_yaml
-
-    for remark in remarks:
-        print(f"# {remark}")
-    print(keys_as_yaml(keys), end="")
+    text = "".join(f"# {line}\n" for line in lines) + keys_as_yaml(keys)
+    return Result(result, lambda: print(text, end=""))

@@ -95,16 +95,9 @@ def run(parsed: argparse.Namespace) -> Result:
     report = _report(parsed)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
-    replaced = "" if out is None else _date_of(out / "report.html")
     if out is not None:
         _write(report, out, run=f"{_name_of(parsed.paths)}, {_date_of(*map(Path, report.sources))}")
-
-    def show_all() -> None:
-        _show_report(report, out or _OUT)
-        if replaced:
-            print(f"  replaces the report of {replaced}")
-
-    return Result(report.to_dict(), show_all)
+    return Result(report.to_dict(), lambda: _show_report(report, out or _OUT))
 
 
 def _name_of(paths: Sequence[Path]) -> str:

@@ -34,6 +34,8 @@ def test_inputs_are_equal_up_to_a_row_in_its_own_sequence() -> None:
     for output, given_input, equal in ((0, 0, False), (1, 0, False), (0, 1, True), (1, 2, True), (2, 1, True)):
         module = found(output, given_input)
         assert (module.inputs_equal, module.is_culprit) == (equal, equal), (output, given_input)
+    # Where no row of the output differs, all rows of the inputs count.
+    assert compare(with_inputs(VALUES, VALUES), with_inputs(VALUES, VALUES + 1)).modules[0].inputs_equal is False
 
 
 def test_a_second_input_counts_and_inputs_that_were_not_recorded_are_unknown() -> None:

@@ -28,7 +28,7 @@ def test_a_saved_recording_is_the_same_after_loading(tmp_path, dtype: torch.dtyp
         for module, entries in before.items():
             for label, entry in entries.items():
                 other = after[module][label]
-                assert entry.dtype == other.dtype == dtype
+                assert entry.values.dtype == other.values.dtype == dtype
                 assert entry.order == other.order
                 assert all(torch.equal(x, y) for x, y in zip(entry[:3], other[:3], strict=True))
     assert compare(recording, loaded).passed
