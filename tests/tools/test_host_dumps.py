@@ -178,6 +178,18 @@ def test_a_copy_is_no_pass_until_the_records_of_the_engine_have_it(dumps, tmp_pa
     assert shown["engine_records"] == [str(rollout_file(dumps))]
 
 
+def test_versions_that_only_the_records_of_the_engine_have_are_compared(dumps, tmp_path) -> None:
+    (path,) = equal_files(dumps, tmp_path / "versions")
+    content = torch.load(path)
+    for sample in content["samples"]:
+        sample["train_weight_version"] = "another"
+    torch.save(content, path)
+    assert len(audit(path)["cautions"]) == 1
+    report = audit(path, "--engine-records", rollout_file(dumps))
+    assert report["verdict"] == "EXACT"
+    assert "the weight versions differ" in report["cautions"][0]
+
+
 def test_rollout_log_probs_that_are_not_those_of_the_engine_are_invalid(dumps, tmp_path) -> None:
     (path,) = equal_files(dumps, tmp_path / "filled")
     content = torch.load(path)

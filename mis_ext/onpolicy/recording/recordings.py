@@ -183,7 +183,7 @@ def _cat(pieces: list[PlacedRows]) -> PlacedRows:
     )
 
 
-_FILE = re.compile(r"step=(?P<step>\d+)___rank=(?P<rank>\d+)___dump_index=(?P<index>\d+)___name=(?P<name>.+)\.pt")
+_FILE = re.compile(r"step=(?P<step>\d+)___rank=0___dump_index=(?P<index>\d+)___name=(?P<name>.+)\.pt")
 _PREFIX = "non_intrusive__"
 _TOKENS = ("positions", "seq_lens", "rids")
 # The last "output" or "inputs.N" is the dumper's: modules can be called that too.
@@ -206,9 +206,8 @@ def read_sglang_dumps(
     directory: str | os.PathLike[str],
     *,
     requests: Sequence[str] | None = None,
-    rank: int = 0,
 ) -> Recording:
-    """The activations in a directory of dumps, by module and token.
+    """The activations of rank 0 in a directory of dumps, by module and token.
 
     ``DUMPER_ENABLE=1 DUMPER_NON_INTRUSIVE_MODE=all`` dumps every module's inputs and outputs and, in each step (one
     forward), three names that say which tokens it holds: their ``positions [T]``, the lengths of the requests up to and
@@ -221,14 +220,13 @@ def read_sglang_dumps(
         directory: ``<dir>/<exp>``, or ``<dir>`` where it holds a single experiment.
         requests: The request ids in the order of the sequences 0, 1, ...; requests that are not listed (a server's
             warm-up) are left out. By default the order in which they appear.
-        rank: Whose dumps to read; parts that tensor parallelism splits are not put together.
 
     Raises:
         ValueError: There are no dumps; a step lacks one of the three names, has one twice with different values, or
             they contradict each other; no step has one of the ``requests``; a request was retracted and run again with
             other bits; a file is unreadable.
     """
-    steps = _steps(Path(directory), rank)
+    steps = _steps(Path(directory))
     seen: dict[str, int] = {}
     builder = RecordingBuilder()
     for step, dumps in sorted(steps.items()):
@@ -245,7 +243,7 @@ def read_sglang_dumps(
     return builder.build()
 
 
-def _steps(directory: Path, rank: int) -> dict[int, list[_Dump]]:
+def _steps(directory: Path) -> dict[int, list[_Dump]]:
     """The dumps of each step, in the order in which they were made."""
     folders = [folder for folder in sorted(directory.iterdir()) if folder.is_dir()]
     if not any(directory.glob("*.pt")) and len(folders) == 1:
@@ -253,12 +251,12 @@ def _steps(directory: Path, rank: int) -> dict[int, list[_Dump]]:
     found: dict[int, list[tuple[int, _Dump]]] = defaultdict(list)
     for path in directory.glob("*.pt"):
         match = _FILE.fullmatch(path.name)
-        if match is not None and int(match["rank"]) == rank:
+        if match is not None:
             dump = _Dump(path, int(match["step"]), match["name"].partition("___")[0])
             found[dump.step].append((int(match["index"]), dump))
     if not found:
         several = f"; it holds several experiments: {[folder.name for folder in folders]}" if folders else ""
-        raise ValueError(f"no dumps of rank {rank} in {directory}{several}")
+        raise ValueError(f"no dumps of rank 0 in {directory}{several}")
     return {step: [dump for _, dump in sorted(dumps)] for step, dumps in found.items()}
 
 

@@ -40,11 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configurations.add_explain,
         equality.add_diff,
         check_rollouts.add_command,
-        configurations.add_presets,
-        configurations.add_keys,
-        configurations.add_schema,
-        configurations.add_methods,
-        configurations.add_convert,
+        configurations.add_listings,
     ):
         add(commands)
     for command in commands.choices.values():

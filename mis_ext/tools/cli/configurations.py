@@ -141,16 +141,50 @@ def _percent(value: float) -> str:
     return f"{value:.1e}" if 0.0 < value < 1e-3 else f"{value:.3f}"
 
 
-def add_presets(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``mis-ext presets``."""
-    parser = subparsers.add_parser(
+def add_listings(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that print texts: ``presets``, ``keys``, ``schema``, ``methods``, and ``convert``."""
+    presets = subparsers.add_parser(
         "presets",
         help="list the presets",
         description="List the presets. With NAME, print its file for --custom-config-path: "
         "mis-ext presets mis > mis.yaml",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset of the list")
-    parser.set_defaults(run=run_presets, shown_with=())
+    keys = subparsers.add_parser(
+        "keys",
+        help="list the YAML keys: legal range, default, effect",
+        description="List the YAML keys. With NAME, describe that key.",
+    )
+    schema = subparsers.add_parser(
+        "schema",
+        help="print a JSON Schema of the YAML keys, for editors",
+        description="Print the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
+        "language server reads it from a line in the YAML file, as in the presets: "
+        "# yaml-language-server: $schema=mis.schema.json",
+    )
+    methods = subparsers.add_parser(
+        "methods",
+        help="list the published methods: formula, source, use, drawbacks",
+        description="List the methods. With NAME, describe that method.",
+    )
+    for listing, what in ((presets, "preset"), (keys, "key"), (methods, "method")):
+        listing.add_argument("name", nargs="?", metavar="NAME", help=f"a {what} of the list")
+    methods.add_argument(
+        "--yaml",
+        action="store_true",
+        help="print a file that runs NAME: with the hook if it can, else with the full policy loss",
+    )
+    convert = subparsers.add_parser(
+        "convert",
+        help="convert the options of another framework to a YAML file with the same weights and masks",
+        description="Read a configuration of verl: the .hydra/config.yaml of a run, the output of its command with "
+        "--cfg job, or its rollout_correction alone. Print a YAML file with the same weights and masks. "
+        "Options without a counterpart raise an error.",
+    )
+    convert.add_argument("framework", choices=("verl",), help="the framework of the options")
+    convert.add_argument("file", metavar="FILE", help="its configuration, as YAML")
+    runs = {presets: run_presets, keys: run_keys, schema: run_schema, methods: run_methods, convert: run_convert}
+    for parser, run in runs.items():
+        parser.set_defaults(run=run, shown_with=())
 
 
 def run_presets(arguments: argparse.Namespace) -> Result:
@@ -174,17 +208,6 @@ def run_presets(arguments: argparse.Namespace) -> Result:
     return Result({"presets": presets}, show_presets)
 
 
-def add_keys(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``mis-ext keys``."""
-    parser = subparsers.add_parser(
-        "keys",
-        help="list the YAML keys: legal range, default, effect",
-        description="List the YAML keys. With NAME, describe that key.",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a key of the list")
-    parser.set_defaults(run=run_keys, shown_with=())
-
-
 def run_keys(parsed: argparse.Namespace) -> Result:
     """One key, or all."""
     from mis_ext.files import hanging
@@ -205,39 +228,11 @@ def run_keys(parsed: argparse.Namespace) -> Result:
     return Result(rows, show_keys)
 
 
-def add_schema(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``mis-ext schema``."""
-    parser = subparsers.add_parser(
-        "schema",
-        help="print a JSON Schema of the YAML keys, for editors",
-        description="Print the JSON Schema of the keys: mis-ext schema > mis.schema.json. An editor with the YAML "
-        "language server reads it from a line in the YAML file, as in the presets: "
-        "# yaml-language-server: $schema=mis.schema.json",
-    )
-    parser.set_defaults(run=run_schema, shown_with=())
-
-
 def run_schema(_: argparse.Namespace) -> Result:
     """The schema."""
     from mis_ext.keys.schema import json_schema, schema_text
 
     return Result(json_schema(), lambda: print(schema_text(), end=""))
-
-
-def add_methods(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``mis-ext methods``."""
-    parser = subparsers.add_parser(
-        "methods",
-        help="list the published methods: formula, source, use, drawbacks",
-        description="List the methods. With NAME, describe that method.",
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a method of the list")
-    parser.add_argument(
-        "--yaml",
-        action="store_true",
-        help="print a file that runs NAME: with the hook if it can, else with the full policy loss",
-    )
-    parser.set_defaults(run=run_methods, shown_with=())
 
 
 def run_methods(arguments: argparse.Namespace) -> Result:
@@ -256,20 +251,6 @@ def run_methods(arguments: argparse.Namespace) -> Result:
     file = method_yaml(row)
     content = method_facts(row) | {"yaml": file, "symbols": SYMBOLS}
     return Result(content, lambda: print(file, end="") if arguments.yaml else print(describe_method(row)))
-
-
-def add_convert(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``mis-ext convert``."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="convert the options of another framework to a YAML file with the same weights and masks",
-        description="Read a configuration of verl: the .hydra/config.yaml of a run, the output of its command with "
-        "--cfg job, or its rollout_correction alone. Print a YAML file with the same weights and masks. "
-        "Options without a counterpart raise an error.",
-    )
-    parser.add_argument("framework", choices=("verl",), help="the framework of the options")
-    parser.add_argument("file", metavar="FILE", help="its configuration, as YAML")
-    parser.set_defaults(run=run_convert, shown_with=())
 
 
 def run_convert(arguments: argparse.Namespace) -> Result:

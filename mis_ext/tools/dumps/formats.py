@@ -61,11 +61,6 @@ class Columns(NamedTuple):
     keys: Sequence[str] = ()
 
 
-def rollout_of(said: Mapping[str, Any]) -> Any:
-    """The rollout that a row, or a file, says; None where it says none."""
-    return _first(said, ROLLOUT_IDS)
-
-
 def _first(said: Mapping[str, Any], names: Iterable[str]) -> Any:
     return next((said[name] for name in names if said.get(name) is not None), None)
 
@@ -83,7 +78,7 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
-    version, rollout_id = content.get("format_version"), rollout_of(content)
+    version, rollout_id = content.get("format_version"), _first(content, ROLLOUT_IDS)
     if version not in (None, 2):
         raise ValueError(f"format_version is {version!r}; known are 2 and files without one")
     if version == 2 or ("samples" in content and "rollout_data" not in content):
@@ -153,7 +148,7 @@ def read_json_lines(path: Path) -> Columns:
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)
-    return Columns(columns_of(rows), [rollout_of(row) for row in rows], keys=_keys_of(rows))
+    return Columns(columns_of(rows), [_first(row, ROLLOUT_IDS) for row in rows], keys=_keys_of(rows))
 
 
 class ContextPart(NamedTuple):
