@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -123,7 +122,6 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         if logits.ndim < 2:
             raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
         run.check_rollout()
-        make_reducer = _reducer_maker(loss)
         layout = batch_layout(
             is_padded=config.is_padded,
             groups=groups,
@@ -132,6 +130,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             max_seq_lens=batch.get("max_seq_lens"),
             device=logits.device,
         )
+        make_reducer = _reducer_maker(loss, batch, layout)
         scores = host.score(config, batch, logits, layout, groups)
         device = scores.log_prob_T.device
 
@@ -180,7 +179,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         session=run.session,
         corrects=loss.has_correction,
         groups=groups,
-        make_reducer=None if make_reducer is None else partial(_reducer, make_reducer, loss, batch, layout),
+        make_reducer=make_reducer,
         extra_metrics=host.metrics,
     )
     if layout.num_local_tokens > 0 or scores.log_prob_T.requires_grad:
@@ -190,23 +189,22 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
 
 
-def _reducer_maker(loss: WholeLoss) -> Callable[..., Reducer] | None:
-    """The user's own function, where there is one."""
+def _reducer_maker(
+    loss: WholeLoss, batch: Batch, layout: PackedLayout
+) -> Callable[[Correction | None], Reducer] | None:
+    """The user's own function, where there is one; it gets the returned masks, as in the frameworks."""
     if loss.reducer_path is None:
         return None
     module, _, name = loss.reducer_path.rpartition(".")
-    maker: Callable[..., Reducer] = getattr(import_module(module), name)
-    return maker
+    make: Callable[..., Reducer] = getattr(import_module(module), name)
 
+    def make_reducer(correction: Correction | None) -> Reducer:
+        masks = batch["loss_masks"]
+        if correction is not None and not correction.config.metrics_only:
+            masks = unpack(correction.loss_mask_R, layout)
+        return make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
 
-def _reducer(
-    make: Callable[..., Reducer], loss: WholeLoss, batch: Batch, layout: PackedLayout, correction: Correction | None
-) -> Reducer:
-    """The user's own, made from the returned masks as the frameworks do."""
-    masks = batch["loss_masks"]
-    if correction is not None and not correction.config.metrics_only:
-        masks = unpack(correction.loss_mask_R, layout)
-    return make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
+    return make_reducer
 
 
 def positive_temperature(config: RunConfig) -> float:

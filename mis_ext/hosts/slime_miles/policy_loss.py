@@ -257,7 +257,8 @@ def _scores_of_host(
     else:
         module = _loss_module()
         # Before vime took this function from slime, it had padded batches.
-        kept = getattr(module, "get_rollout_top_p_logprob_kwargs", _padded_lengths)(args, batch)
+        kept_of = getattr(module, "get_rollout_top_p_logprob_kwargs", None)
+        kept = {"max_seq_lens": batch.get("max_seq_lens")} if kept_of is None else kept_of(args, batch)
         _, found = module.get_log_probs_and_entropy(logits, **given, with_entropy=True, **kept)
         _capture(module, batch, found["log_probs"])
 
@@ -265,10 +266,6 @@ def _scores_of_host(
         return pack(name, found[name], layout.local_lengths, device=logits.device)
 
     return Scores(packed("log_probs"), packed("entropy") if found.get("entropy") else None)
-
-
-def _padded_lengths(_args: Any, batch: Batch) -> dict[str, Any]:
-    return {"max_seq_lens": batch.get("max_seq_lens")}
 
 
 def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from mis_ext.rollout.generation import (
     LARGEST_ID,
@@ -68,11 +68,17 @@ def build_samples(
     previous: Generation | None = None
     for generation in given:
         call = _checked(generation, calls[-1].known if calls else b"")
-        found = _compare(call, calls)
-        call.ancestor = found.ancestor
-        action = _choose_action(policy, call, found)
+        kind, compared, position = _compare(call, calls)
+        if position is None:
+            action = BoundaryAction.CONTINUED
+        elif policy == "strict":
+            action = BoundaryAction.RAISED
+        elif kind is BoundaryKind.DUPLICATE or not generation.sampled_ids:
+            action = BoundaryAction.DROPPED
+        else:
+            action = BoundaryAction.SPLIT
         if previous is not None:
-            boundary = _describe(previous, call, found, action, tokenizer)
+            boundary = _describe(previous, call, kind, action, compared, position, tokenizer)
             if action is BoundaryAction.RAISED:
                 raise _error(boundary)
             boundaries.append(boundary)
@@ -145,48 +151,35 @@ def _checked(generation: Generation, before: bytes) -> _Call:
     return _Call(generation, packed.tolist(), packed.tobytes() + array("i", sampled).tobytes())
 
 
-class _Comparison(NamedTuple):
-    """Comparison of a prompt with the calls before it.
+def _compare(call: _Call, calls: Sequence[_Call]) -> tuple[BoundaryKind, _Call | None, int | None]:
+    """Find the ancestor of a call; return the class of its boundary, the call that proves it, and the first mismatch.
 
-    Attributes:
-        kind: The class.
-        compared: The call that it was compared with; None where none sampled before it.
-        position: The first mismatch; None where the ids continue.
-        ancestor: The call of the most known ids, of which the prompt has all.
+    None: no call before it sampled, and the ids continue.
     """
-
-    kind: BoundaryKind
-    compared: _Call | None
-    position: int | None
-    ancestor: _Call | None
-
-
-def _compare(call: _Call, calls: Sequence[_Call]) -> _Comparison:
-    """The class of a boundary, and the call that proves it."""
     length = len(call.prompt)
     prompt = call.known[: _ID_BYTES * length]
     shared = [_num_equal(prompt, other.known) for other in calls]
     same = [other for other, size in zip(calls, shared, strict=True) if len(other.prompt) == length == size]
     whole = [other for other, size in zip(calls, shared, strict=True) if other.end == size]
     # Of several with the same ids the last from which none goes on, or the last.
-    ancestor = max(reversed(whole), key=lambda other: (other.end, not other.continued), default=None)
+    call.ancestor = ancestor = max(reversed(whole), key=lambda other: (other.end, not other.continued), default=None)
     for other in same:
         before, now = other.generation, call.generation
         if (before.sampled_ids, before.log_probs) == (now.sampled_ids, now.log_probs):
-            return _Comparison(BoundaryKind.DUPLICATE, other, length, ancestor)
+            return BoundaryKind.DUPLICATE, other, length
     if not calls:
-        return _Comparison(BoundaryKind.CONTIGUOUS, None, None, None)
+        return BoundaryKind.CONTIGUOUS, None, None
     if ancestor is not None and not ancestor.continued:
         closed = ancestor.generation.finish_reason == "length" and length > ancestor.end
         kind = BoundaryKind.TRUNCATED_GENERATION if closed else BoundaryKind.CONTIGUOUS
-        return _Comparison(kind, ancestor, None, ancestor)
+        return kind, ancestor, None
     if same:
-        return _Comparison(BoundaryKind.RETRY, same[-1], length, ancestor)
+        return BoundaryKind.RETRY, same[-1], length
     # The last of the calls that share the most ids.
     position = max(shared)
     compared = next(other for other, size in zip(reversed(calls), reversed(shared), strict=True) if size == position)
     is_fork = ancestor is not None and not compared.has_sampled(position)
-    return _Comparison(BoundaryKind.FORK if is_fork else BoundaryKind.DIFFERENT, compared, position, ancestor)
+    return BoundaryKind.FORK if is_fork else BoundaryKind.DIFFERENT, compared, position
 
 
 def _num_equal(one: bytes, other: bytes) -> int:
@@ -205,20 +198,15 @@ def _num_equal(one: bytes, other: bytes) -> int:
     return low
 
 
-def _choose_action(policy: Policy, call: _Call, found: _Comparison) -> BoundaryAction:
-    if found.position is None:
-        return BoundaryAction.CONTINUED
-    if policy == "strict":
-        return BoundaryAction.RAISED
-    if found.kind is BoundaryKind.DUPLICATE or not call.generation.sampled_ids:
-        return BoundaryAction.DROPPED
-    return BoundaryAction.SPLIT
-
-
 def _describe(
-    previous: Generation, call: _Call, found: _Comparison, action: BoundaryAction, tokenizer: Tokenizer | None
+    previous: Generation,
+    call: _Call,
+    kind: BoundaryKind,
+    action: BoundaryAction,
+    compared: _Call | None,
+    position: int | None,
+    tokenizer: Tokenizer | None,
 ) -> Boundary:
-    kind, position, compared = found.kind, found.position, found.compared
     earlier = previous if compared is None else compared.generation
     if position is None and not previous.sampled_ids:
         kind, earlier = BoundaryKind.EMPTY_GENERATION, previous
