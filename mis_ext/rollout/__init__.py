@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mis_ext.rollout.builder import build_samples as build_samples
     from mis_ext.rollout.canary import Canary as Canary
     from mis_ext.rollout.canary import CanaryResult as CanaryResult
     from mis_ext.rollout.canary import StaleWeightsError as StaleWeightsError
     from mis_ext.rollout.canary import StaleWeightsWarning as StaleWeightsWarning
     from mis_ext.rollout.comparable_log_probs import TrainerLogProbs as TrainerLogProbs
     from mis_ext.rollout.comparable_log_probs import trainer_log_probs as trainer_log_probs
-    from mis_ext.rollout.conversations.builder import build_samples as build_samples
     from mis_ext.rollout.custom_generate.function import generate as generate
     from mis_ext.rollout.definition import Distribution as Distribution
     from mis_ext.rollout.definition import LogProbDefinition as LogProbDefinition

@@ -109,12 +109,6 @@ class LogProbDefinition:
         """True if ``trainer_log_probs(..., definition.returned)`` has the definition of the server's values."""
         return not self.returns_logits and not self.returned.unrepeatable
 
-    @property
-    def only_truncation_differs(self) -> bool:
-        """True if the returned log-probs lack only the renormalization over the sampling support."""
-        is_without = self.returned.truncation is None and not self.returns_logits
-        return is_without and replace(self.sampled, truncation=None) == self.returned
-
     def explain(self) -> list[str]:
         """Describe both distributions and the fix for the trainer's log-probs, one line each."""
         sampled, returned = self.sampled, self.returned
@@ -131,7 +125,7 @@ class LogProbDefinition:
                 "only the server has those; start vLLM with --logprobs-mode processed_logprobs, SGLang without "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
-            if self.only_truncation_differs:
+            if not self.returns_logits and replace(sampled, truncation=None) == returned:
                 behavior = (
                     f"log(mass that {sampled.truncation} keeps) is missing; have SGLang return it "
                     "(return_sampling_mask: true with a top_k of at most 4096: output_token_sampling_logprobs)"

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.generation import (
     BoundaryAction,
     BoundaryError,

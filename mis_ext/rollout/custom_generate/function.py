@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of
 from mis_ext.rollout.custom_generate.engine_weights import VERDICTS, EngineWeights, engine_weights
 from mis_ext.rollout.custom_generate.host import (
@@ -107,7 +107,7 @@ async def _generate(
         warn_of_definition(args, sample, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
     tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_name(sample))
-    rows = known_rows(args, sample) if getattr(args, FLAG, False) and not evaluation else None
+    rows = known_rows(sample) if getattr(args, FLAG, False) and not evaluation else None
     options = partial(template_options, args, sample, evaluation=evaluation)
     prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, options)
     # What the framework's own function left unfinished was a first turn.

@@ -96,7 +96,7 @@ def decode_experts(encoded: object, dtype: str | None) -> Rows:
     return cast("Rows", found.astype(numpy.int32))
 
 
-def known_rows(args: Any, sample: Any) -> list[Rows]:
+def known_rows(sample: Any) -> list[Rows]:
     """Return the rows of a continued sample: none before its first token, else those of all fed tokens."""
     import numpy
 

@@ -14,7 +14,7 @@ from conversations import call
 from tiny_tokenizers import TOKENIZERS, encode
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.generation import BoundaryError
 
 

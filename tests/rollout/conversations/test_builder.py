@@ -16,7 +16,7 @@ from conversations import ANSWER, CASES, QUESTION, Case, call, sample_of
 from tiny_tokenizers import TOKENIZERS, TURN_END, encode, encode_bytewise, render
 from transformers import PreTrainedTokenizerFast
 
-from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.generation import (
     BoundaryError,
     CountMismatch,

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="real tokenizers: pip install transfo
 
 from conversations import call, sample_of
 
-from mis_ext.rollout.conversations.builder import build_samples
+from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.generation import BoundaryError
 
 

@@ -203,6 +203,8 @@ def test_a_request_is_read_with_nulls_and_absent_keys_as_neutral() -> None:
     for all_tokens in (0, -1):
         assert read(top_k=all_tokens).top_k is None
     assert read(logit_bias={"7": 1, "3": -2.5, "4": 0}).logit_bias == ((3, -2.5), (7, 1.0))
+    # Only vLLM clamps it.
+    assert read(messages=[], logit_bias={"7": 150}).logit_bias == ((7, 150.0),)
 
 
 def test_what_constrains_the_tokens_is_read() -> None:

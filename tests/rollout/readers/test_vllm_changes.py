@@ -106,7 +106,10 @@ def test_tools_are_free_or_not_by_a_flag_of_the_server_and_so_doubtful() -> None
     in_sglang = SamplingParameters.from_request(free["request"], server="sglang")
     assert any("SGLANG_TOOL_STRICT_LEVEL" in doubt for doubt in in_sglang.doubts)
     strict = record("changed/chat_strict_tool")["request"]
-    assert SamplingParameters.from_request(strict, server="sglang").grammars == ("tools with strict=True",)
+    for server in ("sglang", "vllm"):
+        found = SamplingParameters.from_request(strict, server=server)
+        assert found.grammars == ("tools with strict=True",)
+        assert not any(doubt.startswith("tools: ") for doubt in found.doubts)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
