@@ -92,7 +92,7 @@ class PackingReport:
     def __str__(self) -> str:
         lines = [self.explain(), f"rounding {self.rounding:.2g} nats, allowed {self.allowed:.2g}"]
         for each in self.sequences:
-            where = "" if each.first_position is None else f", from position {each.first_position}"
+            where = "" if each.first_position is None else f", positions {each.first_position} to {each.last_position}"
             lines.append(f"sequence {each.index}, {each.length} tokens: differs by {each.max_abs_diff:.2g}{where}")
         return "\n".join(lines)
 

@@ -131,7 +131,7 @@ def test_a_window_at_the_start_is_told_from_a_state() -> None:
     ]
     assert "positions up to 3 differ" in report.explain()
     assert str(report).splitlines()[2].startswith("sequence 0, 29 tokens: differs by ")
-    assert str(report).splitlines()[2].endswith(", from position 1")
+    assert str(report).splitlines()[2].endswith(", positions 1 to 3")
 
 
 def test_log_probs_may_be_returned_and_only_those_that_leak_are_named() -> None:
