@@ -73,8 +73,6 @@ class Gate:
             also finds every response in which a response token has no finite ratio.
         action: What happens to tokens or responses outside of the bounds. ``reject`` sets their mask to 0. ``zero``
             sets their weight to 0 and keeps the mask, so that the framework's KL and entropy terms keep the token.
-        after: Name of a gate on tokens. The statistic then ignores the tokens that this other gate removes, and is no
-            longer a likelihood ratio of the response. If no token is left, the response passes.
         name: First part of the names of its metrics; by default ``rs_...``, from its place among the gates.
         pair: The policies that are compared: numerator and denominator of the ratio.
         when: Tokens that can be dropped; in a method alone.
@@ -86,7 +84,6 @@ class Gate:
     low: float | None = None
     high: float | None = None
     action: Action = "reject"
-    after: str | None = None
     name: str | None = None
     pair: Pair = MISMATCH
     when: When = "always"
@@ -115,8 +112,6 @@ class Gate:
                 check_number(key, bound, low=smallest, high=largest)
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
-        if self.after is not None and self.is_of_tokens:
-            raise ValueError(f"after: {self.after!r} needs a reduction over the sequence, got reduce: {self.reduce}")
         if self.name is not None and not (
             isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
         ):
@@ -213,13 +208,6 @@ def label_gates(gates: Sequence[Gate]) -> dict[str, Gate]:
         if name in labels:
             raise ValueError(f"two gates are called {name!r}: give one of them another name")
         labels[name] = gate
-    on_tokens = [name for name, gate in labels.items() if gate.is_of_tokens]
-    for name, gate in labels.items():
-        if gate.after is not None and gate.after not in on_tokens:
-            raise ValueError(
-                f"{name} looks at what is left after {gate.after!r}, which is no gate on tokens; "
-                f"there are {', '.join(on_tokens) or 'none'}"
-            )
     return labels
 
 

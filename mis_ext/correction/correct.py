@@ -11,7 +11,7 @@ further down, is what runs them, as graphs of :mod:`mis_ext.correction.compiled`
 
 To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes it, also without
 ``use_rs``, from ``VETOES`` of ``keys/rows.py``: ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
-:func:`judge_tokens` finds the log-ratio of each token. The largest of minus the log-ratio, :func:`gate_sums`, goes to
+:func:`token_pass` finds the log-ratio of each token. The largest of minus the log-ratio, :func:`gate_sum`, goes to
 :func:`decide_responses`, which compares the smallest log-ratio of a response with ``log 1e-4``. A response token
 without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
 
@@ -91,38 +91,22 @@ class Inputs(NamedTuple):
 class Judged(NamedTuple):
     """Result of a filter for tokens ``[N, 64]`` or responses ``[S]``.
 
-    ``value``: its statistic, of a ratio the log. ``counted``: a token that the filter looks at, or a response that has
-    one. ``below``, ``above``: counted, and outside of that bound. ``passes``: neither, and the statistic is known.
+    ``value``: its statistic, of a ratio the log. ``below``, ``above``: of a valid token, or of a response that has one,
+    outside of that bound. ``passes``: neither, and the statistic is known.
     """
 
     value: Tensor
-    counted: Tensor
     below: Tensor
     above: Tensor
     passes: Tensor
 
 
-def judge(gate: Gate, value: Tensor, counted: Tensor, known: Tensor | None = None) -> Judged:
+def judge(gate: Gate, value: Tensor, valid: Tensor, known: Tensor | None = None) -> Judged:
     """Compare with the bounds; ``known`` is False where a token without a ratio makes the statistic unknown."""
     low, high = gate.edges
-    below, above = counted & (value < low), counted & (value > high)
+    below, above = valid & (value < low), valid & (value > high)
     inside = ~(below | above)
-    return Judged(value, counted, below, above, inside if known is None else inside & known)
-
-
-def judge_tokens(t: Tokens, plan: Plan, segments_GNB: Tensor | None) -> dict[str, Judged]:
-    """Apply every gate to all valid tokens, whatever the others reject, so that their order does not matter."""
-    judged: dict[str, Judged] = {}
-    if segments_GNB is not None:
-        known = segments_GNB[-1] != 0.0
-        for (label, gate), value in zip(plan.segment_gates.items(), segments_GNB[:-1], strict=True):
-            judged[label] = judge(gate, value, t.valid, known)
-    # Gates on tokens first: others may look at what these leave.
-    for label, gate in sorted(plan.gates.items(), key=lambda item: not item[1].is_of_tokens):
-        if label not in judged:
-            counted = t.valid if gate.after is None else t.valid & judged[gate.after].passes
-            judged[label] = judge(gate, gate.row.of(t), counted)
-    return judged
+    return Judged(value, below, above, inside if known is None else inside & known)
 
 
 class TokenResults(NamedTuple):
@@ -148,10 +132,15 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
         None if x.lag_T is None else blocks.of_tokens(x.lag_T),
     )
     keep = weighted = t.valid
-    judged: Mapping[str, Judged] = {}
-    if plan.gates:
-        judged = judge_tokens(t, plan, None if x.segments_GT is None else blocks.of_tokens(x.segments_GT))
+    judged: dict[str, Judged] = {}
+    if x.segments_GT is not None:
+        *values, known = blocks.of_tokens(x.segments_GT).unbind()
+        for (label, gate), value in zip(plan.segment_gates.items(), values, strict=True):
+            judged[label] = judge(gate, value, t.valid, known != 0.0)
+    # Each gate looks at all valid tokens, whatever the others reject, so that their order does not matter.
     for label, gate in plan.gates.items():
+        if label not in judged:
+            judged[label] = judge(gate, gate.row.of(t), t.valid)
         if gate.is_of_tokens and gate.action == "reject":
             keep = keep & judged[label].passes
         elif gate.is_of_tokens:
@@ -174,17 +163,16 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
 # --- 2. responses
 
 
-def gate_sums(label: str, gate: Gate) -> tuple[Sum | Max, Sum]:
-    """The formulas from which :func:`decide_responses` gets the statistic of a filter, and the number of its tokens.
+def gate_sum(label: str, gate: Gate) -> Sum | Max:
+    """The formula from which :func:`decide_responses` gets the statistic of a filter.
 
     The largest statistic, of a minimum the largest of minus it; else the sum, of ratios the sum of their logs.
     """
-    count = NUM_VALID if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
     if gate.reduce == "max":
-        return Max(lambda t, s: torch.where(s.gates[label].counted, s.gates[label].value, -math.inf)), count
+        return Max(lambda t, s: torch.where(t.valid, s.gates[label].value, -math.inf))
     if gate.reduce == "min":
-        return Max(lambda t, s: torch.where(s.gates[label].counted, -s.gates[label].value, -math.inf)), count
-    return Sum(lambda t, s: torch.where(s.gates[label].counted, s.gates[label].value, 0.0)), count
+        return Max(lambda t, s: torch.where(t.valid, -s.gates[label].value, -math.inf))
+    return Sum(lambda t, s: torch.where(t.valid, s.gates[label].value, 0.0))
 
 
 class Responses(NamedTuple):
@@ -221,16 +209,15 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
     # The product or mean over a response with an unknown ratio is unknown too.
     usable = (n > 0.0) & (n == generated) if plan.needs_all_ratios else n > 0.0
     keep, weighted, gates = usable, usable, {}
-    for label, (value_sum, count_sum) in plan.gate_sums.items():
-        gate, value, count = plan.gates[label], of[value_sum], of[count_sum]
+    for label, key in plan.gate_sums.items():
+        gate, value = plan.gates[label], of[key]
         if gate.reduce == "min":
             value = -value
         elif gate.reduce == "mean":
             # Of ratios: the log of the geometric mean.
-            value = value / count.clamp(min=1.0)
-        # A gate that looks at no token, because of another gate, decides nothing.
+            value = value / n.clamp(min=1.0)
         # rs_veto_threshold and its like: a response token without a finite ratio vetoes too.
-        gates[label] = judge(gate, value, count > 0.0, n == generated if gate.is_veto else None)
+        gates[label] = judge(gate, value, n > 0.0, n == generated if gate.is_veto else None)
         if gate.action == "reject":
             keep = keep & gates[label].passes
         else:
@@ -416,16 +403,16 @@ class Plan(NamedTuple):
     """Plan of a call: the values that its configuration needs.
 
     ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``segment_gates``: those on segments.
-    ``gate_sums``: of those on responses what decides, and how many tokens count. ``rows``: the metrics that are
-    emitted, by public name. ``needs_all_ratios``: a token without a ratio makes its response unusable.
-    ``of_tokens``: what each response sums up over its tokens. ``of_responses``: what the batch sums up over them.
-    ``needs_group``: the totals of other data-parallel ranks are needed.
+    ``gate_sums``: of those on responses what decides. ``rows``: the metrics that are emitted, by public name.
+    ``needs_all_ratios``: a token without a ratio makes its response unusable. ``of_tokens``: what each response sums up
+    over its tokens. ``of_responses``: what the batch sums up over them. ``needs_group``: the totals of other
+    data-parallel ranks are needed.
     """
 
     config: CorrectionConfig
     gates: Mapping[str, Gate]
     segment_gates: Mapping[str, Gate]
-    gate_sums: Mapping[str, tuple[Sum | Max, Sum]]
+    gate_sums: Mapping[str, Sum | Max]
     rows: Mapping[str, MetricRow]
     needs_all_ratios: bool
     needs_group: bool
@@ -441,7 +428,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
     """
     gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
     of_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
-    of_responses = {label: gate_sums(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
+    of_responses = {label: gate_sum(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
     needs_group = any(row.over == "group" for row in rows.values())
     needs_group |= config.is_scaled and config.scope == "data_parallel"
     plan = Plan(config, gates, of_segments, of_responses, rows, config.needs_whole_sequences, needs_group)

@@ -344,9 +344,8 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
         above = _value(lambda x: x.gates[label].above, of_tokens=gate.is_of_tokens)
         yield _Row(f"{label}_fraction_low", over, "below the band", below)
         yield _Row(f"{label}_fraction_high", over, "above the band", above)
-    count = NUM_VALID if gate.after is None else Sum(lambda t, s: s.gates[label].counted)
     value = _value(shown, of_tokens=gate.is_of_tokens)
-    yield _Row(f"{label}_value", over, "the statistic itself", value, count=count)
+    yield _Row(f"{label}_value", over, "the statistic itself", value)
 
 
 def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:

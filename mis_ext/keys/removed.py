@@ -14,6 +14,7 @@ REMOVED: dict[str, str] = {
     **{f"mis_ext.{name}": f"use mis_ext.tools.{name}" for name in ("cli", "diagnosis", "dumps", "explain", "report")},
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
+    "rs_gates.after": "remove the key: a filter judges all tokens of the response mask",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
     "tis_normalize_scope: rollout": "write tis_normalize_scope: data_parallel",

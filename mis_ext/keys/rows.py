@@ -278,7 +278,6 @@ GATE_ROWS: dict[str, Key] = {
     "low": Key(number("[-inf,inf]"), None, "Smallest value that is kept."),
     "high": Key(number("[-inf,inf]"), None, "Largest value that is kept."),
     "action": Key(words(Action), "reject", "reject: masks the token; zero: gives it weight 0."),
-    "after": Key(check_text, None, "Name of the filter whose tokens this one ignores."),
     "name": Key(check_text, None, "First part of the names of its metrics."),
 }
 """Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""

@@ -102,7 +102,7 @@ class Method:
         for i, factor in enumerate(self.factors):
             idle: dict[str, Any] = {}
             if isinstance(factor, Gate):
-                idle = {key: getattr(factor, key) for key in ("after", "name")}
+                idle = {"name": factor.name}
             elif isinstance(factor, Weight):
                 idle = {"mode": "mask" if factor.mode == "mask" else None}
             for key, value in idle.items():

@@ -22,7 +22,7 @@ CONFIGS = {
         weight=mis_ext.Weight(level="sequence", mode="clip", low=0.5, high=2.0),
         gates=(
             mis_ext.Gate(low=0.5, high=2.0, name="first"),
-            mis_ext.Gate(statistic="k3", reduce="mean", high=0.1, after="first", name="second"),
+            mis_ext.Gate(statistic="k3", reduce="mean", high=0.1, name="second"),
             mis_ext.Gate(reduce="segment_mean", low=0.9, high=1.1, action="zero", name="turns"),
         ),
         metrics="all",

@@ -217,7 +217,7 @@ def test_the_name_of_a_gate_may_have_any_word_in_it(name) -> None:
 
     def metrics(first: str) -> dict[str, torch.Tensor]:
         gates = mis_ext.Gate(high=1.25, name=first), mis_ext.Gate(reduce="max", high=3.0, name=f"{first}_too")
-        after = mis_ext.Gate(statistic="k3", reduce="mean", high=0.5, after=first, name=f"{first}_after")
+        after = mis_ext.Gate(statistic="k3", reduce="mean", high=0.5, name=f"{first}_after")
         config = mis_ext.CorrectionConfig(gates=(*gates, after), metrics="all")
         return mis_ext.compute_mis_weights(config, **lists)[2]
 

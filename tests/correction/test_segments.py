@@ -87,11 +87,6 @@ def test_a_segment_ends_with_its_response() -> None:
         assert correction.loss_mask_R.tolist() == kept
 
 
-def test_a_gate_on_segments_cannot_look_at_what_another_leaves() -> None:
-    with pytest.raises(ValueError, match="after"):
-        Gate(reduce="segment_mean", high=1.1, after="first")
-
-
 @cache
 def points() -> list:
     """Configurations of which each has a gate on segments, and samples of several turns; the interpreter is slow."""
@@ -161,8 +156,6 @@ def test_any_number_of_ranks_keeps_the_same_segments(cp_size, partition) -> None
 def test_the_points_have_both_reductions_and_both_actions() -> None:
     gates = [gate for point, _ in points() for gate in point.config.gates]
     assert {(gate.reduce, gate.action) for gate in gates} >= {(r, a) for r in SEGMENTS for a in ("reject", "zero")}
-    followed = {gate.after for gate in gates} - {None}
-    assert followed
     assert set(OF_TOKENS) | {"sum", "mean", "max", "min"} == set(LEVELS)
 
 

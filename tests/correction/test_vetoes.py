@@ -82,13 +82,6 @@ def test_a_veto_that_zeroes_takes_the_weight_of_the_sequence_and_leaves_its_mask
     assert masks[0].tolist() == [1.0] * 7 + [0.0] + [1.0] * 2
 
 
-def test_a_veto_after_another_gate_fails_too_on_what_that_gate_cannot_judge() -> None:
-    band, veto = {"low": 0.5, "high": 2.0, "name": "band"}, {"reduce": "min", "low": 1e-4, "after": "band", "name": "v"}
-    _, masks, metrics = hook(gates(band, veto), batch())
-    assert masks[0].sum() == 0.0
-    assert metrics["mis_v_token_fraction"][0] == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize("gate", [{"reduce": "min", "low": 1e-4, "high": 9.0}, {"reduce": "max", "low": 1e-4}])
 def test_a_gate_on_extremes_that_is_no_veto_looks_at_what_has_a_ratio(gate) -> None:
     assert [int(mask.sum()) for mask in hook(gates(gate), batch())[1]] == [9, 4]

@@ -105,7 +105,7 @@ GATES = {
     "{reduce: max, low: 0.1, high: 9.0}": Gate(reduce="max", low=0.1, high=9.0),
     "{reduce: token, high: 2.0, action: zero, name: mild}": Gate(reduce="token", high=2.0, action="zero", name="mild"),
     "{statistic: k3, high: 2.0}": Gate(statistic="k3", high=2.0),
-    "{reduce: token, high: 2.0, after: null, name: null, low: null}": Gate(reduce="token", high=2.0),
+    "{reduce: token, high: 2.0, name: null, low: null}": Gate(reduce="token", high=2.0),
 }
 
 
@@ -114,15 +114,6 @@ def test_a_gate_is_spelled_by_reduce_or_by_level(text: str, gate: Gate) -> None:
     assert from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{text}]}}").gates == (gate,)
     flat = f"{{use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 3.0, rs_gates: [{text}]}}"
     assert from_yaml(flat).gates[1:] == (gate,)
-
-
-def test_a_gate_may_look_at_what_another_one_leaves() -> None:
-    first, second = "{reduce: token, high: 5.0, name: outliers}", "{reduce: mean, high: 1.01, after: outliers}"
-    gates = from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{first}, {second}]}}").gates
-    assert gates == (
-        Gate(reduce="token", high=5.0, name="outliers"),
-        Gate(reduce="mean", high=1.01, after="outliers"),
-    )
 
 
 def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:

@@ -79,7 +79,7 @@ def draw_point(choose: Choose) -> Point:
     weight = _draw_weight(choose)
     gates: list[mis_ext.Gate] = []
     for number in range(choose([1, 2, 3, 4])):
-        gates.append(_draw_gate(choose, name=f"g{number}", earlier=gates))
+        gates.append(_draw_gate(choose, name=f"g{number}"))
     normalize_over = choose([None, "kept", "valid"]) if weight is not None else None
     config = mis_ext.CorrectionConfig(
         weight=weight,
@@ -125,14 +125,12 @@ def _draw_weight(choose: Choose) -> mis_ext.Weight | None:
     return mis_ext.Weight(level=level, mode=mode, when=when, **edges)
 
 
-def _draw_gate(choose: Choose, *, name: str, earlier: Sequence[mis_ext.Gate]) -> mis_ext.Gate:
+def _draw_gate(choose: Choose, *, name: str) -> mis_ext.Gate:
     statistic, reduce = choose(list(mis_ext.STATISTICS)), choose(list(LEVELS))
     low, high = band(statistic, reduce)
     sides = choose([{"low": low}, {"high": high}, {"low": low, "high": high}])
-    on_tokens = [gate.name for gate in earlier if gate.reduce in OF_TOKENS]
-    after = choose([None, *on_tokens]) if reduce not in OF_TOKENS else None
     action = choose(["reject", "zero"])
-    return mis_ext.Gate(statistic=statistic, reduce=reduce, action=action, after=after, name=name, **sides)
+    return mis_ext.Gate(statistic=statistic, reduce=reduce, action=action, name=name, **sides)
 
 
 def _judged(gate: mis_ext.Gate) -> JudgedGate:
@@ -144,7 +142,6 @@ def _judged(gate: mis_ext.Gate) -> JudgedGate:
         high=math.inf if gate.high is None else gate.high,
         statistic=gate.statistic,
         action=gate.action,
-        after=gate.after,
     )
 
 

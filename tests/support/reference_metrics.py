@@ -5,7 +5,7 @@ import math
 
 from reference_numbers import LOG_RATIO_LIMIT, bounded_exp, clamped, effective_share, finite, log, mean
 from reference_response import Response
-from reference_rules import BOUNDS, LOG_STATISTICS, Gate, Rules
+from reference_rules import BOUNDS, LOG_STATISTICS, Rules
 
 SEQUENCE_MISMATCH_NAMES = [
     "training_log_ppl",
@@ -39,9 +39,9 @@ class Record:
         ]
         self._spread(name, of_sequences)
 
-    def per_sequence(self, name: str, values: list[float], *, over: str, gate: Gate | None = None) -> None:
-        """Kind S: a mean over the sequences with at least one token of `over`, or that a gate looks at."""
-        measured = [any(r.looked_at(gate) if gate else getattr(r, over)) for r in self.responses]
+    def per_sequence(self, name: str, values: list[float], *, over: str) -> None:
+        """Kind S: a mean over the sequences with at least one token of `over`."""
+        measured = [any(getattr(response, over)) for response in self.responses]
         chosen = [v for v, m in zip(values, measured, strict=True) if m]
         self.values[f"mis_{name}"] = math.fsum(chosen) / len(chosen) if chosen else math.nan
         self._spread(name, [v if m else math.nan for v, m in zip(values, measured, strict=True)])
@@ -205,7 +205,7 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
             record.per_token(f"{gate.name}_value", values, over="valid")
         else:
             firsts = [vs[0] if vs else math.nan for vs in values]
-            record.per_sequence(f"{gate.name}_value", firsts, over="valid", gate=gate)
+            record.per_sequence(f"{gate.name}_value", firsts, over="valid")
     record.per_token("kept_token_fraction", floats([r.masked for r in responses]), over="response")
     record.per_sequence("kept_seq_fraction", [float(any(r.masked)) for r in responses], over="response")
 

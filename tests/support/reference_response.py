@@ -88,20 +88,13 @@ class Response:
         if not (is_log and bound == 1.0) and math.isfinite(edge) and math.isfinite(x):
             self.margins.append(abs(x - edge))
 
-    def looked_at(self, gate: Gate) -> list[bool]:
-        """The tokens whose statistic a gate reduces."""
-        if gate.after is None:
-            return self.valid
-        (other,) = (other for other in self.rules.gates if other.name == gate.after)
-        return [v and not gone for v, gone in zip(self.valid, self.outside(other), strict=True)]
-
     def value(self, gate: Gate) -> list[float]:
         """What a gate compares with its bounds, once per token."""
-        return self.statistic(gate.level, gate.statistic, of=self.looked_at(gate))
+        return self.statistic(gate.level, gate.statistic, of=self.valid)
 
     def sides(self, gate: Gate, values: list[float]) -> tuple[list[bool], list[bool]]:
         """Per token whether its value is below the band, and whether it is above; of no token it is neither."""
-        if not any(self.looked_at(gate)):
+        if not any(self.valid):
             return [False] * len(self), [False] * len(self)
         is_log = gate.statistic in LOG_STATISTICS
         pairs = list(zip(values, self.valid, strict=True))
@@ -128,9 +121,9 @@ class Response:
         for gate in self.rules.gates:
             self.too_low[gate.name], self.too_high[gate.name] = self.sides(gate, self.value(gate))
             if gate.is_veto:
-                alone = self.outside(replace(gate, level="token", after=None))
-                seen = zip(alone, self.looked_at(gate), self.response, self.valid, strict=True)
-                self.hits[gate.name] = [(hit and looked) or (r and not v) for hit, looked, r, v in seen]
+                alone = self.outside(replace(gate, level="token"))
+                seen = zip(alone, self.response, self.valid, strict=True)
+                self.hits[gate.name] = [(hit and v) or (r and not v) for hit, r, v in seen]
             left = self.masked if gate.action == "reject" else self.weighted
             left[:] = [k and not gone for k, gone in zip(left, self.outside(gate), strict=True)]
         # What trains.

@@ -64,8 +64,7 @@ class Gate:
 
     Metrics begin with `name`.
 
-    With `action` zero what is outside loses its weight and stays in the mask. `after` names a gate on tokens: then only
-    the tokens that it leaves are looked at.
+    With `action` zero what is outside loses its weight and stays in the mask.
     """
 
     name: str
@@ -74,7 +73,6 @@ class Gate:
     high: float
     statistic: str = "ratio"
     action: str = "reject"
-    after: str | None = None
 
     @property
     def is_of_segments(self) -> bool:

@@ -176,7 +176,7 @@ def test_what_the_law_does_not_know_is_no_number() -> None:
     gates = (
         Gate(statistic="proximal_probability", reduce="min", low=1e-6),
         Gate(high=1.1, name="tokens"),
-        Gate(reduce="mean", low=0.99, high=1.01, after="tokens", name="rest"),
+        Gate(reduce="segment_mean", low=0.99, high=1.01, name="rest"),
     )
     found = explain_config(CorrectionConfig(gates=gates))
     unknown = [name for name, share in found.effect.accepted.items() if math.isnan(share)]

@@ -101,7 +101,7 @@ class _Passed:
         self.product: Interval = EVERYTHING
         for gate in gates:
             accepted = law.acceptance(gate)
-            if gate.statistic == "ratio" and gate.reduce in ("sum", "mean") and gate.after is None:
+            if gate.statistic == "ratio" and gate.reduce in ("sum", "mean"):
                 scale = law.length if gate.reduce == "mean" else 1.0
                 self.product = _common(self.product, (gate.edges[0] * scale, gate.edges[1] * scale))
             elif not math.isnan(accepted) and gate.reduce == "token":

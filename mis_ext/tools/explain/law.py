@@ -79,10 +79,9 @@ class GaussianLaw:
     def acceptance(self, gate: Gate) -> float:
         """Share of tokens, or of responses, that a gate keeps; NaN where the law does not say.
 
-        It knows ratios of tokens, and their products and means over responses: no other statistic, no segments, and
-        nothing of what another gate leaves.
+        It knows ratios of tokens, and their products and means over responses: no other statistic, and no segments.
         """
-        if gate.statistic != "ratio" or gate.after is not None or gate.is_of_segments:
+        if gate.statistic != "ratio" or gate.is_of_segments:
             return math.nan
         low, high = gate.edges
         token = self.of_level("token")

@@ -72,9 +72,8 @@ def _weight_step(weight: Weight) -> Step:
 
 
 def _gate_step(name: str, gate: Gate) -> Step:
-    after = "" if gate.after is None else f", of the tokens that {gate.after} leaves"
     zero = "; else w = 0" if gate.action == "zero" else ""
-    return Step(name, f"{band_of(gate)}{after}{zero}")
+    return Step(name, f"{band_of(gate)}{zero}")
 
 
 MAX_K3, MAX_LENGTH = 10.0, 1e7

@@ -284,19 +284,14 @@ def _alone(config: CorrectionConfig) -> CorrectionConfig:
 
 @functools.lru_cache(maxsize=128)
 def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
-    """Each gate that takes something out of the mask, as a configuration of its own.
-
-    A gate that looks at what another one leaves takes that one with it.
-    """
-    labelled = config.labelled_gates
+    """Each gate that takes something out of the mask, as a configuration of its own."""
     found: dict[str, CorrectionConfig] = {}
     implied = config.weight.gate if config.weight is not None else None
     if implied is not None:
         found[f"weight: {band_of(implied)}"] = CorrectionConfig(weight=None, gates=(implied,))
-    for name, gate in labelled.items():
+    for name, gate in config.labelled_gates.items():
         if gate.action == "reject":
-            gates = (gate,) if gate.after is None else (labelled[gate.after], gate)
-            found[f"{name}: {band_of(gate)}"] = CorrectionConfig(weight=None, gates=gates)
+            found[f"{name}: {band_of(gate)}"] = CorrectionConfig(weight=None, gates=(gate,))
     return found
 
 
