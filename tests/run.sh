@@ -35,7 +35,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # not started again: pytest-xdist then waits for ever for the rest of its file.
 tests=0
 python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-    --timeout 300 -m "not whole_run" "$@" || tests=$?
+    --timeout 300 -m "not whole_run and not long_run" "$@" || tests=$?
 wait "$typing" || failed=$?
 cat "$types"
 exit "${failed:-$tests}"
