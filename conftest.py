@@ -39,6 +39,28 @@ def pytest_sessionstart(session):
         settings.load_profile("default")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files whose ranks are processes are one: what forks the ranks starts once, for which it takes some seconds."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    of_ranks = {
+        path.relative_to(config.rootpath).as_posix()
+        for folder in ("tests", "lab/tests")
+        for path in (config.rootpath / folder).rglob("test_*.py")
+        if "process_ranks" in path.read_text(encoding="utf-8")
+    }
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            name = super()._split_scope(nodeid)
+            return "ranks" if name in of_ranks else name
+
+    return Files(config, log)
+
+
 def pytest_terminal_summary(terminalreporter, config):
     # Of a skipped test the third part says why.
     reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))

@@ -236,7 +236,7 @@ class Worker:
         )
 
     def run_bshd(self) -> list[str]:
-        return self.compare_hook(self.some(grid()[::19]), "plain", max_seq_lens=True, qkv_format="bshd")
+        return self.compare_hook(self.some(grid()[::41]), "plain", max_seq_lens=True, qkv_format="bshd")
 
     def run_contiguous(self) -> list[str]:
         failures: list[str] = []
@@ -320,7 +320,7 @@ class Worker:
             made.append(WrappedGroup(group))
             return made[-1]
 
-        for keys, per_token_loss in self.some(grid()[::19]):
+        for keys, per_token_loss in self.some(grid()[::61]):
             expected = correct(calls, keys, per_token_loss=per_token_loss)[self.dp_rank]
             args = args_of(keys, per_token_loss=per_token_loss)
             output, pg_loss = self.hook(
@@ -404,6 +404,6 @@ class Worker:
         return failures
 
     def run_megatron(self) -> list[str]:
-        return self.compare_hook(self.some(grid()[::19]), "plain", miles=False) + self.compare_hook(
-            self.some(grid()[::23]), "broken", miles=False
+        return self.compare_hook(self.some(grid()[::61]), "plain", miles=False) + self.compare_hook(
+            self.some(grid()[::67]), "broken", miles=False
         )
