@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import functools
 import io
 import random
 import warnings
@@ -86,6 +87,7 @@ def logits_of(current: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, torch.zeros(1, 8)])
 
 
+@functools.cache
 def batch_of() -> dict[str, Any]:
     """Besides ``RATIOS`` six longer responses; samples that share a rollout, a masked token, one without a log-prob."""
     draw = torch.Generator().manual_seed(1)
@@ -124,12 +126,12 @@ def batch_of() -> dict[str, Any]:
 
 def first_step(keys: dict) -> list[torch.Tensor]:
     """All that slime gets: values of the loss, its gradient, masks, metrics with their names."""
-    args, batch = arguments(keys), batch_of()
+    args, batch = arguments(keys), dict(batch_of())
     is_hook = keys["loss_type"] == "policy_loss"
     lags = [(torch.arange(len(sample)) + place) % 3.0 for place, sample in enumerate(batch["rollout_log_probs"])]
     lags[30:34] = map(torch.zeros_like, lags[30:34])
     current_run(args, whole_loss=not is_hook).session.token_lags = TokenLags(batch["rollout_log_probs"], lags)
-    logits = batch.pop("logits").requires_grad_()
+    logits = batch.pop("logits").clone().requires_grad_()
     if not is_hook:
         loss, metrics = mis_ext.policy_loss(args, batch, logits)
         loss.backward()

@@ -146,6 +146,8 @@ def test_a_narrow_terminal_shows_all_that_a_wide_one_shows(command, tmp_path, ca
     for module in ("rich", "matplotlib", "jinja2"):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
+    # Pictures are made and not drawn, which takes most of the time of a page.
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, file, **options: file.write(b"<svg/>"))
     arguments = [*map(str, command.arguments(tmp_path))]
     shown = {}
     for columns in (200, 60):
