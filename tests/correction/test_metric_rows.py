@@ -224,3 +224,15 @@ def test_the_name_of_a_gate_may_have_any_word_in_it(name) -> None:
     plain, named = metrics("plain"), metrics(name)
     assert [key.replace("plain", name) for key in plain] == [*named]
     torch.testing.assert_close([*named.values()], [*plain.values()], rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_of_lags_that_are_all_unknown_none_is_the_largest() -> None:
+    found = mis_ext.compute_correction(
+        proximal_logprobs_T=torch.zeros(2),
+        behavior_logprobs_T=torch.zeros(2),
+        response_mask_R=torch.ones(2),
+        layout=mis_ext.PackedLayout.whole([2]),
+        config=mis_ext.CorrectionConfig(staleness=True),
+        lag_T=torch.full((2,), torch.nan),
+    )
+    assert found.metrics["mis_lag_max"].value().isnan()
