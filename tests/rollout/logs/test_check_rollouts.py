@@ -203,6 +203,7 @@ def test_refused_responses_are_counted_by_class_with_place_and_message(tmp_path,
         "MalformedResponse": 1,
         "UnprovenTokenIds": 1,
     }
+    assert next(iter(report["refused"])) == "AbortedRequest"
     assert report["refused"]["AbortedRequest"]["first"] == {
         "conversation": "generate_abort",
         "file": str(path),
