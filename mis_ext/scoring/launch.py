@@ -24,40 +24,7 @@ def kernel(function: Callable[..., None]) -> Any:
     return triton.jit(function, do_not_specialize=runtime)
 
 
-class BoundKernel:
-    """A kernel with its compile-time arguments.
-
-    Triton looks at every argument of every launch to find the compiled kernel, which takes longer than the launch. Here
-    the dtypes of ``varying`` tell compiled kernels apart; all other arguments always have the same dtypes.
-    """
-
-    def __init__(self, kernel: Any, **constants: Any) -> None:
-        self._kernel = kernel
-        names = kernel.arg_names
-        self._constants = tuple(constants[name] for name in names[len(names) - len(constants) :])
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-
-    def __call__(self, num_programs: int, *arguments: Any, varying: tuple[Any, ...] = ()) -> None:
-        """Launch ``num_programs`` programs on the current stream."""
-        if num_programs == 0:
-            return
-        key = (arguments[0].device, varying)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(num_programs, 1, 1)](*arguments, *self._constants)
-            return
-        compiled = self._kernel[(num_programs,)](*arguments, *self._constants)
-        # The interpreter compiles nothing.
-        if compiled is not None:
-            self._compiled[key] = compiled
-
-
-def dtypes_of(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.dtype, ...]:
-    """The dtypes that tell compiled kernels apart."""
-    return tuple([tensor.dtype for tensor in tensors])
-
-
-def launching_on(tensor: torch.Tensor) -> AbstractContextManager[object]:
+def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
     """The context in which a kernel runs on the device of ``tensor``; Triton launches on the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
@@ -90,12 +57,14 @@ class Launcher:
         """Launch on the current stream.
 
         Args:
-            num_programs: At least 1.
+            num_programs: Of none nothing is launched.
             tensors: The kernel's first arguments.
             numbers: The next ones.
             constants: The last ones, by name.
             options: Of the compiler: ``num_warps``, ``num_stages``.
         """
+        if num_programs == 0:
+            return
         values = [constants[name] for name in self._names[-len(constants) :]]
         key = (
             tensors[0].device,

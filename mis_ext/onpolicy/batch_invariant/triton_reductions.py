@@ -9,7 +9,6 @@ float32, bfloat16 and float16; sums and exponentials are float32 within a row.
 """
 
 # Annotations are no strings here: kernel() looks for those of compile-time arguments.
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mis_ext.onpolicy.batch_invariant import cpu
-from mis_ext.scoring.launch import BoundKernel, Launcher, dtypes_of, kernel, launching_on
+from mis_ext.scoring.launch import Launcher, kernel, launching_on
 
 # Of a share of a softmax: 2**20 of them fit into 63 bits.
 SHARE = tl.constexpr(2.0**42)
@@ -122,7 +121,7 @@ def softmax(rows: Tensor, dtype: torch.dtype, *, is_log: bool) -> Tensor:
 def sum(rows: Tensor, *, is_mean: bool) -> Tensor:
     """Sum, or mean, of contiguous rows ``[..., E]``, rounded once from a sum in float32; one program adds up a row."""
     out = torch.empty(rows.shape[:-1], dtype=rows.dtype, device=rows.device)
-    _launch(_bound(sum_kernel, IS_MEAN=is_mean, BLOCK=_block(rows.shape[-1])), rows, out)
+    _launch(_sum, (rows, out), (), IS_MEAN=is_mean)
     return out
 
 
@@ -142,7 +141,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.eps = eps
         x, weight = x.contiguous(), weight.contiguous()
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
-        _launch(_bound(rms_norm_kernel, BLOCK=_block(x.shape[-1])), x, weight, out, eps)
+        _launch(_rms_norm, (x, weight, out), (eps,))
         return out
 
     @staticmethod
@@ -153,17 +152,18 @@ class _RMSNorm(torch.autograd.Function):
         return (*torch.autograd.grad(normed, (x, weight), grad), None)
 
 
-_bound = cache(BoundKernel)
+_sum, _rms_norm = map(Launcher, (sum_kernel, rms_norm_kernel))
 
 
 def _block(num_columns: int) -> int:
     return min(max(1 << (num_columns - 1).bit_length(), _NARROWEST), BLOCK)
 
 
-def _launch(kernel: BoundKernel, rows: Tensor, *others: Any) -> None:
+def _launch(kernel: Launcher, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **constants: Any) -> None:
+    rows = tensors[0]
     num_columns = rows.shape[-1]
     if num_columns >= 2**31 - BLOCK:
         raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
-    tensors = (rows, *(x for x in others if isinstance(x, Tensor)))
+    constants["BLOCK"] = _block(num_columns)
     with launching_on(rows):
-        kernel(rows.shape[:-1].numel(), rows, *others, num_columns, varying=dtypes_of(tensors))
+        kernel(rows.shape[:-1].numel(), tensors, (*numbers, num_columns), constants, {})
