@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -81,15 +81,29 @@ class Reductions:
 
     def batch_total(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         """Sum the values ``[..., T]`` of unmasked tokens over all ranks."""
-        total = torch.where(mask_T, values_T, 0.0).sum(-1)
-        for group in (self._cp_group, self._dp_group):
-            total = self._sum_over(group, total)
-        return total
+        return self._over_all_ranks(torch.where(mask_T, values_T, 0.0).sum(-1))
 
-    def covering_value(self, values_T: Tensor, mask_T: Tensor, share: Tensor) -> Tensor:
-        """0-dim: the smallest value that this share of those under the mask, of all ranks, do not exceed."""
-        groups = (self._cp_group, self._dp_group)
-        return covering_value(values_T.float(), mask_T, share=share, groups=groups, gather=self._gather)
+    def nth_smallest(self, values_T: Tensor, mask_T: Tensor, number: Tensor) -> Tensor:
+        """0-dim float32: the ``number``-th smallest value under the mask, over all ranks; of fewer the largest.
+
+        A radix selection: numbers sort as their bits do, those of negative ones turned around. So counts are all that
+        ranks exchange, at most 16 KiB a gather, and every rank finds the same bits, however many numbers there are and
+        wherever they lie. NaN where the mask is empty.
+        """
+        bits_T = _ordered(torch.where(mask_T, values_T.float(), 0.0))
+        found = bits_T.new_zeros(())
+        for place, width in _DIGITS:
+            digit_T = (bits_T >> place) & ((1 << width) - 1)
+            counts = torch.zeros(1 << width, dtype=torch.int64, device=bits_T.device)
+            # Integers, whose sum does not depend on the order.
+            counts = self._over_all_ranks(counts.index_add(0, digit_T, mask_T.long()))
+            running = counts.cumsum(0)
+            number = torch.minimum(number, running[-1])
+            digit = (running < number).sum()
+            number = number - (running - counts).index_select(0, digit.view(1)).squeeze(0)
+            mask_T = mask_T & (digit_T == digit)
+            found = (found << width) | digit
+        return _number(found)
 
     def count(self, mask_T: Tensor) -> Tensor:
         """``[T]``: how many tokens of the mask the sequence of each token has."""
@@ -110,6 +124,11 @@ class Reductions:
     def sums(self, rows_FT: Tensor) -> Tensor:
         """``[F, S]``: sums over all tokens of each sequence."""
         return self._sum_over(self._cp_group, self._layout.sums(rows_FT).to(rows_FT.dtype))
+
+    def _over_all_ranks(self, total: Tensor) -> Tensor:
+        for group in (self._cp_group, self._dp_group):
+            total = self._sum_over(group, total)
+        return total
 
     def _sum_over(self, group: Group | None, row: Tensor) -> Tensor:
         return row if group is None else self._gather(row, group).sum(0)
@@ -288,60 +307,9 @@ class Batch:
         return STATISTICS[name].of(self._tokens[pair])
 
 
-# --- the value that covers a share of all values
-
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """Place and width of the digits of 32 bits, from the leading one."""
 _SIGN = 1 << 31
-_SLACK = 1e-6
-"""A share times a count is a whole number up to rounding, and must not become the next one."""
-
-
-def covering_value(
-    values_N: Tensor,
-    counted_N: Tensor,
-    *,
-    share: Tensor,
-    groups: Sequence[Group | None],
-    gather: Callable[[Tensor, Group | None], Tensor] = gather_rows,
-) -> Tensor:
-    """0-dim: the smallest counted value, over all ranks, that at least ``share`` of the counted values do not exceed.
-
-    A radix selection: numbers sort as their bits do, those of negative ones turned around. So counts are all that ranks
-    exchange, at most 16 KiB a gather, and every rank finds the same bits, however many numbers there are and wherever
-    they lie.
-
-    Args:
-        values_N: ``[N]`` float32; infinity is legal.
-        counted_N: ``[N]`` bool, which of them count; elsewhere a value may be anything.
-        share: 0-dim float64, in (0, 1].
-        groups: The values lie on the ranks of all of these; None is a group of one.
-        gather: What gathers rows of all ranks.
-
-    Returns:
-        NaN where nothing counts.
-    """
-    bits_N = _ordered(torch.where(counted_N, values_N, 0.0))
-    matches_N = counted_N
-    found = bits_N.new_zeros(())
-    rank = num_counted = None
-    for place, width in _DIGITS:
-        digit_N = (bits_N >> place) & ((1 << width) - 1)
-        counts = torch.zeros(1 << width, dtype=torch.int64, device=bits_N.device)
-        # Integers, whose sum does not depend on the order.
-        counts = counts.index_add(0, digit_N, matches_N.long())
-        for group in groups:
-            counts = counts if group is None else gather(counts, group).sum(0)
-        if rank is None:
-            num_counted = counts.sum()
-            rank = (num_counted.double() * share - _SLACK).ceil().long().clamp_min(1)
-        running = counts.cumsum(0)
-        digit = (running < rank).sum().clamp_max((1 << width) - 1)
-        rank = rank - (running - counts).index_select(0, digit.view(1)).squeeze(0)
-        matches_N = matches_N & (digit_N == digit)
-        found = (found << width) | digit
-    assert num_counted is not None
-    return torch.where(num_counted > 0, _number(found), torch.nan)
 
 
 def _ordered(values_N: Tensor) -> Tensor:

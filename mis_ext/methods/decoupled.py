@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MISMATCH, Pair, bounded_exp
+from mis_ext.correction.tokens import MISMATCH, bounded_exp
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method, NormalizeOver
 from mis_ext.methods.parts import Factor, OtherFactor, Ratio
@@ -93,8 +93,8 @@ def decoupled_tempered(*, power: UpToOne = 0.5) -> Method:
 class Mixture(OtherFactor):
     """``1 + mix (ratio - 1)``: between no correction, 0, and the token's ratio, 1."""
 
-    pair: Pair
     mix: float
+    pair = MISMATCH
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient."""
@@ -112,7 +112,7 @@ def decoupled_mixed(*, mix: UpToOne = 0.5) -> Method:
     Claims: matches BF16.
     Counter-claims: a fixed mix is a fixed bias; in the paper it adapts, here it is a constant.
     """
-    return _with_ppo(Mixture(pair=MISMATCH, mix=mix))
+    return _with_ppo(Mixture(mix=mix))
 
 
 # Masks and rejection: what is outside is not trained.

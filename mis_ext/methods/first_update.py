@@ -21,7 +21,6 @@ from mis_ext.methods.method import Method
 from mis_ext.methods.parts import Ratio
 
 _PROBE_SEQUENCES, _PROBE_TOKENS = 48, 8
-_PROBE_SPREAD = (1e-3, 8.0)
 
 
 class HookMethod(NamedTuple):
@@ -150,9 +149,7 @@ def looks_at_advantages(method: Method) -> bool:
     not.
     """
     generator = torch.Generator().manual_seed(0)
-    low, high = _PROBE_SPREAD
-    steps_S = torch.linspace(0.0, 1.0, _PROBE_SEQUENCES, dtype=torch.float64)
-    spread_S = low * (high / low) ** steps_S
+    spread_S = torch.logspace(-3.0, 0.9, _PROBE_SEQUENCES, dtype=torch.float64)
     noise_ST = torch.randn(_PROBE_SEQUENCES, _PROBE_TOKENS, generator=generator, dtype=torch.float64)
     behavior_T = torch.full((_PROBE_SEQUENCES * _PROBE_TOKENS,), -1.0, dtype=torch.float64)
     ones_S = torch.ones_like(spread_S)

@@ -72,14 +72,6 @@ class Evaluation(NamedTuple):
         return slope_T if self.penalty is None else slope_T + share_T * self.penalty.slope_T
 
 
-class Weighed(NamedTuple):
-    """``[T]`` each: the product of all weights; whether no factor drops the token; whether none rejects it."""
-
-    weight_T: Tensor
-    live_T: Tensor
-    kept_T: Tensor
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
     """``objective_t = A_t * surrogate_t * product of factors_t - sum of terms_t``.
@@ -259,8 +251,8 @@ class Method:
             else None,
         )
 
-    def weigh(self, batch: Batch) -> Weighed:
-        """Weights and masks ``[T]`` from all factors, normalised; advantages do not matter here."""
+    def weigh(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T]`` each: the product of all weights, whether no factor drops the token, and whether none rejects it."""
         live_T = kept_T = batch.valid_T
         weight_T: Tensor | None = None
         for factor in self.factors:
@@ -280,7 +272,7 @@ class Method:
                 share_T = batch.reductions.count(counted_T).to(weight_T.dtype).clamp_min(1.0).reciprocal()
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
             weight_T = weight_T / (total / batch.reductions.batch_total(share_T, counted_T).clamp_min(1.0))
-        return Weighed(weight_T, live_T, kept_T)
+        return weight_T, live_T, kept_T
 
     def evaluate(
         self, batch: Batch, *, weights_T: Tensor | None = None, keep_mask_T: Tensor | None = None

@@ -156,20 +156,23 @@ class Ratio(Surrogate):
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``, as :meth:`Surrogate.evaluate`: the ratio, whose slope is the ratio, 0 beyond a bound."""
         log_ratio_T = batch.log_ratio(self.pair, self.reduce)
-        low, high, dual = (self._log_edge(bound, batch) for bound in (self.low, self.high, self.dual))
-        if self.sides == "both":
-            bounded_T = _clamped(log_ratio_T, low, high)
-            low = high = None
-        else:
-            bounded_T = log_ratio_T
-        if high is not None:
-            bounded_T = torch.where(batch.advantages_T > 0.0, _clamped(bounded_T, None, high), bounded_T)
-        if low is not None or dual is not None:
-            bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
+        bounded_T = self.bounded(log_ratio_T, batch)
         value_T, slope_T = ratio_and_slope(log_ratio_T, bounded_T)
         through_T = batch.valid_T if self.spread == "sequence" else None
         # The clamp of exponents is no clip of the method.
         return Slope(value_T, slope_T, bounded_T != log_ratio_T, through_T)
+
+    def bounded(self, log_ratio_T: Tensor, batch: Batch) -> Tensor:
+        """``[T]``: the log-ratio, or the bound that stops it."""
+        low, high, dual = (self._log_edge(bound, batch) for bound in (self.low, self.high, self.dual))
+        bounded_T = log_ratio_T
+        if self.sides == "both":
+            bounded_T, low, high = _clamped(log_ratio_T, low, high), None, None
+        if high is not None:
+            bounded_T = torch.where(batch.advantages_T > 0.0, _clamped(bounded_T, None, high), bounded_T)
+        if low is not None or dual is not None:
+            bounded_T = torch.where(batch.advantages_T < 0.0, _clamped(bounded_T, low, dual), bounded_T)
+        return bounded_T
 
     def _log_edge(self, bound: RatioBound | None, batch: Batch) -> Tensor | float | None:
         if isinstance(bound, (GrowingBound, ProbabilityBound)):
@@ -218,16 +221,11 @@ def evaluate(factor: Factor, batch: Batch) -> Tensor:
         weight_T = factor.bounded(log_ratio_T if factor.power == 1.0 else log_ratio_T * factor.power)
         assert factor.when != "stale", "refused by Method"
         return weight_T if factor.when == "always" else torch.where(batch.when(factor.when, factor.pair), weight_T, 1.0)
-    # low <= statistic <= high: one comparison for each bound that there is, and at least one, which NaN fails.
+    # low <= statistic <= high, where an open bound is infinite; NaN fails.
     reduced = batch.worst if factor.is_veto else batch.statistic
     value_T = reduced(factor.statistic, factor.pair, factor.reduce, of=factor.of_tokens)
     low, high = factor.edges
-    if factor.high is None:
-        is_inside_T = value_T >= low
-    elif factor.low is None:
-        is_inside_T = value_T <= high
-    else:
-        is_inside_T = (value_T >= low) & (value_T <= high)
+    is_inside_T = (value_T >= low) & (value_T <= high)
     return is_inside_T if factor.when == "always" else is_inside_T | ~batch.when(factor.when, factor.pair)
 
 

@@ -134,21 +134,17 @@ class ClippedMean(Surrogate):
     A clipped ratio is a constant of that mean: its log-prob has no gradient, the others have that of all tokens.
     """
 
-    low: float
-    high: float
-    pair: Pair = UPDATE
+    clip: Ratio
+    pair = UPDATE
     reduce = "mean"
     spread = "sequence"
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
         log_ratio_T = batch.log_ratio(self.pair)
-        is_above_T = (log_ratio_T > math.log(self.high)) & (batch.advantages_T > 0.0)
-        is_below_T = (log_ratio_T < math.log(self.low)) & (batch.advantages_T < 0.0)
-        bounded_T = log_ratio_T.clamp(math.log(self.low), math.log(self.high))
-        is_clipped_T = is_above_T | is_below_T
-        clipped_T = torch.where(is_clipped_T, bounded_T, log_ratio_T)
-        mean_T = batch.reductions.reduce(clipped_T, batch.valid_T, "mean")
+        bounded_T = self.clip.bounded(log_ratio_T, batch)
+        is_clipped_T = bounded_T != log_ratio_T
+        mean_T = batch.reductions.reduce(bounded_T, batch.valid_T, "mean")
         ratio_T, slope_T = ratio_and_slope(mean_T, mean_T)
         return Slope(ratio_T, slope_T, is_clipped_T, batch.valid_T & ~is_clipped_T)
 
@@ -195,7 +191,7 @@ def gmpo(*, low: Annotated[float, Range(high=1.0, open_low=True)] = _GMPO_LOW, h
     Claims: more stable ratios, wider clip range, better results than GRPO.
     Counter-claims: the weight of a token depends on how many others are clipped.
     """
-    return Method(surrogate=ClippedMean(low=low, high=high))
+    return Method(surrogate=ClippedMean(clip=Ratio(low=low, high=high)))
 
 
 @published(
@@ -224,36 +220,30 @@ _COVARIANCE = "cov = (A - mean A) (log pi - mean log pi), means over the batch"
 class DropCovariance(OtherFactor):
     """Drop a few tokens at random of those whose covariance lies in ``(low, high)``; they stay in denominators.
 
-    The random number of a token is a hash of its place and of the log-probs of its sequence under the second policy of
-    ``pair``: the same on every rank and in a recomputed forward pass.
+    The random number of a token is a hash of its place and of the proximal log-probs of its sequence: the same on every
+    rank and in a recomputed forward pass.
 
     Args:
         low: Smallest covariance.
         high: Largest covariance.
         share: How many are dropped, as a share of all valid tokens of the batch; at least one.
-        pair: The current policy, whose log-probs count, and the one of the ratio that the surrogate clips.
-        ratio_low: Lower bound of that clip: a token that it stops already is not drawn.
-        ratio_high: Its upper bound.
+        clip: The surrogate: a token that it stops already is not drawn.
         seed: Another one for every step, if a sequence can come back.
     """
 
     low: float
     high: float
     share: float
-    pair: Pair = UPDATE
-    ratio_low: float
-    ratio_high: float
+    clip: Ratio
     seed: int = 0
+    pair = UPDATE
     reduce = "batch_mean"
     action = "zero"
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: True where the token stays."""
         covariance_T, num_valid = _covariance(batch, self.pair)
-        log_ratio_T, advantages_T = batch.log_ratio(self.pair), batch.advantages_T
-        is_clipped_T = ((advantages_T > 0.0) & (log_ratio_T > math.log(self.ratio_high))) | (
-            (advantages_T < 0.0) & (log_ratio_T < math.log(self.ratio_low))
-        )
+        is_clipped_T = self.clip.evaluate(batch).is_clipped_T
         drawn_T = batch.valid_T & ~is_clipped_T & (covariance_T > self.low) & (covariance_T < self.high)
         uniform_T = token_uniforms(batch, batch.log_prob(self.pair[1]).float(), self.seed).float()
         return ~_fewest(batch, uniform_T, drawn_T, share=self.share, num_valid=num_valid)
@@ -266,12 +256,11 @@ class CovarianceKl(Term):
     Args:
         scale: What it is multiplied by.
         share: How many tokens have it, as a share of all valid tokens of the batch; at least one.
-        pair: The current policy, whose log-probs count, and the other one of the ratio.
     """
 
     scale: float
     share: float
-    pair: Pair = UPDATE
+    pair = UPDATE
     reduce = "batch_mean"
 
     def evaluate(self, batch: Batch) -> Penalty:
@@ -292,9 +281,8 @@ def _covariance(batch: Batch, pair: Pair) -> tuple[Tensor, Tensor]:
 
 def _fewest(batch: Batch, values_T: Tensor, mask_T: Tensor, *, share: float, num_valid: Tensor) -> Tensor:
     """``[T]`` bool: the smallest values under a mask, as many as ``share`` of the valid tokens of all ranks are."""
-    number = (num_valid.double() * share).floor().clamp_min(1.0)
-    among = batch.reductions.batch_total(torch.ones_like(values_T), mask_T).double().clamp_min(1.0)
-    edge = batch.reductions.covering_value(values_T, mask_T, (number / among).clamp_max(1.0))
+    number = (num_valid.double() * share).floor().long().clamp_min(1)
+    edge = batch.reductions.nth_smallest(values_T, mask_T, number)
     return mask_T & (values_T.float() <= edge)
 
 
@@ -320,10 +308,9 @@ def clip_cov(
     Counter-claims: the band is in units of the advantage: another normalisation is another band. verl's batch is the
     micro-batch, here it is that of all ranks.
     """
-    drop = DropCovariance(
-        low=cov_low, high=cov_high, share=share, ratio_low=1.0 - low, ratio_high=1.0 + high, seed=seed
-    )
-    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(drop,))
+    clip = Ratio(low=1.0 - low, high=1.0 + high)
+    drop = DropCovariance(low=cov_low, high=cov_high, share=share, clip=clip, seed=seed)
+    return Method(surrogate=clip, factors=(drop,))
 
 
 @published(

@@ -243,7 +243,7 @@ class DriftControl(Term):
     the same tokens. The coefficient's own mean stays what it was, because ``E[ratio - 1] = 0``.
     """
 
-    pair: Pair = TOTAL
+    pair = TOTAL
     scale = -1.0
     needs_state_values = True
 

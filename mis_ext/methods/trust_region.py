@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MAX_LOG_RATIO, TOTAL, UPDATE, Pair, bounded_exp
+from mis_ext.correction.tokens import MAX_LOG_RATIO, TOTAL, UPDATE, bounded_exp
 from mis_ext.methods.batch import Batch
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term, ratio_and_slope
@@ -241,7 +241,7 @@ def vaco(*, delta: NotNegative = 0.02) -> Method:
 class EssCap(OtherFactor):
     """``min(ratio, ess)``, where ``ess`` is the effective share of the batch's tokens: a cap that follows the data."""
 
-    pair: Pair
+    pair = TOTAL
     reduce = "batch_mean"
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -251,9 +251,9 @@ class EssCap(OtherFactor):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EssKl(Term):
-    """``1 - ess`` times the estimate k3 of how far the current policy is from the other one."""
+    """``1 - ess`` times the estimate k3 of how far the current policy is from the behavior policy."""
 
-    pair: Pair
+    pair = TOTAL
     scale = 1.0
     reduce = "batch_mean"
 
@@ -279,7 +279,7 @@ def p3o() -> Method:
     Counter-claims: below 1 the cap shrinks all weights alike, also of tokens that are on-policy, so that a batch with a
     few broken tokens learns slowly. The KL term pulls towards the behavior policy, its engine's mismatch included.
     """
-    return Method(surrogate=Score(), factors=(EssCap(pair=TOTAL),), terms=(EssKl(pair=TOTAL),))
+    return Method(surrogate=Score(), factors=(EssCap(),), terms=(EssKl(),))
 
 
 # Kernels: smooth functions of a ratio instead of bounds.
@@ -293,14 +293,13 @@ class Sigmoid(Surrogate):
     """``A`` times ``4 / tau * sigmoid(tau (ratio - 1))``: slope 1 at ratio 1, falling off on both sides.
 
     Args:
-        pair: Numerator, the current policy, and denominator.
         positive: ``tau`` where the advantage is positive.
         negative: ``tau`` elsewhere.
     """
 
     positive: float
     negative: float
-    pair: Pair = UPDATE
+    pair = UPDATE
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``: the surrogate, its derivative by the token's log-prob, and where a bound stops it."""
@@ -319,14 +318,13 @@ class Gamma(OtherFactor):
     """``exp(scale) W^shape exp(-scale W)`` of the sequence's product of ratios ``W``: 1 at 1, largest at shape / scale.
 
     Args:
-        pair: Numerator and denominator.
         positive: Shape and scale where the advantage is positive.
         negative: Shape and scale elsewhere.
     """
 
-    pair: Pair
     positive: tuple[float, float]
     negative: tuple[float, float]
+    pair = TOTAL
     reduce = "sum"
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -347,7 +345,6 @@ class GaussianGate(OtherFactor):
     factor within [0.1, 10].
 
     Args:
-        pair: Numerator, the current policy, and denominator.
         scale: Smallest ``sigma``, that of a certain token.
         power: How fast it widens where a token is rare.
         high: Where that ends.
@@ -360,7 +357,7 @@ class GaussianGate(OtherFactor):
     high: float
     positive: float
     negative: float
-    pair: Pair = UPDATE
+    pair = UPDATE
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The factor ``[T]``, at most 1; 1 where the step does not lead away from the old policy."""
@@ -387,7 +384,7 @@ def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2
     Claims: stable at a staleness of 64 updates, without normalising by length.
     Counter-claims: a product of long sequences is far from 1 by noise alone: then every weight is near 0.
     """
-    return Method(surrogate=Score(), factors=(Gamma(pair=TOTAL, positive=positive, negative=negative),))
+    return Method(surrogate=Score(), factors=(Gamma(positive=positive, negative=negative),))
 
 
 @published(
