@@ -17,7 +17,7 @@ import torch
 
 from mis_ext.hosts.groups import Groups
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 """Seconds that a rank waits for the others, one of which may compile on a busy machine; who waits longer would hang."""
 
 _here = threading.local()
