@@ -551,3 +551,40 @@ def test_a_cut_that_takes_something_else_from_each_position_has_its_share_beside
     proximal = behavior + 0.02 * noise - 0.08 * torch.rand(shape, generator=generator)
     (share,) = [each.k3_share for each in by_report(Tokens([*proximal], [*behavior])) if each.cause == "top_p_or_top_k"]
     assert share == pytest.approx(16.0 / 19.0, rel=0.05)
+
+
+@pytest.mark.parametrize("lag", [3, -2])
+def test_log_probs_that_are_several_tokens_off_are_shifted(lag) -> None:
+    moved = plants.each_behavior(lambda log_probs: log_probs.roll(lag))
+    (found,) = by_report(planted(0, [], [moved]))
+    assert (found.cause, found.confidence) == ("shifted_log_probs", "certain")
+    assert f"when one of them is shifted by {abs(lag)} tokens" in found.evidence
+    far = plants.each_behavior(lambda log_probs: log_probs.roll(4))
+    assert "shifted_log_probs" not in {each.cause for each in by_report(planted(0, [], [far]))}
+
+
+@pytest.mark.parametrize(("kernels", "is_sure"), [(0.05, True), (0.3, False)])
+def test_few_tokens_are_certain_only_with_a_tenth_of_k3(kernels, is_sure) -> None:
+    tokens = planted(0, kernels=kernels)
+    for proximal, behavior in zip(tokens.proximal[:4], tokens.behavior, strict=False):
+        proximal[5], behavior[5] = -3.0, 0.0
+    found = next(each for each in by_report(tokens) if each.cause == "placeholder_log_probs")
+    assert (found.k3_share >= 0.1, found.confidence) == (is_sure, "certain" if is_sure else "possible")
+
+
+@pytest.mark.parametrize(("count", "cause"), [(2, "bf16_kernels"), (3, "expert_routing")])
+def test_two_far_tokens_are_no_tail(count, cause) -> None:
+    tokens = planted(0, count=6)
+    for proximal, behavior in zip(tokens.proximal[:count], tokens.behavior, strict=False):
+        proximal[9], behavior[9] = -1.4, -1.1
+    assert [each.cause for each in by_report(tokens)] == [cause]
+
+
+@pytest.mark.parametrize(("step", "is_named"), [(2, True), (9, False)])
+def test_zeros_at_the_end_of_some_responses_are_placeholders(step, is_named) -> None:
+    """The others are ended by a length limit."""
+    tokens = planted(0)
+    for proximal, behavior in zip(tokens.proximal[::step], tokens.behavior[::step], strict=True):
+        proximal[-1], behavior[-1] = -0.5, 0.0
+    found = [each.evidence for each in by_report(tokens) if each.cause == "placeholder_log_probs"]
+    assert any("at the last tokens of responses" in words for words in found) == is_named

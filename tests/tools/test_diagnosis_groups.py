@@ -90,6 +90,21 @@ def test_groups_that_a_file_or_the_canary_tells_apart_are_of_weights() -> None:
     assert causes(with_noise(some(0.5), origins=mixed))[0] == "other_text"
 
 
+def test_a_file_of_its_own_for_each_response_tells_nothing_apart() -> None:
+    names = [Origin(name=f"{number}.pt:0") for number in range(80)]
+    assert causes(with_noise(some(0.3), origins=names))[0] == "other_text"
+
+
+def test_responses_that_are_far_with_hardly_any_k3_are_no_group() -> None:
+    # Of log-probs near 0 rounding alone is as large as 1 - p; and groups that both differ less than kernels do.
+    proximal, behavior = engines(3, count=80).sampled()
+    for number in range(24):
+        behavior[number] = torch.full_like(behavior[number], -1e-5)
+        proximal[number] = -1e-5 - 1e-5 * torch.rand(LENGTH, generator=torch.Generator().manual_seed(number))
+    assert not {*causes(Part.of_lists(proximal=proximal, behavior=behavior))} & NO_TEXT
+    assert not {*causes(with_noise(some(0.3), 0.045))} & NO_TEXT
+
+
 # --- penalties
 
 
@@ -241,5 +256,7 @@ def test_the_headline_names_the_cause_and_a_correction_comes_second() -> None:
     assert headline_of(*steps_of(same, same))[0] == "No correction is needed."
     grown = steps_of(same, lambda made: made._replace(behavior=made.behavior + made.noise(0.011)))
     assert headline_of(*grown)[0].startswith("k3 is small and grows: ")
+    # However small it is, stale weights are among what it may be.
+    assert any(words.startswith("stale weights") for words in diagnosed(*grown)[0].alternatives)
     # Nothing but a size: no cause is made up.
     assert headline_of(*steps_of(plants.quantised))[0].startswith("No candidate")

@@ -5,8 +5,8 @@
 of k3 that it explains. Begin with ``table.py``; ``thresholds.py`` has every number.
 """
 
-from mis_ext.tools.diagnosis.cause import Cause, Diagnosis, Finding
+from mis_ext.tools.diagnosis.cause import Cause, Diagnosis
 from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
 from mis_ext.tools.diagnosis.table import CAUSES, diagnose, search
 
-__all__ = ["CAUSES", "Cause", "Diagnosis", "Evidence", "Finding", "Gathering", "diagnose", "search"]
+__all__ = ["CAUSES", "Cause", "Diagnosis", "Evidence", "Gathering", "diagnose", "search"]

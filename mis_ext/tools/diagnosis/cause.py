@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from mis_ext.tools.diagnosis.evidence import Evidence, Power
-from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, MIN_K3_SHARE
+from mis_ext.tools.diagnosis.thresholds import MIN_K3_SHARE
 
 Confidence = Literal["certain", "likely", "possible"]
 
@@ -38,11 +38,6 @@ class Left:
         """Per token, without what is explained."""
         return self.tokens.k3 * (1.0 - self.explained)
 
-    @property
-    def is_minor(self) -> bool:
-        """True if an earlier cause explains most of k3 or has removed tokens."""
-        return self.explained >= MAIN_SHARE or len(self.tokens) < len(self.whole)
-
     @cached_property
     def powers(self) -> tuple[Power, Power]:
         """Of the engine's distribution the trainer's, and the reverse: each as if the former had sampled."""
@@ -50,34 +45,7 @@ class Left:
         return Power.of(tokens.engine_T, tokens.trainer_T), Power.of(tokens.trainer_T, tokens.engine_T)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Finding:
-    """Result of a rule: the fields of :class:`Diagnosis`, and the next step of the search.
-
-    Attributes:
-        name: Of the cause, where a row has several.
-        title: What it is, where it is not what the row says; then the advice.
-        is_fault: Likewise.
-        is_all: Whether it is all that differs: then nothing else is looked for.
-        tokens_T: Which of the tokens it explains whole: they are left out of what follows.
-    """
-
-    confidence: Confidence
-    evidence: str
-    k3_share: float = math.nan
-    is_up_to: bool = False
-    is_pattern: bool = True
-    alternatives: tuple[str, ...] = ()
-    is_growing: bool = False
-    name: str = ""
-    title: str = ""
-    advice: str = ""
-    is_fault: bool | None = None
-    is_all: bool = False
-    tokens_T: Tensor | None = None
-
-
-Rule = Callable[[Left], Finding | None]
+Rule = Callable[[Left], "Found | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +72,20 @@ class Cause:
     is_setting: bool = False
     is_shape: bool = False
 
+    def found(self, *, taken_T: Tensor | None = None, **result: Any) -> Found:
+        """What its rule found; what that does not say is what the row says."""
+        row = {"cause": self.name, "title": self.title, "advice": self.advice, "is_fault": self.is_fault}
+        fields: dict[str, Any] = {**row, "takes_out": taken_T is not None, **result}
+        made = Diagnosis(**fields)
+        return Found(replace(made, confidence="possible") if made.is_of_few_tokens else made, taken_T)
+
 
 def cause(**row: Any) -> Callable[[Rule], Cause]:
     """A rule with its row: the other fields of :class:`Cause`."""
     return lambda rule: Cause(rule=rule, **row)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """A likely cause.
 
@@ -122,7 +97,7 @@ class Diagnosis:
         advice: What to do.
         is_fault: Whether it is a mistake to repair first, which no configuration corrects.
         k3_share: Of the k3 of the tokens that were left when it was looked for, that it explains; NaN where that is not
-            known.
+            known. What explains all, and not up to all, ends the search.
         takes_out: Whether what follows was looked for without its tokens.
         is_pattern: Whether so many tokens show it that a run should stop.
         alternatives: What would look the same in this evidence.
@@ -144,21 +119,6 @@ class Diagnosis:
     is_up_to: bool = False
     is_of_rest: bool = False
     is_growing: bool = False
-
-    @classmethod
-    def of(cls, cause: Cause, finding: Finding, *, is_of_rest: bool = False) -> Diagnosis:
-        """A row with what its rule found."""
-        same = ("confidence", "evidence", "k3_share", "is_up_to", "is_pattern", "alternatives", "is_growing")
-        made = cls(
-            cause=finding.name or cause.name,
-            title=finding.title or cause.title,
-            advice=finding.advice or cause.advice,
-            is_fault=cause.is_fault if finding.is_fault is None else finding.is_fault,
-            takes_out=finding.tokens_T is not None,
-            is_of_rest=is_of_rest,
-            **{name: getattr(finding, name) for name in same},
-        )
-        return replace(made, confidence="possible") if made.is_of_few_tokens else made
 
     @property
     def is_of_few_tokens(self) -> bool:
@@ -182,6 +142,13 @@ class Diagnosis:
         """Title, evidence, share and doubt in one line."""
         parts = (f"{self.title}: {self.evidence}", self.share_in_words, self.doubt_in_words)
         return "; ".join(filter(None, parts))
+
+
+class Found(NamedTuple):
+    """What a rule found, and which of the tokens that explains whole: they are left out of what follows."""
+
+    diagnosis: Diagnosis
+    taken_T: Tensor | None = None
 
 
 def of_k3(is_of_rest: bool) -> str:

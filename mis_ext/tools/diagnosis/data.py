@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import AT, Evidence, may_be_zero, mean_and_error
 
 # --- no log-prob at all
@@ -26,14 +26,14 @@ from mis_ext.tools.diagnosis.evidence import AT, Evidence, may_be_zero, mean_and
     "or set the loss_masks of those tokens to 0. Engines return 0 for tokens that they sampled greedily.",
     is_fault=True,
 )
-def placeholders(left: Left) -> Finding | None:
+def placeholders(left: Left) -> Found | None:
     tokens = left.tokens
     num_missing, missing = _missing(tokens)
     count = len(tokens)
     if count + num_missing < limit.MIN_CONSTANT_TOKENS:
         return None
     if evidence := _constants(tokens):
-        return Finding(confidence="certain", evidence=evidence, k3_share=1.0, is_all=True)
+        return placeholders.found(confidence="certain", evidence=evidence, k3_share=1.0)
     shifted = Shift.of(tokens)
     sentinel_T, constant_T = _sentinels(tokens), _constant_samples(tokens)
     zero_T = torch.zeros_like(sentinel_T)
@@ -57,12 +57,12 @@ def placeholders(left: Left) -> Finding | None:
             taken_T = taken_T | ((side_T == 0.0) & (other_T < math.log(limit.CERTAIN)))
     most = max(int(sentinel_T.sum()), int(constant_T.sum()), num_missing, num_placed)
     num_zeros = int(zero_T.sum())
-    return Finding(
+    return placeholders.found(
         confidence="certain",
         evidence="; ".join(found),
         k3_share=share_of(tokens, taken_T),
         is_pattern=most > max(1.0, limit.SUSPICIOUS_SHARE * count) or num_zeros > max(1.0, limit.ZERO_SHARE * count),
-        tokens_T=taken_T,
+        taken_T=taken_T,
     )
 
 
@@ -110,7 +110,7 @@ def _zeros(tokens: Evidence) -> Tensor:
 
 
 def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[str]]:
-    """Zeros of a side at one place of nearly all responses that no cut explains: how many, and that in words."""
+    """Zeros of a side at one place of many responses that no cut explains: how many, and that in words."""
     most, words = 0, list[str]()
     for bit, place in enumerate(AT):
         at_T = (tokens.at_T >> bit & 1).bool()
@@ -126,8 +126,8 @@ def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[s
             alike_T = open_T & ~at_T & (other_T >= tokens.spread(least_S))
             at, zeros, alike = int((open_T & at_T).sum()), int(zero_T.sum()), int(alike_T.sum())
             elsewhere = int((alike_T & (side_T == 0.0)).sum())
-            is_usual = zeros >= max(limit.NEARLY_ALL * at, limit.MIN_CONSTANT_TOKENS)
-            if zeros > most and is_usual and alike and elsewhere < limit.ZEROS_ELSEWHERE * alike:
+            is_usual = zeros >= max(limit.ZEROS_OF_A_PLACE * at, limit.MIN_CONSTANT_TOKENS)
+            if zeros > most and is_usual and alike and elsewhere * at < limit.ZEROS_ELSEWHERE * zeros * alike:
                 most = zeros
                 words = [f"{zeros} of {at} {side} log-probs are exactly 0 at {place}, and not elsewhere"]
     return most, words
@@ -211,26 +211,25 @@ def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: 
     "Multiply log-probs to base 2 by 0.693, to base 10 by 2.303.",
     is_fault=True,
 )
-def not_log_probs(left: Left) -> Finding | None:
+def not_log_probs(left: Left) -> Found | None:
     return _negated(left.tokens) or _of_another_base(left) or _positive(left.tokens)
 
 
-def _negated(tokens: Evidence) -> Finding | None:
+def _negated(tokens: Evidence) -> Found | None:
     count = max(len(tokens), 1)
     gap, flipped = float(tokens.d_T.abs().sum()), float((tokens.trainer_T + tokens.engine_T).clamp(-20, 20).abs().sum())
     if count < limit.MIN_CONSTANT_TOKENS or gap <= limit.MAX_ZERO_GAP * count or flipped >= limit.SHIFT_FACTOR * gap:
         return None
-    return Finding(
+    return not_log_probs.found(
         title="log-probs with the wrong sign: negative log-likelihoods in place of log-probs",
         confidence="certain",
         evidence=f"behavior and proximal log-probs differ by {gap / count:.3g} on average, but by only "
         f"{flipped / count:.3g} when the sign of one is flipped",
         k3_share=1.0,
-        is_all=True,
     )
 
 
-def _positive(tokens: Evidence) -> Finding | None:
+def _positive(tokens: Evidence) -> Found | None:
     count, d_T = len(tokens), tokens.d_T
     sides = {"behavior": tokens.engine_T > limit.MAX_LOG_PROB, "proximal": tokens.trainer_T > limit.MAX_LOG_PROB}
     numbers = {side: int(above_T.sum()) for side, above_T in sides.items()}
@@ -247,18 +246,17 @@ def _positive(tokens: Evidence) -> Finding | None:
     all_S = (positive_S > limit.MANY_POSITIVE * tokens.num_S) | moved_S | ((positive_S > 0.0) & nowhere_below_S)
     taken_T = (positive_T | tokens.spread(all_S)) & ~_sentinels(tokens)
     told = " and ".join(f"{number} of {count} {side} log-probs" for side, number in numbers.items() if number)
-    return Finding(
+    return not_log_probs.found(
         title="numbers above 0, which are no log-probs",
         confidence="certain",
         evidence=f"{told} on trainable tokens are above 0, and no probability is above 1",
         k3_share=share_of(tokens, taken_T),
         is_pattern=most > limit.SUSPICIOUS_SHARE * count,
-        is_all=most > 0.5 * count,
-        tokens_T=taken_T,
+        taken_T=taken_T,
     )
 
 
-def _of_another_base(left: Left) -> Finding | None:
+def _of_another_base(left: Left) -> Found | None:
     """Logarithms to base 2 or 10 on one side.
 
     As they are, no side has sampled the tokens: of two policies the mean ratio is 1 to the one that has, and the other
@@ -281,14 +279,13 @@ def _of_another_base(left: Left) -> Finding | None:
     if apart[side, base] >= (limit.BASE_FACTOR if has_sampled else limit.EXACT) * gap:
         return None
     is_sure = has_sampled and apart[side, base] < limit.EXACT * gap
-    return Finding(
+    return not_log_probs.found(
         title="logarithms to base 2 or 10 on one side",
         confidence="certain" if is_sure else "possible",
         evidence=f"the {side}'s log-probs are logarithms to the base {base:g}: as natural ones they differ by "
         f"{apart[side, base] / len(tokens):.3g} nats on average, and not by {float(tokens.d_T.abs().mean()):.3g}"
         + (", and the mean ratio is 1 then" if has_sampled else ""),
         k3_share=1.0,
-        is_all=True,
         alternatives=() if is_sure else ("a temperature beside another cause, such as top-p",),
     )
 
@@ -297,8 +294,9 @@ def _of_another_base(left: Left) -> Finding | None:
 
 
 class Shift(NamedTuple):
-    """Log-probs that fit at least twice as well when one side is moved by a token: all, or those of some responses."""
+    """Log-probs that fit at least twice as well when one side is moved: all, or those of some responses."""
 
+    lag: int
     is_all: bool
     some_S: Tensor
     aligned: float
@@ -306,18 +304,27 @@ class Shift(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Evidence) -> Shift:
-        """From pairs of neighbours that have a log-prob."""
+        """The lag at which all fit best, or else the first.
+
+        Some responses that fit at another have log-probs of a dropped attempt before their own.
+        """
         usable_T = ~_sentinels(tokens) & ~_zeros(tokens)
-        one, two = slice(None, -1), slice(1, None)
+        shifts = [cls.by(lag, tokens, usable_T) for lag in limit.LAGS]
+        return min((each for each in shifts if each.is_all), key=lambda each: each.moved, default=shifts[0])
+
+    @classmethod
+    def by(cls, lag: int, tokens: Evidence, usable_T: Tensor) -> Shift:
+        """From pairs of tokens of one response, so many places apart, that have a log-prob."""
+        one, two = slice(None, -lag), slice(lag, None)
         sample_T, position_T = tokens.sample_T, tokens.position_T
         is_pair = usable_T[one] & usable_T[two] & (sample_T[one] == sample_T[two])
-        pair = (is_pair & (position_T[two] == position_T[one] + 1)).nonzero().flatten()
+        pair = (is_pair & (position_T[two] == position_T[one] + lag)).nonzero().flatten()
         trainer, engine = tokens.trainer_T, tokens.engine_T
         differences = (
             trainer[pair] - engine[pair],
-            trainer[pair + 1] - engine[pair + 1],
-            trainer[pair + 1] - engine[pair],
-            trainer[pair] - engine[pair + 1],
+            trainer[pair + lag] - engine[pair + lag],
+            trainer[pair + lag] - engine[pair],
+            trainer[pair] - engine[pair + lag],
         )
         sums_S = [
             torch.bincount(sample_T[pair], each.abs().clamp_max(20.0), minlength=len(tokens.steps)).double()
@@ -336,34 +343,35 @@ class Shift(NamedTuple):
         some_S = some_S & (halves_2S.amin(0) >= limit.MIN_SHIFTED_TOKENS / 2) & (num_S >= limit.MIN_TOKENS)
         is_all = len(pair) >= limit.MIN_TOKENS and moved < limit.SHIFT_FACTOR * aligned
         count = max(len(pair), 1)
-        return cls(is_all, some_S, aligned / count, moved / count)
+        return cls(lag, is_all, some_S, aligned / count, moved / count)
 
 
 @cause(
     name="shifted_log_probs",
-    title="log-probs shifted by one token",
-    looks_like="Log-probs fit at least twice as well if one side is shifted by a token, in all or some responses",
+    title="log-probs shifted by one token, or by two or three",
+    looks_like="Log-probs fit at least twice as well if one side is shifted by one to three tokens, or in some "
+    "responses by one",
     advice="Score position p with the logits of position p - 1, on both sides.",
     is_fault=True,
 )
-def shifted(left: Left) -> Finding | None:
+def shifted(left: Left) -> Found | None:
     tokens, shift = left.tokens, Shift.of(left.tokens)
     if shift.is_all:
-        return Finding(
+        lag = "a token" if shift.lag == 1 else f"{shift.lag} tokens"
+        return shifted.found(
             confidence="certain",
             evidence=f"behavior and proximal log-probs differ by {shift.aligned:.3g} on average, but by only "
-            f"{shift.moved:.3g} when one of them is shifted by a token: they are misaligned",
+            f"{shift.moved:.3g} when one of them is shifted by {lag}: they are misaligned",
             k3_share=1.0,
-            is_all=True,
         )
     taken_T = tokens.spread(shift.some_S)
     if not bool(taken_T.any()):
         return None
-    return Finding(
+    return shifted.found(
         confidence="certain",
         evidence=f"{int(taken_T.sum())} of {len(tokens)} tokens are in responses whose log-probs fit at least twice as "
         "well when one side is shifted by a token: they are misaligned",
         k3_share=share_of(tokens, taken_T),
         is_pattern=int(taken_T.sum()) > limit.SUSPICIOUS_SHARE * len(tokens),
-        tokens_T=taken_T,
+        taken_T=taken_T,
     )

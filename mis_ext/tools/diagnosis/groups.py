@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause, percent
+from mis_ext.tools.diagnosis.cause import Cause, Found, Left, cause, percent
 from mis_ext.tools.diagnosis.data import share_of
 from mis_ext.tools.diagnosis.evidence import Evidence
 from mis_ext.tools.diagnosis.sampling import has_learned
@@ -61,10 +61,10 @@ def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
 
 
 def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
+    """Return True if far responses have most of k3, and more than kernels give: responses that loop are far, too."""
     far = float(tokens.k3_S[far_S].sum())
-    return far >= limit.MAIN_SHARE * float(tokens.k3_S.sum()) and far > limit.QUIET_K3 * float(
-        tokens.num_S[far_S].sum()
-    )
+    of_kernels = limit.KERNEL_K3 * float(tokens.num_S[far_S].sum())
+    return far >= limit.MAIN_SHARE * float(tokens.k3_S.sum()) and far > of_kernels
 
 
 def _upper(values_N: Tensor) -> Tensor:
@@ -149,11 +149,11 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
     "state, the positions and the attention mask at each boundary of a packed row (cu_seqlens).",
     is_fault=True,
 )
-def packed(left: Left) -> Finding | None:
+def packed(left: Left) -> Found | None:
     groups = groups_of(left.tokens)
     if groups is None or groups.apart_by != "row":
         return None
-    return _finding(left, groups, (OTHER_CONTEXT, "an engine of several that has other weights"))
+    return _found(packed, left, groups, (OTHER_CONTEXT, "an engine of several that has other weights"))
 
 
 @cause(
@@ -166,18 +166,18 @@ def packed(left: Left) -> Finding | None:
     "log-probs of its own request, from its first token on (after an abort those of a dropped attempt may come first).",
     is_fault=True,
 )
-def other_text(left: Left) -> Finding | None:
+def other_text(left: Left) -> Found | None:
     known_S = ~left.tokens["has_other_ids"].isnan()
     other_S = left.tokens["has_other_ids"] == 1.0
     if bool(other_S.any()):
         taken_T = left.tokens.spread(other_S)
         count, total = int(other_S.sum()), int(known_S.sum())
-        return Finding(
+        return other_text.found(
             confidence="certain",
             evidence=f"in {count} of {total} samples the engine sampled other ids than the trainer scored",
             k3_share=share_of(left.tokens, taken_T),
             is_pattern=count > limit.SUSPICIOUS_SHARE * total,
-            tokens_T=taken_T,
+            taken_T=taken_T,
         )
     groups = None if packed.name in left.found else groups_of(left.tokens)
     of_others = ("step", "version", "canary", "source", "row")
@@ -188,16 +188,16 @@ def other_text(left: Left) -> Finding | None:
     if is_near and has_learned(left.tokens.of_samples(~groups.far_S)):
         return None
     ids = (MIXED_UP,) if not bool(known_S.all()) else ()
-    return _finding(left, groups, (*ids, PACKED, "an engine of several that has other weights"))
+    return _found(other_text, left, groups, (*ids, PACKED, "an engine of several that has other weights"))
 
 
-def _finding(left: Left, groups: Groups, alternatives: tuple[str, ...]) -> Finding:
+def _found(row: Cause, left: Left, groups: Groups, alternatives: tuple[str, ...]) -> Found:
     taken_T = left.tokens.spread(groups.far_S)
-    return Finding(
+    return row.found(
         confidence="possible",
         evidence="; ".join(filter(None, (groups.evidence, groups.told))),
         k3_share=share_of(left.tokens, taken_T),
-        tokens_T=taken_T,
+        taken_T=taken_T,
         alternatives=alternatives,
     )
 

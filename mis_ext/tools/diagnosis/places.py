@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence
 from mis_ext.tools.diagnosis.sampling import line_words, stale_words
 
@@ -72,7 +72,7 @@ _PREFIX_ADVICE = (
     advice=_PREFIX_ADVICE,
     is_shape=True,
 )
-def prefix(left: Left) -> Finding | None:
+def prefix(left: Left) -> Found | None:
     tokens = left.tokens.uncertain
     total = float(tokens.k3_T.sum())
     later = tokens.where(tokens.turn_T > 0)
@@ -85,7 +85,7 @@ def prefix(left: Left) -> Finding | None:
         times = 1.0 if begin == limit.PLACES[3] else limit.SHORT_FACTOR
         begins = next((each for each in beginnings if each.stands_out_of(ends, times)), None)
         if begins is not None:
-            return Finding(
+            return prefix.found(
                 confidence="possible",
                 evidence=f"uncertain tokens differ by {begins.shift[0]:.2g} (1 - p) nats early in a turn{where}, by "
                 f"{ends.shift[0]:.2g} from place {begin} on, and have a k3 of {begins.size[0]:.2g} and "
@@ -102,7 +102,7 @@ def prefix(left: Left) -> Finding | None:
     others, one = Place.of(later), Place.of(tokens.where(tokens.turn_T == 0))
     if not others.stands_out_of(one):
         return None
-    return Finding(
+    return prefix.found(
         confidence="possible",
         evidence=f"uncertain tokens differ by {one.shift[0]:.2g} (1 - p) nats in the first turn, by "
         f"{others.shift[0]:.2g} in later ones",
@@ -132,7 +132,7 @@ def _bins(tokens: Evidence) -> torch.Tensor:
     "equal, prefill and decode of the engine (mis-ext diff).",
     is_shape=True,
 )
-def late(left: Left) -> Finding | None:
+def late(left: Left) -> Found | None:
     tokens = left.tokens.uncertain
     if found := _decoding(left.tokens):
         return found
@@ -158,7 +158,7 @@ def late(left: Left) -> Finding | None:
         return None
     _, ratio, index, excess = max(found_places)
     position = math.ceil(math.pow(2.0, index / limit.PER_OCTAVE)) - 1
-    return Finding(
+    return late.found(
         confidence="possible",
         evidence=f"uncertain tokens after position {position} of a response differ {ratio:.2g} times "
         f"as much as those before, and carry {excess / total:.0%} of k3 beyond theirs",
@@ -191,7 +191,7 @@ def _begins_at(index: int, bins: list[Place], tokens: Evidence, bin_T: torch.Ten
     return _is_above(behind.shift, before.shift, 1.0) and step > limit.PLACE_ERRORS * math.sqrt(variance)
 
 
-def _decoding(tokens: Evidence) -> Finding | None:
+def _decoding(tokens: Evidence) -> Found | None:
     """First tokens are equal, later ones differ."""
     tokens = tokens.where(tokens.engine_T < limit.LOG_NEARLY_CERTAIN)
     first_T, differs_T = tokens.position_T == 0, tokens.d_T != 0.0
@@ -204,7 +204,7 @@ def _decoding(tokens: Evidence) -> Finding | None:
     chance = (1.0 - share) ** first
     if chance > limit.MAX_CHANCE:
         return None
-    return Finding(
+    return late.found(
         title="decode or prefix dependence (attention, KV cache)",
         confidence="likely",
         evidence=f"the first tokens of {first} responses are all equal, later ones differ in {share:.0%} of the "
@@ -260,7 +260,7 @@ def _unfit_words(left: Left) -> tuple[str, ...]:
     "Truncated token weights (preset mis) limit the effect of each.",
     is_shape=True,
 )
-def experts(left: Left) -> Finding | None:
+def experts(left: Left) -> Found | None:
     tokens = left.tokens.uncertain
     # Where typical tokens are far apart, a few are no tail.
     is_far = bool(len(tokens)) and float(left.tokens.d_T.abs().mean()) > limit.MAX_MEAN_ABS_DIFF
@@ -283,8 +283,8 @@ def experts(left: Left) -> Finding | None:
             f"({typical:.2g} (1 - p) nats), and carry {k3_share:.0%} of k3"
         )
     precision = "low precision, which lets more experts differ, or has such tails alone"
-    return Finding(
-        title="a few tokens only" if share < limit.FEW_SHARE else "",
+    return experts.found(
+        title="a few tokens only" if share < limit.FEW_SHARE else experts.title,
         confidence="likely" if share < limit.FEW_SHARE else "possible",
         evidence=evidence,
         k3_share=k3_share,

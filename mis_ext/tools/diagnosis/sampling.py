@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence, mean_and_error
 
 OLD_WEIGHTS = "stale weights, or an adapter that one side lacks"
@@ -42,7 +42,7 @@ def line_of(log_prob: Tensor, difference: Tensor) -> tuple[float, float]:
     is_fault=True,
     is_setting=True,
 )
-def temperature(left: Left) -> Finding | None:
+def temperature(left: Left) -> Found | None:
     """One distribution is a power of the other; what else differs adds noise to it, or takes a part of it away."""
     tokens = left.tokens.uncertain
     engine, trainer = left.powers
@@ -83,7 +83,7 @@ def temperature(left: Left) -> Finding | None:
         if is_of_trainer
         else ("the differences are those of a sampling temperature", "the trainer's")
     )
-    return Finding(
+    return temperature.found(
         confidence="likely" if is_fit and is_alone and not (is_cut and slope > 0.0) else "possible",
         evidence=f"{sampled} near {1.0 + near:.3g} times {other} ({low:.3g} to {high:.3g}, by what else "
         "differs)" + ("" if is_fit else f", but fit it badly: {power.fit:+.2f} between -1 and 1, where it has 0"),
@@ -143,7 +143,7 @@ def line_words(left: Left) -> tuple[str, ...]:
     is_fault=True,
     is_setting=True,
 )
-def truncation(left: Left) -> Finding | None:
+def truncation(left: Left) -> Found | None:
     tokens = left.tokens
     if min(len(tokens), len(tokens.uncertain)) < limit.MIN_TOKENS or tokens.side_worse_than_a_guess:
         return None
@@ -158,15 +158,16 @@ def truncation(left: Left) -> Finding | None:
     is_sure = deficit > max(least, errors * error)
     if not is_sure and not (is_one_sided and deficit >= limit.MIN_DEFICIT_ERRORS * error):
         return None
-    # A temperature that was found moves as little.
-    if (is_padding and "temperature" in left.found) or (not is_padding and deficit <= limit.MIN_DEFICIT):
+    if not is_padding and deficit <= limit.MIN_DEFICIT:
         return None
     slope, explained = line_of(tokens.uncertain.engine_T, tokens.uncertain.d_T)
     is_colder = not is_padding and slope < 0.0 and explained > limit.MIN_EXPLAINED
     others = ("top-p, top-k or min-p",) if is_padding else ("padding of the trainer's vocabulary",)
     colder = ("a temperature below 1 beside it, which moves the same tokens",)
-    return Finding(
-        title="padding of the trainer's vocabulary, which takes a part of the probability" if is_padding else "",
+    return truncation.found(
+        title="padding of the trainer's vocabulary, which takes a part of the probability"
+        if is_padding
+        else truncation.title,
         confidence="possible" if is_padding else "likely",
         evidence=f"the mean ratio is {1.0 - deficit:.4g}, {deficit / error if error else math.inf:.0f} standard errors "
         f"below 1, and {num_below / max(num_large, 1):.0%} of the larger differences are below 0: the trainer gives "
@@ -206,7 +207,7 @@ def _share_of_cut(tokens: Evidence, excess: float) -> float:
     is_fault=True,
     is_setting=True,
 )
-def penalties(left: Left) -> Finding | None:
+def penalties(left: Left) -> Found | None:
     tokens = left.tokens.uncertain.where(left.tokens.uncertain.d_T != 0.0)
     repeated_T, up_T = tokens.repeated_T == 1, tokens.d_T > 0.0
     sides = [tokens.where(chosen_T) for chosen_T in (repeated_T, tokens.repeated_T == 0)]
@@ -223,7 +224,7 @@ def penalties(left: Left) -> Finding | None:
     # What moves as a penalty does has so much more k3 than what moves the other way.
     sign_T = torch.where(up_T == repeated_T, 1.0, -1.0).double()
     share = float((tokens.k3_T * sign_T).sum() / left.tokens.k3_T.sum())
-    return Finding(
+    return penalties.found(
         confidence="likely",
         evidence=f"the trainer finds {shares[0]:.0%} of the {len(sides[0])} uncertain tokens that occurred before in "
         f"their response more probable than the engine, and {shares[1]:.0%} of the {len(sides[1])} others",
@@ -239,7 +240,7 @@ def penalties(left: Left) -> Finding | None:
     looks_like="99 % of the log-probs of one side are bfloat16 values",
     advice="Keep log-probs in float32 from the log-softmax to the dump.",
 )
-def rounded(left: Left) -> Finding | None:
+def rounded(left: Left) -> Found | None:
     tokens = left.tokens
     if not len(tokens) or not bool((tokens.d_T != 0.0).any()):
         return None
@@ -255,7 +256,7 @@ def rounded(left: Left) -> Finding | None:
     if not sides:
         return None
     alone = expected / len(tokens)
-    return Finding(
+    return rounded.found(
         confidence="certain",
         evidence=f"{' and '.join(sides)} log-probs are bfloat16 numbers: that alone gives a k3 near {alone:.1g}",
         k3_share=min(alone / tokens.k3, 1.0) if tokens.k3 else math.nan,

@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence
+from mis_ext.tools.diagnosis.groups import OTHER_CONTEXT, PACKED
 from mis_ext.tools.diagnosis.places import more_words
 from mis_ext.tools.diagnosis.sampling import OLD_WEIGHTS, PENALTIES, stale_words
 from mis_ext.tools.diagnosis.steps import NOT_SENT, OTHER_PRECISION, agree, change_words, stale
 
 SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e-3 in a small model"
 OTHER_KERNELS = "kernels in bfloat16 of a model that rounding moves more than the largest of the lab, 2.2e-3"
-OTHER_CONTEXT = "another prompt, chat template or context"
-PACKED = "packed responses that see each other"
 OTHER_TOKENS = "log-probs of other tokens: shifted by several, or of other samples"
 BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M, "
@@ -40,21 +39,20 @@ _STEP_ADVICE = (
     advice="Nothing to correct. A copy of one side looks the same: mis-ext audit tells them apart. For equal bits use "
     "the same formula on both sides.",
 )
-def equal(left: Left) -> Finding | None:
+def equal(left: Left) -> Found | None:
     tokens = left.tokens
     if not len(tokens):
         return None
     if not bool((tokens.d_T != 0.0).any()):
-        return Finding(confidence="certain", evidence="every log-prob is the same number on both sides")
+        return equal.found(confidence="certain", evidence="every log-prob is the same number on both sides")
     steps = float((tokens.d_T.abs() / (2.0**-23 * tokens.engine_T.abs().clamp_min(1.0))).max())
     if steps > limit.MAX_FORMULA_STEPS or len(tokens.uncertain) < limit.MIN_TOKENS:
         return None
-    return Finding(
+    return equal.found(
         title="another formula for the same log-prob, such as log(softmax) for log_softmax",
         confidence="likely",
         evidence=f"no difference exceeds {steps:.2g} float32 steps, {float(tokens.d_T.abs().max()):.1g} nats",
         k3_share=1.0,
-        is_all=True,
     )
 
 
@@ -117,7 +115,7 @@ SIZES = (
     advice="What the report says beside the word: kernels need no correction; low precision may need token TIS "
     "(preset mis); a broken side has not loaded its weights.",
 )
-def size(left: Left) -> Finding | None:
+def size(left: Left) -> Found | None:
     tokens = left.tokens
     if not len(tokens) or not bool((tokens.d_T != 0.0).any()) or left.explained > limit.MAX_EXPLAINED:
         return None
@@ -129,12 +127,13 @@ def size(left: Left) -> Finding | None:
     # Steps that differ are never nothing.
     changes = "" if "stale_weights" in left.found else change_words(tokens)
     is_quiet = left.k3 < limit.QUIET_K3 and not changes
-    if len(tokens) < limit.MIN_TOKENS or (is_quiet and left.is_minor):
+    is_rest = left.explained >= limit.MAIN_SHARE or len(tokens) < len(left.whole)
+    if len(tokens) < limit.MIN_TOKENS or (is_quiet and is_rest):
         return None
     # What is left behind a cause with evidence of its own does not come first.
     is_usual = row is SIZES[0] or (row is SIZES[1] and not left.explained)
-    return Finding(
-        name=row.name,
+    return size.found(
+        cause=row.name,
         title=row.title,
         confidence="likely" if is_usual and not changes else "possible",
         evidence=f"k3 {left.k3:.2g} is {row.evidence}" + (f"; {changes}" if changes else ""),
@@ -163,26 +162,23 @@ def _others(left: Left, row: Size, *, is_quiet: bool) -> tuple[str, ...]:
     return (OLD_WEIGHTS, OTHER_PRECISION, OTHER_CONTEXT, PACKED, PENALTIES, *beside, *more)
 
 
-def _stale_by_size(left: Left) -> Finding | None:
+def _stale_by_size(left: Left) -> Found | None:
     """Stale weights by a mean difference that no kernels give; ``steps.stale`` has the other evidence of them."""
     gap = float(left.tokens.d_T.abs().mean())
     if gap <= limit.MAX_MEAN_ABS_DIFF or left.explained > limit.MAX_EXPLAINED_OF_WEIGHTS:
         return None
     cuts = "top-p or top-k that cut off much"
-    return Finding(
-        name=stale.name,
-        title=stale.title,
+    return stale.found(
         confidence="possible",
         evidence=f"the log-probs differ by {gap:.2g} nats per token on average, more than {limit.MAX_MEAN_ABS_DIFF:g} "
         f"and far more than kernels gave in any model of the lab (at most 0.1 in bfloat16){agree(left.tokens)}",
         k3_share=1.0 - left.explained,
         is_up_to=True,
-        advice=stale.advice,
         alternatives=(OTHER_PRECISION, OTHER_CONTEXT, OTHER_TOKENS, PACKED, PENALTIES, cuts, *more_words(left)),
     )
 
 
-def _broken(tokens: Evidence) -> Finding | None:
+def _broken(tokens: Evidence) -> Found | None:
     side = tokens.side_worse_than_a_guess
     if not side:
         return None
@@ -192,8 +188,8 @@ def _broken(tokens: Evidence) -> Finding | None:
         "engine": "its last update has loaded all weights, with the scales of 8-bit weights, and that it returns the "
         "log-probs of the sampled tokens",
     }
-    return Finding(
-        name=f"broken_{side}",
+    return size.found(
+        cause=f"broken_{side}",
         title=f"a broken {side}: it finds the sampled tokens less probable than a uniform guess would",
         confidence="certain",
         evidence=f"the {side}'s log-probs are {tokens.mean_log_probs[side]:.3g} on average (each taken as "
@@ -202,5 +198,4 @@ def _broken(tokens: Evidence) -> Finding | None:
         k3_share=1.0,
         advice=f"Check that {check[side]}.",
         is_fault=True,
-        is_all=True,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
-from mis_ext.tools.diagnosis.cause import Finding, Left, cause
+from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence, t_quantile
 from mis_ext.tools.diagnosis.groups import MIXED_UP, groups_of, of_weights
 
@@ -21,6 +21,7 @@ NOT_SENT = (
     "a tensor that the sync leaves out",
     "an adapter that one side scales twice or merges otherwise",
     "a mismatch that training itself lets grow",
+    "a setting that was changed, such as the temperature or top-p",
 )
 COMPARE = (
     "Compare the weights of both sides tensor by tensor with mis_ext.rollout.compare_weights: a weight version says "
@@ -209,11 +210,11 @@ def change_words(tokens: Evidence) -> str:
     "trainer in fp16. After an update in flight one response is of two versions. "
     "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8.",
 )
-def stale(left: Left) -> Finding | None:
+def stale(left: Left) -> Found | None:
     """Weights of other steps: the canary first, then recorded versions.
 
-    Steps and files count only where no recorded version differs. The rule of sizes names this cause a second time, for
-    a mean difference that no kernels give (``size.py``, ``_stale_by_size``).
+    Steps and files count only where recorded versions do not tell. The rule of sizes names this cause a second time,
+    for a mean difference that no kernels give (``size.py``, ``_stale_by_size``).
     """
     tokens = left.tokens.without_samples(left.tokens.num_S > 0)
     if not len(tokens):
@@ -223,20 +224,21 @@ def stale(left: Left) -> Finding | None:
     if has_both and (found := _by_canary(tokens, old_S)):
         return found
     has_other_version = bool((behind_S.abs() > 0.0).any())
-    if has_other_version and (found := _by_version(tokens.without_samples(~behind_S.isnan()))):
-        return found
+    by_version = _by_version(tokens.without_samples(~behind_S.isnan())) if has_other_version else None
+    if by_version is not None and by_version.diagnosis.confidence == "likely":
+        return by_version
     if bool(old_S.all()):
         return _by_canary(tokens, old_S)
-    return None if has_other_version else _by_step(tokens) or _by_group(tokens)
+    return _by_step(tokens) or by_version or _by_group(tokens)
 
 
-def _by_canary(tokens: Evidence, old_S: Tensor) -> Finding | None:
+def _by_canary(tokens: Evidence, old_S: Tensor) -> Found | None:
     """An engine that scored a fixed text as with earlier weights, whatever it called its own, sampled these tokens."""
     old, others = tokens.of_samples(old_S), tokens.of_samples(~old_S)
     if len(others) and not Step.of(old).is_above(Step.of(others), limit.GROWTH):
         return None
     share = max(old.k3 - others.k3, 0.0) * len(old) / float(tokens.k3_T.sum()) if len(others) else 1.0
-    return Finding(
+    return stale.found(
         confidence="likely" if len(others) else "possible",
         evidence=f"{int(old_S.sum())} of {len(old_S)} samples are of an engine that scored a fixed text as with "
         f"earlier weights (the canary){agree(tokens)}; their k3 is {old.k3:.2g}"
@@ -252,7 +254,7 @@ def agree(tokens: Evidence) -> str:
     return ", although the weight versions agree" if bool((tokens["versions_behind"] == 0.0).all()) else ""
 
 
-def _by_version(tokens: Evidence) -> Finding | None:
+def _by_version(tokens: Evidence) -> Found | None:
     """Tokens of the farthest versions differ more than those of the nearest."""
     behind_S = tokens["versions_behind"]
     groups = {lag: tokens.of_samples(behind_S == lag) for lag in sorted({*behind_S.tolist()}, key=abs)}
@@ -265,14 +267,14 @@ def _by_version(tokens: Evidence) -> Finding | None:
     )
     if Step.of(farthest).is_above(Step.of(nearest), limit.GROWTH):
         above = sum(max(group.k3 - nearest.k3, 0.0) * len(group) for group in groups.values())
-        return Finding(confidence="likely", evidence=evidence, k3_share=above / float(tokens.k3_T.sum()))
+        return stale.found(confidence="likely", evidence=evidence, k3_share=above / float(tokens.k3_T.sum()))
     is_few = len(tokens) < limit.MIN_TOKENS and nearest.k3 > 0.0
     if not lag or not (is_few or nearest.k3 > limit.KERNEL_K3):
         return None
     # What gives so much with fresh weights.
     usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if nearest.k3 < limit.PRETRAINED_K3 else ()
     precision = "lower precision on one side" if nearest.k3 < limit.QUANTISED_K3 else OTHER_PRECISION
-    return Finding(
+    return stale.found(
         confidence="possible",
         evidence=f"{evidence}; no fresh token tells which it is",
         k3_share=1.0,
@@ -281,7 +283,7 @@ def _by_version(tokens: Evidence) -> Finding | None:
     )
 
 
-def _by_step(tokens: Evidence) -> Finding | None:
+def _by_step(tokens: Evidence) -> Found | None:
     """K3 that changes over steps; or responses that only steps with other weights set apart."""
     steps = steps_of(tokens)
     story = story_of(steps)
@@ -294,22 +296,22 @@ def _by_step(tokens: Evidence) -> Finding | None:
     above = sum(max(each.k3 - floor, 0.0) * each.num_tokens for each in steps)
     text = (f"another text, or {MIXED_UP}",) if apart else ()
     is_return = story is not None and story.is_return
-    return Finding(
+    return stale.found(
         confidence="possible",
         evidence=evidence + agree(tokens),
         k3_share=above / float(tokens.k3_T.sum()),
-        advice="" if is_return or story is None else COMPARE + ("" if agree(tokens) else stale.advice),
+        advice=stale.advice if is_return or story is None else COMPARE + ("" if agree(tokens) else stale.advice),
         alternatives=(*text, *(() if is_return or story is None else NOT_SENT)),
     )
 
 
-def _by_group(tokens: Evidence) -> Finding | None:
+def _by_group(tokens: Evidence) -> Found | None:
     """Responses of one file that differ more than those of the others: an engine or a rank with other weights."""
     groups = groups_of(tokens)
     if groups is None or groups.apart_by != "source":
         return None
     near = tokens.of_samples(~groups.far_S)
-    return Finding(
+    return stale.found(
         confidence="possible",
         evidence=f"{groups.evidence}; {groups.told}{agree(tokens)}",
         k3_share=1.0 - near.k3 * len(tokens) / float(tokens.k3_T.sum()),

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from mis_ext.tools.diagnosis import data, groups, places, sampling, size, steps
-from mis_ext.tools.diagnosis.cause import Cause, Diagnosis, Finding, Left
+from mis_ext.tools.diagnosis.cause import Cause, Diagnosis, Found, Left
 from mis_ext.tools.diagnosis.evidence import Evidence
 from mis_ext.tools.diagnosis.thresholds import SHAPE_OF_CHANGE
 
@@ -53,27 +53,26 @@ def search(evidence: Evidence) -> tuple[list[Diagnosis], Left]:
     found: list[Diagnosis] = []
     left = Left(evidence, evidence)
     for cause in CAUSES.values():
-        finding = _asked(cause, left)
-        if finding is None:
+        result = _asked(cause, left)
+        if result is None:
             continue
-        if finding.tokens_T is None:
-            # Not more than is left; what is not known stays so.
-            finding = replace(finding, k3_share=min(finding.k3_share, 1.0 - left.explained))
-        found.append(Diagnosis.of(cause, finding, is_of_rest=any(each.takes_out for each in found)))
-        explained = left.explained
-        if finding.is_all:
-            explained = 1.0
-        elif finding.tokens_T is None and not math.isnan(finding.k3_share):
-            explained = min(explained + finding.k3_share, 1.0)
-        tokens = left.tokens if finding.tokens_T is None or finding.is_all else left.tokens.where(~finding.tokens_T)
+        each, taken_T = result
+        tokens, explained = left.tokens, left.explained
+        # Not more than is left; what is not known stays so.
+        share = each.k3_share if taken_T is not None else min(each.k3_share, 1.0 - explained)
+        found.append(replace(each, k3_share=share, is_of_rest=any(before.takes_out for before in found)))
+        if taken_T is not None:
+            tokens = tokens.where(~taken_T)
+        elif not math.isnan(share):
+            explained = min(explained + share, 1.0)
         left = replace(left, tokens=tokens, explained=explained, found=(*left.found, cause.name))
-        if finding.is_all:
+        if explained == 1.0 and not each.is_up_to:
             break
     order = ("certain", "likely", "possible")
     return sorted(found, key=lambda each: (_rank(each), order.index(each.confidence))), left
 
 
-def _asked(cause: Cause, left: Left) -> Finding | None:
+def _asked(cause: Cause, left: Left) -> Found | None:
     """Apply a rule. If k3 changed, earlier steps must show a setting, and a place must have nearly all of it."""
     finding = cause.rule(left)
     if finding is None or not (cause.is_setting or cause.is_shape):
@@ -82,7 +81,7 @@ def _asked(cause: Cause, left: Left) -> Finding | None:
     if reference is left.tokens:
         return finding
     if cause.is_shape:
-        return finding if finding.k3_share >= SHAPE_OF_CHANGE else None
+        return finding if finding.diagnosis.k3_share >= SHAPE_OF_CHANGE else None
     return finding if cause.rule(replace(left, tokens=reference)) is not None else None
 
 

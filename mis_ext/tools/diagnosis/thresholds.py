@@ -43,8 +43,9 @@ ZEROS_OF_A_CUT = 0.5
 it left no alternative, 0 times. This is halfway."""
 MAX_FAR = 0.4
 """Share of tokens in responses of another text, up to which their zeros are of that text."""
-NEARLY_ALL, ZEROS_ELSEWHERE = 0.9, 0.25
-"""Zeros at one place of so many responses are no log-probs unless so many alike tokens elsewhere are zeros, too."""
+ZEROS_OF_A_PLACE, ZEROS_ELSEWHERE = 0.25, 0.25
+"""Zeros at one place of so many responses are no log-probs, unless alike tokens elsewhere are zeros so often as there.
+(Responses that a length limit ends have no end token.)"""
 MAX_ZERO_GAP = 0.01
 """Nats. Behavior log-probs that are all 0 need a trainer that is as certain."""
 MAX_CONSTANT_SPREAD, MAX_MEAN_ABS_DIFF = 0.1, 0.3
@@ -59,6 +60,8 @@ ratio 1, and where it does not, so that what is left is noise."""
 
 # --- shifted
 
+LAGS = (1, 2, 3)
+"""Tokens by which one side may be shifted."""
 SHIFT_FACTOR, MIN_SHIFTED_TOKENS, MIN_SHIFTED_DIFF = 0.5, 8, 0.1
 """Log-probs that fit so much better when moved by tokens are misaligned, if so many tokens of a response, half of them
 in either half of it, differ by so many nats."""
