@@ -64,7 +64,7 @@ def test_the_effective_share_of_weights_beyond_all_floats_is_exact() -> None:
 
 def test_a_part_of_no_response_has_no_token() -> None:
     part = Part.of_lists(proximal=[], behavior=[])
-    assert len(part.sequence_T) == len(part.position_T) == 0
+    assert len(part.position_T) == 0
     summary = summarize([part, gaussian(count=20)])
     assert summary.overall.num_tokens == 20 * LENGTH
 

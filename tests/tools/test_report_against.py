@@ -75,7 +75,7 @@ def test_the_page_has_both_runs_and_what_to_do_is_of_the_first(compared) -> None
         assert ("B alone</td>" in section) or each["first"]
     assert "Groups left: not recorded" in text
     pictures = {path.stem for path in (compared / "out").glob("*.png")}
-    assert pictures == {"density", "probability", "position", "steps"}
+    assert pictures == {"density", "steps"}
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
 
 

@@ -177,7 +177,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_without_a_mouse(low_precisi
     # One script, which stands in the page, and no frame.
     assert [(tag, found) for tag, found in page.tags if tag in ("script", "iframe")] == [("script", {})]
     pictures = sorted(path.stem for path in low_precision.glob("*.png"))
-    assert pictures == ["density", "position", "probability", "steps"]
+    assert pictures == ["density", "steps"]
     assert sum(tag == "img" for tag, _ in page.tags) == len(pictures)
     # The first screen: k3 and its limit, its trend, the cause.
     values = re.findall(r'<div class="tile (\w+)"><p class="value">(.*?)</p><p>(.*?)</p>', text)

@@ -20,9 +20,6 @@ from matplotlib.figure import Figure
 
 from mis_ext.tools.report.plots import Picture, drawn, pictures
 
-POSITIONS = [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
-"""First and last position, from 1, of the groups that a report makes."""
-
 
 def made(*, spread: float = 0.3) -> tuple[Report, dict[str, list[tuple[float, float]]]]:
     """A report of 40 responses in two steps, with the log-probs of trainer and engine; first tokens are equal."""
@@ -110,50 +107,25 @@ def test_the_density_has_the_engine_to_the_right_and_the_trainer_upwards(report)
             assert float(label.get_text()) == pytest.approx(math.exp(tick), rel=0.3)
 
 
-def test_probability_shows_deciles_of_the_engine_with_their_share_of_k3(report) -> None:
-    (axes,) = axes_of(report[0], "probability")
-    deciles = [
-        [(ours, theirs) for ours, theirs in all_tokens(report[1]) if math.floor(10 * math.exp(theirs)) == decile]
-        for decile in range(10)
-    ]
-    total = sum(k3(ours - theirs) for ours, theirs in all_tokens(report[1]))
-    places = [decile / 10 + 0.05 for decile in range(10)]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in axes.patches] == pytest.approx(places)
-    shares = [sum(k3(ours - theirs) for ours, theirs in pairs) / total for pairs in deciles]
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx(shares, rel=1e-3)
-
-
-def test_position_shows_k3_in_the_middle_of_each_octave(report) -> None:
-    (axes,) = axes_of(report[0], "position")
-    places = [math.sqrt(low * high) for low, high in POSITIONS]
-    expected = [
-        mean_k3([pair for step in report[1].values() for response in step for pair in response[low - 1 : high]])
-        for low, high in POSITIONS
-    ]
-    assert math.isnan(expected[0])
-    assert lines_of(axes) == {"k3": (pytest.approx(places), pytest.approx(expected, rel=1e-3, nan_ok=True))}
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-
-
 def test_steps_shows_k3_of_each_step(report) -> None:
     (axes,) = axes_of(report[0], "steps")
     expected = [mean_k3([pair for response in step for pair in response]) for step in report[1].values()]
-    assert lines_of(axes) == {"k3": ([0, 1], pytest.approx(expected, rel=1e-3))}
+    assert lines_of(axes) == {"A": ([0, 1], pytest.approx(expected, rel=1e-3))}
     assert [text.get_text() for text in axes.get_xticklabels()] == ["3", "4"]
     assert axes.get_yscale() == "log"
 
 
-def test_equal_engines_have_linear_axes_and_no_tail() -> None:
+def test_equal_engines_have_a_linear_axis() -> None:
     report, _ = made(spread=0.0)
-    assert [axes_of(report, name)[0].get_yscale() for name in ("position", "steps")] == ["linear"] * 2
+    assert axes_of(report, "steps")[0].get_yscale() == "linear"
 
 
 def test_a_run_of_one_step_has_no_picture_over_steps() -> None:
     collector = Collector()
     collector.add(Part.of_lists(proximal=[torch.tensor([-1.0, -2.0])], behavior=[torch.tensor([-1.1, -2.0])], step="0"))
     report = report_with(collector.summary(), made()[0].recommendation)
-    assert [picture.name for picture in pictures(report)] == ["density", "probability", "position"]
-    assert [picture.name for picture in pictures(made()[0])] == ["density", "probability", "position", "steps"]
+    assert [picture.name for picture in pictures(report)] == ["density"]
+    assert [picture.name for picture in pictures(made()[0])] == ["density", "steps"]
 
 
 def test_with_another_run_steps_shows_k3_of_both_in_the_order_of_their_numbers(report) -> None:

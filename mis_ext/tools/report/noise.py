@@ -70,25 +70,23 @@ def standard_error(total_S: Tensor, count_S: Tensor, prompt_S: Tensor) -> float:
 
 def interval_of_difference(first: Estimate, second: Estimate) -> Interval:
     """Of ``first - second``, two independent numbers: by Welch's t."""
-    return _around(first.value - second.value, (first.error, first), (second.error, second))
+    variances = first.error**2, second.error**2
+    variance = sum(variances)
+    if math.isnan(variance):
+        return UNKNOWN
+    # Welch and Satterthwaite: as many degrees of freedom as the larger of the variances has.
+    parts = zip(variances, (first, second), strict=True)
+    spread = sum(each**2 / max(part.num_prompts - 1, 1) for each, part in parts)
+    reach = (t_quantile(NORMAL, variance**2 / spread) if spread > 0.0 else NORMAL) * math.sqrt(variance)
+    middle = first.value - second.value
+    return Interval(middle - reach, middle + reach)
 
 
 def interval_of_ratio(first: Estimate, second: Estimate) -> Interval:
     """Of ``first / second``, two independent numbers, which must be above 0: by Welch's t of their logs."""
-    relative = [(each.error / each.value, each) for each in (first, second)]
-    return _exp(_around(math.log(first.value / second.value), *relative))
-
-
-def _around(middle: float, *parts: tuple[float, Estimate]) -> Interval:
-    """The interval of a sum of independent numbers, each with its standard error."""
-    variances = [error**2 for error, _ in parts]
-    variance = math.fsum(variances)
-    if math.isnan(variance):
-        return UNKNOWN
-    # Welch and Satterthwaite: as many degrees of freedom as the larger of the variances has.
-    spread = math.fsum(each**2 / max(part.num_prompts - 1, 1) for each, (_, part) in zip(variances, parts, strict=True))
-    reach = (t_quantile(NORMAL, variance**2 / spread) if spread > 0.0 else NORMAL) * math.sqrt(variance)
-    return Interval(middle - reach, middle + reach)
+    logs = (Estimate(math.log(each.value), each.error / each.value, each.num_prompts) for each in (first, second))
+    interval = interval_of_difference(*logs)
+    return Interval(*(math.exp(min(each, 700.0)) for each in (interval.low, interval.high)))
 
 
 def digits(value: float) -> str:
@@ -96,7 +94,3 @@ def digits(value: float) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _exp(interval: Interval) -> Interval:
-    return Interval(*(math.exp(min(each, 700.0)) for each in (interval.low, interval.high)))

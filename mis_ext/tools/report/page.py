@@ -215,11 +215,12 @@ def tiles(report: Report) -> list[Tile]:
 
 def sparkline(report: Report) -> str:
     """Points of k3 over steps in a box of 100 by 20, on a logarithmic axis; empty for one step or equal engines."""
-    logs = [math.log(step.k3) for step in report.summary.steps.values() if step.k3 > 0.0]
+    logs = [math.log10(step.k3) for step in report.summary.steps.values() if step.k3 > 0.0]
     if len(logs) < 2:
         return ""
-    low, rise = min(logs), max(max(logs) - min(logs), 1e-9)
-    places = ((100 * index / (len(logs) - 1), 18 - 16 * (value - low) / rise) for index, value in enumerate(logs))
+    # A decade at least, so that steps that are alike look so.
+    middle, rise = (min(logs) + max(logs)) / 2.0, max(max(logs) - min(logs), 1.0)
+    places = ((100 * index / (len(logs) - 1), 10 - 16 * (value - middle) / rise) for index, value in enumerate(logs))
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 

@@ -147,11 +147,6 @@ class Part:
         return not bool(self.advantages_T.isnan().all())
 
     @cached_property
-    def sequence_T(self) -> Tensor:
-        """``[T]`` number of each token's sequence."""
-        return self.streams.layout.sequence_T
-
-    @cached_property
     def position_T(self) -> Tensor:
         """Position of each token in its response."""
         return positions(self.streams.layout)

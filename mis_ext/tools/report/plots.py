@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run: both probabilities, and the mismatch by probability, by position and over steps.
+"""Pictures of a run: both probabilities, and k3 over steps.
 
 For print and for colour-blind readers: every line has dashes and a marker of its own.
 """
@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from mis_ext.tools.report.findings import Findings
-from mis_ext.tools.report.summary import Group, Mismatch
 from mis_ext.tools.report.tally import LOG_PROB_WIDTH, LOWEST_LOG_PROB
 from mis_ext.tools.report.whole_report import Report
 
-K3 = "#0072B2"
-LIGHTER_K3, GREY = "#56A8D8", "#595959"
+GREY = "#595959"
 SIZE = 5.2, 3.4
 FEWEST_STEPS = 2
 """Of a picture over steps."""
-_STYLES = (("A", K3, "o", "-"), ("B", LIGHTER_K3, "s", "--"))
+_STYLES = (("A", "#0072B2", "o", "-"), ("B", "#56A8D8", "s", "--"))
 
 
 class Picture(NamedTuple):
@@ -36,26 +34,12 @@ class Picture(NamedTuple):
 
 def pictures(report: Report) -> list[Picture]:
     """The pictures of a report, without those for which it has too few data."""
-    rows = [
-        (
-            "density",
-            "Behavior against proximal probability",
-            "Tokens by both probabilities. On the diagonal trainer and engine agree.",
-            _density,
-        ),
-        (
-            "probability",
-            "By probability",
-            "The share of k3 that tokens of each decile of the engine's probability carry.",
-            _probability,
-        ),
-        ("position", "By position in the response", "k3 by position.", _position),
-    ]
-    if report.against is not None and any(len(run.summary.steps) >= FEWEST_STEPS for run in _runs(report)):
-        rows.append(("steps", "A and B over steps", "k3 of each step, of A and of B.", _steps_of_two))
-    elif len(report.summary.steps) >= FEWEST_STEPS:
-        rows.append(("steps", "Over steps", "k3 of each step.", _steps))
-    return [Picture(name, title, text, partial(draw, report=report)) for name, title, text, draw in rows]
+    text = "Tokens by both probabilities. On the diagonal trainer and engine agree."
+    found = [Picture("density", "Behavior against proximal probability", text, partial(_density, report=report))]
+    if any(len(run.summary.steps) >= FEWEST_STEPS for run in _runs(report)):
+        title, text = ("Over steps", "") if report.against is None else ("A and B over steps", ", of A and of B")
+        found.append(Picture("steps", title, f"k3 of each step{text}.", partial(_steps, report=report)))
+    return found
 
 
 def _runs(report: Report) -> tuple[Findings, ...]:
@@ -93,42 +77,16 @@ def _density(axes: Any, report: Report) -> None:
     axes.get_figure().colorbar(mesh, ax=axes, label="tokens")
 
 
-def _probability(axes: Any, report: Report) -> None:
-    rows = report.summary.by_probability
-    places = [row.low + 0.05 for row in rows]
-    axes.bar(places, [row.k3_share for row in rows], width=0.085, color=LIGHTER_K3, hatch="//", ec=K3)
-    axes.set(xlabel="probability of the engine", ylabel="share of k3", ylim=(0, None))
-
-
-def _position(axes: Any, report: Report) -> None:
-    rows = report.summary.by_position
-    axes.plot(_middles(rows), [row.k3 or math.nan for row in rows], color=K3, marker="o", label="k3")
-    axes.set(xscale="log", xlabel="position in the response", ylabel="k3 (nats per token)")
-    logarithmic(axes, rows)
-
-
-def _middles(rows: Iterable[Group]) -> list[float]:
-    """Of octaves of positions, on a logarithmic axis."""
-    return [math.sqrt((row.low + 1) * (row.high + 1)) for row in rows]
-
-
 def _steps(axes: Any, report: Report) -> None:
-    steps = report.summary.steps
-    axes.plot(range(len(steps)), [step.k3 or math.nan for step in steps.values()], color=K3, marker="o", label="k3")
-    stride = max(1, len(steps) // 10)
-    axes.set_xticks([*range(len(steps))][::stride], [*steps][::stride])
-    axes.set(xlabel="step", ylabel="k3 (nats per token)")
-    logarithmic(axes, steps.values())
+    from matplotlib.ticker import LogFormatterSciNotation
 
-
-def _steps_of_two(axes: Any, report: Report) -> None:
     runs = _runs(report)
     # Numbers in their order, then names in theirs.
     names = sorted(
         {step for run in runs for step in run.summary.steps},
         key=lambda step: (0, int(step), step) if step.isdecimal() else (1, 0, step),
     )
-    for (name, color, marker, line), run in zip(_STYLES, runs, strict=True):
+    for (name, color, marker, line), run in zip(_STYLES, runs, strict=False):
         steps = run.summary.steps
         places = [place for place, step in enumerate(names) if step in steps]
         k3s = [steps[step].k3 or math.nan for step in names if step in steps]
@@ -136,8 +94,17 @@ def _steps_of_two(axes: Any, report: Report) -> None:
     stride = max(1, len(names) // 10)
     axes.set_xticks([*range(len(names))][::stride], names[::stride])
     axes.set(xlabel="step", ylabel="k3 (nats per token)")
-    logarithmic(axes, [step for run in runs for step in run.summary.steps.values()])
-    axes.legend(frameon=False)
+    shown = [step.k3 for run in runs for step in run.summary.steps.values() if step.k3 > 0.0]
+    # Equal engines have nothing that a logarithmic axis could show.
+    if shown:
+        axes.set_yscale("log")
+        # A decade at least, so that steps that are alike look so.
+        middle = math.sqrt(min(shown) * max(shown))
+        axes.set_ylim(min(0.8 * min(shown), middle / 3.2), max(1.25 * max(shown), middle * 3.2))
+        # Within two decades the ticks between powers of ten need numbers too.
+        axes.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(2.0, 0.6)))
+    if len(runs) > 1:
+        axes.legend(frameon=False)
 
 
 def drawn(picture: Picture) -> Drawing:
@@ -167,13 +134,3 @@ def drawn(picture: Picture) -> Drawing:
         figure.set_layout_engine("none")
         figure.savefig(png, format="png", dpi=150)
     return Drawing(svg.getvalue(), png.getvalue())
-
-
-def logarithmic(axes: Any, rows: Iterable[Group | Mismatch]) -> None:
-    """A logarithmic axis, but not for equal engines, which have nothing that it could show."""
-    from matplotlib.ticker import LogFormatterSciNotation
-
-    if any(row.k3 > 0.0 for row in rows):
-        axes.set_yscale("log")
-        # Within two decades the ticks between powers of ten need numbers too.
-        axes.yaxis.set_minor_formatter(LogFormatterSciNotation(minor_thresholds=(2.0, 0.6)))

@@ -227,13 +227,10 @@ def _in_words(
                 size,
             ),
         )
-    # The cause first, the correction second. A size is no cause.
-    main = next((each for each in found if each.cause in CAUSES and each.cause != "equal"), None)
-    leads = main is not None and not main.k3_share < MAIN_SHARE
     grows = next((each for each in found if each.is_growing), None)
     if not is_needed and grows is not None:
         return (f"k3 is small and grows: {grows.title}.", (_sentence(grows.evidence), grows.advice))
-    if not is_needed and (main is None or not leads):
+    if not is_needed:
         return (
             "No correction is needed.",
             (
@@ -242,14 +239,14 @@ def _in_words(
                 "Keep measuring with the preset metrics_only. Token TIS (preset mis) does no harm as a precaution.",
             ),
         )
-    reasons = [size]
-    if main is not None and leads:
-        reasons = [
-            _sentence(main.evidence),
-            main.advice,
-            f"Until then: {best}." if best != NONE else "No candidate corrects it.",
-            size,
-        ]
+    # The cause first, the correction second. A size is no cause.
+    main = next((each for each in found if each.cause in CAUSES and each.cause != "equal"), None)
+    if main is None or main.k3_share < MAIN_SHARE:
+        headline, reasons = f"Use {best}." if best != NONE else "No candidate is better than no correction.", [size]
+    else:
+        headline = f"Find this first: {main.title}."
+        until = f"Until then use {best}." if best != NONE else "No candidate corrects it."
+        reasons = [_sentence(main.evidence), main.advice, until, size]
     if is_stale:
         reasons.append(
             "In a pretrained model token TIS gained 0.13 of reward with weights 8 steps old, 0.06 with weights 4 steps "
@@ -270,14 +267,11 @@ def _in_words(
             f"Weights of whole sequences are not usable: their effective sample size is {overall.ess_sequence:.2g} "
             f"at {overall.mean_length:.0f} tokens."
         )
-    headline = f"Use {best}." if best != NONE else "No candidate is better than no correction."
-    if main is not None and leads:
-        headline = f"Find this first: {main.title}."
     return headline, tuple(reasons)
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text}." if text.startswith("k3") else f"{text[0].upper()}{text[1:]}."
 
 
 def _place(config: CorrectionConfig, method: Method | None, *, is_needed: bool) -> int:

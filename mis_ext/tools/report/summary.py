@@ -152,7 +152,6 @@ class Summary:
         by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
         by_sign: Of the advantage; empty where none is known.
         by_version: How many weight versions the engine was behind; empty where none is known.
-        sizes: ``[2, bins]`` of :mod:`mis_ext.tools.report.tally`: tokens by ``|d|``, for ``d`` below and above 0.
         density: Tokens by behavior and proximal log-prob.
     """
 
@@ -165,7 +164,6 @@ class Summary:
     by_version: list[Group]
     worst_tokens: list[WorstToken]
     worst_samples: list[WorstSample]
-    sizes: Tensor
     density: Tensor
 
     def scalars(self) -> dict[str, float]:
@@ -175,7 +173,7 @@ class Summary:
 
 def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
     """The numbers of some tokens and of their sequences."""
-    totals, sizes = tally.totals, tally.counts["sizes"].sum(0)
+    totals, sizes = tally.totals, tally.counts["sizes"]
     # Without a token all that is divided by their number is NaN.
     count = totals["count"] or math.nan
     excess, squared = totals["ratio_excess"] / count, totals["squared_ratio_excess"] / count
@@ -211,7 +209,7 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
         # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.
         ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared),
         ess_sequence=effective_share(product),
-        ess_geometric=effective_share(known.log_ratio_mean),
+        ess_geometric=effective_share(product / length),
         k_hat=k_hat(product),
         perplexity_proximal=perplexity["proximal"],
         perplexity_behavior=perplexity["behavior"],
@@ -254,7 +252,6 @@ def build_summary(
         by_version=_by_version(sequences),
         worst_tokens=[*worst_tokens],
         worst_samples=_worst_samples(sequences, max_worst),
-        sizes=counts["sizes"],
         density=counts["density"],
     )
 
@@ -264,11 +261,10 @@ def _range(first: int, last: int) -> tuple[str, float, float]:
 
 
 def _groups(sums: Tensor, names: Sequence[tuple[str, float, float]]) -> list[Group]:
-    """Numbers of each group that has a token, in the order of ``names``: of the first four of its ``SUMS``."""
+    """Numbers of each group that has a token, in the order of ``names``, from its ``SUMS``."""
     whole = float(sums.sum(0)[3])
     found = []
-    for (name, low, high), values in zip(names, sums.tolist(), strict=True):
-        count, difference, gap, k3 = values[:4]
+    for (name, low, high), (count, difference, gap, k3) in zip(names, sums.tolist(), strict=True):
         if count:
             share = k3 / whole if whole else math.nan
             found.append(Group(name, low, high, int(count), gap / count, difference / count, k3 / count, share))
@@ -292,7 +288,7 @@ def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
     largest = tokens.d.abs().topk(min(limit, len(tokens.d)))
     found = []
     for place in largest.indices[largest.values > 0.0].tolist():
-        sequence, position = int(part.sequence_T[place]), int(part.position_T[place])
+        sequence, position = int(part.streams.layout.sequence_T[place]), int(part.position_T[place])
         origin = part.origins[sequence]
         before, own, behind = _around(origin.token_ids, position)
         found.append(

@@ -67,8 +67,8 @@ def summed(index: Tensor, num_bins: int, weights: Tensor | None = None) -> Tenso
     return torch.bincount(index, None if weights is None else weights.double(), minlength=num_bins).double()
 
 
-SUMS = ("count", "difference", "gap", "k3", "ratio_excess", "squared_ratio_excess")
-"""Sums over a group of tokens: of 1, ``d``, ``|d|``, k3, ``ratio - 1`` and its square, bounded as in the correction."""
+SUMS = ("count", "difference", "gap", "k3")
+"""Sums over a group of tokens: of 1, ``d``, ``|d|``, and k3."""
 
 _LOG_2 = 0.6931471805599453
 
@@ -79,10 +79,10 @@ class TokenTally:
 
     Attributes:
         totals: Sums over all valid tokens by name: ``SUMS``, and what only the whole has.
-        counts: ``sizes`` ``[2, NUM_SIZES]``: tokens by ``|d|``, for ``d`` below and above 0. ``density``
-            ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: by behavior and by proximal log-prob. And ``[groups, len(SUMS)]`` of
-            ``deciles`` of the behavior probability, of octaves of ``positions`` in the response and of ``turns`` (runs
-            of trained tokens), and by ``signs`` of the advantage: negative, zero, positive.
+        counts: ``sizes`` ``[NUM_SIZES]``: tokens by ``|d|`` above 0. ``density`` ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: by
+            behavior and by proximal log-prob. And ``[groups, len(SUMS)]`` of ``deciles`` of the behavior probability,
+            of octaves of ``positions`` in the response and of ``turns`` (runs of trained tokens), and by ``signs`` of
+            the advantage: negative, zero, positive.
         extremes: The smallest and the negated largest ``d``.
     """
 
@@ -96,13 +96,14 @@ class TokenTally:
         mask_T = part.tokens.generated
         t = part.tokens
         difference, proximal, behavior = map(part.of_valid, (t.d, t.log_pi, t.log_mu))
-        rows = token_rows(difference)
-        ratio_excess = rows["ratio_excess"]
+        rows, ratio_excess = token_rows(difference), bounded_expm1(difference)
         # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
         # max(1 - w, 0) is the distance in total variation.
         reverse_k1 = (ratio_excess + 1.0) * difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         is_zero = difference == 0.0
         sums = rows | {
+            "ratio_excess": ratio_excess,
+            "squared_ratio_excess": ratio_excess.double().square(),
             "reverse_k1": reverse_k1,
             "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
             "variation": -ratio_excess.clamp_max(0.0),
@@ -112,7 +113,6 @@ class TokenTally:
             "num_response": mask_T,
             "num_masked": ~mask_T,
         }
-        signed = size_bin(rows["gap"]) + NUM_SIZES * (difference > 0.0)
         never = difference.new_full((1,), torch.inf)
         # On the axes of the density.
         column, row = (
@@ -122,7 +122,7 @@ class TokenTally:
         return cls(
             totals={name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()},
             counts={
-                "sizes": summed(signed[~is_zero], 2 * NUM_SIZES).view(2, -1),
+                "sizes": summed(size_bin(rows["gap"][~is_zero]), NUM_SIZES),
                 "density": summed(column * NUM_LOG_PROBS + row, NUM_LOG_PROBS**2).view(NUM_LOG_PROBS, -1),
                 **_by_group(part, behavior, rows),
             },
@@ -140,37 +140,27 @@ class TokenTally:
 
 def token_rows(difference: Tensor) -> dict[str, Tensor]:
     """The numbers of each token whose sums are ``SUMS``, by the correction's own formulas."""
-    ratio_excess = bounded_expm1(difference)
-    return {
-        "count": torch.ones_like(difference),
-        "difference": difference,
-        "gap": difference.abs(),
-        "k3": k3(difference),
-        "ratio_excess": ratio_excess,
-        "squared_ratio_excess": ratio_excess.double().square(),
-    }
+    ones = torch.ones_like(difference)
+    return {"count": ones, "difference": difference, "gap": difference.abs(), "k3": k3(difference)}
 
 
 def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over tokens of each decile, position, turn and sign: all in one pass, by the combination of the four."""
-    # The fourth sign is that of tokens without an advantage.
-    shape = (NUM_PROBABILITIES, NUM_OCTAVES, NUM_OCTAVES, 4)
+    """Sums over tokens of each decile, position, turn and sign."""
     advantage = part.of_valid(part.advantages_T)
-    # Deciles of the engine's probability.
-    index = (behavior.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
-    for size, values in (
-        (NUM_OCTAVES, octave(part.of_valid(part.position_T))),
-        (NUM_OCTAVES, octave(part.of_valid(part.turns.turn_T))),
-        (4, torch.where(advantage.isnan(), 3.0, advantage.sign() + 1.0).long()),
-    ):
-        index = index * size + values
-    joint = torch.stack([summed(index, math.prod(shape), rows[name]) for name in SUMS], dim=1).view(*shape, -1)
-    return {
-        "deciles": joint.sum((1, 2, 3)),
-        "positions": joint.sum((0, 2, 3)),
-        "turns": joint.sum((0, 1, 3)),
-        "signs": joint.sum((0, 1, 2))[:3],
+    # The fourth sign is that of tokens without an advantage.
+    sign = torch.where(advantage.isnan(), 3.0, advantage.sign() + 1.0).long()
+    decile = (behavior.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
+    numbers = {
+        "deciles": (decile, NUM_PROBABILITIES),
+        "positions": (octave(part.of_valid(part.position_T)), NUM_OCTAVES),
+        "turns": (octave(part.of_valid(part.turns.turn_T)), NUM_OCTAVES),
+        "signs": (sign, 4),
     }
+    sums = {
+        name: torch.stack([summed(number, size, rows[each]) for each in SUMS], dim=1)
+        for name, (number, size) in numbers.items()
+    }
+    return sums | {"signs": sums["signs"][:3]}
 
 
 _OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3", "proximal", "behavior")
@@ -240,11 +230,6 @@ class Sequences:
             for place, (step, origin) in enumerate(zip(self.steps, self.origins, strict=True))
         ]
         return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
-
-    @property
-    def log_ratio_mean(self) -> Tensor:
-        """The mean log-ratio ``[S]`` of each sequence in nats: the log of the geometric mean of its ratios."""
-        return self["difference"] / self["num_valid"].clamp_min(1.0)
 
 
 def effective_share(log_weights: Tensor) -> float:
