@@ -12,7 +12,7 @@ from mis_ext.keys.rows import FLAT_KEYS, PREFIXES, ROWS
 from mis_ext.validation import Errors, check_known
 
 OF_OTHERS = {
-    "mis": "flat keys: tis_level, tis_mode, rs_gates, and others of mis-ext keys",
+    "mis": "flat keys, since 0.6: tis_level, tis_mode, rs_gates, and others of mis-ext keys",
     "use_mis": "use_tis: true, and use_rs: true for a filter",
     # verl
     "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
