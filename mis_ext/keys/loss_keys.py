@@ -51,9 +51,8 @@ class WholeLoss:
         if method is None or not self.has_correction or correction.weight is None or not method.method.weighs_behavior:
             return None
         return (
-            f"mis_loss_method: {method.name} already corrects for the behavior policy: a weight of the correction "
-            "counts the mismatch twice; write tis_level: none for gates and vetoes alone, or use_tis: false with "
-            "--get-mismatch-metrics to measure only"
+            f"mis_loss_method: {method.name} already corrects for the behavior policy: a weight counts the mismatch "
+            "twice; write tis_level: none for gates alone, or use_tis: false"
         )
 
 

@@ -199,6 +199,6 @@ def double_correction(given: Mapping[str, Any], correction: CorrectionConfig) ->
     if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
     return (
-        "--use-tis together with --use-rollout-logprobs counts the mismatch twice: with the behavior log-probs as PPO "
-        "denominator the ratio already corrects it; drop one of the two (also use_tis in the YAML)"
+        "--use-tis together with --use-rollout-logprobs (use_tis, use_rollout_logprobs) counts the mismatch "
+        "twice: the PPO ratio already corrects it; drop one of them"
     )
