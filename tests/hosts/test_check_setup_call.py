@@ -108,6 +108,7 @@ def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
             config = config.replace(scope="data_parallel")
         ranks = {"context_parallel_size": choose([1, 2, 4]), "data_parallel_size": choose([1, 2])}
         keys = ranks | flat_keys(config) | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
+        keys |= {"custom_generate_function_path": "mis_ext.rollout.generate"}
         for switches in (HOOK, LOSS | {"use_tis": True}):
             start(switches | keys)
 
