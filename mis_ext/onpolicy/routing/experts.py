@@ -124,7 +124,7 @@ class RoutedExperts:
         Raises:
             TypeError: ``meta_info`` is no mapping, its ``routed_experts`` no string, or a count no integer.
             ValueError: Nothing was returned, it is no base64, the number of values does not fit ``num_tokens``, every
-                value is 0, the request was retracted, ``moe_layers`` leaves out a layer with experts; or see the class.
+                value is 0, the request was retracted, ``moe_layers`` omits a layer with experts; or see the class.
         """
         num_layers, topk = check_integer("num_layers", num_layers, low=1), check_integer("topk", topk, low=1)
         num_tokens = check_integer("num_tokens", num_tokens)
