@@ -27,6 +27,7 @@ REMOVED: dict[str, str] = {
         ("mis_ext.dither_weights", "mis_ext.dither_master_weights"),
         "raise the learning rate two or three times, or round stochastically in your optimizer",
     ),
+    "mis_ext.log_mismatch": "use --get-mismatch-metrics, which logs the metrics of each step, or mis-ext report",
     "mis_ext.WeightScale": "use tis_normalize_scope: data_parallel",
 }
 """Replacements, by the name as users write it.

@@ -252,7 +252,7 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it() -> N
 
 @pytest.mark.parametrize("needs", [PROMPTS, {"mis_group_over": "kept"}], ids=["prompts", "kept"])
 def test_prompts_are_not_left_to_another_function_of_ours(needs) -> None:
-    path = "mis_ext.log_mismatch"
+    path = "mis_ext.scalars"
     with pytest.raises(ValueError, match=f"{re.escape(path)} does nothing for it"):
         start(HOOK | needs | {"n_samples_per_prompt": 4, "rollout_data_postprocess_path": path})
 
@@ -309,8 +309,8 @@ def test_in_miles_what_needs_the_whole_rollout_is_refused_with_any_function_at_t
             start(switches | PROMPTS | {"rollout_data_postprocess_path": path})
 
 
-@pytest.mark.parametrize("path", ["mis_ext.prepare_rollout", "mis_ext.log_mismatch"])
-def test_in_miles_a_function_of_ours_gets_no_rollout_and_is_refused(path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_miles_a_function_of_ours_gets_no_rollout_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "mis_ext.prepare_rollout"
     for switches in (HOOK, LOSS | {"use_tis": True}, LOSS):
         start(switches | {"rollout_data_postprocess_path": path})
     monkeypatch.setitem(sys.modules, MILES.loss, types.ModuleType(MILES.loss))

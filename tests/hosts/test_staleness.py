@@ -166,7 +166,6 @@ READY = {
     ("keys", "message"),
     [
         ({"rollout_data_postprocess_path": None}, "needs --rollout-data-postprocess-path mis_ext.prepare_rollout"),
-        ({"rollout_data_postprocess_path": "mis_ext.log_mismatch"}, "needs --rollout-data-postprocess-path"),
         ({"custom_generate_function_path": None}, "give --custom-generate-function-path mis_ext.rollout.generate"),
         ({"use_opd": True}, "use_opd has the teacher's log-probs where versions are stored"),
     ],

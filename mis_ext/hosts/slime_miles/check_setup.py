@@ -178,9 +178,7 @@ def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
         ),
         "mis_staleness: the framework's own generate function stores no version of each token: give "
         "--custom-generate-function-path mis_ext.rollout.generate": is_counted and not generates,
-        f"mis_staleness: needs {_PREPARE}, which counts the lags": (
-            is_counted and path in (None, "mis_ext.log_mismatch")
-        ),
+        f"mis_staleness: needs {_PREPARE}, which counts the lags": is_counted and path is None,
     }
     for why, is_wrong in refused.items():
         if is_wrong:
