@@ -41,15 +41,14 @@ from mis_ext.validation import check_entries, check_number, check_tensors
 
 Batch = Mapping[str, Any]
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-_MISSING = {
+MISSING = {
     "behavior": "rollout_log_probs are missing (the rollout function must store the inference engine's log-probs)",
     "reference": "ref_log_probs are missing (--use-kl-loss with --ref-load makes the framework score them; use "
     "--kl-loss-coef 0 for a method with its own penalty)",
     "state_values": "state_values are missing in the batch (no flag of slime or Miles gives them; a batch of "
     "make_loss_func may have them)",
 }
-
-
+"""Where what a loss reads comes from."""
 _NEEDED = ("response_lengths", "total_lengths", "loss_masks", "advantages")
 
 
@@ -170,7 +169,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             else None,
         )
         run.session.check_range(mask_R, refuse_mask)
-        tokens = tokens_for(settings, given, groups, missing=_MISSING)
+        tokens = tokens_for(settings, given, groups, missing=MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             run.session.report_missing(is_rollout_missing=True)
     found = packed_loss(

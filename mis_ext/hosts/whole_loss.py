@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -283,21 +283,13 @@ def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
 def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, missing: Mapping[str, str]) -> LossTokens:
     """Check the given tokens, and select what the loss reads. Current log-probs replace missing proximal ones."""
     log_probs, mask_R = {**given.log_probs}, given.response_mask_R
-    if "behavior" not in log_probs and settings.needs_behavior is not None:
-        raise ValueError(f"{missing['behavior']}, with which {settings.needs_behavior} compares")
-    needs_reference = settings.needs_reference or ("--use-kl-loss" if settings.kl is not None else None)
-    if "reference" not in log_probs and needs_reference is not None:
-        raise ValueError(f"{missing['reference']}, with which {needs_reference} compares")
-    if given.state_values_T is None and settings.needs_state_values:
-        raise ValueError(
-            f"{missing['state_values']}, by which {settings.chosen_by} weighs: the mean advantage in a state"
-        )
+    refuse_missing(settings, {*log_probs, *["state_values"] * (given.state_values_T is not None)}, missing)
     entropy_T = given.entropy_T
     if settings.entropy_coef == 0.0:
         entropy_T = None if entropy_T is None else entropy_T.detach()
     elif entropy_T is None:
         raise ValueError(f"entropy is missing, which entropy_coef={settings.entropy_coef:g} weighs")
-    if needs_reference is None:
+    if settings.needs_reference is None and settings.kl is None:
         log_probs.pop("reference", None)
     if "proximal" not in log_probs or settings.proximal == "current":
         log_probs["proximal"] = log_probs["current"].detach()
@@ -311,6 +303,20 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
         cp_rank=groups.cp_rank,
         dp_group=groups.dp_group,
     )
+
+
+def refuse_missing(settings: LossSettings, given: Collection[str], missing: Mapping[str, str]) -> None:
+    """Refuse a batch without log-probs or state values that the loss reads; ``missing`` says where they come from."""
+    reference = settings.needs_reference or ("--use-kl-loss" if settings.kl is not None else None)
+    needs = {
+        "behavior": settings.needs_behavior and f"with which {settings.needs_behavior} compares",
+        "reference": reference and f"with which {reference} compares",
+        "state_values": settings.needs_state_values
+        and f"by which {settings.chosen_by} weighs: the mean advantage in a state",
+    }
+    for name, why in needs.items():
+        if why and name not in given:
+            raise ValueError(f"{missing[name]}, {why}")
 
 
 def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:

@@ -88,16 +88,7 @@ def _contradictions(given: Mapping[str, Any], group: GroupConfig) -> Iterator[st
         for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
         if given.get(name) not in (None, "fixed", "original")
     ]
-
-    def is_unset(flag: str) -> bool:
-        return flag in given and given[flag] is None
-
-    if group.needs_rollout and is_unset("rollout_data_postprocess_path"):
-        yield (
-            f"{group.needs_rollout} needs --rollout-data-postprocess-path mis_ext.prepare_rollout, in slime; Miles has "
-            "nothing for it"
-        )
-    if rewards and not is_kept and is_unset("custom_reward_post_process_path"):
+    if rewards and not is_kept and given.get("custom_reward_post_process_path", "not read") is None:
         yield f"{rewards} needs --custom-reward-post-process-path mis_ext.group_rewards"
     if rewards and estimator not in (*_ESTIMATORS, "reinforce_plus_plus_baseline"):
         yield f"{rewards}: --advantage-estimator {estimator} compares no responses to one prompt"

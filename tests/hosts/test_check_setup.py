@@ -88,6 +88,7 @@ def start(keys: dict[str, Any]) -> None:
                 "mis_group_over": "all",
                 "mis_prompt_mean": True,
                 "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
+                "custom_reward_post_process_path": "mis_ext.group_rewards",
             },
             "mis_ext: policy_loss replaces the framework's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
             "over all | every prompt weighs the same | no correction (no use_tis)",
@@ -250,13 +251,6 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it() -> N
         start(switches | PROMPTS | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 
-@pytest.mark.parametrize("needs", [PROMPTS, {"mis_group_over": "kept"}], ids=["prompts", "kept"])
-def test_prompts_are_not_left_to_another_function_of_ours(needs) -> None:
-    path = "mis_ext.scalars"
-    with pytest.raises(ValueError, match=f"{re.escape(path)} does nothing for it"):
-        start(HOOK | needs | {"n_samples_per_prompt": 4, "rollout_data_postprocess_path": path})
-
-
 REWARDS = {"mis_group_baseline": "leave_one_out", "mis_group_over": "all"}
 TOKENS = {"on_policy_tokens": {"cache_by_version": True, "canary": "warn"}}
 
@@ -290,10 +284,9 @@ def test_a_value_of_another_program_at_our_key_of_the_rollout_is_no_business_of_
 def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None:
     start(HOOK | TOKENS)
     expected = (
-        "on_policy_tokens (cache_by_version, canary) does nothing unless a function of yours calls "
-        "mis_ext.rollout.generate: --custom-generate-function-path is not set"
+        "on_policy_tokens (cache_by_version, canary) does nothing unless a function of yours calls mis_ext.rollout"
     )
-    assert f"mis_ext: warning: {expected}\n" in capsys.readouterr().out
+    assert f"mis_ext: warning: {expected}.generate\n" in capsys.readouterr().out
     start(HOOK | TOKENS | {"load_debug_rollout_data": "a dump"})
     assert "nothing" not in capsys.readouterr().out
 

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check at start calls once what the host will call: it refuses what the first step would, and leaves nothing."""
+"""The startup check refuses what the first step would refuse, before the model loads."""
 
 import argparse
-import functools
-import pickle
 import random
-import re
 import sys
 import types
 from typing import Any
 
 import loss_cases
 import pytest
-import torch
 from drawn_configs import draw_point
 from rows import for_each
-from torch.overrides import TorchFunctionMode
 
 import mis_ext
-from mis_ext.frameworks import MILES, SLIME
-from mis_ext.hosts import runs
+from mis_ext.frameworks import MILES
 from mis_ext.keys.presets import flat_keys
 from mis_ext.methods import METHODS
 
@@ -111,64 +105,3 @@ def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
         keys |= {"custom_generate_function_path": "mis_ext.rollout.generate"}
         for switches in (HOOK, LOSS | {"use_tis": True}):
             start(switches | keys)
-
-
-def test_what_could_not_be_tried_is_said_on_rank_0(monkeypatch, capsys) -> None:
-    def untried(keys: dict[str, Any]) -> list[str]:
-        start(keys)
-        _, *lines = capsys.readouterr().out.splitlines()
-        return [re.sub(".*in the first step: ", "", line) for line in lines]
-
-    monkeypatch.setitem(sys.modules, SLIME.loss, types.ModuleType(SLIME.loss))
-    assert untried(LOSS) == []
-    scored_by_host = LOSS | {"mis_loss_scoring": "host"}
-    assert untried(scored_by_host) == ["the framework's function for log-probs"]
-    assert capsys.readouterr().out == ""
-    reducer = "loss_cases.reduce_by_kept"
-    assert untried(LOSS | {"custom_pg_loss_reducer_function_path": reducer}) == [
-        f"--custom-pg-loss-reducer-function-path {reducer}"
-    ]
-    mine = types.ModuleType("mine")
-    mine.wrapper = functools.wraps(mis_ext.policy_loss)(lambda *given: mis_ext.policy_loss(*given))
-    monkeypatch.setitem(sys.modules, "mine", mine)
-    assert untried(LOSS | {"custom_loss_function_path": "mine.wrapper"}) == [
-        "--custom-loss-function-path mine.wrapper, only mis_ext.policy_loss in it"
-    ]
-    mis_ext.check_setup(argparse.Namespace(**scored_by_host, rank=1))
-    assert capsys.readouterr().out == ""
-
-
-class NoExponential(TorchFunctionMode):
-    """A machine whose CPU lacks an operation."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (torch.exp, torch.Tensor.exp):
-            raise NotImplementedError("no kernel for exp")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("keys", "name"), [(HOOK, "compute_mis_weights_with_cp"), (LOSS, "policy_loss")])
-def test_where_the_call_cannot_run_it_says_so_and_the_run_goes_on(keys, name, capsys) -> None:
-    with NoExponential():
-        start(keys)
-    _, said = capsys.readouterr().out.splitlines()
-    assert said.endswith(f"in the first step: mis_ext.{name} itself (NotImplementedError: no kernel for exp)")
-
-
-@pytest.mark.parametrize("keys", [HOOK, LOSS | {"use_tis": True, "mis_loss_method": "clip_cov", "tis_level": "none"}])
-def test_it_leaves_nothing_behind(keys) -> None:
-    args = argparse.Namespace(**keys | CP_2 | DP_2 | {"rs_veto_threshold": 1e-4})
-    session = runs.current_run(args, whole_loss="loss_type" in keys).session
-    before = (
-        torch.get_rng_state(),
-        random.getstate(),
-        torch.get_num_threads(),
-        len(runs._kept),
-        pickle.dumps(session),
-    )
-    mis_ext.check_setup(args)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert runs.current_run(args).session is session
-    after = random.getstate(), torch.get_num_threads(), len(runs._kept), pickle.dumps(session)
-    assert before[1:] == after
-    assert not torch.distributed.is_initialized()

@@ -502,10 +502,6 @@ def test_the_loss_notices_that_nobody_prepared_the_rollout(whole_loss) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no hook of the rollout": (
-        {"mis_prompt_mean": True, "rollout_data_postprocess_path": None},
-        "needs --rollout-data-postprocess-path mis_ext.prepare_rollout",
-    ),
     "no function of rewards": (
         {"mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None},
         "mis_group_baseline: leave_one_out needs --custom-reward-post-process-path mis_ext.group_rewards",

@@ -166,7 +166,7 @@ READY = {
     ("keys", "message"),
     [
         ({"rollout_data_postprocess_path": None}, "needs --rollout-data-postprocess-path mis_ext.prepare_rollout"),
-        ({"custom_generate_function_path": None}, "give --custom-generate-function-path mis_ext.rollout.generate"),
+        ({"custom_generate_function_path": None}, "needs --custom-generate-function-path mis_ext.rollout.generate"),
         ({"use_opd": True}, "use_opd has the teacher's log-probs where versions are stored"),
     ],
 )

@@ -6,9 +6,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import platform
-import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,27 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor
 
 import mis_ext
 from mis_ext.correction.collectives import gather_objects
-from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.files import names_in_yaml
-from mis_ext.hosts.groups import ALONE
-from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.rollout_data import TokenLags
-from mis_ext.hosts.runs import Run, all_arguments, current_run, read_argument
-from mis_ext.hosts.session import Session
-from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp, weigh_batch
-from mis_ext.hosts.slime_miles.policy_loss import (
-    IDS,
-    OFFSETS,
-    host_without_ranks,
-    is_miles,
-    on_host,
-    policy_loss,
-    refuse_missing_logits,
-)
+from mis_ext.frameworks import find_framework
+from mis_ext.hosts.megatron import MISSING, refuse_host_scoring
+from mis_ext.hosts.runs import all_arguments, current_run, read_argument
+from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
+from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_missing_logits
+from mis_ext.hosts.whole_loss import refuse_missing
 from mis_ext.keys.names import near_miss
 from mis_ext.keys.reading import RunConfig
 from mis_ext.keys.refusals import refuse_loss_keys
@@ -46,7 +33,7 @@ from mis_ext.tools.explain.words import steps_of
 
 
 class _EntryPoint(NamedTuple):
-    """A flag with which the framework calls a function of ours, and the loss type that does."""
+    """An argument with which the framework calls a function of ours, and the loss type that does."""
 
     argument: str
     name: str
@@ -55,24 +42,26 @@ class _EntryPoint(NamedTuple):
 
     @property
     def flag(self) -> str:
-        return f"--{self.argument.replace('_', '-')}"
+        return _flag(self.argument)
+
+
+def _flag(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"
 
 
 _HOOK = _EntryPoint(
     "custom_tis_function_path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
 )
 _LOSS = _EntryPoint("custom_loss_function_path", "mis_ext.policy_loss", policy_loss, "custom_loss")
-_ROLLOUT_FLAG = "--rollout-data-postprocess-path"
-_PREPARE = f"{_ROLLOUT_FLAG} mis_ext.prepare_rollout"
+_ROLLOUT, _GENERATE = "rollout_data_postprocess_path", "custom_generate_function_path"
 
 
 def check_setup(args: Any) -> None:
-    """Check every key before training starts, call once what the framework will call, and print what will run.
+    """Check every key before training starts, and print what will run.
 
     For ``--custom-megatron-init-path mis_ext.check_setup``. slime, vime, and Miles call it on every rank of Megatron,
     before the model loads. Where ranks of ``torch.distributed`` have met, all of them have to call it: they exchange
-    their errors and what they have installed. Rank 0 prints what will run, a line for each warning, and one for what
-    could not be called. The call is on two short drawn responses on a CPU, and leaves nothing behind.
+    their errors and what they have installed. Rank 0 prints what will run, and a line for each warning.
 
     Args:
         args: The framework's arguments, with the keys of mis_ext among them.
@@ -102,19 +91,25 @@ def check_setup(args: Any) -> None:
 def _checked(args: Any) -> list[str]:
     """Check this rank and return the lines that rank 0 prints."""
     entry = _entry_point(args)
-    run = current_run(args, whole_loss=entry is _LOSS)
-    config = run.config
+    config = current_run(args, whole_loss=entry is _LOSS).config
+    given, loss = all_arguments(args), config.whole_loss
     if entry is _HOOK:
-        refuse_loss_keys(all_arguments(args))
-    if not is_miles() and read_argument(args, "rollout_temperature") == 0:
+        refuse_loss_keys(given)
+    if not is_miles() and given.get("rollout_temperature") == 0:
         raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
-    _refuse_missing_rollout(args, config)
+    if loss is not None:
+        # The frameworks score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, perhaps.
+        has_reference = given.get("use_kl_loss") or given.get("kl_coef") or given.get("advantage_estimator") == "ppo"
+        refuse_missing(loss.settings, {"behavior", *["reference"] * bool(has_reference)}, MISSING)
+    _refuse_missing_rollout(given, config)
     said = [summary(config)]
     if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
         said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
-    said += [f"warning: {found}" for found in _doubts(args, config)]
-    return [*said, *_unread_keys(args), *_rehearse(args, entry, config)]
+    if loss is not None and find_framework() is None:
+        refuse_host_scoring(config)
+    said += [f"warning: {found}" for found in _doubts(given, config)]
+    return [*said, *_unread_keys(args)]
 
 
 # --- the entry point: which function of ours the framework will call
@@ -160,61 +155,70 @@ def _function_at(path: str) -> Any:
 # --- keys that need a launch
 
 
-def _refuse_missing_rollout(args: Any, config: RunConfig) -> None:
-    """Refuse keys that need the whole rollout where no function sees it; Miles passes that function ``args`` alone."""
-    path = read_argument(args, "rollout_data_postprocess_path")
-    of_prompts = config.group and config.group.needs_rollout
-    is_ours, is_prepared = str(path).startswith("mis_ext."), str(path).endswith(".prepare_rollout")
-    is_counted = config.correction.staleness and (config.whole_loss is None or config.whole_loss.has_correction)
-    generates = read_argument(args, "custom_generate_function_path") or read_argument(args, "load_debug_rollout_data")
-    refused = {
-        f"{_ROLLOUT_FLAG} {path}: Miles passes no rollout data to it; remove the flag": (
-            is_miles() and is_ours and not config.correction.staleness
-        ),
-        f"{of_prompts}: Miles passes no rollout data; remove it": is_miles() and of_prompts,
-        f"{of_prompts}: {path} does nothing for it: give {_PREPARE}": of_prompts and is_ours and not is_prepared,
-        "mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one of them": (
-            is_counted and read_argument(args, "use_opd")
-        ),
-        "mis_staleness: the framework's own generate function stores no version of each token: give "
-        "--custom-generate-function-path mis_ext.rollout.generate": is_counted and not generates,
-        f"mis_staleness: needs {_PREPARE}, which counts the lags": is_counted and path is None,
-    }
-    for why, is_wrong in refused.items():
-        if is_wrong:
-            raise ValueError(why)
+class _Need(NamedTuple):
+    """A key, and the function of mis_ext without which it does nothing; a rollout function may call it too."""
+
+    key: str
+    argument: str
+    function: str
+    may_be_called_elsewhere: bool = False
 
 
-def _doubts(args: Any, config: RunConfig) -> Iterator[str]:
+def _needs(given: Mapping[str, Any], config: RunConfig) -> Iterator[_Need]:
+    group, tokens, is_replayed = config.group, given.get("on_policy_tokens"), given.get("load_debug_rollout_data")
+    if _counts_lags(config):
+        yield _Need("mis_staleness", _ROLLOUT, "mis_ext.prepare_rollout")
+        if not is_replayed:
+            yield _Need("mis_staleness", _GENERATE, "mis_ext.rollout.generate")
+    if group is not None and group.needs_rollout:
+        yield _Need(group.needs_rollout, _ROLLOUT, "mis_ext.prepare_rollout")
+    if group is not None and group.of_rewards and group.over != "kept":
+        yield _Need(group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards")
+    if isinstance(tokens, Mapping) and tokens and not is_replayed:
+        keys = f"on_policy_tokens ({', '.join(map(str, tokens))})"  # The function checks them.
+        yield _Need(keys, _GENERATE, "mis_ext.rollout.generate", may_be_called_elsewhere=True)
+
+
+def _counts_lags(config: RunConfig) -> bool:
+    return config.correction.staleness and (config.whole_loss is None or config.whole_loss.has_correction)
+
+
+def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse keys that need a function of mis_ext which is not called, or that gets no rollout data, as in Miles."""
+    path, of_prompts = given.get(_ROLLOUT), config.group and config.group.needs_rollout
+    if is_miles() and of_prompts:
+        raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
+    if is_miles() and _is_ours(path) and not config.correction.staleness:
+        raise ValueError(f"{_flag(_ROLLOUT)} {path}: Miles passes no rollout data to it; remove the flag")
+    if _counts_lags(config) and given.get("use_opd"):
+        raise ValueError("mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one")
+    for need in _needs(given, config):
+        if given.get(need.argument) is None and not need.may_be_called_elsewhere:
+            raise ValueError(f"{need.key} needs {_flag(need.argument)} {need.function}")
+
+
+def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Warnings about functions of the user that may leave something out, and about the schedule of weight updates."""
-    given, correction, group = all_arguments(args), config.correction, config.group
-    generates, interval = given.get("custom_generate_function_path"), given.get("update_weights_interval") or 1
-    is_foreign = given.get("rollout_data_postprocess_path") is None and not _is_ours(generates or "mis_ext.")
-    if correction.denominator == "kept" and is_foreign:
+    interval = given.get("update_weights_interval") or 1
+    if (
+        config.correction.denominator == "kept"
+        and given.get(_ROLLOUT) is None
+        and not _is_ours(given.get(_GENERATE) or "mis_ext.")
+    ):
         yield (
-            f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
-            "--rollout-data-postprocess-path mis_ext.prepare_rollout refuses them"
+            f"mis_denominator: kept is wrong if {given[_GENERATE]} makes several samples of a rollout; "
+            f"{_flag(_ROLLOUT)} mis_ext.prepare_rollout refuses them"
         )
-    if correction.staleness and interval > 1:
+    if config.correction.staleness and interval > 1:
         yield (
             f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead of the newest "
             "version, and a lag of 0 does not mean current weights"
         )
-    keys, asked = given.get("on_policy_tokens"), []
-    if isinstance(keys, Mapping) and keys and not given.get("load_debug_rollout_data"):
-        # The function checks it.
-        what = f"on_policy_tokens ({', '.join(map(str, keys))})"
-        asked.append((what, "custom_generate_function_path", "mis_ext.rollout.generate"))
-    if group is not None and group.needs_rollout:
-        asked.append((group.needs_rollout, "rollout_data_postprocess_path", "mis_ext.prepare_rollout"))
-    if group is not None and group.of_rewards and group.over != "kept":
-        asked.append((group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards"))
-    for what, argument, function in asked:
-        path, flag = given.get(argument), f"--{argument.replace('_', '-')}"
-        if path is None and argument in given:
-            yield f"{what} does nothing unless a function of yours calls {function}: {flag} is not set"
-        elif path is not None and not _is_ours(path):
-            yield f"{what} does nothing unless {flag} {path} calls {function}"
+    for need in _needs(given, config):
+        path = given.get(need.argument)
+        if not _is_ours(path):
+            caller = "a function of yours" if path is None else f"{_flag(need.argument)} {path}"
+            yield f"{need.key} does nothing unless {caller} calls {need.function}"
 
 
 def _is_ours(path: Any) -> bool:
@@ -307,73 +311,3 @@ def _error_of_ranks(installed: str, error: Exception | None) -> Exception | None
     differ = RuntimeError("check_setup: ranks differ; " + "; ".join(said))
     differ.__cause__ = error
     return differ
-
-
-# --- the rehearsal: one call of what the framework will call, on drawn log-probs, with the run's own configuration
-
-
-def _rehearse(args: Any, entry: _EntryPoint, config: RunConfig) -> list[str]:
-    """Call once what the framework will call, and say what of it could not be called.
-
-    Raises:
-        ValueError: The first step would raise it; or a TypeError or ArithmeticError.
-    """
-    loss, path = config.whole_loss, read_argument(args, entry.argument)
-    parts = {
-        f"{entry.flag} {path}, only {entry.name} in it": _function_at(path) is not entry.function,
-        "the framework's function for log-probs": loss is not None and loss.scoring == "host",
-        f"--custom-pg-loss-reducer-function-path {loss and loss.reducer_path}": loss is not None and loss.reducer_path,
-    }
-    untested = [part for part, is_foreign in parts.items() if is_foreign]
-    try:
-        with warnings.catch_warnings(), torch.device("cpu"):
-            warnings.simplefilter("ignore")
-            _call_once(args, config)
-    except (ValueError, TypeError, ArithmeticError):
-        raise
-    except Exception as error:  # Something that only the framework has: no reason to stop a run that may be right.
-        untested.append(f"{entry.name} itself ({type(error).__name__}: {error})")
-    return [f"not tested at start, so an error in it comes in the first step: {each}" for each in untested]
-
-
-def _call_once(args: Any, config: RunConfig) -> None:
-    """The hook, or the full policy loss where ``config`` has one, of two responses on one rank of a CPU.
-
-    No session, random number, or graph of the run is touched.
-    """
-    session = Session(config.correction.replace(warn_only=GUARD_NAMES))
-    session.rollout_seen = True  # As the function at --rollout-data-postprocess-path leaves it.
-    lengths, generator = [5, 7], torch.Generator().manual_seed(0)
-
-    def drawn(*, mean: float) -> list[Tensor]:
-        return [mean + 0.1 * torch.randn(length, generator=generator) for length in lengths]
-
-    trained, rollout = drawn(mean=-2.0), drawn(mean=-2.0)
-    session.token_lags = TokenLags(rollout, [*map(torch.zeros_like, rollout)])
-    batch: dict[str, Any] = {
-        "rollout_log_probs": rollout,
-        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
-        "total_lengths": [8, 16],
-        "response_lengths": lengths,
-        "max_seq_lens": [16, 16] if config.is_padded else None,
-    }
-    loss = config.whole_loss
-    if loss is None:
-        weigh_batch(Run(config, session), ALONE, pg_loss=torch.zeros(12), train_log_probs=trained, **batch)
-        return
-    tokens = [torch.arange(8), torch.arange(16)]
-    batch |= {
-        "unconcat_tokens": tokens,
-        "rollout_mask_sums": torch.tensor(lengths),
-        "advantages": drawn(mean=0.0),
-        "log_probs": None if loss.is_told_to_skip else trained,
-        IDS: [each[-length:] for each, length in zip(tokens, lengths, strict=True)],
-        OFFSETS: [torch.arange(length + 1) for length in lengths],
-    }
-    # The frameworks score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, perhaps.
-    has_critic = read_argument(args, "advantage_estimator") == "ppo"
-    if has_critic or read_argument(args, "use_kl_loss") or read_argument(args, "kl_coef"):
-        batch["ref_log_probs"] = drawn(mean=-2.0)
-    run = Run(replace(config, whole_loss=replace(loss, reducer_path=None)), session)
-    logits = torch.randn((2, 16, 16) if config.is_padded else (1, 24, 16), generator=generator).requires_grad_()
-    on_host(batch_loss(run, host_without_ranks(run.config, ALONE), batch, logits).metrics)

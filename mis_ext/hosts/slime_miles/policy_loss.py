@@ -33,7 +33,6 @@ from mis_ext.hosts.megatron import (
     megatron_vocabulary,
     plain_scores,
     positive_temperature,
-    refuse_host_scoring,
 )
 from mis_ext.hosts.packing import batch_layout, pack
 from mis_ext.hosts.runs import current_run, read_argument, shared_run
@@ -107,16 +106,6 @@ def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart
     is_fused = config.loss.scoring == "fused"
     score = partial(_captured_scores, part) if is_fused else partial(_scores_of_host, args)
     return Host(groups, score, MILES_METRICS if is_miles() else frozenset())
-
-
-def host_without_ranks(config: RunConfig, groups: Groups) -> Host:
-    """As :func:`find_host`, of one rank with the whole vocabulary and ``groups``: it asks the framework for nothing.
-
-    Where the framework's own function scores, the fused pass of mis_ext stands for it.
-    """
-    if find_framework() is None:
-        refuse_host_scoring(config)
-    return Host(groups, partial(_fused_scores, VocabularyPart()), MILES_METRICS if is_miles() else frozenset())
 
 
 def _fused_scores(
