@@ -13,7 +13,7 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.own_trainer import scalars
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, interned_keys
+from mis_ext.keys.reading import Keys, read_keys
 
 
 class MisLoss:
@@ -26,7 +26,7 @@ class MisLoss:
     """
 
     def __init__(self, loss_fn: Any, keys: Keys) -> None:
-        self.host, self.keys = loss_fn, interned_keys(keys, calculate_per_token_loss=True)
+        self.host, self.keys = loss_fn, read_keys(keys) | {"calculate_per_token_loss": True}
         self._has_compared = False
 
     def __call__(

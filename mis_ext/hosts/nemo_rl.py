@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mis_ext.hosts.own_trainer import scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, interned_keys, read_keys
+from mis_ext.keys.reading import Keys, read_keys
 
 
 class MisLoss:
@@ -47,7 +47,7 @@ class MisLoss:
             _, metrics = self.host(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         reference = data.get("reference_policy_logprobs")
         found = policy_loss_from_log_probs(
-            interned_keys(self.keys, calculate_per_token_loss=self.is_of_tokens),
+            {**self.keys, "calculate_per_token_loss": self.is_of_tokens},
             current_logprobs=next_token_logprobs,
             proximal_logprobs=None if self.host.force_on_policy_ratio else data["prev_logprobs"][:, 1:],
             behavior_logprobs=data["generation_logprobs"][:, 1:],

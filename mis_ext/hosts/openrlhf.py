@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, interned_keys, read_keys
+from mis_ext.keys.reading import Keys, read_keys
 
 
 class MisLoss:
@@ -45,7 +45,7 @@ class MisLoss:
         with torch.no_grad():
             _, *metrics = self.host(*streams, **sizes)
         is_of_tokens = self.host.token_level_loss
-        keys = interned_keys(self.keys, calculate_per_token_loss=is_of_tokens)
+        keys = {**self.keys, "calculate_per_token_loss": is_of_tokens}
         if rollout_log_probs is None:
             loss = current_run(keys, whole_loss=True).config.loss
             if loss.has_correction or loss.settings.needs_behavior:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, interned_keys
+from mis_ext.keys.reading import Keys, read_keys
 
 
 def loss(inputs: Any, *, keys: Keys) -> Any:
@@ -22,10 +24,11 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
+    given = keys if isinstance(keys, Mapping) else _keys_of_file(keys)
     # In prime-rl a weight multiplies the loss of a token, as a fractional mask does here.
     mask = inputs.loss_mask.float() if inputs.loss_weights is None else inputs.loss_mask * inputs.loss_weights
     found = policy_loss_from_log_probs(
-        interned_keys(keys, calculate_per_token_loss=True, use_rollout_logprobs=True),
+        {**given, "calculate_per_token_loss": True, "use_rollout_logprobs": True},
         current_logprobs=inputs.trainer_logprobs,
         behavior_logprobs=inputs.inference_logprobs,
         reference_logprobs=inputs.ref_logprobs,
@@ -36,3 +39,7 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     # prime-rl puts its own loss of a micro-batch under this name, in one list with ours.
     metrics = {name: metric.value() for name, metric in found.metrics.items() if name != "loss"}
     return LossOutputs(loss=found.total, metrics=metrics)
+
+
+_keys_of_file = functools.cache(read_keys)
+"""Of a path; the loss is called for each sample."""

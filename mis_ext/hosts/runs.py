@@ -9,9 +9,9 @@ pickles ``args`` into every checkpoint.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from mis_ext.keys.rows import ARGUMENTS
 NOT_READ = "not read"
 """The value of an argument that mis_ext does not read. Its name may be a misspelled key."""
 
-_MAX_MAPPINGS = 64
+_MAX_HELD = 64
 
 
 def read_argument(args: Any, name: str) -> Any:
@@ -63,15 +63,8 @@ class Run(NamedTuple):
             )
 
 
-class _Kept(NamedTuple):
-    """A run, its ``args``, and a copy of them if they are a mapping."""
-
-    run: Run
-    args: Callable[[], Any]
-    read: dict[str, Any] | None
-
-
-_kept: dict[int, _Kept] = {}
+_runs: dict[int | str, tuple[Run, Any]] = {}
+"""The runs by the identity of their ``args``, or by the content of a mapping; and ``args`` without weak references."""
 
 
 def session_for(args: Any) -> Session:
@@ -80,7 +73,7 @@ def session_for(args: Any) -> Session:
 
 
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
-    """The run of this ``args`` object, which is read once; a mapping is read again when it has changed.
+    """The run of this ``args`` object, or of mappings with this content, which is read once.
 
     Args:
         args: A namespace, a dataclass, a wrapper, or a mapping; the same object for all micro-batches of a run.
@@ -88,15 +81,35 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     """
     # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
-    kept = _kept.get(id(args))
-    before = kept.run if kept is not None and kept.args() is args else None
-    is_current = kept is not None and (kept.read is None or kept.read == args)
-    if before is not None and is_current and (before.config.whole_loss is not None or not whole_loss):
+    key = repr(dict(args)) if isinstance(args, Mapping) else id(args)
+    before, _ = _runs.get(key, (None, None))
+    if before is not None and (before.config.whole_loss is not None or not whole_loss):
         return before
     given = all_arguments(args)
-    run = _new_run(read_config(given, whole_loss=whole_loss), before, measures=bool(given.get("get_mismatch_metrics")))
-    _keep(args, run)
+    config = read_config(given, whole_loss=whole_loss)
+    session = Session(config.correction) if before is None else before.session
+    if config.double_correction is not None:
+        session.report("double_correction", config.double_correction)
+    if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
+        session.warn(
+            "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
+            "to measure only, use yaml/metrics_only.yaml"
+        )
+    run = Run(config, session)
+    _keep(key, run, args)
     return run
+
+
+def _keep(key: int | str, run: Run, args: Any) -> None:
+    """Keep the run as long as ``args`` exists; of those without weak references and of mappings, the last ones."""
+    _runs[key] = run, args
+    if isinstance(key, int):
+        with contextlib.suppress(TypeError):
+            weakref.finalize(args, _runs.pop, key, None)
+            _runs[key] = run, None
+    held = [other for other, (_, kept) in _runs.items() if kept is not None]
+    for other in held[:-_MAX_HELD]:
+        del _runs[other]
 
 
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
@@ -115,31 +128,3 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     if not groups.is_alone:
         run.session.meet(groups, device=device)
     return run
-
-
-def _new_run(config: RunConfig, before: Run | None, *, measures: bool) -> Run:
-    if before is not None and before.config.correction == config.correction:
-        session, reported = before.session, before.config.double_correction
-    else:
-        session, reported = Session(config.correction), None
-        if measures and not config.correction.metrics_only:
-            session.warn(
-                "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
-                "to measure only, use yaml/metrics_only.yaml"
-            )
-    if config.double_correction not in (None, reported):
-        session.report("double_correction", str(config.double_correction))
-    return Run(config, session)
-
-
-def _keep(args: Any, run: Run) -> None:
-    """Keep the run as long as ``args`` exists; of mappings, which have no weak references, the last ones."""
-    key, read = id(args), copy.deepcopy(dict(args)) if isinstance(args, Mapping) else None
-    _kept.pop(key, None)
-    try:
-        _kept[key] = _Kept(run, weakref.ref(args, lambda _: _kept.pop(key, None)), read)
-    except TypeError:
-        _kept[key] = _Kept(run, lambda: args, read)
-        unwatched = [other for other, kept in _kept.items() if not isinstance(kept.args, weakref.ref)]
-        for other in unwatched[:-_MAX_MAPPINGS]:
-            del _kept[other]

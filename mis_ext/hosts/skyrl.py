@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mis_ext.hosts.own_trainer import scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, interned_keys, read_keys
+from mis_ext.keys.reading import Keys, read_keys
 
 
 def register(keys: Keys) -> None:
@@ -21,7 +21,7 @@ def register(keys: Keys) -> None:
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
-    given = read_keys(keys)
+    given = read_keys(keys) | {"calculate_per_token_loss": True}
 
     def loss(
         log_probs: Tensor,
@@ -35,7 +35,7 @@ def register(keys: Keys) -> None:
             raise ValueError("loss_mask is missing: mis_ext needs it to find the tokens of the response")
         # SkyRL's advantages are divided by the size of the batch: the sum over tokens is what it asks for.
         found = policy_loss_from_log_probs(
-            interned_keys(given, calculate_per_token_loss=True),
+            given,
             current_logprobs=log_probs,
             proximal_logprobs=old_log_probs,
             behavior_logprobs=rollout_logprobs,

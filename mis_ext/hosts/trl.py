@@ -18,7 +18,7 @@ from mis_ext.hosts.own_trainer import correct_padded
 from mis_ext.hosts.runs import current_run
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, config_given, interned_keys, read_keys, says_whole_loss
+from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
 
 _TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")
 _LOST = {
@@ -132,9 +132,8 @@ class WholeLoss:
         kl = {"use_kl_loss": True, "kl_loss_coef": trainer.beta, "kl_loss_type": "k3"}
         kl |= {"use_unbiased_kl": trainer.args.use_bias_correction_kl}
         self.trainer = trainer
-        self.keys = interned_keys(
-            keys, calculate_per_token_loss=trainer.loss_type in _TOKEN_SUMS, **kl if trainer.beta else {}
-        )
+        self.keys = {**keys, "calculate_per_token_loss": trainer.loss_type in _TOKEN_SUMS}
+        self.keys |= kl if trainer.beta else {}
         run = current_run(self.keys, whole_loss=True)
         corrects = run.config.loss.has_correction and not run.config.correction.metrics_only
         uses_behavior = run.config.loss.settings.needs_behavior or corrects

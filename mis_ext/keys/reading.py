@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -254,13 +252,3 @@ def read_keys(keys: Keys) -> dict[str, Any]:
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:
     """Return True if a key is of the full policy loss, not of the correction alone."""
     return any(keys.get(key) is not None for key in LOSS_ROWS)
-
-
-def interned_keys(keys: Keys, **more: Any) -> dict[str, Any]:
-    """``keys`` and ``more``, as one object for equal values: sessions identify a run by it."""
-    return _interned(json.dumps(keys if isinstance(keys, str) else read_keys(keys)), json.dumps(more))
-
-
-@functools.lru_cache(maxsize=64)
-def _interned(keys: str, more: str) -> dict[str, Any]:
-    return {**read_keys(json.loads(keys)), **json.loads(more)}

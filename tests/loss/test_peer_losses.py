@@ -16,7 +16,6 @@ import torch
 
 from mis_ext.hosts.nemo_rl import MisLoss
 from mis_ext.hosts.prime_rl import loss
-from mis_ext.keys.reading import interned_keys
 
 with lzma.open(Path(__file__).parents[1] / "data" / "peer_losses" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)
@@ -180,15 +179,3 @@ def test_what_nemo_rl_asks_of_its_loss_is_answered_by_its_loss() -> None:
     loss_fn = MisLoss(HostLoss({}), {"mis_loss_method": "ppo"})
     assert (loss_fn.input_type, loss_fn.loss_type) == ("logprob", LossType.TOKEN_LEVEL)
     assert not hasattr(loss_fn, "use_fused_linear_logprobs")
-
-
-def test_the_same_keys_are_the_same_object_and_others_are_not(tmp_path) -> None:
-    keys = {"mis_loss_method": {"name": "ppo", "low": 0.1}}
-    assert interned_keys(keys, use_rollout_logprobs=True) is interned_keys(
-        json.loads(json.dumps(keys)), use_rollout_logprobs=True
-    )
-    assert interned_keys(keys, use_rollout_logprobs=True) is not interned_keys(keys, use_rollout_logprobs=False)
-    file = tmp_path / "keys.yaml"
-    file.write_text("mis_loss_method: {name: ppo, low: 0.1}\n")
-    assert interned_keys(str(file)) == interned_keys(file) == keys
-    assert interned_keys(str(file)) is interned_keys(str(file))
