@@ -1,47 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a correction: weight, filters, and scale of the weights. Frozen, checked at construction.
-
-Gates and weights of the correction compare the proximal with the behavior policy. A method can have more of them, and
-compare any two policies: ``hook_obstacle`` of a gate or weight is the reason why the correction cannot have it.
-"""
+"""Configuration of a correction: weight, filters, and scale of the weights. Frozen, checked at construction."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from mis_ext.correction.metrics import PREFIX, MetricRow, rows_of
-from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, MISMATCH, STATISTICS, Pair, Policy, Statistic
+from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, STATISTICS, Statistic
 from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
 
 Action = Literal["reject", "zero"]
-When = Literal["always", "positive", "negative", "outward"]
-"""All tokens, those whose advantage has a sign, or those that the update moves further from ratio 1."""
-
-HookReduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
-Reduce = HookReduce | Literal["prefix", "batch_mean", "batch_rank_mean"]
+Reduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
 """The value at a token: its own; the sum, mean, maximum, or minimum over its response; the sum or mean over its
-segment, a run of tokens of the mask. In a method alone: the sum up to the token; the mean over the batch; the mean over
-all tokens of the batch whose value is no larger than its own."""
-REDUCES: tuple[Reduce, ...] = (*get_args(HookReduce), "prefix", "batch_mean", "batch_rank_mean")
-OF_SEGMENTS: tuple[Reduce, ...] = ("segment_sum", "segment_mean")
-
-HookLevel = Literal["token", "sequence", "geometric"]
-Level = HookLevel | Literal["prefix", "segment"]
-HookWhen = Literal["always", "stale"]
-REDUCTIONS: dict[str, Reduce] = {
-    "token": "token",
-    "sequence": "sum",
-    "geometric": "mean",
-    "prefix": "prefix",
-    "segment": "segment_sum",
-}
+segment, a run of tokens of the mask."""
+OF_SEGMENTS = ("segment_sum", "segment_mean")
+Level = Literal["token", "sequence", "geometric"]
+When = Literal["always", "stale"]
+REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric": "mean"}
 """Reduction of log-ratios by level: the sum is the product of ratios, the mean is the geometric mean."""
 
 DEFAULT_UPPER_BOUND = 2.0
@@ -54,9 +35,6 @@ MetricChoice = Literal["core", "all"]
 GuardName = Literal["double_correction", "missing_log_probs", "degenerate_behavior", "shifted_log_probs"]
 GUARD_NAMES: tuple[str, ...] = get_args(GuardName)
 
-_FAR_FROM_ONE = 0.1
-_NO_BOUNDS = "a gate needs low or high: an open band rejects nothing"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
@@ -66,17 +44,13 @@ class Gate:
         statistic: A name of :data:`~mis_ext.correction.tokens.STATISTICS`.
         reduce: ``token``: the gate judges each token. ``sum``, ``mean``, ``max``, ``min``: it judges each response, by
             this reduction over its tokens. ``segment_sum``, ``segment_mean``: it judges each segment, a run of
-            generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean. In a
-            method also ``prefix``, ``batch_mean`` and ``batch_rank_mean``, see :data:`Reduce`.
+            generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean.
         low: Lower bound, or None.
         high: Upper bound, or None. A minimum with a lower bound alone, or a maximum with an upper one, is a veto: it
             also finds every response in which a response token has no finite ratio.
         action: What happens to tokens or responses outside of the bounds. ``reject`` sets their mask to 0. ``zero``
             sets their weight to 0 and keeps the mask, so that the framework's KL and entropy terms keep the token.
         name: First part of the names of its metrics; by default ``rs_...``, from its place among the gates.
-        pair: The policies that are compared: numerator and denominator of the ratio.
-        when: Tokens that can be dropped; in a method alone.
-        of_tokens: Tokens that the statistic counts, where it is one of the batch; in a method alone.
     """
 
     statistic: str = "ratio"
@@ -85,20 +59,14 @@ class Gate:
     high: float | None = None
     action: Action = "reject"
     name: str | None = None
-    pair: Pair = MISMATCH
-    when: When = "always"
-    of_tokens: When = "always"
 
     def __post_init__(self) -> None:
-        whens = get_args(When)
-        _check_choices(self, statistic=STATISTICS, reduce=REDUCES, action=get_args(Action), when=whens, of_tokens=whens)
-        if self.of_tokens != "always" and self.reduce == "token":
-            raise ValueError(f"of_tokens: {self.of_tokens} has no effect with reduce: token")
-        if self.low is None and self.high is None:
-            raise ValueError(_NO_BOUNDS)
+        check_choice("statistic", self.statistic, STATISTICS)
+        check_choice("reduce", self.reduce, get_args(Reduce))
+        check_choice("action", self.action, get_args(Action))
         smallest, largest = self.row.low, self.row.high
         # A sum of logs is a product, within the same range; any other sum can leave the range of one token.
-        if self.reduce in ("sum", "segment_sum", "prefix") and not self.row.is_log:
+        if self.reduce in ("sum", "segment_sum") and not self.row.is_log:
             smallest, largest = -math.inf if smallest < 0.0 else smallest, math.inf
         for key, ends in (("low", (smallest, -math.inf)), ("high", (largest, math.inf))):
             bound = getattr(self, key)
@@ -110,30 +78,14 @@ class Gate:
                 object.__setattr__(self, key, None)
             else:
                 check_number(key, bound, low=smallest, high=largest)
-        if self.low is not None and self.high is not None and self.low > self.high:
+        if self.low is None and self.high is None:
+            raise ValueError("a gate needs low or high: an open band rejects nothing")
+        if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
         if self.name is not None and not (
             isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
         ):
             raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
-        if self.hook_obstacle is None:
-            what = f"a gate on {self.statistic} with bounds"
-            geometric = "a geometric gate with bounds" if (self.statistic, self.reduce) == ("ratio", "mean") else None
-            _warn_unusual_bounds(what, self.low, self.high, self.row.on_policy, geometric=geometric)
-
-    @property
-    def hook_obstacle(self) -> str | None:
-        """Why the correction cannot have this gate, which a method can; None if it can."""
-        if self.pair != MISMATCH:
-            return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
-        for key, when in (("when", self.when), ("of_tokens", self.of_tokens)):
-            if when != "always":
-                return f"{key} must be always, got {when}: the hook does not see the advantage"
-        if self.reduce not in get_args(HookReduce):
-            return f"the hook has no gate with reduce: {self.reduce}; it has {', '.join(get_args(HookReduce))}"
-        if self.low is not None and self.low == self.high:
-            return f"low must be below high, got low={self.low} and high={self.high}"
-        return _NO_BOUNDS if self.low is None and self.high is None else None
 
     @property
     def row(self) -> Statistic:
@@ -160,30 +112,6 @@ class Gate:
     def is_veto(self) -> bool:
         """True if a single token can reject its response; one without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
-
-
-def _check_choices(part: Gate | Weight, **choices: Collection[str]) -> None:
-    for key, legal in choices.items():
-        check_choice(key, getattr(part, key), legal)
-    if not isinstance(part.pair, tuple) or len(part.pair) != 2:
-        raise TypeError(f"pair must be two policies, numerator and denominator, got {part.pair!r}")
-    for policy in part.pair:
-        check_choice("pair", policy, get_args(Policy))
-
-
-def _warn_unusual_bounds(
-    what: str, low: float | None, high: float | None, on_policy: float | None, *, geometric: str | None
-) -> None:
-    """Warn where the on-policy value is outside of the bounds, or where a geometric mean is always inside of them."""
-    bounds = " to ".join("none" if bound is None else f"{bound:g}" for bound in (low, high))
-    if on_policy is not None and not (low or -math.inf) <= on_policy <= (math.inf if high is None else high):
-        warnings.warn(f"{what} {bounds}: what is on-policy (value {on_policy:g}) is outside", stacklevel=4)
-    if geometric is not None and any(bound and _FAR_FROM_ONE < abs(bound - 1.0) < math.inf for bound in (low, high)):
-        warnings.warn(
-            f"{geometric} {bounds} almost never fires: the geometric mean of a response is about exp(-KL per token), "
-            "far closer to 1",
-            stacklevel=4,
-        )
 
 
 _VETO_NAMES = {
@@ -251,19 +179,15 @@ class Weight:
     depend on the length.
 
     Args:
-        level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean). In a method also
-            ``prefix``, the product up to the token, and ``segment``, that over a run of generated tokens.
+        level: ``token``, ``sequence`` (product of ratios) or ``geometric`` (their geometric mean).
         mode: A name of :data:`BOUNDS`.
         low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
         high: Upper bound of the ratio, for modes that have one; :data:`DEFAULT_UPPER_BOUND` by default.
-        pair: Numerator and denominator of the ratio.
-        power: The ratio is raised to it before it is bounded; in a method alone.
         when: Tokens that are weighed, the others have weight 1. ``stale``: those whose lag is above 0 or unknown, at
-            ``level: token``. Signs of the advantage in a method alone.
+            ``level: token``.
 
     Attributes:
-        gate: The gate that the mode implies.
-        action: None: a weight drops nothing, its gate does.
+        gate: The gate that ``mode: mask`` implies.
 
     References:
         Token: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Sequence: Liu,
@@ -275,16 +199,13 @@ class Weight:
     mode: str = "truncate"
     low: float | None = None
     high: float | None = None
-    pair: Pair = MISMATCH
-    power: float = 1.0
-    when: When | HookWhen = "always"
-    action: ClassVar[None] = None
+    when: When = "always"
     gate: Gate | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        whens = dict.fromkeys((*get_args(When), *get_args(HookWhen)))
-        _check_choices(self, level=REDUCTIONS, mode=BOUNDS, when=whens)
-        check_number("power", self.power, low=-math.inf, high=math.inf, open_low=True, open_high=True)
+        check_choice("level", self.level, REDUCTIONS)
+        check_choice("mode", self.mode, BOUNDS)
+        check_choice("when", self.when, get_args(When))
         bound = self.bound
         # A bound at the open end of the interval does nothing.
         low = None if not bound.has_low and self.low == 0.0 else self.low
@@ -296,22 +217,18 @@ class Weight:
         if bound.has_high:
             # In Python alone: keys have defaults of their own, see keys/rows.py.
             high = DEFAULT_UPPER_BOUND if high is None else high
-            high = check_number("high", high, low=0.0, high=math.inf, open_low=True)
+            high = check_number("high", high, low=0.0, high=math.inf, open_low=True, open_high=True)
             if bound.has_low:
                 default, low = ("", low) if low is not None else (" (1 / high by default)", 1.0 / high)
                 low = check_number("low", low, low=0.0, high=math.inf)
-                if low > high:
+                if low >= high:
                     raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
         object.__setattr__(self, "low", low)
         object.__setattr__(self, "high", high)
         if self.when == "stale":
             self._check_stale(bound)
         if bound.rejects:
-            object.__setattr__(self, "gate", Gate(reduce=self.reduce, low=low, high=high, pair=self.pair))
-        elif self.hook_obstacle is None:
-            is_geometric = self.level == "geometric" and bound.has_low
-            geometric = f"a geometric weight with mode: {self.mode} with bounds" if is_geometric else None
-            _warn_unusual_bounds("the bounds of the weight,", low, high, 1.0, geometric=geometric)
+            object.__setattr__(self, "gate", Gate(reduce=REDUCTIONS[self.level], low=low, high=high))
 
     def _check_stale(self, bound: Bound) -> None:
         if self.level != "token":
@@ -322,28 +239,6 @@ class Weight:
             raise ValueError(f"when: stale leaves fresh tokens as they are, and mode: {self.mode} rejects some of them")
         if not (self.low or 0.0) <= 1.0 <= (math.inf if self.high is None else self.high):
             raise ValueError(f"when: stale gives fresh tokens weight 1, got low={self.low} and high={self.high}")
-
-    @property
-    def reduce(self) -> Reduce:
-        """The reduction of log-ratios over a response by ``level``."""
-        return REDUCTIONS[self.level]
-
-    @property
-    def hook_obstacle(self) -> str | None:
-        """Why the correction cannot have this weight, which a method can; None if it can."""
-        if self.pair != MISMATCH:
-            return f"it compares {' with '.join(self.pair)}: the hook sees proximal and behavior only"
-        if self.level not in get_args(HookLevel):
-            return f"the hook has no weight of level: {self.level}; it has {', '.join(get_args(HookLevel))}"
-        if self.when not in get_args(HookWhen):
-            return f"when must be always or stale, got {self.when}: the hook does not see the advantage"
-        if self.power != 1.0:
-            return f"power must be 1, got {self.power:g}: the hook's weight is the ratio itself"
-        if self.bound.has_high and self.high == math.inf:
-            return f"mode: {self.mode} needs a finite high; write mode: unbounded for none"
-        if self.bound.has_low and self.low == self.high:
-            return f"low must be below high, got low={self.low} and high={self.high}"
-        return None
 
     @property
     def bound(self) -> Bound:
@@ -406,10 +301,6 @@ class CorrectionConfig:
         self._check_types()
         object.__setattr__(self, "gates", tuple(self.gates))
         object.__setattr__(self, "warn_only", frozenset(self.warn_only))
-        parts: dict[str, Weight | Gate] = {} if self.weight is None else {"weight": self.weight}
-        for key, part in (parts | {f"gates[{i}]": gate for i, gate in enumerate(self.gates)}).items():
-            if part.hook_obstacle is not None:
-                raise ValueError(f"{key}: {part.hook_obstacle}")
         label_gates(self.gates)
         if self.normalize_over is not None and self.weight is None:
             raise ValueError("normalize_over has no effect without a weight")
@@ -474,12 +365,6 @@ class CorrectionConfig:
         """True if a token without a ratio makes a statistic of its response unknown."""
         has_sequence_weight = self.weight is not None and not self.has_token_weights
         return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates.values())
-
-    @property
-    def multiplies_ratios(self) -> bool:
-        """True if a weight or a filter uses the product of the ratios of a response."""
-        is_product = self.weight is not None and self.weight.level == "sequence"
-        return is_product or any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in self.all_gates.values())
 
     @property
     def rejects_single_tokens(self) -> bool:

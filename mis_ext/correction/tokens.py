@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,6 @@ UNKNOWN_LAG = 1e6
 """Lag of a token whose weight version is unknown: above every bound, and finite."""
 OPEN = (0.05, 0.9)
 """Behavior probabilities between which a token is neither rare nor nearly certain, so that training moves it."""
-
-Policy = Literal["behavior", "proximal", "current", "reference"]
-Pair = tuple[Policy, Policy]
-"""Numerator and denominator of a ratio."""
-
-MISMATCH: Pair = ("proximal", "behavior")
-UPDATE: Pair = ("current", "proximal")
-TOTAL: Pair = ("current", "behavior")
-"""Log-ratios of the engine, of the updates of this step, and of both."""
 
 
 def bounded_exp(x: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
-from mis_ext.correction.tokens import Policy
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
 from mis_ext.hosts.runs import Run, read_argument, shared_run
@@ -29,6 +28,7 @@ from mis_ext.keys.refusals import refuse_group_keys
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups_of_sums, num_tokens
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.batch import Policy
 from mis_ext.scoring.hidden import score_hidden
 from mis_ext.validation import check_tensors
 

@@ -196,8 +196,9 @@ def _idle_beside(
 ) -> tuple[Idle, ...]:
     """The table for keys of the loss whose effect depends on the correction."""
     method = loss.settings.method
-    gates = [*correction.all_gates.values(), *(() if method is None else method.method.factors)]
-    rejects = any(gate.action == "reject" for gate in gates)
+    actions = [gate.action for gate in correction.all_gates.values()]
+    actions += [] if method is None else [factor.action for factor in method.method.factors if factor.action]
+    rejects = "reject" in actions
     of_tokens = ("mis_loss_entropy_tokens", "mis_loss_kl_tokens")
     return (
         Idle(tuple(key for key in of_tokens if given.get(key) == "all"), not rejects, ALL_KEPT),

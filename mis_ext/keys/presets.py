@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import yaml
 
-from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, HookLevel
+from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, Level
 from mis_ext.files import preset_path, read_yaml
 from mis_ext.keys.reading import config_from_mapping
 from mis_ext.keys.rows import GATE_ROWS, VETOES
@@ -96,7 +96,7 @@ def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
         if bound in last and last == {"statistic": statistic, "reduce": reduce, bound: last[bound]}:
             vetoes[name] = rest.pop()[bound]
     band = rest[0] if rest and rest[0].keys() <= {"statistic", "reduce", "low", "high"} else {}
-    level = next((word for word in get_args(HookLevel) if REDUCTIONS[word] == band.get("reduce")), None)
+    level = next((word for word in get_args(Level) if REDUCTIONS[word] == band.get("reduce")), None)
     keys: dict[str, Any] = {}
     if level is not None and band["statistic"] == "ratio":
         rest.pop(0)

@@ -21,13 +21,12 @@ from mis_ext.correction.config import (
     CorrectionConfig,
     Denominator,
     Gate,
-    HookLevel,
-    HookReduce,
-    HookWhen,
+    Level,
     MetricChoice,
     NormalizeOver,
     Reduce,
     Scope,
+    When,
 )
 from mis_ext.correction.tokens import STATISTICS, UNKNOWN_LAG
 from mis_ext.loss.words import KlType, LossDenominator, Mode, PenaltyTokens, Proximal, Scoring
@@ -89,7 +88,7 @@ def words(*choices: Any) -> Check:
 
 # --- values that are not a single number, word, or switch
 
-LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(HookLevel)} | {
+LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(Level)} | {
     "sequence_min": "min",
     "sequence_max": "max",
 }
@@ -112,14 +111,9 @@ def _gate(key: str, value: Any) -> Gate:
     if "level" in fields and "reduce" in fields:
         raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
     with errors_of(key):
-        if "reduce" in fields:  # A filter of a method can use more words.
-            GATE_ROWS["reduce"].check("reduce", fields["reduce"])
         if "level" in fields:
             fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
-        gate = Gate(**fields)
-        if gate.hook_obstacle is not None:
-            raise ValueError(gate.hook_obstacle)
-        return gate
+        return Gate(**fields)
 
 
 def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
@@ -164,14 +158,14 @@ _config = CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
     "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
-    "tis_level": Key(words(HookLevel, "none"), "token", "What the weight is the ratio of."),
+    "tis_level": Key(words(Level, "none"), "token", "What the weight is the ratio of."),
     "tis_mode": Key(words(*BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(
         number("[0,inf)"), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
     ),
     "tis_upper_bound": Key(number("(0,inf]"), DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
-    "tis_when": Key(words(HookWhen), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
-    "rs_level": Key(words(HookLevel, "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."),
+    "tis_when": Key(words(When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
+    "rs_level": Key(words(Level, "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."),
     "rs_lower_bound": Key(
         number("[0,inf)"), None, "Lower bound of what is kept. Default: that of the weight.", "ratio"
     ),
@@ -227,7 +221,7 @@ CORRECTION_ROWS: dict[str, Key] = {
 }
 """Keys of a correction."""
 
-VETOES: dict[str, tuple[str, HookReduce, str]] = {
+VETOES: dict[str, tuple[str, Reduce, str]] = {
     "rs_veto_threshold": ("ratio", "min", "low"),
     "rs_veto_upper_threshold": ("ratio", "max", "high"),
     "rs_veto_probability": ("proximal_probability", "min", "low"),
@@ -273,7 +267,7 @@ FLAT_KEYS = (*CORRECTION_ROWS, *GROUP_ROWS, *LOSS_ROWS)
 
 GATE_ROWS: dict[str, Key] = {
     "statistic": Key(words(*STATISTICS), "ratio", "What is compared with the bounds."),
-    "reduce": Key(words(HookReduce), "token", "Reduction over the tokens of a response."),
+    "reduce": Key(words(Reduce), "token", "Reduction over the tokens of a response."),
     "level": Key(words(*LEVELS), None, "Replaces reduce, in the words of rs_level."),
     "low": Key(number("[-inf,inf]"), None, "Smallest value that is kept."),
     "high": Key(number("[-inf,inf]"), None, "Largest value that is kept."),

@@ -11,12 +11,11 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
-from mis_ext.correction.config import Gate, Weight
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import TOTAL, UPDATE, Pair, Policy
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.batch import TOTAL, UPDATE, Pair, Policy
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import Estimator, KlTerm, Ratio, Score
+from mis_ext.methods.parts import Estimator, KlTerm, PairGate, PairWeight, Ratio, Score
 
 LOW_VAR_CAP = 10.0
 """The frameworks' bound of ``low_var_kl``, in nats."""
@@ -45,7 +44,9 @@ def objective_of(settings: LossSettings) -> Objective:
     method = _method_of_mode(settings, pair) if settings.method is None else settings.method.method
     if settings.opsm_delta is not None:
         # Off-policy sequence masking: the sequence adds nothing, and stays in the denominator.
-        gate = Gate(pair=pair, statistic="k1", reduce="mean", high=settings.opsm_delta, when="negative", action="zero")
+        gate = PairGate(
+            pair=pair, statistic="k1", reduce="mean", high=settings.opsm_delta, when="negative", action="zero"
+        )
         method = replace(method, factors=(*method.factors, gate))
     kl = None
     if settings.kl is not None:
@@ -69,8 +70,7 @@ def _method_of_mode(settings: LossSettings, pair: Pair) -> Method:
     if settings.mode == "reinforce":
         return Method(surrogate=Score())
     if settings.ratios == "detached":
-        mode = "truncate" if low is None else "clip"
-        return Method(surrogate=Score(), factors=(Weight(pair=pair, mode=mode, low=low, high=high),))
+        return Method(surrogate=Score(), factors=(PairWeight(pair=pair, low=low or 0.0, high=high),))
     is_whole = settings.ratios == "sequence"
     return Method(
         surrogate=Ratio(

@@ -34,11 +34,11 @@ from torch import Tensor
 from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import STATISTICS, Pair, bounded_exp, k3
+from mis_ext.correction.tokens import STATISTICS, bounded_exp, k3
 from mis_ext.loss.objective import LOW_VAR_CAP, LossTokens, bounds_of, objective_of
 from mis_ext.loss.settings import LossSettings
 from mis_ext.loss.words import PenaltyTokens
-from mis_ext.methods.batch import Batch, Reductions
+from mis_ext.methods.batch import Batch, Pair, Reductions
 from mis_ext.methods.method import Evaluation, LossOfSlopes
 
 Reducer = Callable[[Tensor], Tensor]

@@ -3,7 +3,7 @@
 
 from mis_ext.methods.catalogue import METHODS, find_method
 from mis_ext.methods.method import Method, MethodResult
-from mis_ext.methods.parts import KlTerm, Ratio, Score
+from mis_ext.methods.parts import KlTerm, PairGate, PairWeight, Ratio, Score
 from mis_ext.methods.published import PublishedMethod
 from mis_ext.methods.reinforce import expected_score
 from mis_ext.methods.sequence_weights import ParetoWeight, smooth_weights
@@ -13,6 +13,8 @@ __all__ = [
     "KlTerm",
     "Method",
     "MethodResult",
+    "PairGate",
+    "PairWeight",
     "ParetoWeight",
     "PublishedMethod",
     "Ratio",

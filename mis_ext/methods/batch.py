@@ -5,14 +5,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mis_ext.correction import config
 from mis_ext.correction.collectives import Group, gather_rows, group_size
-from mis_ext.correction.config import OF_SEGMENTS, Reduce, When
+from mis_ext.correction.config import OF_SEGMENTS
 from mis_ext.correction.layout import PackedLayout, Runs, running_sums, runs, to_device, whole_rows
-from mis_ext.correction.tokens import STATISTICS, Pair, Policy, Tokens, bounded_exp
+from mis_ext.correction.tokens import STATISTICS, Tokens, bounded_exp
+
+Policy = Literal["behavior", "proximal", "current", "reference"]
+Pair = tuple[Policy, Policy]
+"""Numerator and denominator of a ratio."""
+
+MISMATCH: Pair = ("proximal", "behavior")
+UPDATE: Pair = ("current", "proximal")
+TOTAL: Pair = ("current", "behavior")
+"""Log-ratios of the engine, of the updates of this step, and of both."""
+
+When = Literal["always", "positive", "negative", "outward"]
+"""All tokens, those whose advantage has a sign, or those that the update moves further from ratio 1."""
+
+Reduce = config.Reduce | Literal["prefix", "batch_mean", "batch_rank_mean"]
+"""The value at a token: as in the correction; the sum up to the token; the mean over the batch; or the mean over all
+tokens of the batch whose value is no larger than its own."""
 
 WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
 """Reductions that a token without a value makes unknown for its sequence."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MISMATCH, bounded_exp
-from mis_ext.methods.batch import Batch
+from mis_ext.correction.tokens import bounded_exp
+from mis_ext.methods.batch import MISMATCH, Batch
 from mis_ext.methods.method import Method, NormalizeOver
-from mis_ext.methods.parts import Factor, OtherFactor, Ratio
+from mis_ext.methods.parts import Factor, PairGate, PairWeight, Ratio
 from mis_ext.methods.published import AboveOne, Bound, ExcessBound, FromOne, UpToOne, published
 
 _MISMATCH_REPORT = "Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025"
@@ -38,7 +37,7 @@ def decoupled() -> Method:
     Claims: the batch size no longer sets how far a policy may move; AReaL (arXiv:2505.24298) trains on stale data.
     Counter-claims: one extreme ratio gives one extreme gradient: use a bound.
     """
-    return _with_ppo(Weight(mode="unbounded"))
+    return _with_ppo(PairWeight())
 
 
 @published(formula=f"sg(min(rho, high)) {_PPO}", paper=_MISMATCH_REPORT)
@@ -50,7 +49,7 @@ def decoupled_token_tis(*, high: Bound = 2.0) -> Method:
     Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence weights still improve.
     Acts only on heavy tails.
     """
-    return _with_ppo(Weight(high=high))
+    return _with_ppo(PairWeight(high=high))
 
 
 @published(formula=f"sg(min(rho_1..T, high)) {_PPO}", paper=_COLLAPSE_REPORT)
@@ -61,7 +60,7 @@ def decoupled_sequence_tis(*, high: Bound = 2.0) -> Method:
     Claims: unbiased as the bound grows; recovers runs that crash under token weights.
     Counter-claims: its effective sample size falls as ``exp(-2 T k3)``.
     """
-    return _with_ppo(Weight(level="sequence", high=high))
+    return _with_ppo(PairWeight(level="sequence", high=high))
 
 
 @published(formula=f"sg(clip(rho, low, high)) {_PPO}", paper=_MISMATCH_REPORT)
@@ -72,7 +71,7 @@ def decoupled_token_clip(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Claims: more effective samples than truncation.
     Counter-claims: the lower bound raises weights, which adds bias that truncation does not have.
     """
-    return _with_ppo(Weight(mode="clip", low=low, high=high))
+    return _with_ppo(PairWeight(low=low, high=high))
 
 
 @published(
@@ -86,11 +85,11 @@ def decoupled_tempered(*, power: UpToOne = 0.5) -> Method:
     Claims: the order of weights is kept and no weight is lost, unlike with bounds.
     Counter-claims: biased for every power below 1, also without extreme ratios.
     """
-    return _with_ppo(Weight(mode="unbounded", power=power))
+    return _with_ppo(PairWeight(power=power))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mixture(OtherFactor):
+class Mixture(Factor):
     """``1 + mix (ratio - 1)``: between no correction, 0, and the token's ratio, 1."""
 
     mix: float
@@ -133,7 +132,7 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
     Claims: stable where GRPO collapses; less gradient noise.
     Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
-    method = _with_ppo(Weight(mode="unbounded"), Gate(low=low, high=high, action="zero"))
+    method = _with_ppo(PairWeight(), PairGate(low=low, high=high, action="zero"))
     return dataclasses.replace(method, normalize_over=normalize_over)
 
 
@@ -149,8 +148,8 @@ def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBou
     Claims: trains GLM-5 on-policy without a KL term.
     Counter-claims: as ``icepop``.
     """
-    band = Gate(low=1.0 / beta, high=beta, action="zero")
-    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(Weight(mode="unbounded"), band))
+    band = PairGate(low=1.0 / beta, high=beta, action="zero")
+    return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(PairWeight(), band))
 
 
 @published(
@@ -165,7 +164,7 @@ def token_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Claims: as IcePop.
     Counter-claims: crashed in the report's own runs, where sequence masking did not.
     """
-    return _with_ppo(Weight(mode="unbounded"), Gate(low=low, high=high))
+    return _with_ppo(PairWeight(), PairGate(low=low, high=high))
 
 
 @published(family="masks", formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {_PPO}", paper=_COLLAPSE_REPORT)
@@ -177,7 +176,7 @@ def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     Counter-claims: at k3 1e-3 and 16,384 tokens 2 of 1,000 responses are left. At 6e-2 and 190 tokens it kept 9 of
     1,000, and hardly learned (``lab/evidence``).
     """
-    return _with_ppo(Weight(level="sequence", mode="unbounded"), Gate(reduce="sum", low=low, high=high))
+    return _with_ppo(PairWeight(level="sequence"), PairGate(reduce="sum", low=low, high=high))
 
 
 @published(
@@ -193,7 +192,7 @@ def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
     Counter-claims: it cuts at a per-token KL of about ``1 - low``, and its upper bound never acts. It rejects half of
     all responses if the engine's own noise has this size.
     """
-    return _with_ppo(Gate(reduce="mean", low=low, high=high))
+    return _with_ppo(PairGate(reduce="mean", low=low, high=high))
 
 
 @published(
@@ -208,7 +207,7 @@ def segment_rs(*, low: UpToOne = 0.8, high: FromOne = 1.2) -> Method:
     Claims: keeps the other turns.
     Counter-claims: turns after a rejected turn were sampled in states that the policy might not reach.
     """
-    return _with_ppo(Gate(reduce="segment_mean", low=low, high=high))
+    return _with_ppo(PairGate(reduce="segment_mean", low=low, high=high))
 
 
 @published(
@@ -223,7 +222,7 @@ def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: FromOne = 1.001, bound
     Claims: outlier tokens and outlier sequences are each handled at their own level.
     Counter-claims: as ``geometric_rs``.
     """
-    return _with_ppo(Weight(high=bound), Gate(reduce="mean", low=low, high=high))
+    return _with_ppo(PairWeight(high=bound), PairGate(reduce="mean", low=low, high=high))
 
 
 @published(
@@ -238,7 +237,7 @@ def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
     Claims: default of two frameworks' combined mode.
     Counter-claims: the token ratio has no bound, although the name says so.
     """
-    return _with_ppo(Weight(mode="unbounded"), Gate(reduce="mean", low=low, high=high, action="zero"))
+    return _with_ppo(PairWeight(), PairGate(reduce="mean", low=low, high=high, action="zero"))
 
 
 @published(family="masks", formula=f"1[min over the sequence of rho >= low] {_PPO}", paper=_COLLAPSE_REPORT)
@@ -249,7 +248,7 @@ def veto(*, low: UpToOne = 1e-4) -> Method:
     Claims: finds single tokens that a mean hides.
     Counter-claims: the longer a response, the likelier a single such token.
     """
-    return _with_ppo(Gate(reduce="min", low=low))
+    return _with_ppo(PairGate(reduce="min", low=low))
 
 
 @published(
@@ -266,8 +265,8 @@ def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
     are from mis_ext.
     """
     return _with_ppo(
-        Gate(statistic="k2", reduce="max", high=high_max),
-        Gate(statistic="k3", reduce="mean", high=high_mean),
+        PairGate(statistic="k2", reduce="max", high=high_max),
+        PairGate(statistic="k3", reduce="mean", high=high_mean),
     )
 
 
@@ -283,4 +282,4 @@ def sequence_error(*, high: AboveOne = 1.05) -> Method:
     Claims: used to train Nemotron-3.
     Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
     """
-    return _with_ppo(Gate(statistic="exp_abs_log_ratio", reduce="mean", high=high))
+    return _with_ppo(PairGate(statistic="exp_abs_log_ratio", reduce="mean", high=high))

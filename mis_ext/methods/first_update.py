@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from mis_ext.correction.config import CorrectionConfig, Gate, Weight
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import UPDATE
-from mis_ext.methods.batch import Reductions
+from mis_ext.methods.batch import MISMATCH, UPDATE, Reductions
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import Ratio
+from mis_ext.methods.parts import Factor, PairGate, PairWeight, Ratio
 
 _PROBE_SEQUENCES, _PROBE_TOKENS = 48, 8
 
@@ -48,19 +48,34 @@ def as_correction(method: Method) -> HookMethod:
         )
     if method.normalize_over is not None:
         raise ValueError("it normalizes the weights of the full policy loss")
-    for factor in method.factors:
-        if not isinstance(factor, Gate | Weight):
-            raise ValueError(f"the hook has no {type(factor).__name__}")
-        if factor.hook_obstacle is not None:
-            raise ValueError(factor.hook_obstacle)
-    weights = [factor for factor in method.factors if isinstance(factor, Weight)]
-    gates = tuple(factor for factor in method.factors if isinstance(factor, Gate))
-    if not weights and not gates:
+    factors = [*map(_of_hook, method.factors)]
+    weights = [factor for factor in factors if isinstance(factor, Weight)]
+    gates = tuple(factor for factor in factors if isinstance(factor, Gate))
+    if not factors:
         raise ValueError("it corrects nothing: it is the framework's own loss, and needs no hook")
     if len(weights) > 1:
         raise ValueError("it has two weights, the hook has one")
     config = CorrectionConfig(weight=weights[0] if weights else None, gates=gates)
     return HookMethod(config, 1.0 - low, high - 1.0, dual)
+
+
+def _of_hook(factor: Factor) -> Weight | Gate:
+    """The weight or gate of the hook that does the same; those of a method can do more."""
+    if not isinstance(factor, PairWeight | PairGate):
+        raise ValueError(f"the hook has no {type(factor).__name__}")
+    if factor.pair != MISMATCH:
+        raise ValueError(f"it compares {' with '.join(factor.pair)}: the hook sees proximal and behavior only")
+    when = {"when": factor.when} | ({"of_tokens": factor.of_tokens} if isinstance(factor, PairGate) else {})
+    for key, condition in when.items():
+        if condition != "always":
+            raise ValueError(f"{key} must be always, got {condition}: the hook does not see the advantage")
+    bounds = {"low": factor.low, "high": factor.high}
+    if isinstance(factor, PairGate):
+        return Gate(statistic=factor.statistic, reduce=factor.reduce, action=factor.action, **bounds)  # type: ignore[arg-type]
+    if factor.power != 1.0:
+        raise ValueError(f"power must be 1, got {factor.power:g}: the hook's weight is the ratio itself")
+    mode = "clip" if factor.low > 0.0 else "unbounded" if factor.high == math.inf else "truncate"
+    return Weight(level=factor.level, mode=mode, **bounds)  # type: ignore[arg-type]
 
 
 class FirstUpdate(NamedTuple):

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mis_ext.correction.collectives import Group
-from mis_ext.correction.config import Gate, Reduce, Weight
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.correction.tokens import LAG, Policy
-from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Reductions
-from mis_ext.methods.parts import Factor, Penalty, Slope, Surrogate, Term, evaluate
+from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Policy, Reduce, Reductions
+from mis_ext.methods.parts import Factor, Penalty, Slope, Surrogate, Term
+from mis_ext.validation import check_instance
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -92,18 +91,7 @@ class Method:
 
     def __post_init__(self) -> None:
         for i, factor in enumerate(self.factors):
-            idle: dict[str, Any] = {}
-            if isinstance(factor, Gate):
-                idle = {"name": factor.name}
-            elif isinstance(factor, Weight):
-                idle = {"mode": "mask" if factor.mode == "mask" else None}
-            for key, value in idle.items():
-                if value is not None:
-                    raise ValueError(f"factors[{i}]: {key}: {value!r} has no effect in a method")
-            if (isinstance(factor, Gate) and factor.statistic == LAG) or (
-                isinstance(factor, Weight) and factor.when == "stale"
-            ):
-                raise ValueError(f"factors[{i}]: a method does not see the lag of a token, which the correction does")
+            check_instance(f"factors[{i}]", factor, Factor)
 
     @property
     def _parts(self) -> tuple[Surrogate | Factor | Term, ...]:
@@ -144,8 +132,8 @@ class Method:
     @property
     def multiplies_ratios(self) -> bool:
         """True if a product of behavior ratios over many tokens weights or rejects them."""
-        parts = ((part.pair or (), part.reduce) for part in (self.surrogate, *self.factors))
-        return any("behavior" in pair and reduce in _PRODUCTS for pair, reduce in parts)
+        parts: tuple[Surrogate | Factor, ...] = (self.surrogate, *self.factors)
+        return any("behavior" in (part.pair or ()) and part.reduce in _PRODUCTS for part in parts)
 
     @property
     def judges_sequences(self) -> bool:
@@ -256,7 +244,7 @@ class Method:
         live_T = kept_T = batch.valid_T
         weight_T: Tensor | None = None
         for factor in self.factors:
-            found_T = evaluate(factor, batch)
+            found_T = factor.evaluate(batch)
             if factor.action is None:
                 weight_T = found_T if weight_T is None else weight_T * found_T
             else:

@@ -3,9 +3,9 @@
 
 Surrogates carry the gradient: each gives the objective per unit of advantage, and its slope in log pi. A bound there
 stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a
-:class:`~mis_ext.Weight` does not.
+:class:`PairWeight` does not.
 
-Factors multiply that gradient without carrying any: weights and gates of the correction, of whatever pair of policies.
+Factors multiply that gradient without carrying any: weights, and gates that drop tokens, of whatever pair of policies.
 Each looks at the same valid tokens, whatever the others reject, so that their order does not matter.
 
 Terms are subtracted: divergences between two policies, as estimated on the sampled token.
@@ -13,16 +13,22 @@ Terms are subtracted: divergences between two policies, as estimated on the samp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.config import REDUCTIONS, Action, Gate, Level, Reduce, Weight
-from mis_ext.correction.tokens import MAX_LOG_RATIO, MAX_NATS, STATISTICS, UPDATE, Pair, bounded_exp, bounded_expm1
-from mis_ext.methods.batch import Batch
+from mis_ext.correction import config
+from mis_ext.correction.config import Action
+from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, MAX_NATS, STATISTICS, bounded_exp, bounded_expm1
+from mis_ext.methods.batch import MISMATCH, UPDATE, Batch, Pair, Reduce, When
+from mis_ext.validation import check_choice
 
+Level = config.Level | Literal["prefix", "segment"]
+REDUCTIONS: dict[str, Reduce] = {**config.REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
+"""Reduction of log-ratios by level, which is a product of ratios up to the token or over a run of generated tokens."""
 Spread = Literal["token", "sequence"]
 Estimator = Literal["k1", "k2", "k3", "squared"]
 
@@ -189,8 +195,8 @@ def _clamped(values_T: Tensor, low: Tensor | float | None, high: Tensor | float 
 # Factors.
 
 
-class OtherFactor:
-    """A weight of tokens, or a rule that drops some, beside :class:`~mis_ext.Gate` and :class:`~mis_ext.Weight`.
+class Factor:
+    """A weight of tokens, or a rule that drops some.
 
     Attributes:
         pair: Numerator and denominator of the ratio, each a policy.
@@ -204,29 +210,86 @@ class OtherFactor:
     action: Action | None = None
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """``[T]``: a weight, at least 0, or bool: whether to keep."""
+        """``[T]``, without gradient: a weight, at least 0, or bool: whether to keep."""
         raise NotImplementedError
 
 
-Factor = Gate | Weight | OtherFactor
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairWeight(Factor):
+    """The ratio of ``pair`` at ``level``, raised to ``power`` and then clamped into ``[low, high]``.
+
+    Args:
+        pair: Numerator and denominator.
+        level: ``token``, ``sequence`` (product of ratios), ``geometric`` (their geometric mean), ``prefix`` (product up
+            to the token) or ``segment`` (product over a run of generated tokens).
+        low: Lower bound.
+        high: Upper bound.
+        power: Exponent of the ratio.
+        when: Tokens that are weighed; the others have weight 1.
+    """
+
+    pair: Pair = MISMATCH
+    level: Level = "token"
+    low: float = 0.0
+    high: float = math.inf
+    power: float = 1.0
+    when: When = "always"
+    reduce: Reduce = field(init=False, repr=False, compare=False, default="token")
+
+    def __post_init__(self) -> None:
+        check_choice("when", self.when, get_args(When))
+        object.__setattr__(self, "reduce", REDUCTIONS[check_choice("level", self.level, REDUCTIONS)])
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """``[T]`` weights, without gradient."""
+        log_ratio_T = batch.log_ratio(self.pair, self.reduce)
+        low, high = map(STATISTICS["ratio"].edge, (self.low, self.high))
+        log_weight_T = log_ratio_T if self.power == 1.0 else log_ratio_T * self.power
+        weight_T = log_weight_T.clamp(max(low, -MAX_LOG_RATIO), min(high, MAX_LOG_RATIO)).exp()
+        return weight_T if self.when == "always" else torch.where(batch.when(self.when, self.pair), weight_T, 1.0)
 
 
-def evaluate(factor: Factor, batch: Batch) -> Tensor:
-    """``[T]``: a weight, or bool: whether the token stays; without gradient."""
-    if isinstance(factor, OtherFactor):
-        return factor.evaluate(batch)
-    if isinstance(factor, Weight):
-        # bound((proximal / behavior)^power), of the token or of what the level says
-        log_ratio_T = batch.log_ratio(factor.pair, factor.reduce)
-        weight_T = factor.bounded(log_ratio_T if factor.power == 1.0 else log_ratio_T * factor.power)
-        assert factor.when != "stale", "refused by Method"
-        return weight_T if factor.when == "always" else torch.where(batch.when(factor.when, factor.pair), weight_T, 1.0)
-    # low <= statistic <= high, where an open bound is infinite; NaN fails.
-    reduced = batch.worst if factor.is_veto else batch.statistic
-    value_T = reduced(factor.statistic, factor.pair, factor.reduce, of=factor.of_tokens)
-    low, high = factor.edges
-    is_inside_T = (value_T >= low) & (value_T <= high)
-    return is_inside_T if factor.when == "always" else is_inside_T | ~batch.when(factor.when, factor.pair)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairGate(Factor):
+    """Keep the tokens whose statistic of ``pair``, reduced over their sequence, lies in ``[low, high]``.
+
+    A minimum without an upper bound, or a maximum without a lower one, also drops every sequence in which a response
+    token is not valid.
+
+    Args:
+        statistic: A name of :data:`~mis_ext.correction.tokens.STATISTICS`, but not ``lag``, which no method sees.
+        reduce: See :data:`~mis_ext.methods.batch.Reduce`.
+        low: Lower bound.
+        high: Upper bound.
+        action: ``reject`` sets the mask of other tokens to 0, ``zero`` their weight.
+        pair: Numerator and denominator of the ratio.
+        when: Tokens that can be dropped.
+        of_tokens: Tokens that the statistic counts, where it is one of several.
+    """
+
+    statistic: str = "ratio"
+    reduce: Reduce = "token"
+    low: float = -math.inf
+    high: float = math.inf
+    action: Action = "reject"
+    pair: Pair = MISMATCH
+    when: When = "always"
+    of_tokens: When = "always"
+
+    def __post_init__(self) -> None:
+        check_choice("statistic", self.statistic, [name for name in STATISTICS if name != LAG])
+        for key in ("when", "of_tokens"):
+            check_choice(key, getattr(self, key), get_args(When))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """``[T]`` bool: whether the token stays."""
+        open_end = {"min": self.high == math.inf, "max": self.low == -math.inf}
+        reduced = batch.worst if open_end.get(self.reduce) else batch.statistic
+        value_T = reduced(self.statistic, self.pair, self.reduce, of=self.of_tokens)
+        low, high = map(STATISTICS[self.statistic].edge, (self.low, self.high))
+        # NaN is in no interval.
+        is_inside_T = (value_T >= low) & (value_T <= high)
+        return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)
 
 
 # Terms.

@@ -10,13 +10,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.tokens import TOTAL, UPDATE, Pair
-from mis_ext.methods.batch import Batch
+from mis_ext.methods.batch import TOTAL, UPDATE, Batch, Pair
 from mis_ext.methods.method import Method
 from mis_ext.methods.parts import (
     Estimator,
+    Factor,
     KlTerm,
-    OtherFactor,
     Penalty,
     ProbabilityBound,
     Ratio,
@@ -217,7 +216,7 @@ _COVARIANCE = "cov = (A - mean A) (log pi - mean log pi), means over the batch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DropCovariance(OtherFactor):
+class DropCovariance(Factor):
     """Drop a few tokens at random of those whose covariance lies in ``(low, high)``; they stay in denominators.
 
     The random number of a token is a hash of its place and of the proximal log-probs of its sequence: the same on every

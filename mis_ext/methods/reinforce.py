@@ -9,11 +9,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import TOTAL, UPDATE, Pair, bounded_expm1
-from mis_ext.methods.batch import Batch
+from mis_ext.correction.tokens import bounded_expm1
+from mis_ext.methods.batch import TOTAL, UPDATE, Batch, Pair
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import GrowingBound, KlTerm, Penalty, Ratio, Score, Term
+from mis_ext.methods.parts import GrowingBound, KlTerm, PairGate, PairWeight, Penalty, Ratio, Score, Term
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 from mis_ext.methods.sequence_weights import ParetoWeight
 
@@ -46,7 +45,7 @@ def reinforce_token_is() -> Method:
     Claims: simplest correction there is.
     Counter-claims: no bound; does not correct the prefix, see ``reinforce_sequence_tis``.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, mode="unbounded"),))
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL),))
 
 
 @published(
@@ -76,7 +75,7 @@ def aipo(*, high: Bound = 4.0) -> Method:
     Claims: removes the sudden drops of asynchronous training on hard data.
     Counter-claims: truncation says nothing about tokens that the policy has left (ratio near 0).
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=high),))
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=high),))
 
 
 @published(
@@ -90,7 +89,7 @@ def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
     Claims: unbiased as the bound grows.
     Counter-claims: at 2,048 tokens and k3 1e-3 two of 100 samples count.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high),))
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, level="sequence", high=high),))
 
 
 @published(
@@ -104,7 +103,7 @@ def reinforce_sequence_snis() -> Method:
     Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
     Counter-claims: biased by 1 / n, and a single sequence is not corrected at all: use the mean over all ranks.
     """
-    weight = Weight(pair=TOTAL, level="sequence", mode="unbounded")
+    weight = PairWeight(pair=TOTAL, level="sequence")
     return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
 
 
@@ -133,7 +132,7 @@ def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     Claims: twice the speed of DAPO; best asymptote in ScaleRL.
     Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=UPDATE, mode="clip", low=low, high=high),))
+    return Method(surrogate=Score(), factors=(PairWeight(pair=UPDATE, low=low, high=high),))
 
 
 @published(
@@ -152,8 +151,8 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
     return Method(
         surrogate=Score(),
         factors=(
-            Weight(pair=UPDATE, mode="clip", low=positive[0], high=positive[1], when="positive"),
-            Weight(pair=UPDATE, mode="clip", low=negative[0], high=negative[1], when="negative"),
+            PairWeight(pair=UPDATE, low=positive[0], high=positive[1], when="positive"),
+            PairWeight(pair=UPDATE, low=negative[0], high=negative[1], when="negative"),
         ),
     )
 
@@ -169,8 +168,8 @@ def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) ->
     Claims: with small mismatch and staleness, all that is needed.
     Counter-claims: without replay, growing mismatch and collapse (DPPO).
     """
-    clip = Gate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), clip))
+    clip = PairGate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), clip))
 
 
 @published(
@@ -184,7 +183,7 @@ def topr(*, high: Bound = 1.0) -> Method:
     Claims: stable without a KL term; negative examples help instead of destroying.
     Counter-claims: positive sequences are learnt as in supervised training, with its bias.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, level="sequence", high=high, when="negative"),))
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, level="sequence", high=high, when="negative"),))
 
 
 @published(
@@ -201,9 +200,9 @@ def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> M
     return Method(
         surrogate=Score(),
         factors=(
-            Weight(pair=_INVERSE, high=cap, when="positive"),
-            Weight(pair=UPDATE, mode="unbounded", when="negative"),
-            Gate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
+            PairWeight(pair=_INVERSE, high=cap, when="positive"),
+            PairWeight(pair=UPDATE, when="negative"),
+            PairGate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero"),
         ),
     )
 

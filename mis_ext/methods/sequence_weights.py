@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.tokens import Pair, bounded_exp
-from mis_ext.methods.batch import Batch
-from mis_ext.methods.parts import OtherFactor
+from mis_ext.correction.tokens import bounded_exp
+from mis_ext.methods.batch import Batch, Pair
+from mis_ext.methods.parts import Factor
 
 _MIN_TAIL = 5
 _GRID = 30
@@ -97,7 +97,7 @@ def _fit(excess_M: Tensor, in_tail_M: Tensor, num: Tensor) -> tuple[Tensor, Tens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoWeight(OtherFactor):
+class ParetoWeight(Factor):
     """The product of the sequence's ratios, Pareto-smoothed over the sequences of the call, at most ``high``."""
 
     pair: Pair

@@ -10,11 +10,22 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MAX_LOG_RATIO, TOTAL, UPDATE, bounded_exp
-from mis_ext.methods.batch import Batch
+from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_exp
+from mis_ext.methods.batch import TOTAL, UPDATE, Batch
 from mis_ext.methods.method import Method
-from mis_ext.methods.parts import KlTerm, OtherFactor, Penalty, Ratio, Score, Slope, Surrogate, Term, ratio_and_slope
+from mis_ext.methods.parts import (
+    Factor,
+    KlTerm,
+    PairGate,
+    PairWeight,
+    Penalty,
+    Ratio,
+    Score,
+    Slope,
+    Surrogate,
+    Term,
+    ratio_and_slope,
+)
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 
 # Of a token: outside it has no policy gradient, inside its importance ratio.
@@ -22,12 +33,12 @@ from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, 
 _W = Ratio(pair=TOTAL)
 
 
-def _region(*, low: float, high: float) -> tuple[Gate, Gate]:
+def _region(*, low: float, high: float) -> tuple[PairGate, PairGate]:
     """Bounds that stop a token that became too likely or too unlikely; 1 is no bound."""
     low, high = min(low, 1.0), min(high, 1.0)
     return (
-        Gate(pair=TOTAL, statistic="probability_gain", high=high, when="positive", action="zero"),
-        Gate(pair=TOTAL, statistic="probability_gain", low=-low, when="negative", action="zero"),
+        PairGate(pair=TOTAL, statistic="probability_gain", high=high, when="positive", action="zero"),
+        PairGate(pair=TOTAL, statistic="probability_gain", low=-low, when="negative", action="zero"),
     )
 
 
@@ -42,7 +53,8 @@ def kpop(*, phi: Bound = 0.1) -> Method:
     Claims: IcePop masks fewer tokens while the gap widens; KPop does not.
     Counter-claims: the weight of a rare token may be ten or more: its ratio has no bound of its own.
     """
-    gates = (Gate(pair=TOTAL, statistic=name, high=phi, action="zero") for name in ("binary_kl", "reverse_binary_kl"))
+    statistics = "binary_kl", "reverse_binary_kl"
+    gates = (PairGate(pair=TOTAL, statistic=name, high=phi, action="zero") for name in statistics)
     return Method(surrogate=_W, factors=tuple(gates))
 
 
@@ -58,7 +70,7 @@ def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5
     Counter-claims: as ``icepop`` and ``veto``.
     """
     return Method(
-        surrogate=_W, factors=(Gate(pair=TOTAL, low=low, high=high), Gate(pair=TOTAL, reduce="min", low=veto))
+        surrogate=_W, factors=(PairGate(pair=TOTAL, low=low, high=high), PairGate(pair=TOTAL, reduce="min", low=veto))
     )
 
 
@@ -76,8 +88,8 @@ def mis_po(
     Counter-claims: in a replication at staleness 256 the token filter alone reached 59 %, both 3 %, random rejection of
     as many sequences 41 %. The band of tokens is from mis_ext; the paper's is not known.
     """
-    sequences = Gate(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
-    return Method(surrogate=Score(), factors=(Gate(pair=TOTAL, low=low, high=high), sequences))
+    sequences = PairGate(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
+    return Method(surrogate=Score(), factors=(PairGate(pair=TOTAL, low=low, high=high), sequences))
 
 
 @published(
@@ -91,7 +103,7 @@ def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
     Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
     Counter-claims: a rare token's probability can grow a hundredfold inside the region.
     """
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
 
 
 @published(
@@ -105,8 +117,8 @@ def dppo_kl(*, delta: Bound = 0.05, cap: Bound = 20.0) -> Method:
     Claims: as ``dppo_tv``.
     Counter-claims: one sampled token says little about a distribution.
     """
-    gate = Gate(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, high=cap), gate))
+    gate = PairGate(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), gate))
 
 
 @published(
@@ -136,7 +148,7 @@ def ipo(*, delta: Bound = 0.1, tau: NotNegative = 1e-3) -> Method:
     Counter-claims: a move back is stopped too.
     """
     delta = min(delta, 1.0)
-    gate = Gate(pair=TOTAL, statistic="probability_gain", low=-delta, high=delta, action="zero")
+    gate = PairGate(pair=TOTAL, statistic="probability_gain", low=-delta, high=delta, action="zero")
     return Method(surrogate=_W, factors=(gate,), terms=(KlTerm(estimator="squared", scale=tau, pair=TOTAL),))
 
 
@@ -152,8 +164,8 @@ def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     Counter-claims: a controlled bias, as its authors say; the band also stops moves back. The report gives the band no
     numbers for agents; these are its numbers for reasoning.
     """
-    band = Gate(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
-    return Method(surrogate=Score(), factors=(Weight(pair=TOTAL, mode="unbounded"), band))
+    band = PairGate(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
+    return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL), band))
 
 
 @published(
@@ -169,7 +181,7 @@ def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """
     return Method(
         surrogate=Score(),
-        factors=(Weight(pair=TOTAL, mode="unbounded"), Gate(pair=TOTAL, low=low, high=high, action="zero")),
+        factors=(PairWeight(pair=TOTAL), PairGate(pair=TOTAL, low=low, high=high, action="zero")),
     )
 
 
@@ -185,7 +197,7 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
     Counter-claims: with the proximal instead of the behavior policy, as some frameworks have it, it does not see the
     mismatch. The paper gives no threshold: this one is from mis_ext.
     """
-    gate = Gate(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
+    gate = PairGate(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
     return Method(surrogate=Ratio(pair=UPDATE, low=0.8, high=1.2), factors=(gate,))
 
 
@@ -207,7 +219,7 @@ def m2po(*, budget: NotNegative = 0.04) -> Method:
     Counter-claims: fails on long sequences, where single tokens hardly matter. The tokens are those of one call on one
     rank. The authors' code bounds ratios by the threshold that follows, and never tighter than [0.7, 1.5].
     """
-    outliers = Gate(
+    outliers = PairGate(
         pair=TOTAL,
         statistic="squared_log_ratio",
         reduce="batch_rank_mean",
@@ -231,14 +243,14 @@ def vaco(*, delta: NotNegative = 0.02) -> Method:
     Claims: no token is stopped while the batch is inside.
     Counter-claims: all or nothing: one more extreme token stops half of the batch.
     """
-    armed = Gate(
+    armed = PairGate(
         pair=TOTAL, statistic="half_abs_ratio_excess", reduce="batch_mean", high=delta, when="outward", action="zero"
     )
     return Method(surrogate=Ratio(pair=TOTAL), factors=(armed,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EssCap(OtherFactor):
+class EssCap(Factor):
     """``min(ratio, ess)``, where ``ess`` is the effective share of the batch's tokens: a cap that follows the data."""
 
     pair = TOTAL
@@ -314,7 +326,7 @@ class Sigmoid(Surrogate):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gamma(OtherFactor):
+class Gamma(Factor):
     """``exp(scale) W^shape exp(-scale W)`` of the sequence's product of ratios ``W``: 1 at 1, largest at shape / scale.
 
     Args:
@@ -337,7 +349,7 @@ class Gamma(OtherFactor):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GaussianGate(OtherFactor):
+class GaussianGate(Factor):
     """``exp(-(ratio - 1)^2 / (2 sigma^2))`` where the update moves the ratio away from 1, elsewhere 1.
 
     ``sigma`` is ``scale / q ** power``, ``q`` the denominator's probability, within ``[scale, high]``; times

@@ -4,7 +4,6 @@
 from random import Random
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from cases import assert_close, assert_hook_metrics, assert_values, drawn_samples, flat
 from drawn_configs import Balanced, Point, broken_batch, correct_point, draw_point
@@ -14,7 +13,6 @@ from searching import searching
 
 MARGIN = 1e-5
 # A band may reject what is on-policy, or be wide: here both are meant.
-pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 
 
 @st.composite

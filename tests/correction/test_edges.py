@@ -14,7 +14,6 @@ import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight, compute_mis_weights
 
 # These bounds are far apart or near for what a ratio does in practice, and the package says so.
-pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)", "ignore:a gate on ratio")
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 LEVELS = ["token", "sequence", "geometric"]
 ALL = {"use_tis": True, "mis_guard": "warn", "mis_metrics": "all"}

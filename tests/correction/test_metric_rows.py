@@ -40,7 +40,6 @@ FUZZ = searching(15)
 KEYS = st.builds(
     correction_keys, st.sampled_from(WEIGHTS), gate=st.sampled_from(GATES), veto=st.sampled_from(list(VETOES))
 )
-pytestmark = pytest.mark.filterwarnings("ignore:a geometric (weight|gate)")
 reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample means", "token sums"])
 
 

@@ -17,7 +17,6 @@ from zigzag import local_tokens
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout
 
-pytestmark = pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 SEGMENTS = ("segment_sum", "segment_mean")
 LENGTHS, PROMPTS = [7, 1, 23, 2, 40, 12], [3, 1, 9, 2, 30, 5]
 NAN = math.nan

@@ -93,7 +93,6 @@ def test_greedy_sampling_is_for_miles_to_know(monkeypatch) -> None:
     start(LOSS | {"rollout_temperature": 0.0})
 
 
-@pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds")
 def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
     choose = random.Random(5).choice
     for _ in range(4):

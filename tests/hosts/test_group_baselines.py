@@ -20,8 +20,6 @@ from mis_ext.hosts.slime_miles import rollout as rollout_hook
 from mis_ext.keys.reading import read_config
 from mis_ext.loss.groups import refuse_uncentered
 
-pytestmark = pytest.mark.filterwarnings("ignore:a geometric gate with bounds")
-
 LAYOUTS = {"one rank": (1, 1), "DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 ESTIMATES = pytest.mark.parametrize("leave_one_out", [False, True], ids=["mean", "leave-one-out"])

@@ -122,7 +122,6 @@ def test_skyrl_gets_the_last_keys_and_must_give_a_mask(registered) -> None:
         second(*[torch.zeros(1, 2)] * 3, None)
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize(("host", "name"), [(host, name) for host, named in OPENRLHF.items() for name in named])
 def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(host, name) -> None:
     settings, keys = OPENRLHF[host][name]
@@ -203,7 +202,6 @@ def areal_call(loss_fn, batch: dict, *, is_packed: bool, **more: object):
     return lambda current: loss_fn(logprobs=current.flatten() if is_packed else current, **streams, **more)
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("name", cases.AREAL)
 def test_the_loss_is_that_of_areal_and_its_tracker_gets_what_was_measured(name, is_packed, logged) -> None:
@@ -256,7 +254,6 @@ def swift_weights(monkeypatch):
     return weights
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("mode", cases.MS_SWIFT)
 def test_weights_are_those_of_ms_swift(mode, swift_weights) -> None:
     for each, wanted in RECORD["numbers"]["ms_swift"][mode].items():

@@ -30,7 +30,7 @@ BATCHES = {
 CORRECTIONS = RECORD["corrections"]
 # float32: sums of 60 tokens in another order.
 TOLERANCE = {"rtol": 2e-6, "atol": 1e-6}
-pytestmark = pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds", "ignore:rejected")
+pytestmark = pytest.mark.filterwarnings("ignore:rejected")
 
 
 def own_loss(*, follows: bool):

@@ -43,29 +43,11 @@ def test_a_cap_of_one_is_legal_for_truncation() -> None:
     assert from_yaml("{use_tis: true, tis_upper_bound: 1.0}").weight == Weight(high=1.0)
 
 
-OFF_POLICY_BANDS = (
-    "{use_tis: true, tis_upper_bound: 0.8}",
-    "{use_tis: true, tis_mode: clip, tis_lower_bound: 1.5, tis_upper_bound: 3.0}",
-    "{use_tis: true, tis_mode: mask, tis_lower_bound: 0.2, tis_upper_bound: 0.9}",
-    "{use_tis: true, use_rs: true, rs_lower_bound: 0.2, rs_upper_bound: 0.9}",
-)
-
-
-@pytest.mark.parametrize("text", OFF_POLICY_BANDS)
-def test_a_band_without_the_on_policy_value_is_legal_and_warns_once(text: str) -> None:
-    with pytest.warns(UserWarning, match="on-policy") as warned:
-        config = from_yaml(text)
-    _ = config.all_gates  # A warning here is an error.
-    assert len(warned) == 1
-
-
 def test_the_default_of_an_unused_lower_bound_is_no_contradiction() -> None:
-    with pytest.warns(UserWarning, match="on-policy"):
-        assert from_yaml("{use_tis: true, tis_upper_bound: 0.5}").weight.high == 0.5  # type: ignore[union-attr]
+    assert from_yaml("{use_tis: true, tis_upper_bound: 0.5}").weight.high == 0.5  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("extra", ["tis_mode: clip", "tis_mode: mask", "use_rs: true"])
-@pytest.mark.filterwarnings("ignore:the bounds 0 to 0.8")
 def test_a_used_lower_bound_whose_default_is_above_the_cap_says_where_it_comes_from(extra: str) -> None:
     with pytest.raises(
         ValueError, match=r"got 1\.25 \(from tis_lower_bound, by default 1 / tis_upper_bound\) and 0\.8"

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from mis_ext import PackedLayout
-from mis_ext.correction.tokens import TOTAL, UPDATE
 from mis_ext.methods import KlTerm
-from mis_ext.methods.batch import Batch, Reductions
+from mis_ext.methods.batch import TOTAL, UPDATE, Batch, Reductions
 
 ESTIMATES = {
     "k1": lambda d: d,

@@ -15,12 +15,11 @@ from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
-from mis_ext.correction.config import Gate
-from mis_ext.correction.tokens import MISMATCH, TOTAL
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.runs import current_run
 from mis_ext.loss.settings import LossSettings
-from mis_ext.methods import METHODS, KlTerm, Method, Ratio
+from mis_ext.methods import METHODS, KlTerm, Method, PairGate, Ratio
+from mis_ext.methods.batch import MISMATCH, TOTAL
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.published import ChosenMethod
 
@@ -245,11 +244,10 @@ def test_a_number_of_the_batch_is_that_of_all_data_parallel_ranks(name) -> None:
     assert any(is_seen)
 
 
-@pytest.mark.filterwarnings("ignore:a gate on ratio")
 def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
     """A method of one's own: all tokens are rejected, and its penalty is what is left."""
     term = KlTerm(estimator="squared", scale=0.5, pair=TOTAL)
-    nothing = Gate(pair=MISMATCH, low=1e6)
+    nothing = PairGate(pair=MISMATCH, low=1e6)
     method = Method(surrogate=Ratio(low=0.8, high=1.2), factors=(nothing,), terms=(term,))
     run = current_run(loss_cases.host_args(**UNSET), whole_loss=True)
     settings = LossSettings(method=ChosenMethod("own", (), method))
@@ -301,7 +299,6 @@ def assert_same(one: tuple, other: tuple) -> None:
     torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=5e-7, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:a gate on ratio")
 def test_rejected_tokens_leave_the_methods_own_penalty() -> None:
     keys = key_of("kimi_k2_5") | {"use_rollout_logprobs": True}
     everything = GATES_ALONE | {"rs_lower_bound": 0.9999, "rs_upper_bound": 1.0001}

@@ -11,8 +11,8 @@ from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout, Weight
-from mis_ext.correction.tokens import TOTAL
-from mis_ext.methods import METHODS, Method, Score
+from mis_ext.methods import METHODS, Method, PairGate, PairWeight, Score
+from mis_ext.methods.batch import TOTAL
 from mis_ext.methods.first_update import equivalent_correction, first_update, looks_at_advantages, without_terms
 
 NO_CORRECTION = CorrectionConfig(metrics_only=True, weight=None)
@@ -65,7 +65,6 @@ def test_where_every_token_has_the_mean_of_its_sequence_a_rejected_one_lowers_it
     assert found.factor_T.tolist() == [1.5] * 4
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @for_each("name", HOOK)
 def test_what_the_hook_can_do_has_the_hooks_weights_and_masks(name) -> None:
     data, mask, layout = make_data()
@@ -101,7 +100,7 @@ def test_these_methods_look_at_the_advantages_at_the_first_update() -> None:
 
 
 def test_a_token_without_a_log_prob_has_no_factor_and_is_not_kept() -> None:
-    method = Method(surrogate=Score(), factors=(Weight(pair=TOTAL, mode="unbounded"), Gate(pair=TOTAL, low=0.5)))
+    method = Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL), PairGate(pair=TOTAL, low=0.5)))
     behavior = torch.tensor([-1.0, -math.inf, -1.0, -1.0])
     proximal = torch.tensor([-1.0 + math.log(2.0), -1.0, math.nan, -3.0])
     found = first_update(

@@ -10,10 +10,8 @@ from method_cases import apply, each_preset, make_data, parameters
 from rows import for_each
 
 from mis_ext import PackedLayout
-from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MISMATCH, UPDATE
-from mis_ext.methods import METHODS, KlTerm, Method, Score
-from mis_ext.methods.batch import WHOLE_SEQUENCE
+from mis_ext.methods import METHODS, KlTerm, Method, PairGate, PairWeight, Score
+from mis_ext.methods.batch import MISMATCH, UPDATE, WHOLE_SEQUENCE
 
 STREAMS = ("behavior", "proximal", "x", "reference", "advantages", "values")
 
@@ -121,7 +119,7 @@ def test_float32_log_probs_give_the_coefficients_of_float64(name) -> None:
 def test_a_product_of_segments_is_the_sequence_and_segments_of_one_token_are_tokens() -> None:
     ratio = (1.25, 0.5, 1.1, 0.9, 2.0)
     by_level = {
-        level: Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level=level, mode="unbounded"),))
+        level: Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH, level=level),))
         for level in ("token", "segment", "sequence")
     }
 
@@ -135,7 +133,7 @@ def test_a_product_of_segments_is_the_sequence_and_segments_of_one_token_are_tok
 
 def test_sequence_means_the_product_and_geometric_the_mean() -> None:
     def weight(level):
-        method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level=level, mode="unbounded"),))
+        method = Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH, level=level),))
         return call(method, **ratios(2.0, 0.5, 4.0)).coefficient_T.tolist()
 
     assert weight("sequence") == pytest.approx([4.0] * 3)
@@ -145,7 +143,7 @@ def test_sequence_means_the_product_and_geometric_the_mean() -> None:
 
 
 def test_a_penalty_is_paid_by_rejected_tokens_too() -> None:
-    gate = Gate(pair=MISMATCH, low=0.5, high=2.0)
+    gate = PairGate(pair=MISMATCH, low=0.5, high=2.0)
     term = KlTerm(estimator="squared", scale=0.5, pair=MISMATCH[::-1])
     result = call(Method(surrogate=Score(), factors=(gate,), terms=(term,)), **ratios(4.0))
     assert bool(result.coefficient_T != 0.0)
@@ -173,7 +171,7 @@ def test_dcpo_bounds_solve_their_equation_and_stop_at_the_cap() -> None:
 def test_log_probs_are_subtracted_in_float32_whatever_they_are_stored_in() -> None:
     behavior = torch.tensor([-2.0, -1.5])
     proximal = behavior + torch.tensor([0.0078125, -0.00390625])
-    method = Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, mode="unbounded"),))
+    method = Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH),))
     found = method(
         behavior_logprobs_T=behavior.bfloat16(),
         proximal_logprobs_T=proximal,

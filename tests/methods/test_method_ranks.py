@@ -11,20 +11,17 @@ from synchronisation import recorded
 from thread_ranks import run_ranks
 from zigzag import local_tokens
 
-from mis_ext import PackedLayout, Weight
-from mis_ext.correction.tokens import MISMATCH
-from mis_ext.methods import METHODS, Method, Score
-from mis_ext.methods.batch import Reductions
+from mis_ext import PackedLayout
+from mis_ext.methods import METHODS, Method, PairWeight, Score
+from mis_ext.methods.batch import MISMATCH, Reductions
 
 NEEDS_ALL_TOKENS = "m2po"
 NEEDS_ALL_SEQUENCES = "reinforce_sequence_psis"
 CHOSEN = {
     **{name: row(**parameters(name)) for name, row in METHODS.items() if name != NEEDS_ALL_TOKENS},
-    "segment weights": Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level="segment", mode="unbounded"),)),
-    "prefix weights": Method(surrogate=Score(), factors=(Weight(pair=MISMATCH, level="prefix", mode="unbounded"),)),
-    "normalised tokens": Method(
-        surrogate=Score(), factors=(Weight(pair=MISMATCH, mode="unbounded"),), normalize_over="tokens"
-    ),
+    "segment weights": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH, level="segment"),)),
+    "prefix weights": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH, level="prefix"),)),
+    "normalised tokens": Method(surrogate=Score(), factors=(PairWeight(pair=MISMATCH),), normalize_over="tokens"),
 }
 TOPOLOGIES = [(2, 1, "zigzag"), (4, 1, "zigzag"), (1, 2, "zigzag"), (2, 2, "contiguous")]
 PROMPTS = [3, 1, 9, 2]

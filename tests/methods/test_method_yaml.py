@@ -17,11 +17,10 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
 import mis_ext
-from mis_ext.correction.config import Gate, Weight
-from mis_ext.correction.tokens import MISMATCH
 from mis_ext.keys.presets import flat_keys
 from mis_ext.keys.reading import read_config
-from mis_ext.methods import METHODS, Method, Ratio
+from mis_ext.methods import METHODS, Method, PairGate, PairWeight, Ratio
+from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.catalogue import choose_method
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import published
@@ -62,7 +61,6 @@ def test_the_rows_that_the_hook_can_do_are_these() -> None:
     assert [name for name in METHODS if can(name)] == HOOK
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @for_each("name", HOOK)
 def test_the_hook_times_the_hosts_ppo_is_the_method(name) -> None:
     method = METHODS[name](**HOOK_PARAMETERS.get(name, {}))
@@ -119,14 +117,14 @@ def test_what_the_hook_cannot_do_alone_is_refused_with_the_reason(method, messag
 
 def test_parts_that_no_row_has_are_refused_too() -> None:
     ppo = METHODS["ppo"].method
-    weight = Weight(pair=MISMATCH, mode="unbounded")
+    weight = PairWeight(pair=MISMATCH)
     for factors, message in {
-        (weight, Weight(pair=MISMATCH, level="sequence", mode="unbounded")): "two weights",
-        (Weight(pair=MISMATCH, mode="clip", low=0.5, high=math.inf),): "needs a finite high",
-        (Weight(pair=MISMATCH, level="prefix", mode="unbounded"),): "no weight of level: prefix",
-        (Gate(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
-        (Gate(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
-        (Gate(pair=MISMATCH, reduce="batch_mean", high=1.1),): "no gate with reduce: batch_mean",
+        (weight, PairWeight(pair=MISMATCH, level="sequence")): "two weights",
+        (PairWeight(pair=MISMATCH, low=0.5, high=math.inf),): r"high must be in \(0, inf\)",
+        (PairWeight(pair=MISMATCH, level="prefix"),): "level must be one of .*, got 'prefix'",
+        (PairGate(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
+        (PairGate(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
+        (PairGate(pair=MISMATCH, reduce="batch_mean", high=1.1),): "reduce must be one of .*, got 'batch_mean'",
     }.items():
         with pytest.raises(ValueError, match=message):
             as_correction(dataclasses.replace(ppo, factors=factors))
@@ -155,7 +153,6 @@ def test_what_the_hook_cannot_do_has_a_file_of_the_whole_loss(name) -> None:
     assert ("state_values" in text) is settings.needs_state_values
 
 
-@pytest.mark.filterwarnings("ignore:a g", "ignore:the bounds")
 def test_any_configuration_goes_through_its_keys() -> None:
     choose = random.Random(0).choice
     for _ in range(200):

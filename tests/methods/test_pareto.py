@@ -10,8 +10,8 @@ from method_losses import psis
 from synchronisation import recorded
 from thread_ranks import run_ranks
 
-from mis_ext.correction.tokens import MISMATCH
 from mis_ext.methods import Method, Score
+from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.sequence_weights import ParetoWeight, smooth_weights
 
 

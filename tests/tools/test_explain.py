@@ -76,7 +76,6 @@ GATES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:a gate on")
 @pytest.mark.parametrize("keys", GATES, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_the_law_predicts_what_each_kind_of_gate_keeps(parts, keys) -> None:
     gate = Gate(**keys)

@@ -117,7 +117,6 @@ def drawn_points(draw) -> Point:
     return draw_point(lambda options: draw(st.sampled_from(options)))
 
 
-@pytest.mark.filterwarnings("ignore:a gate on", "ignore:a geometric")
 @searching(12)
 @given(point=drawn_points().filter(lambda point: not point.config.staleness), samples=drawn_samples())
 def test_what_if_numbers_are_those_of_the_correction(point, samples) -> None:

@@ -59,7 +59,6 @@ def as_key(name: str) -> str:
     return json.dumps({"mis_loss_method": {"name": name} | FIRING.get(name, {})})
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("name", HOOK)
 def test_a_key_that_the_hook_could_do_has_exactly_the_numbers_of_its_configuration(name, tmp_path) -> None:
     candidate = candidate_of(tmp_path, as_key(name))
@@ -71,7 +70,6 @@ def test_a_key_that_the_hook_could_do_has_exactly_the_numbers_of_its_configurati
     assert by_name.yaml == method_yaml(METHODS[name])
 
 
-@pytest.mark.filterwarnings("ignore:a geometric gate")
 @pytest.mark.parametrize("name", HOOK)
 def test_the_method_itself_gives_the_hooks_numbers_to_rounding(name) -> None:
     method, part = METHODS[name](**FIRING.get(name, {})), drawn()

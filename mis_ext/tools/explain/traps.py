@@ -84,7 +84,8 @@ def _hopeless(found: Circumstances, advice: str) -> Iterator[str]:
 
 
 def _hopeless_sequences(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    if config.multiplies_ratios:
+    products = [gate.statistic == "ratio" and gate.reduce == "sum" for gate in config.all_gates.values()]
+    if any(products) or (config.weight is not None and config.weight.level == "sequence"):
         yield from _hopeless(found, "use the token or geometric level")
 
 
