@@ -78,11 +78,11 @@ prepare_inputs() {
     [[ -e "$out/prompts.jsonl" ]] || "$python" -m arithmetic "$out/prompts.jsonl"
 }
 
-# Of the run's dumps, into OUT/report; without matplotlib only what has no picture.
+# Of the run's dumps, into OUT/report; without Jinja2 only the numbers.
 write_report() {
     local report=("$python" -m mis_ext report "$out/dumps/train_data" --trust-pickle ${config:+--config "$config"})
     mkdir -p "$out/report"
-    if "$python" -c 'import matplotlib' 2> /dev/null; then
+    if "$python" -c 'import jinja2' 2> /dev/null; then
         report+=(--out "$out/report")
         "${report[@]}"
     else

@@ -16,7 +16,7 @@ from mis_ext import __version__, files
 from mis_ext.tools.cli import main
 from mis_ext.tools.dumps import Dumps
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
 pytest.importorskip("rich")
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 

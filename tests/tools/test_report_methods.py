@@ -22,7 +22,7 @@ from mis_ext.tools.report import Collector, Part, WhatIf
 from mis_ext.tools.report.recommendation import file_candidate, method_candidate, preset_candidates, recommend
 from mis_ext.tools.report.what_if import Outcome
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
 pytest.importorskip("rich")
 ROUNDING = {"rel": 1e-5, "abs": 1e-7, "nan_ok": True}
 

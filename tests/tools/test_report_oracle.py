@@ -374,14 +374,6 @@ def test_the_summary_has_what_the_oracle_judges() -> None:
     elsewhere = {
         "worst_tokens": "test_report.py",
         "worst_samples": "test_report.py",
-        "density": "below",
     }
     fields = {field.name for field in dataclasses.fields(mis_ext.tools.report.Summary)}
     assert fields == {"overall", "steps", *GROUPS, *elsewhere}
-    samples = draw(0)
-    tokens = [token for sample in samples for token in sample.tokens]
-    summary = collected(samples).summary()
-    density = defaultdict(int)
-    for token in tokens:
-        density[tuple(max(0, min(55, math.floor((side + 14) * 4))) for side in (token.behavior, token.proximal))] += 1
-    assert {tuple(place): int(summary.density[tuple(place)]) for place in summary.density.nonzero().tolist()} == density

@@ -9,7 +9,7 @@ from browser import Browser, find_browser
 from commands import json_of
 from test_report_cli import write_dumps
 
-pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
 pytest.importorskip("rich")
 PROGRAM = find_browser()
 # A browser takes seconds. What the page says is asked of its text in the other files; what its script does, here alone.

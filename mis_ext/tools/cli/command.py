@@ -37,7 +37,7 @@ def require(*modules: str, to_show: bool = False) -> None:
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        instead = ", or use --json" if to_show and {*missing} <= {"rich", "matplotlib", "jinja2"} else ""
+        instead = ", or use --json" if to_show and {*missing} <= {"rich", "jinja2"} else ""
         raise OSError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}{instead}")
 
 

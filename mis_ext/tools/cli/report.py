@@ -33,7 +33,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         description=(
             "Report where trainer and engine differ and the likely cause, and rank configurations on your data. "
             "Read dumps of --dump-details or --save-debug-train-data (files of all ranks), or .jsonl with "
-            "log_probs, rollout_log_probs, ... Writes report.html, summary.json and pictures. "
+            "log_probs, rollout_log_probs, ... Writes report.html and summary.json. "
             "Exit code: 0 done, 2 a file cannot be read."
         ),
     )
@@ -84,14 +84,14 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="also read .pt files that hold more than tensors. Such a file can run any code: use only files you trust",
     )
-    parser.set_defaults(run=run, shown_with=("rich", "matplotlib", "jinja2"))
+    parser.set_defaults(run=run, shown_with=("rich", "jinja2"))
 
 
 def run(parsed: argparse.Namespace) -> Result:
     """Make the report of the files, and write it."""
     out = _OUT if parsed.out is None and not parsed.json else parsed.out
     if out is not None:
-        require("matplotlib", "jinja2")
+        require("jinja2")
     report = _report(parsed)
     if parsed.tokenizer is not None:
         report = _with_text(report, parsed.tokenizer)
@@ -170,16 +170,12 @@ def _with_text(report: Report, path: Path) -> Report:
 
 def _write(report: Report, folder: Path, *, run: str) -> None:
     from mis_ext.tools.report.page import render_page
-    from mis_ext.tools.report.plots import drawings
 
     # Before anything is written: what cannot be shown leaves nothing behind.
-    pictures = drawings(report)
-    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report, pictures, run=run)
+    summary, page = json.dumps(report.to_dict(), allow_nan=False), render_page(report, run=run)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", f"{summary}\n")
     write_whole(folder / "report.html", page)
-    for name, picture in pictures.items():
-        (folder / f"{name}.png").write_bytes(picture.png)
 
 
 def _show_report(report: Report, folder: Path) -> None:
@@ -193,7 +189,7 @@ def _show_report(report: Report, folder: Path) -> None:
         show(f"skipped: {skipped}", "yellow")
     if len(report.skipped) > 10:
         show(f"skipped: {len(report.skipped) - 10} more, see {folder / 'summary.json'}", "yellow")
-    show(f"written: {folder / 'report.html'}, summary.json, pictures")
+    show(f"written: {folder / 'report.html'}, summary.json")
 
 
 def _show_causes(report: Report) -> None:

@@ -2,8 +2,8 @@
 """The mismatch report: where two engines disagree, and what each configuration would have done about it.
 
 Parts of a run go in (:class:`Parts` makes them of dumps, :meth:`Part.of_lists` of tensors); a :class:`Collector` keeps
-sums of them, of which the typed :class:`Summary` is computed. It needs nothing but torch; the page and its pictures
-need ``mis_ext[report]``.
+sums of them, of which the typed :class:`Summary` is computed. It needs nothing but torch; the page needs
+``mis_ext[report]``.
 """
 
 from mis_ext.tools.diagnosis.evidence import Origin

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,7 +17,6 @@ from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.thresholds import GROWTH, KERNEL_K3, NOTICED, PRETRAINED_K3, QUANTISED_K3
 from mis_ext.tools.explain.traps import HARMLESS_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
-from mis_ext.tools.report.plots import Drawing, pictures
 from mis_ext.tools.report.recommendation import Ranked
 from mis_ext.tools.report.summary import WorstToken
 from mis_ext.tools.report.whole_report import ComparedCause, ComparedNumber, Report
@@ -27,7 +26,6 @@ _SECTIONS = {
     "against": "Two runs side by side",
     "why": "Why the engines disagree",
     "numbers": "The numbers",
-    "pictures": "Pictures",
     "what-if": "What each configuration would have done",
     "groups": "Where the mismatch is",
     "steps": "Steps",
@@ -126,7 +124,7 @@ _SHARES = ("k3_share", "kept_tokens", "live_tokens", "kept_sequences", "removed_
 """Titles of columns, and the numbers below them; shares are in percent."""
 
 
-def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "") -> str:
+def render_page(report: Report, *, run: str = "") -> str:
     """The report as one HTML page that needs no other file; ``run`` is its name and date."""
     summary, ranking, against = report.summary, report.recommendation.ranking, report.against
     rows = {
@@ -159,19 +157,14 @@ def render_page(report: Report, drawings: Mapping[str, Drawing], *, run: str = "
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {
-        "breakable": _breakable,
-        "count": "{:,}".format,
-        "svg": lambda picture: base64.b64encode(drawings[picture.name].svg).decode(),
-    }
+    environment.filters |= {"breakable": _breakable, "count": "{:,}".format}
     return environment.get_template("page.html").render(
         report=report,
         title=f"Mismatch report: {run}" if run else "Mismatch report",
         rows=rows,
         has_groups=not any(math.isnan(ranked.outcome.groups) for ranked in ranking),
-        pictures=pictures(report),
+        chart=chart(report),
         tiles=tiles(report),
-        sparkline=sparkline(report),
         sections={name: title for name, title in _SECTIONS.items() if against or name != "against"},
         NUMBERS=NUMBERS,
         CAUSES=CAUSES,
@@ -213,15 +206,43 @@ def tiles(report: Report) -> list[Tile]:
     return [Tile(size, number(k3), f"k3 per token (harmless below {HARMLESS_K3:g})"), trend, cause]
 
 
-def sparkline(report: Report) -> str:
-    """Points of k3 over steps in a box of 100 by 20, on a logarithmic axis; empty for one step or equal engines."""
-    logs = [math.log10(step.k3) for step in report.summary.steps.values() if step.k3 > 0.0]
-    if len(logs) < 2:
-        return ""
-    # A decade at least, so that steps that are alike look so.
-    middle, rise = (min(logs) + max(logs)) / 2.0, max(max(logs) - min(logs), 1.0)
-    places = ((100 * index / (len(logs) - 1), 10 - 16 * (value - middle) / rise) for index, value in enumerate(logs))
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+class Chart(NamedTuple):
+    """A picture of k3 over steps in a box of 100 by 40, on a logarithmic axis of whole decades.
+
+    Attributes:
+        lines: Of each run its points: x, y, and a text.
+        steps: Titles of the axis of steps, each with its x.
+        decades: Titles of the axis of k3, each with its y.
+    """
+
+    lines: list[list[tuple[float, float, str]]]
+    steps: list[tuple[float, str]]
+    decades: list[tuple[float, str]]
+
+
+def chart(report: Report) -> Chart | None:
+    """Draw k3 of each step, and that of another run; None for one step or equal engines."""
+    runs = [run.summary.steps for run in (report, report.against and report.against.other) if run]
+    # Numbers in their order, then names in theirs.
+    names = sorted({*chain(*runs)}, key=lambda step: (not step.isdecimal(), step.zfill(20)))
+    logs = [{step: math.log10(each.k3) for step, each in run.items() if each.k3 > 0.0} for run in runs]
+    shown = [*chain(*(run.values() for run in logs))]
+    if len(names) < 2 or not shown:
+        return None
+    low = math.floor(min(shown))
+    high = max(math.ceil(max(shown)), low + 1)
+    places = {step: round(100 * index / (len(names) - 1), 1) for index, step in enumerate(names)}
+    return Chart(
+        [
+            [
+                (places[step], round(40 * (high - log) / (high - low), 1), f"step {step}: {number(10**log)}")
+                for step, log in sorted(run.items(), key=lambda point: places[point[0]])
+            ]
+            for run in logs
+        ],
+        [(places[step], step) for step in names[:: max(1, len(names) // 10)]],
+        [(40 * (high - decade) / (high - low), f"1e{decade}") for decade in range(low, high + 1)],
+    )
 
 
 def _pitfalls(ranking: Sequence[Ranked]) -> list[tuple[str, str]]:

@@ -149,7 +149,6 @@ class Summary:
         by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
         by_sign: Of the advantage; empty where none is known.
         by_version: How many weight versions the engine was behind; empty where none is known.
-        density: Tokens by behavior and proximal log-prob.
     """
 
     overall: Mismatch
@@ -161,7 +160,6 @@ class Summary:
     by_version: list[Group]
     worst_tokens: list[WorstToken]
     worst_samples: list[WorstSample]
-    density: Tensor
 
     def scalars(self) -> dict[str, float]:
         """The numbers of :class:`Mismatch` by name, for a logger."""
@@ -249,7 +247,6 @@ def build_summary(
         by_version=_by_version(sequences),
         worst_tokens=[*worst_tokens],
         worst_samples=_worst_samples(sequences, max_worst),
-        density=counts["density"],
     )
 
 

@@ -23,8 +23,6 @@ NUM_SIZES = (LARGEST_EXPONENT - SMALLEST_EXPONENT) * PER_DECADE
 
 NUM_PROBABILITIES = 10
 NUM_OCTAVES = 22
-LOWEST_LOG_PROB, LOG_PROB_WIDTH = -14.0, 0.25
-NUM_LOG_PROBS = int(-LOWEST_LOG_PROB / LOG_PROB_WIDTH)
 
 
 def size_bin(magnitude: Tensor) -> Tensor:
@@ -79,10 +77,9 @@ class TokenTally:
 
     Attributes:
         totals: Sums over all valid tokens by name: ``SUMS``, and what only the whole has.
-        counts: ``sizes`` ``[NUM_SIZES]``: tokens by ``|d|`` above 0. ``density`` ``[NUM_LOG_PROBS, NUM_LOG_PROBS]``: by
-            behavior and by proximal log-prob. And ``[groups, len(SUMS)]`` of ``deciles`` of the behavior probability,
-            of octaves of ``positions`` in the response and of ``turns`` (runs of trained tokens), and by ``signs`` of
-            the advantage: negative, zero, positive.
+        counts: ``sizes`` ``[NUM_SIZES]``: tokens by ``|d|`` above 0. And ``[groups, len(SUMS)]`` of ``deciles`` of the
+            behavior probability, of octaves of ``positions`` in the response and of ``turns`` (runs of trained tokens),
+            and by ``signs`` of the advantage: negative, zero, positive.
         extremes: The smallest and the negated largest ``d``.
     """
 
@@ -95,7 +92,7 @@ class TokenTally:
         """Counts and sums of the tokens of a part."""
         mask_T = part.tokens.generated
         t = part.tokens
-        difference, proximal, behavior = map(part.of_valid, (t.d, t.log_pi, t.log_mu))
+        difference, behavior = map(part.of_valid, (t.d, t.log_mu))
         rows, ratio_excess = token_rows(difference), bounded_expm1(difference)
         # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
         # max(1 - w, 0) is the distance in total variation.
@@ -114,16 +111,10 @@ class TokenTally:
             "num_masked": ~mask_T,
         }
         never = difference.new_full((1,), torch.inf)
-        # On the axes of the density.
-        column, row = (
-            ((side - LOWEST_LOG_PROB) / LOG_PROB_WIDTH).clamp(0, NUM_LOG_PROBS - 1).long()
-            for side in (behavior, proximal)
-        )
         return cls(
             totals={name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()},
             counts={
                 "sizes": summed(size_bin(rows["gap"][~is_zero]), NUM_SIZES),
-                "density": summed(column * NUM_LOG_PROBS + row, NUM_LOG_PROBS**2).view(NUM_LOG_PROBS, -1),
                 **_by_group(part, behavior, rows),
             },
             extremes=torch.stack([torch.cat([each, never]).amin() for each in (difference, -difference)]).double(),
