@@ -64,12 +64,12 @@ def test_the_effective_share_of_weights_beyond_all_floats_is_exact() -> None:
 
 def test_a_part_of_no_response_has_no_token() -> None:
     part = Part.of_lists(proximal=[], behavior=[])
-    assert len(part.position_T) == 0
+    assert len(part.evidence) == 0
     summary = summarize([part, gaussian(count=20)])
     assert summary.overall.num_tokens == 20 * LENGTH
 
 
-def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
+def test_versions_and_offenders_are_found_where_they_are() -> None:
     base = gaussian(count=2, length=8, k3=1e-6).streams
     behavior = [*base.behavior_logprobs_T.view(2, 8).clone()]
     proximal = [*base.proximal_logprobs_T.view(2, 8).clone()]
@@ -78,16 +78,12 @@ def test_signs_versions_and_offenders_are_found_where_they_are() -> None:
         Origin("first", 4, versions_behind=0.0, token_ids=[*range(8)]),
         Origin("second", 9, reward=0.5, versions_behind=2.0, token_ids=[*range(100, 108)]),
     ]
-    advantages = [torch.tensor(-1.0), torch.tensor(1.0)]
-    part = Part.of_lists(proximal=proximal, behavior=behavior, advantages=advantages, origins=origins)
-    summary = summarize([part])
+    summary = summarize([Part.of_lists(proximal=proximal, behavior=behavior, origins=origins)])
     worst = summary.worst_tokens[0]
     assert (worst.sample, worst.sample_index, worst.position, worst.token_id) == ("second", 9, 5, 105)
     assert worst.ids_before == (100, 101, 102, 103, 104)
     assert worst.log_ratio == pytest.approx(3.0, abs=0.01)
     assert summary.worst_samples[0].sample == "second"
-    assert [group.name for group in summary.by_sign] == ["negative", "positive"]
-    assert summary.by_sign[1].k3_share > 0.99
     assert [(group.name, group.num_tokens) for group in summary.by_version] == [("0 behind", 8), ("2 behind", 8)]
     assert summary.by_position[2].low == 3
     assert summary.by_position[2].k3_share > 0.99

@@ -71,7 +71,6 @@ def test_the_page_has_both_runs_and_what_to_do_is_of_the_first(compared) -> None
         assert each["title"] in html.unescape(section)
         assert ("A alone</td>" in section) or each["second"]
         assert ("B alone</td>" in section) or each["first"]
-    assert "Groups left: not recorded" in text
 
 
 def test_a_terminal_of_80_columns_shows_the_comparison_whole(compared) -> None:

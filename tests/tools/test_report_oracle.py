@@ -222,18 +222,10 @@ def label_of_octave(number: int, *, base: int) -> tuple[str, float, float]:
     return octave_name(first, last), first, last
 
 
-def label_of_sign(token: Token) -> tuple[str, float, float] | None:
-    if math.isnan(token.advantage):
-        return None
-    sign = (token.advantage > 0) - (token.advantage < 0)
-    return ("zero", "positive", "negative")[sign], sign, sign
-
-
 GROUPS = {
     "by_probability": label_of_decile,
     "by_position": lambda token: label_of_octave(token.position, base=0),
     "by_turn": lambda token: label_of_octave(token.turn, base=1),
-    "by_sign": label_of_sign,
     "by_version": lambda token: None if math.isnan(token.behind) else (f"{token.behind:g} behind", *[token.behind] * 2),
 }
 
@@ -267,7 +259,7 @@ def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
     removed, weights, factors, residuals = defaultdict(int), [], [], []
     lost, signed = defaultdict(int), defaultdict(int)
     squares = weighted_squares = 0.0
-    kept_of, advantages = {}, {}
+    kept_of = {}
     for index, sample in enumerate(samples):
         geometric = math.exp(mean(token.d for token in sample.tokens)) if sample.tokens else 1.0
         # A token without a ratio is rejected, and with a gate on sequences its sample: no weight of it is defined.
@@ -294,27 +286,8 @@ def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
             squares += sample.num_trained * sample.advantage**2
             own = factors[len(factors) - sample.num_trained :]
             weighted_squares += math.fsum((factor * sample.advantage) ** 2 for factor in own)
-        kept_of[index], advantages[index] = kept, sample.advantage
+        kept_of[index] = kept
     trained = [index for index, sample in enumerate(samples) if sample.num_trained]
-
-    def side(chosen: list[int]) -> dict[str, object]:
-        rewards = [samples[index].origin.reward for index in chosen]
-        return pytest.approx(
-            {
-                "sequences": len(chosen),
-                "mean_length": mean(samples[index].num_trained for index in chosen),
-                "mean_reward": mean(reward for reward in rewards if not math.isnan(reward)),
-            },
-            rel=1e-6,
-        )
-
-    def num_groups(chosen) -> int:
-        groups = defaultdict(set)
-        for index in chosen:
-            if not math.isnan(advantages[index]) and samples[index].origin.group is not None:
-                # A group is one of a step.
-                groups[samples[index].step, samples[index].origin.group].add(advantages[index])
-        return sum(len(values) > 1 for values in groups.values())
 
     return {
         "kept_tokens": sum(kept_of.values()) / num_trained,
@@ -328,10 +301,6 @@ def oracle_of_outcome(samples: list[Sample]) -> dict[str, object]:
         "residual": mean(residuals),
         "removed_positive": lost[1] / signed[1],
         "removed_negative": lost[-1] / signed[-1],
-        "dropped": side([index for index in trained if not kept_of[index]]),
-        "kept": side([index for index in trained if kept_of[index]]),
-        "groups": num_groups(trained),
-        "groups_left": num_groups([index for index in trained if kept_of[index]]),
     }
 
 
@@ -366,7 +335,6 @@ def test_every_number_of_an_outcome_is_its_definition(seed) -> None:
     (outcome,) = collected(samples, tried=CONFIG).outcomes().values()
     check(outcome, oracle_of_outcome(samples), Outcome)
     assert len(outcome.removed_by) >= 3
-    assert 0 < outcome.groups_left < outcome.groups
 
 
 def test_the_summary_has_what_the_oracle_judges() -> None:

@@ -112,7 +112,6 @@ def test_the_numbers_of_all_steps(report, tables) -> None:
         ("By probability of the engine", "by_probability"),
         ("By position in the response", "by_position"),
         ("By turn", "by_turn"),
-        ("By sign of the advantage", "by_sign"),
         ("By weight versions", "by_version"),
     ],
 )
@@ -153,7 +152,6 @@ def test_configurations(report, tables) -> None:
     for each, row in zip(ranking, rows, strict=True):
         outcome = each.outcome
         assert row.items() >= shown(outcome, OUTCOME).items()
-        assert row["groups left"] == f"{outcome.groups_left:.0f} of {outcome.groups:.0f}"
         removed = [f"{name}: {100 * share:.2f}%" for name, share in outcome.removed_by.items()]
         assert row["removed by"] == ("; ".join(removed) or "-")
     assert [row["removed by"] for row in rows if row["configuration"] == "none"] == ["-"]

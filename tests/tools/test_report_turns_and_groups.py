@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of a response, and groups of one prompt, in the report."""
+"""Turns of a response, and responses to one prompt, in the report."""
 
 import json
-import math
 
 import pytest
 import torch
 from engines import COUNT, LENGTH, engines
 
-import mis_ext
 from mis_ext.tools.dumps import Dumps
-from mis_ext.tools.report import Collector, Origin, Part, WhatIf, summarize
-from mis_ext.tools.report.recommendation import preset_candidates
-from mis_ext.tools.report.whole_report import make_report
+from mis_ext.tools.report import Collector, Part, Parts, summarize
 
 
 def test_responses_of_one_turn_have_no_table_of_turns() -> None:
@@ -65,46 +61,15 @@ def test_equal_turns_are_no_prefix() -> None:
     assert [cause for cause, _ in causes(40, torch.zeros(LENGTH))] == ["bf16_kernels"]
 
 
-def grouped_part(step: str = "0", **changes) -> Part:
-    """Three groups of two; the last one has equal advantages, and sequence_mis rejects sample 1."""
-    behavior = [torch.full((4,), -1.0)] * 6
-    proximal = [each - (1.0 if number == 1 else 0.0) for number, each in enumerate(behavior)]
-    settings = {
-        "advantages": [torch.tensor(value) for value in (1.0, -1.0, 0.5, -0.5, 0.0, 0.0)],
-        "origins": [Origin(group=number // 2, reward=float(number % 2)) for number in range(6)],
-    } | changes
-    return Part.of_lists(proximal=proximal, behavior=behavior, step=step, **settings)
-
-
-def groups_of(*parts: Part, preset: str = "sequence_mis") -> tuple[float, float]:
-    what_if = WhatIf(mis_ext.preset(preset))
-    for part in parts:
-        what_if.add(part)
-    outcome = what_if.outcome()
-    return outcome.groups, outcome.groups_left
-
-
-def test_rewards_stand_in_for_advantages_and_without_both_nothing_is_said() -> None:
-    assert groups_of(grouped_part(advantages=None)) == (3.0, 2.0)
-    assert all(map(math.isnan, groups_of(grouped_part(advantages=None, origins=[Origin(group=0)] * 6))))
-    assert all(map(math.isnan, groups_of(grouped_part(origins=[Origin(reward=1.0)] * 6))))
-
-
 @pytest.mark.parametrize("known_by", ["group_index", "tokens", "nothing"])
-def test_groups_of_files_are_known_by_their_number_or_by_the_prompt(tmp_path, known_by) -> None:
+def test_prompts_of_files_are_known_by_their_number_or_by_their_ids(tmp_path, known_by) -> None:
     rows = []
     for number in range(8):
-        row = {"log_probs": [-1.0, -1.0], "rollout_log_probs": [-1.0, -1.0], "reward": float(number % 2)}
-        # The third group's rewards are all the same.
-        row |= {"reward": 1.0} if number // 2 == 2 else {}
+        row = {"log_probs": [-1.0, -1.0], "rollout_log_probs": [-1.0, -1.0]}
         row |= {"group_index": f"task {number // 2}"} if known_by == "group_index" else {}
         row |= {"tokens": [7, number // 2, 1, number]} if known_by == "tokens" else {}
         rows.append(row)
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = make_report(Dumps([path]), preset_candidates(["mis"]))
-    found = report.recommendation.ranking[0].outcome
-    if known_by == "nothing":
-        assert math.isnan(found.groups)
-    else:
-        assert (found.groups, found.groups_left) == (3.0, 3.0)
+    summary = summarize(Parts(Dumps([path])))
+    assert summary.overall.num_prompts == (8 if known_by == "nothing" else 4)

@@ -16,7 +16,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import to_jsonable
 from mis_ext.methods.method import Method
 from mis_ext.tools.diagnosis.cause import Diagnosis, Left, of_k3, percent
-from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
+from mis_ext.tools.diagnosis.evidence import Gathering
 from mis_ext.tools.diagnosis.table import search
 from mis_ext.tools.diagnosis.thresholds import PRETRAINED_K3
 from mis_ext.tools.dumps import Dumps
@@ -70,9 +70,7 @@ class Collector:
         self._sequences.setdefault(part.step, []).append(Sequences.of(part))
         worst = self._worst + worst_tokens(part, self._num_worst)
         self._worst = sorted(worst, key=lambda token: -abs(token.log_ratio))[: self._num_worst]
-        streams = part.streams
-        evidence = Evidence.of(part.tokens, streams.layout, part.origins, step=part.step, given=streams[:2])
-        self._gathering.add(evidence)
+        self._gathering.add(part.evidence)
 
     def summary(self) -> Summary:
         """The summary of all parts that were added until now.

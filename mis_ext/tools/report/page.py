@@ -113,7 +113,6 @@ _OUTCOME = {
     "sequences kept": "kept_sequences",
     "A > 0, no grad": "removed_positive",
     "A < 0, no grad": "removed_negative",
-    "groups left": "groups",
     "mean factor": "learning_rate",
     "ESS": "ess",
     "variance": "variance",
@@ -139,7 +138,6 @@ def render_page(report: Report, *, run: str = "") -> str:
                 "By probability of the engine": summary.by_probability,
                 "By position in the response": summary.by_position,
                 "By turn": summary.by_turn,
-                "By sign of the advantage": summary.by_sign,
                 "By weight versions": summary.by_version,
             }.items()
         },
@@ -162,7 +160,6 @@ def render_page(report: Report, *, run: str = "") -> str:
         report=report,
         title=f"Mismatch report: {run}" if run else "Mismatch report",
         rows=rows,
-        has_groups=not any(math.isnan(ranked.outcome.groups) for ranked in ranking),
         chart=chart(report),
         tiles=tiles(report),
         sections={name: title for name, title in _SECTIONS.items() if against or name != "against"},
@@ -276,10 +273,8 @@ def _cells(row: object, names: Iterable[str]) -> Iterator[str]:
 
 def _ranked_cells(ranked: Ranked) -> tuple[str, ...]:
     outcome = ranked.outcome
-    groups = "-" if math.isnan(outcome.groups) else f"{outcome.groups_left:,.0f} of {outcome.groups:,.0f}"
     removed = "; ".join(f"{name}: {share:.2%}" for name, share in outcome.removed_by.items())
-    cells = dict(zip(_OUTCOME, _cells(outcome, _OUTCOME.values()), strict=True)) | {"groups left": groups}
-    return (ranked.name, *cells.values(), removed or "-")
+    return (ranked.name, *_cells(outcome, _OUTCOME.values()), removed or "-")
 
 
 def _token_cells(token: WorstToken) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import Tokens, bounded_exp
 from mis_ext.hosts.packing import check_mask
-from mis_ext.tools.diagnosis.evidence import Origin, Turns, positions, turns_of, versions_behind
+from mis_ext.tools.diagnosis.evidence import Evidence, Origin, versions_behind
 from mis_ext.tools.dumps import DumpedSample
 from mis_ext.tools.dumps.stream import fingerprint
 
@@ -100,30 +100,9 @@ class Part:
         return self.tokens.generated & ~self.tokens.valid
 
     @cached_property
-    def reward_S(self) -> Tensor:
-        """``[S]`` reward of each response, NaN where it is not known."""
-        return torch.tensor([origin.reward for origin in self.origins])
-
-    @cached_property
-    def num_response_S(self) -> Tensor:
-        """``[S]`` trained tokens of each response."""
-        return self.streams.layout.sums([self.tokens.generated])[0].float()
-
-    @cached_property
-    def _has_advantage_T(self) -> Tensor:
-        return self.tokens.generated & ~self.advantages_T.isnan()
-
-    @cached_property
     def advantage_T(self) -> Tensor:
         """Advantages ``[T]`` of trained tokens, 0 where there is none."""
-        return torch.where(self._has_advantage_T, self.advantages_T, 0.0)
-
-    @cached_property
-    def advantage_S(self) -> Tensor:
-        """Mean over the trained tokens of each response whose advantage is known; NaN where none is."""
-        columns = [self.advantage_T, self._has_advantage_T.float()]
-        sums = self.streams.layout.sums(columns)
-        return sums[0] / sums[1]
+        return torch.where(self.tokens.generated & ~self.advantages_T.isnan(), self.advantages_T, 0.0)
 
     @cached_property
     def advantage_sums(self) -> dict[str, float]:
@@ -135,26 +114,15 @@ class Part:
         }
 
     @cached_property
-    def group_S(self) -> Tensor:
-        """Number of each response's group, of this step alone; -1 where it is not known."""
-        groups = [origin.group for origin in self.origins]
-        numbers = [-1 if group is None else hash((self.step, group)) & (2**62 - 1) for group in groups]
-        return torch.tensor(numbers, dtype=torch.int64)
-
-    @cached_property
     def has_advantages(self) -> bool:
         """True if the advantage of any token is known."""
         return not bool(self.advantages_T.isnan().all())
 
     @cached_property
-    def position_T(self) -> Tensor:
-        """Position of each token in its response."""
-        return positions(self.streams.layout)
-
-    @cached_property
-    def turns(self) -> Turns:
-        """Runs of trained tokens in each response."""
-        return turns_of(self.tokens.generated, self.position_T)
+    def evidence(self) -> Evidence:
+        """The valid tokens with what the diagnosis asks of them."""
+        given = self.streams[:2]
+        return Evidence.of(self.tokens, self.streams.layout, self.origins, step=self.step, given=given)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -34,7 +34,6 @@ NONE = "none"
 """Name of no correction in a ranking."""
 
 HARMLESS_ESS = 0.99
-MIN_GROUPS_LEFT = 0.95
 
 
 @dataclass(frozen=True)
@@ -196,14 +195,6 @@ def _notes(config: CorrectionConfig, method: Method | None, outcome: Outcome) ->
             f"{positive:.1%} of tokens with a positive advantage have no policy gradient, and {negative:.1%} of those "
             "with a negative one"
         )
-    if outcome.groups_left < MIN_GROUPS_LEFT * outcome.groups:
-        yield (
-            f"leaves {outcome.groups_left:.0f} of {outcome.groups:.0f} groups with different advantages. The others "
-            "give no gradient"
-        )
-    dropped, kept = outcome.dropped["mean_length"], outcome.kept["mean_length"]
-    if outcome.dropped["sequences"] > 10 and (dropped > 1.25 * kept or dropped < 0.8 * kept):
-        yield f"dropped sequences have {dropped:.0f} tokens on average, kept ones {kept:.0f}: it changes the length"
 
 
 def _in_words(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.tools.diagnosis.evidence import positions
 from mis_ext.tools.report.noise import standard_error
 from mis_ext.tools.report.part import Part
 from mis_ext.tools.report.tally import (
@@ -147,7 +148,6 @@ class Summary:
         by_probability: Deciles of the behavior probability.
         by_position: Of the token in its response, in octaves.
         by_turn: Of a run of trained tokens in its response, in octaves from 1; empty where no response has two.
-        by_sign: Of the advantage; empty where none is known.
         by_version: How many weight versions the engine was behind; empty where none is known.
     """
 
@@ -156,7 +156,6 @@ class Summary:
     by_probability: list[Group]
     by_position: list[Group]
     by_turn: list[Group]
-    by_sign: list[Group]
     by_version: list[Group]
     worst_tokens: list[WorstToken]
     worst_samples: list[WorstSample]
@@ -243,7 +242,6 @@ def build_summary(
         by_probability=_groups(counts["deciles"], [(f"{low:.1f} to {high:.1f}", low, high) for low, high in deciles]),
         by_position=_groups(counts["positions"], [_range(*each) for each in octaves]),
         by_turn=by_turn if len(by_turn) > 1 else [],
-        by_sign=_groups(counts["signs"], [("negative", -1.0, -1.0), ("zero", 0.0, 0.0), ("positive", 1.0, 1.0)]),
         by_version=_by_version(sequences),
         worst_tokens=[*worst_tokens],
         worst_samples=_worst_samples(sequences, max_worst),
@@ -278,11 +276,11 @@ def _by_version(sequences: Sequences) -> list[Group]:
 
 def worst_tokens(part: Part, limit: int) -> list[WorstToken]:
     """The tokens with the largest ``|d|``."""
-    tokens = part.tokens
+    tokens, position_T = part.tokens, positions(part.streams.layout)
     largest = tokens.d.abs().topk(min(limit, len(tokens.d)))
     found = []
     for place in largest.indices[largest.values > 0.0].tolist():
-        sequence, position = int(part.streams.layout.sequence_T[place]), int(part.position_T[place])
+        sequence, position = int(part.streams.layout.sequence_T[place]), int(position_T[place])
         origin = part.origins[sequence]
         before, own, behind = _around(origin.token_ids, position)
         found.append(

@@ -78,8 +78,8 @@ class TokenTally:
     Attributes:
         totals: Sums over all valid tokens by name: ``SUMS``, and what only the whole has.
         counts: ``sizes`` ``[NUM_SIZES]``: tokens by ``|d|`` above 0. And ``[groups, len(SUMS)]`` of ``deciles`` of the
-            behavior probability, of octaves of ``positions`` in the response and of ``turns`` (runs of trained tokens),
-            and by ``signs`` of the advantage: negative, zero, positive.
+            behavior probability, and of octaves of ``positions`` in the response and of ``turns`` (runs of trained
+            tokens).
         extremes: The smallest and the negated largest ``d``.
     """
 
@@ -136,26 +136,21 @@ def token_rows(difference: Tensor) -> dict[str, Tensor]:
 
 
 def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over tokens of each decile, position, turn and sign."""
-    advantage = part.of_valid(part.advantages_T)
-    # The fourth sign is that of tokens without an advantage.
-    sign = torch.where(advantage.isnan(), 3.0, advantage.sign() + 1.0).long()
+    """Sums over tokens of each decile, position and turn."""
     decile = (behavior.clamp(max=0.0).exp() * NUM_PROBABILITIES).long().clamp(0, NUM_PROBABILITIES - 1)
     numbers = {
         "deciles": (decile, NUM_PROBABILITIES),
-        "positions": (octave(part.of_valid(part.position_T)), NUM_OCTAVES),
-        "turns": (octave(part.of_valid(part.turns.turn_T)), NUM_OCTAVES),
-        "signs": (sign, 4),
+        "positions": (octave(part.evidence.position_T), NUM_OCTAVES),
+        "turns": (octave(part.evidence.turn_T), NUM_OCTAVES),
     }
-    sums = {
+    return {
         name: torch.stack([summed(number, size, rows[each]) for each in SUMS], dim=1)
         for name, (number, size) in numbers.items()
     }
-    return sums | {"signs": sums["signs"][:3]}
 
 
 _OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3", "proximal", "behavior")
-COLUMNS = (*_OF_TOKENS, "reward", "advantage", "versions_behind")
+COLUMNS = (*_OF_TOKENS, "reward", "versions_behind")
 """Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
 
 
@@ -178,7 +173,7 @@ class Sequences:
         reduced = part.streams.layout.sums([*masks, *rows_T])
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
-        columns = torch.stack([*reduced, reward, part.advantage_S, behind], dim=1)
+        columns = torch.stack([*reduced, reward, behind], dim=1)
         # Of tokens the worst are kept elsewhere.
         origins = [origin._replace(token_ids=None) for origin in part.origins]
         return cls(columns, origins, [part.step] * len(origins))

@@ -23,9 +23,6 @@ _TOGETHER = "two or more gates"
 _NO_RATIO = "no finite ratio"
 _METHOD = "the method"
 
-MIN_SPREAD = 1e-6
-"""Advantages of equal rewards differ by less."""
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -45,11 +42,6 @@ class Outcome:
             of each token; the total variation, twice, without correction.
         removed_positive: Share of tokens with a positive advantage that have no policy gradient; then with a negative
             one.
-        dropped: Means of sequences of which nothing is left: how many, length, reward.
-        kept: The same of the others.
-        groups: Samples of one prompt whose advantages differ, so that they teach something; rewards where no advantage
-            is known. NaN where groups, or both, are not recorded.
-        groups_left: Those of which the advantages of what is kept still differ.
     """
 
     kept_tokens: float
@@ -63,10 +55,6 @@ class Outcome:
     residual: float
     removed_positive: float
     removed_negative: float
-    dropped: dict[str, float]
-    kept: dict[str, float]
-    groups: float
-    groups_left: float
 
 
 @dataclass(eq=False)
@@ -85,8 +73,6 @@ class WhatIf:
     _removed: Counter[str] = field(default_factory=Counter)
     _largest: float = -math.inf
     _steps: dict[str, Counter[Any]] = field(default_factory=dict)
-    # Of each part: groups, advantages or rewards, and what is kept; the first two are shared by all configurations.
-    _samples: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, part: Part) -> Correction:
         """Count one more part; returns its correction, normalised over it alone.
@@ -107,8 +93,11 @@ class WhatIf:
         valid_weights, distance_T = part.of_valid(weights_T), (factor_T - ratio_T).abs()
         if len(valid_weights):
             self._largest = max(self._largest, float(valid_weights.amax()))
+        kept_S, response_S = (count_S > 0 for count_S in part.streams.layout.sums([kept_T, response_T]))
         self._sums.update(
             {
+                "sequences": _sum(response_S),
+                "kept_sequences": _sum(kept_S),
                 "response": _sum(response_T),
                 "valid": _sum(valid_T),
                 "kept": _sum(kept_T),
@@ -118,7 +107,6 @@ class WhatIf:
         )
         if part.has_advantages:
             self._add_advantages(part, factor_T)
-        self._add_sequences(part, kept_T)
         self._add_removed(part, kept_T, passed_T)
         step = self._steps.setdefault(part.step, Counter())
         step.update({key: float(value) for key, value in correction.totals.items()})
@@ -156,21 +144,6 @@ class WhatIf:
             }
         )
 
-    def _add_sequences(self, part: Part, kept_T: Tensor) -> None:
-        num_response_S, reward_S = part.num_response_S, part.reward_S
-        (num_kept_S,) = part.streams.layout.sums([kept_T])
-        self._samples.append((part.group_S, part.advantage_S if part.has_advantages else reward_S, num_kept_S > 0))
-        for name, chosen_S in (("kept", num_kept_S > 0), ("dropped", (num_kept_S == 0) & (num_response_S > 0))):
-            rewards = reward_S[chosen_S]
-            self._sums.update(
-                {
-                    f"{name}_sequences": _sum(chosen_S),
-                    f"{name}_length": _sum(num_response_S[chosen_S]),
-                    f"{name}_rewards": _sum(~rewards.isnan()),
-                    f"{name}_reward": _sum(rewards.nan_to_num()),
-                }
-            )
-
     def _add_removed(self, part: Part, kept_T: Tensor, passed_T: Tensor | None) -> None:
         response_T = part.tokens.generated
         no_ratio_T = part.no_ratio_T
@@ -198,7 +171,7 @@ class WhatIf:
         return Outcome(
             kept_tokens=per("kept", "response"),
             live_tokens=per("live", "response"),
-            kept_sequences=_divided(sums["kept_sequences"], sums["kept_sequences"] + sums["dropped_sequences"]),
+            kept_sequences=per("kept_sequences", "sequences"),
             removed_by={name: _divided(count, sums["response"]) for name, count in self._removed.items() if count},
             weight_max=self._largest if math.isfinite(self._largest) else math.nan,
             learning_rate=_divided(weighted, sums["response"]),
@@ -208,10 +181,6 @@ class WhatIf:
             residual=per("residual", "valid"),
             removed_positive=per("removed_positive", "positive"),
             removed_negative=per("removed_negative", "negative"),
-            dropped=self._side("dropped"),
-            kept=self._side("kept"),
-            groups=self._num_groups(),
-            groups_left=self._num_groups(only_kept=True),
         )
 
     def _per(self, name: str, over: str) -> float:
@@ -228,29 +197,6 @@ class WhatIf:
             weighted += step["factor"] * scale
             squared += step["squared"] * scale**2
         return weighted, squared
-
-    def _num_groups(self, *, only_kept: bool = False) -> float:
-        """Groups whose samples, or whose kept samples, do not all have one advantage; NaN where that is not known."""
-        if not self._samples:
-            return math.nan
-        numbers, values, kept = map(torch.cat, zip(*self._samples, strict=True))
-        is_known = (numbers >= 0) & ~values.isnan()
-        if not bool(is_known.any()):
-            return math.nan
-        chosen = is_known & kept if only_kept else is_known
-        _, index = torch.unique(numbers[chosen], return_inverse=True)
-        lowest, highest = (
-            values.new_full((len(index),), math.nan).scatter_reduce(0, index, values[chosen], how, include_self=False)
-            for how in ("amin", "amax")
-        )
-        return float((highest - lowest > MIN_SPREAD).sum())
-
-    def _side(self, name: str) -> dict[str, float]:
-        return {
-            "sequences": self._sums[f"{name}_sequences"],
-            "mean_length": self._per(f"{name}_length", f"{name}_sequences"),
-            "mean_reward": self._per(f"{name}_reward", f"{name}_rewards"),
-        }
 
 
 def correct(part: Part, config: CorrectionConfig) -> Correction:
