@@ -21,10 +21,10 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
-from mis_ext.hosts.runs import Run, read_argument, shared_run
+from mis_ext.hosts.runs import Run, all_arguments, read_argument, shared_run
 from mis_ext.hosts.session import Session
 from mis_ext.keys.loss_keys import WholeLoss
-from mis_ext.keys.refusals import refuse_group_keys
+from mis_ext.keys.reading import GROUPS_ELSEWHERE, refuse_idle
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups_of_sums, num_tokens
 from mis_ext.loss.settings import LossSettings
@@ -108,7 +108,7 @@ def policy_loss_from_log_probs(
     loss, settings = run.config.loss, run.config.loss.settings
     with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         if run.config.group is not None:
-            refuse_group_keys(run.config.group.said)
+            refuse_idle([GROUPS_ELSEWHERE], all_arguments(args))
         if loss.reducer_path is not None:
             raise ValueError(
                 "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.refusals import ALL_KEPT, APPLIED, REPORTED, Idle, idle_keys, refuse_idle
+from mis_ext.keys.reading import ALL_KEPT, Idle
 from mis_ext.keys.rows import DEFAULT_SCORING
 from mis_ext.loss.settings import KlPenalty, KlRatio, LossSettings, Ratios
 from mis_ext.loss.words import EPS_CLIP, Scoring
@@ -44,16 +44,6 @@ class WholeLoss:
     replays_top_p: bool
     temperature: float
     reducer_path: str | None
-
-    def double_correction(self, correction: CorrectionConfig) -> str | None:
-        """Why its method and the correction together count the mismatch twice, or None."""
-        method = self.settings.method
-        if method is None or not self.has_correction or correction.weight is None or not method.method.weighs_behavior:
-            return None
-        return (
-            f"mis_loss_method: {method.name} already corrects for the behavior policy: a weight counts the mismatch "
-            "twice; write tis_level: none for gates alone, or use_tis: false"
-        )
 
 
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}
@@ -134,22 +124,7 @@ def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool)
 # --- keys without effect
 
 
-def refuse_idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> None:
-    """Refuse keys of the loss and of its correction that have no effect; None: keys of the correction are wrong.
-
-    Raises:
-        ValueError: There are such keys; the message has the reason, and what to write.
-    """
-    rows = _idle_loss_keys(given, loss)
-    if correction is not None:
-        of_correction = {key: given[key] for key in (*APPLIED, *REPORTED) if given.get(key) is not None}
-        corrects = given.get("use_tis") is True
-        rows += _idle_beside(given, loss, correction, corrects=corrects)
-        rows += idle_keys(of_correction, corrects=corrects, measures=loss.has_correction)
-    refuse_idle(rows, given)
-
-
-def _idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss) -> tuple[Idle, ...]:
+def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig) -> tuple[Idle, ...]:
     """The table for keys of the loss, and for flags of the frameworks that it replaces."""
     settings, denominator = loss.settings, loss.settings.denominator
     is_mode, has_denominator = settings.method is None, denominator != "original"
@@ -158,6 +133,11 @@ def _idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss) -> tuple[Idle, ..
     clips = tuple(key for key in ("eps_clip", "eps_clip_high", "eps_clip_c") if given.get(key) not in (None, EPS_CLIP))
     estimator = ("advantage_estimator",) if settings.ratios != "token" else ()
     host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
+    of_tokens = tuple(key for key in ("mis_loss_entropy_tokens", "mis_loss_kl_tokens") if given.get(key) == "all")
+    actions = [gate.action for gate in correction.all_gates.values()]
+    actions += (
+        [] if settings.method is None else [each.action for each in settings.method.method.factors if each.action]
+    )
     return (
         Idle(
             ("mis_loss_proximal",),
@@ -188,23 +168,10 @@ def _idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss) -> tuple[Idle, ..
         Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),
         Idle(("eps_clip_c",), is_reinforce, "mis_loss_mode: reinforce has no dual clip"),
         Idle(("eps_clip_c",), is_cispo, "--advantage-estimator cispo has no dual clip"),
-    )
-
-
-def _idle_beside(
-    given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig, *, corrects: bool
-) -> tuple[Idle, ...]:
-    """The table for keys of the loss whose effect depends on the correction."""
-    method = loss.settings.method
-    actions = [gate.action for gate in correction.all_gates.values()]
-    actions += [] if method is None else [factor.action for factor in method.method.factors if factor.action]
-    rejects = "reject" in actions
-    of_tokens = ("mis_loss_entropy_tokens", "mis_loss_kl_tokens")
-    return (
-        Idle(tuple(key for key in of_tokens if given.get(key) == "all"), not rejects, ALL_KEPT),
+        Idle(of_tokens, "reject" not in actions, ALL_KEPT),
         Idle(
             ("mis_loss_denominator",),
-            loss.settings.denominator == "kept" and not (corrects and correction.rejects_single_tokens),
+            denominator == "kept" and not correction.rejects_single_tokens,
             "no response keeps some of its tokens and loses others",
         ),
     )

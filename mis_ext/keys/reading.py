@@ -1,40 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From keys and flags to configuration objects, with all errors at once."""
+"""From keys and flags to configuration objects, with all errors at once. A key without effect is an error too.
+
+The legal values of a single key are in ``rows``, combinations of the full policy loss in ``loss_keys``, which the hook
+does not load. ``check_setup`` refuses what needs the launch.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, Weight
+from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, Reduce, Weight
 from mis_ext.correction.tokens import LAG
 from mis_ext.keys.names import refuse_names
-from mis_ext.keys.refusals import (
-    APPLIED,
-    against_correction,
-    against_fsdp,
-    double_correction,
-    idle_bounds,
-    idle_keys,
-    inherits_bound,
-    refuse_group_keys,
-    refuse_idle,
-    refuse_loss_keys,
-)
-from mis_ext.keys.rows import (
-    CORRECTION_ROWS,
-    FLAGS,
-    FRAMEWORK_ROWS,
-    GROUP_ROWS,
-    LEVELS,
-    LOSS_ROWS,
-    VETOES,
-    read_rows,
-)
-from mis_ext.validation import Errors, check_mapping
+from mis_ext.keys.rows import CORRECTION_ROWS, FLAGS, FRAMEWORK_ROWS, GROUP_ROWS, LOSS_ROWS, VETOES, read_rows
+from mis_ext.validation import Errors, check_mapping, errors_of
 
 if TYPE_CHECKING:
     from mis_ext.keys.group_keys import GroupConfig
@@ -59,46 +42,50 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
         ValueError: A key is unknown, misspelt, in the wrong place or without effect, or its value is out of range.
         TypeError: A value has the wrong type. Example: YAML reads ``1e-4`` as a string.
     """
-    every = check_mapping("the configuration", mapping)
+    return _read_correction(check_mapping("the configuration", mapping), whole_loss=False)
+
+
+def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> CorrectionConfig:
+    """:func:`config_from_mapping`; in the full policy loss nothing is corrected without ``use_tis``."""
     wrong = Errors()
-    refuse_names(every, wrong)
+    refuse_names(given, wrong)
     # Also of features that are off: a misspelling must not wait for its feature.
-    read = read_rows(CORRECTION_ROWS | GROUP_ROWS | FRAMEWORK_ROWS, every, wrong)
-    given = {key: every[key] for key in CORRECTION_ROWS if every.get(key) is not None}
-    measures = bool(every.get("get_mismatch_metrics"))
-    corrects = bool(given.get("use_tis", not measures))
-    if measures or corrects:
+    read = read_rows(CORRECTION_ROWS | GROUP_ROWS | FRAMEWORK_ROWS, given, wrong)
+    keys = [key for key in CORRECTION_ROWS if given.get(key) is not None]
+    measures = bool(given.get("get_mismatch_metrics"))
+    corrects = bool(given.get("use_tis", not measures and not whole_loss))
+    if {*keys} & {*_APPLIED} <= read.keys():
         with wrong:
-            refuse_idle(idle_bounds(every), every)
-    if not given.keys() & {*VETOES} and every.keys() & {*VETOES}:
-        given.pop("rs_veto_requires_rs", None)  # A veto that was set to null takes its condition with it.
-    if given.keys() & {*APPLIED} <= read.keys():
-        with wrong:
-            refuse_idle(idle_keys(given, corrects=corrects), given)
+            refuse_idle(_idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss), given)
     if wrong.found:
         from mis_ext.keys.removed import refuse_removed  # What was removed is wrong: it is named beside other errors.
 
         with wrong:
-            refuse_removed(every)
+            refuse_removed(given)
     wrong.raise_all()
-    reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in given}
+    reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in keys}
     reporting |= {"warn_only": read.get("mis_guard", frozenset()), "staleness": read.get("mis_staleness", False)}
     reporting["per_token_loss"] = read.get("calculate_per_token_loss", False)
     if not corrects:
         return CorrectionConfig(weight=None, metrics_only=True, **reporting)
-    values = _values({key: read[key] for key in given})
-    wrong.refuse(against_correction(given, values))
+    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | {key: read[key] for key in keys}
+    weight, gates = None, list[Gate]()
+    with wrong, errors_of(", ".join(key for key in keys if key.startswith("tis_"))):
+        weight = _weight(values)
+    with wrong, errors_of(", ".join(key for key in keys if key == "use_rs" or key.endswith("_bound"))):
+        gates = _gates(values)
+    wrong.refuse(_contradictions(values))
     wrong.raise_all()
-    if values["tis_mode"] == "truncate" and "tis_lower_bound" in given and not inherits_bound(given, "lower"):
+    if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(given, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
         warnings.warn(
             f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate; remove it or use "
             "tis_mode: clip",
-            stacklevel=3,
+            stacklevel=4,
         )
     return CorrectionConfig(
-        weight=_weight(values),
-        gates=_gates(values),
+        weight=weight,
+        gates=tuple(gates),
         normalize_over=values["tis_normalize_over"] if values["tis_batch_normalize"] else None,
         scope=values["tis_normalize_scope"],
         denominator=values["mis_denominator"],
@@ -107,17 +94,6 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
 
 
 _REPORTING = ("mis_metrics", "mis_metric_max", "mis_max_reject_fraction", "mis_compile")
-
-
-def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The value or default of every key of a correction; of bounds, the defaults that follow from the others."""
-    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | dict(given)
-    if values["tis_lower_bound"] is None:
-        values["tis_lower_bound"] = 1.0 / values["tis_upper_bound"]
-    for bound in ("lower_bound", "upper_bound"):
-        if values[f"rs_{bound}"] is None:
-            values[f"rs_{bound}"] = values[f"tis_{bound}"]
-    return values
 
 
 def _weight(values: Mapping[str, Any]) -> Weight | None:
@@ -133,10 +109,12 @@ def _weight(values: Mapping[str, Any]) -> Weight | None:
     )
 
 
-def _gates(values: Mapping[str, Any]) -> tuple[Gate, ...]:
+def _gates(values: Mapping[str, Any]) -> list[Gate]:
     gates = []
     if values["use_rs"] and values["rs_level"] != "none":
-        low, high = values["rs_lower_bound"], values["rs_upper_bound"]
+        lower = values["rs_lower_bound"], values["tis_lower_bound"], 1.0 / values["tis_upper_bound"]
+        low = next(bound for bound in lower if bound is not None)
+        high = values["tis_upper_bound"] if values["rs_upper_bound"] is None else values["rs_upper_bound"]
         gates.append(Gate(reduce=REDUCTIONS[values["rs_level"]], low=low, high=high))
     if values["use_rs"]:
         gates += values["rs_gates"]
@@ -147,9 +125,139 @@ def _gates(values: Mapping[str, Any]) -> tuple[Gate, ...]:
             if values[key] is not None
         ]
     if values["rs_max_staleness"] is not None:
-        reduce = LEVELS[values["rs_staleness_level"]]
+        reduce: Reduce = "token" if values["rs_staleness_level"] == "token" else "max"
         gates.append(Gate(statistic=LAG, reduce=reduce, high=values["rs_max_staleness"], name="rs_staleness"))
-    return tuple(gates)
+    return gates
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
+        yield "rs_level: none needs rs_gates; write use_rs: false for no gate"
+    is_of_stale = values["rs_max_staleness"] is not None or values["tis_when"] == "stale"
+    if not values["mis_staleness"] and (is_of_stale or any(gate.statistic == LAG for gate in values["rs_gates"])):
+        yield (
+            "rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true, with which the rollout "
+            "stores the version of each token"
+        )
+
+
+# --- keys without effect
+
+
+class Idle(NamedTuple):
+    """Keys without effect, if ``when`` holds: the reason, and what to do."""
+
+    keys: tuple[str, ...]
+    when: bool
+    because: str
+    advice: str = "remove it"
+
+
+_REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
+"""Keys of what is measured and watched."""
+_APPLIED = tuple(key for key in CORRECTION_ROWS if key not in (*_REPORTED, "use_tis"))
+"""Keys of what changes weights and masks."""
+_OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound")
+_ON, _ON_RS = "set use_tis: true (the flag --use-tis), or remove it", "set use_rs: true, or remove it"
+_ON_GATES = "set use_rs: true, with rs_level: none for these gates alone, or remove it"
+_NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
+_NO_LAG = "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag"
+_NO_VETO = "rs_veto_requires_rs is true and use_rs is not set"
+_ON_VETO = "set use_rs: true, or remove rs_veto_requires_rs"
+_BUILT_IN = "it belongs to the framework's built-in correction"
+_WRITE_CLIP = "write tis_mode: clip with tis_lower_bound"
+ALL_KEPT = "nothing rejects a token, so that all are kept"
+
+
+def _idle_keys(args: Mapping[str, Any], *, corrects: bool, measures: bool, whole_loss: bool) -> tuple[Idle, ...]:
+    """The table for keys of a correction; those of the full policy loss are in ``loss_keys``.
+
+    Args:
+        args: The arguments; keys of weights and masks are legal.
+        corrects: The correction is applied.
+        measures: It is only measured, by a flag.
+        whole_loss: It is part of the full policy loss, which can be without one.
+    """
+    given = {key: args[key] for key in CORRECTION_ROWS if args.get(key) is not None}
+    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | given
+    has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
+    uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
+    low_of_gate, high_of_gate = (_inherits_bound(given, side) for side in ("lower", "upper"))
+    # The lower bound is by default 1 / the upper one.
+    low_follows = "tis_lower_bound" not in given and (uses_low or low_of_gate)
+    is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and "rs_gates" not in given
+    mode_rejects = has_weight and bound.rejects
+    rejects = mode_rejects or values["use_rs"] or any(key in given for key in (*VETOES, "rs_max_staleness"))
+    gates_lag = any(gate.get("statistic") == LAG for gate in values["rs_gates"])
+    judges_lag = gates_lag or "rs_max_staleness" in given or values["tis_when"] == "stale"
+    no_rs, is_scaled = "use_rs" not in given, "tis_batch_normalize" in given
+    is_called = corrects or measures
+
+    def reports(*words: str) -> bool:
+        names = values["mis_metrics"]
+        return not isinstance(names, (list, tuple)) or any(word in str(name) for name in names for word in words)
+
+    return (
+        Idle(_APPLIED, not corrects, "use_tis is not true", _ON),
+        Idle(_REPORTED, whole_loss and not is_called, "neither use_tis nor get_mismatch_metrics is true", _ON),
+        Idle(("mis_staleness",), not judges_lag and not reports("lag_", "fresh", "stale"), _NO_LAG),
+        Idle(("mis_metric_max",), not reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
+        Idle(("tis_mode", "tis_when", "tis_batch_normalize"), not has_weight, "tis_level is none"),
+        # Existing files carry a lower bound with truncate, which warns.
+        Idle(("tis_lower_bound",), not (uses_low or low_of_gate or uses_high), _NO_BOUND),
+        Idle(("tis_upper_bound",), not (uses_high or high_of_gate or low_follows), _NO_BOUND),
+        Idle(("tis_normalize_over",), not is_scaled, _NO_MEAN),
+        Idle(("tis_normalize_scope",), not is_scaled and values["mis_denominator"] != "kept", _NO_MEAN),
+        Idle(("use_rs",), mode_rejects and is_repeated, "tis_mode rejects the same tokens"),
+        Idle(_OF_RS, no_rs, "use_rs is not set", _ON_RS),
+        Idle(("rs_gates",), no_rs, "use_rs is not set", _ON_GATES),
+        Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
+        Idle((*VETOES,), values["rs_veto_requires_rs"] and no_rs, _NO_VETO, _ON_VETO),
+        # A veto that was set to null takes its condition with it.
+        Idle(("rs_veto_requires_rs",), not args.keys() & {*VETOES}, "no veto is set"),
+        Idle(("rs_staleness_level",), "rs_max_staleness" not in given, "rs_max_staleness is not set"),
+        Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
+        # Their defaults are on every args.
+        Idle(("tis_clip",), is_called and args.get("tis_clip") != 2, _BUILT_IN, "write tis_upper_bound"),
+        Idle(("tis_clip_low",), is_called and args.get("tis_clip_low") != 0, _BUILT_IN, _WRITE_CLIP),
+    )
+
+
+def _inherits_bound(given: Mapping[str, Any], side: str) -> bool:
+    """Return True if the filter of ``use_rs`` has the ``lower`` or ``upper`` bound of the weight."""
+    return bool(given.get("use_rs")) and given.get("rs_level") != "none" and f"rs_{side}_bound" not in given
+
+
+def refuse_idle(rows: Iterable[Idle], given: Mapping[str, Any]) -> None:
+    """Refuse keys that have no effect. A key that is false is never refused, and a key in one row only.
+
+    Raises:
+        ValueError: There are such keys; the message has the reason, and what to write.
+    """
+    wrong, named = Errors(), set[str]()
+    for row in rows:
+        is_set = [key for key in row.keys if key not in named and given.get(key) is not None]
+        idle = [key for key in is_set if given[key] is not False]
+        if row.when and idle:
+            named |= {*idle}
+            shown = ", ".join(f"{key}={given[key]!r}" for key in idle)
+            wrong.refuse([f"{shown}: no effect, because {row.because}; {row.advice}"])
+    wrong.raise_all()
+
+
+GROUPS_ELSEWHERE = Idle(
+    tuple(GROUP_ROWS),
+    True,
+    "slime and Miles alone show mis_ext the responses to a prompt",
+    "compute advantages with mis_ext.group_advantages, and give the loss divisors",
+)
+
+
+def refuse_loss_keys(given: Mapping[str, Any]) -> None:
+    """Refuse keys of the full policy loss where the framework's own loss runs."""
+    why = f"--loss-type is {given.get('loss_type') or 'policy_loss'}"
+    advice = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
+    refuse_idle([Idle(tuple(LOSS_ROWS), True, why, advice)], given)
 
 
 # --- a run: all that keys and flags say
@@ -192,13 +300,14 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     of_loss = read_rows(LOSS_ROWS | FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
     is_legal = not wrong.found
     with wrong:
-        correction = config_from_mapping(given)
+        correction = _read_correction(check_mapping("the configuration", given), whole_loss=whole_loss)
     if whole_loss and is_legal:
-        from mis_ext.keys.loss_keys import read_whole_loss, refuse_idle_loss_keys  # Loads the loss.
+        from mis_ext.keys.loss_keys import idle_loss_keys, read_whole_loss  # Loads the loss.
 
         with wrong:
             loss = read_whole_loss({**given, **of_loss})
-            refuse_idle_loss_keys(given, loss, correction)
+            if correction is not None:
+                refuse_idle(idle_loss_keys(given, loss, correction), given)
     if any(given.get(key) is not None for key in GROUP_ROWS):
         from mis_ext.keys.group_keys import read_group
 
@@ -207,17 +316,50 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     if given.get("loss_type") not in (None, "custom_loss"):
         with wrong:
             refuse_loss_keys(given)
-    if correction is not None:
-        wrong.refuse(against_fsdp(given, correction, has_loss=loss is not None and loss.has_correction))
+    if correction is not None and given.get("train_backend") == "fsdp":
+        wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()
     assert correction is not None
-    of_method = None if loss is None else loss.double_correction(correction)
     return RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
         whole_loss=loss,
         group=group,
-        double_correction=of_method or double_correction(given, correction),
+        double_correction=_double_correction(given, correction, loss),
+    )
+
+
+def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[str]:
+    """Corrections that are wrong with Miles' FSDP backend; ``has_loss``: they are in the full policy loss."""
+    if correction.denominator == "kept":
+        yield (
+            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
+            "remove mis_denominator"
+        )
+    if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
+        yield (
+            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
+            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
+            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
+        )
+
+
+def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
+    """Why loss and correction together count the mismatch twice, or None. A guard: the user can allow it."""
+    method = loss and loss.settings.method
+    if method and correction.weight is not None and method.method.weighs_behavior:
+        return (
+            f"mis_loss_method: {method.name} already corrects for the behavior policy: a weight counts the mismatch "
+            "twice; write tis_level: none for gates alone, or use_tis: false"
+        )
+    # The other modes of the loss do not count it twice, and say so where they are computed.
+    is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
+    is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
+    if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
+        return None
+    return (
+        "--use-tis together with --use-rollout-logprobs (use_tis, use_rollout_logprobs) counts the mismatch "
+        "twice: the PPO ratio already corrects it; drop one of them"
     )
 
 
@@ -230,10 +372,8 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
         return config
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
-        refuse_group_keys([key for key in GROUP_ROWS if config.get(key) is not None])
-        idle = [key for key in LOSS_ROWS if config.get(key) is not None]
-        if idle:
-            raise ValueError(f"{', '.join(idle)}: no effect on a correction alone; give them to a full policy loss")
+        is_alone = "a correction alone is computed here", "give it to a full policy loss"
+        refuse_idle([GROUPS_ELSEWHERE, Idle(tuple(LOSS_ROWS), True, *is_alone)], config)
         return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")

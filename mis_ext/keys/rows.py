@@ -2,8 +2,8 @@
 """Every key of a file in one row: check, default, sentence, unit.
 
 The check has the type and the legal range. The error, the JSON Schema, the reference page, and the output of ``mis-ext
-keys NAME`` follow from the row. Other modules: ``reading`` makes configuration objects from keys, ``refusals`` has the
-refused combinations, ``names`` the refused names, ``presets`` reads files, ``schema`` writes the rows as JSON Schema.
+keys NAME`` follow from the row. Other modules: ``reading`` makes configuration objects from keys and
+refuses combinations, ``names`` refuses names, ``presets`` reads files, ``schema`` writes the rows as JSON Schema.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _spelt(content: dict[str, Any]) -> Spelt:
     loss, chosen = run.whole_loss.settings, run.whole_loss.settings.method
     if chosen is None:
         return Spelt(config=run.correction, loss=loss, said=said)
-    config = run.correction if run.whole_loss.has_correction else NO_CORRECTION
+    config = run.correction
     if run.double_correction is not None:
         if config.stops("double_correction"):
             raise ValueError(run.double_correction)

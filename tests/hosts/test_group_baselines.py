@@ -544,7 +544,7 @@ def test_a_file_alone_is_not_asked_for_flags_and_a_loop_of_ones_own_is_told_that
     assert (found.over, found.prompt_mean, found.needs_rollout) == ("kept", True, "mis_group_over: kept")
     assert read_config({"use_tis": True}, whole_loss=False).group is None
     for use in (mis_ext.Session, lambda keys: mis_ext.policy_loss_from_log_probs(keys, **_loss())):
-        with pytest.raises(ValueError, match="mis_prompt_mean: no effect here"):
+        with pytest.raises(ValueError, match="mis_prompt_mean=True: no effect"):
             use({"mis_prompt_mean": True})
 
 

@@ -98,7 +98,7 @@ REFUSED = [
     ({"mis_los_mode": "bypass"}, "did you mean 'mis_loss_mode'"),
     (
         {"mis_loss_mode": "bypass", "loss_type": "policy_loss"},
-        "mis_loss_mode: no effect, because --loss-type is pol",
+        "mis_loss_mode='bypass': no effect, because --loss-type is pol",
     ),
 ]
 

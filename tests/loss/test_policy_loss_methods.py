@@ -339,7 +339,7 @@ REPLACED = [
     ({"advantage_estimator": "gspo"}, "advantage_estimator='gspo': no effect"),
     ({"advantage_estimator": "cispo"}, "advantage_estimator='cispo': no effect"),
     ({"use_rollout_logprobs": True}, "mis_loss_method: gmpo compares with the proximal policy, --use-rollout-logprobs"),
-    ({"loss_type": "policy_loss"}, "mis_loss_method: no effect, because --loss-type is policy_loss"),
+    ({"loss_type": "policy_loss"}, "mis_loss_method='gmpo': no effect, because --loss-type is policy_loss"),
     ({"mis_loss_metod": "gmpo"}, "did you mean 'mis_loss_method'"),
 ]
 

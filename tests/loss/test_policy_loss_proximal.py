@@ -132,7 +132,10 @@ REFUSED = [
     ),
     (CURRENT | METHOD | {"mis_loss_method": "dppo_tv"}, "no effect, because mis_loss_method: dppo_tv does not compare"),
     (CURRENT | {"use_opsm": True}, "--use-opsm with mis_loss_proximal: current: the policies that it compares are"),
-    (CURRENT | {"loss_type": "policy_loss"}, "mis_loss_proximal: no effect, because --loss-type is policy_loss"),
+    (
+        CURRENT | {"loss_type": "policy_loss"},
+        "mis_loss_proximal='current': no effect, because --loss-type is policy_loss",
+    ),
     (CURRENT | {"num_steps_per_rollout": 2}, "mis_loss_proximal: current with 2 optimizer steps per rollout"),
     (
         CURRENT | {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "global_batch_size": 64},

@@ -63,8 +63,10 @@ REFUSED = [
         "the framework's function scores .mis_loss_scoring: host.; rem",
     ),
     ({"mis_loss_scoring": "host"}, "mis_loss_scoring: host requires slime or Miles"),
-    ({"mis_loss_scoring": "fused", "loss_type": "policy_loss"}, "mis_loss_scoring: no effect, because --loss-type"),
-    ({"mis_loss_inplace": False, "loss_type": "policy_loss"}, "mis_loss_inplace: no effect, because --loss-type"),
+    (
+        {"mis_loss_scoring": "fused", "loss_type": "policy_loss"},
+        "mis_loss_scoring='fused': no effect, because --loss-type",
+    ),
 ]
 
 
