@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from mis_ext.keys.rows import FLAT_KEYS, PREFIXES, ROWS
+from mis_ext.keys.rows import FLAT_KEYS, PREFIXES, ROWS, TIS_OF_FRAMEWORKS
 from mis_ext.validation import Errors, check_known
 
 OF_OTHERS = {
@@ -29,17 +29,8 @@ OF_OTHERS = {
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
 """Other names that are refused, and what replaces them."""
-TIS_OF_FRAMEWORKS = {
-    "tis_clip": (2.0, "tis_upper_bound"),
-    "tis_clip_low": (0, "tis_mode: clip with tis_lower_bound"),
-}
-"""Bounds of the frameworks' built-in correction: the default, which is on every ``args``, and what replaces it."""
-INSTEAD_OF_NULL = {
-    "tis_level": "tis_level: none for no weight",
-    "tis_mode": "tis_mode: unbounded for no bound, tis_level: none for no weight",
-    "rs_level": "rs_level: none for rs_gates alone, use_rs: false for no gate",
-}
-"""Keys for which null could mean two things."""
+NO_NULL = {"tis_level": "none", "tis_mode": "unbounded", "rs_level": "none"}
+"""Keys for which null could mean two things: the default, and this word."""
 
 
 def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
@@ -53,10 +44,9 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     with wrong:
         if hints:
             raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")
-    for key, instead in INSTEAD_OF_NULL.items():
+    for key, word in NO_NULL.items():
         if key in given and given[key] is None:
-            with wrong:
-                raise ValueError(f"{key}: null could mean none or the default; write {instead}, or remove the key")
+            wrong.refuse([f"{key}: null could mean {word} or the default; write {key}: {word}, or remove the key"])
 
 
 def near_miss(name: str, keys: Collection[str]) -> str | None:

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
-from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, Level
+from mis_ext.correction.config import CorrectionConfig, Gate
 from mis_ext.files import preset_path, read_yaml
 from mis_ext.keys.reading import config_from_mapping
-from mis_ext.keys.rows import GATE_ROWS, VETOES
 from mis_ext.validation import errors_of
 
 
@@ -65,7 +63,8 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
         of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
         keys |= {f"tis_{name}": value for name, value in of_weight.items() if value is not None}
         keys |= {"tis_when": weight.when} if weight.when != "always" else {}
-    keys |= _keys_of_gates(config.gates)
+    if config.gates:
+        keys |= {"use_rs": True, "rs_level": "none", "rs_gates": [_gate_keys(gate) for gate in config.gates]}
     if config.normalize_over is not None:
         keys["tis_batch_normalize"] = True
         # If nothing is rejected both words mean the same, and valid is refused.
@@ -82,26 +81,6 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     return keys
 
 
-def _keys_of_gates(gates: Sequence[Gate]) -> dict[str, Any]:
-    """Keys of the filters, in their order: ``rs_gates`` for those without a key of their own."""
-    fields = [field for field in dataclasses.fields(Gate) if field.name in GATE_ROWS]
-    rest = [
-        {"statistic": gate.statistic, "reduce": gate.reduce}
-        | {field.name: getattr(gate, field.name) for field in fields if getattr(gate, field.name) != field.default}
-        for gate in gates
-    ]
-    vetoes: dict[str, Any] = {}
-    for name, (statistic, reduce, bound) in reversed(VETOES.items()):
-        last = rest[-1] if rest else {}
-        if bound in last and last == {"statistic": statistic, "reduce": reduce, bound: last[bound]}:
-            vetoes[name] = rest.pop()[bound]
-    band = rest[0] if rest and rest[0].keys() <= {"statistic", "reduce", "low", "high"} else {}
-    level = next((word for word in get_args(Level) if REDUCTIONS[word] == band.get("reduce")), None)
-    keys: dict[str, Any] = {}
-    if level is not None and band["statistic"] == "ratio":
-        rest.pop(0)
-        low, high = band.get("low", 0.0), band.get("high", math.inf)
-        keys = {"use_rs": True, "rs_level": level, "rs_lower_bound": low, "rs_upper_bound": high}
-    elif rest:
-        keys = {"use_rs": True, "rs_level": "none"}
-    return keys | ({"rs_gates": rest} if rest else {}) | vetoes
+def _gate_keys(gate: Gate) -> dict[str, Any]:
+    values = {field.name: getattr(gate, field.name) for field in dataclasses.fields(Gate)}
+    return {key: value for key, value in values.items() if value not in (None, "reject")}

@@ -14,10 +14,10 @@ REMOVED: dict[str, str] = {
     **{f"mis_ext.{name}": f"use mis_ext.tools.{name}" for name in ("cli", "diagnosis", "dumps", "explain", "report")},
     "--control": "use --engine-records, and audit a run that must differ by itself",
     "--provenance": "use --engine-records",
+    "rs_gates.level": "write reduce: token, sum (for sequence), mean (geometric), min, or max",
     "rs_gates.after": "remove the key: a filter judges all tokens of the response mask",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
-    "tis_normalize_scope: rollout": "write tis_normalize_scope: data_parallel",
     "preset gated_mis": (
         "write its keys: use_rs: true, rs_level: geometric, rs_lower_bound: 0.99, rs_upper_bound: 1.01, "
         "rs_veto_threshold: 1.0e-4, tis_batch_normalize: true"
@@ -32,7 +32,7 @@ REMOVED: dict[str, str] = {
 }
 """Replacements, by the name as users write it.
 
-A key, ``rs_gates.KEY``, or ``key: value`` as it is; ``preset NAME``; a flag with its dashes;
+A key, or ``rs_gates.KEY``; ``preset NAME``; a flag with its dashes;
 ``mis_ext.NAME``; ``mis-ext COMMAND``.
 """
 
@@ -43,15 +43,14 @@ def sentence(name: str) -> str | None:
 
 
 def refuse_removed(given: Mapping[str, Any]) -> None:
-    """Refuse removed keys, and removed values of keys.
+    """Refuse removed keys, also of filters.
 
     Raises:
-        ValueError: A key or its value was removed.
+        ValueError: A key was removed.
     """
     gates = given.get("rs_gates")
-    names = [*given, *(f"{key}: {value}" for key, value in given.items() if isinstance(value, str))]
-    for gate in gates if isinstance(gates, (list, tuple)) else ():
-        names += [f"rs_gates.{key}" for key in (gate if isinstance(gate, Mapping) else ())]
+    of_gates = [gate for gate in gates if isinstance(gate, Mapping)] if isinstance(gates, (list, tuple)) else []
+    names = [*given, *(f"rs_gates.{key}" for gate in of_gates for key in gate)]
     found = [text for text in map(sentence, dict.fromkeys(names)) if text is not None]
     if found:
         raise ValueError("; ".join(found))

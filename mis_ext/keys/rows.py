@@ -16,7 +16,6 @@ from mis_ext.correction.config import (
     BOUNDS,
     DEFAULT_UPPER_BOUND,
     GUARD_NAMES,
-    REDUCTIONS,
     Action,
     CorrectionConfig,
     Denominator,
@@ -88,12 +87,6 @@ def words(*choices: Any) -> Check:
 
 # --- values that are not a single number, word, or switch
 
-LEVELS: dict[str, Reduce] = {level: REDUCTIONS[level] for level in get_args(Level)} | {
-    "sequence_min": "min",
-    "sequence_max": "max",
-}
-"""The reduction over the tokens of a response for each word of ``level``."""
-
 
 def read_gates(key: str, value: Any) -> tuple[Gate, ...]:
     """The filters of a list of mappings."""
@@ -108,11 +101,7 @@ def read_gates(key: str, value: Any) -> tuple[Gate, ...]:
 def _gate(key: str, value: Any) -> Gate:
     fields = check_mapping(key, value)
     check_known(f"keys of {key}", fields, GATE_ROWS)
-    if "level" in fields and "reduce" in fields:
-        raise ValueError(f"{key}: level and reduce are two spellings; use one of them")
     with errors_of(key):
-        if "level" in fields:
-            fields["reduce"] = LEVELS[check_choice("level", fields.pop("level"), LEVELS)]
         return Gate(**fields)
 
 
@@ -264,11 +253,12 @@ FRAMEWORK_ROWS: dict[str, Key] = {
 
 ROWS = CORRECTION_ROWS | GROUP_ROWS | LOSS_ROWS | FRAMEWORK_ROWS
 FLAT_KEYS = (*CORRECTION_ROWS, *GROUP_ROWS, *LOSS_ROWS)
+TIS_OF_FRAMEWORKS = ("tis_clip", "tis_clip_low")
+"""Bounds of the frameworks' built-in correction, which mis_ext replaces."""
 
 GATE_ROWS: dict[str, Key] = {
     "statistic": Key(words(*STATISTICS), "ratio", "What is compared with the bounds."),
     "reduce": Key(words(Reduce), "token", "Reduction over the tokens of a response."),
-    "level": Key(words(*LEVELS), None, "Replaces reduce, in the words of rs_level."),
     "low": Key(number("[-inf,inf]"), None, "Smallest value that is kept."),
     "high": Key(number("[-inf,inf]"), None, "Largest value that is kept."),
     "action": Key(words(Action), "reject", "reject: masks the token; zero: gives it weight 0."),
@@ -295,7 +285,7 @@ FLAGS: dict[str, Key] = {
         *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
     ),
     **_flags(number("[0,inf]"), "eps_clip", "eps_clip_high"),
-    **_flags(number("(-inf,inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", "tis_clip", "tis_clip_low"),
+    **_flags(number("(-inf,inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS),
     **_flags(number("(1,inf]"), "eps_clip_c"),
     **_flags(number("[-inf,inf]"), "opsm_delta"),
     **_flags(words(KlType), "kl_loss_type"),

@@ -12,6 +12,7 @@ from rows import for_each
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight, compute_mis_weights
+from mis_ext.correction.config import REDUCTIONS
 
 # These bounds are far apart or near for what a ratio does in practice, and the package says so.
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
@@ -42,7 +43,7 @@ def assert_same(first: dict, second: dict) -> None:
 def test_bands_are_closed_a_ratio_on_the_edge_is_kept_and_not_counted_as_outside(level):
     samples = Samples([torch.tensor([-0.5, -1.0])], [torch.tensor([-0.5, -1.0])], [torch.ones(2)])
     for low, high in [(1.0, 1.09), (0.92, 1.0)]:
-        gate = gates_only({"level": level, "low": low, "high": high})
+        gate = gates_only({"reduce": REDUCTIONS[level], "low": low, "high": high})
         mode = ALL | {"tis_level": level, "tis_mode": "mask"}
         for keys in [gate, mode | {"tis_lower_bound": low, "tis_upper_bound": high}]:
             _, masks, metrics = call_hook(keys, samples)

@@ -276,9 +276,9 @@ def test_a_response_of_sixty_thousand_tokens_is_summed_without_losing_digits(lev
 
 def test_further_gates_must_all_pass_and_report_what_each_rejects():
     gates = [
-        {"level": "token", "low": 0.7, "high": math.inf},
-        {"level": "geometric", "low": 0.95, "high": 1.0625},
-        {"level": "sequence", "low": 0.2, "high": 4.0},
+        {"reduce": "token", "low": 0.7, "high": math.inf},
+        {"reduce": "mean", "low": 0.95, "high": 1.0625},
+        {"reduce": "sum", "low": 0.2, "high": 4.0},
     ]
     for count in range(1, 4):
         for gate in ["sequence gate", "token gate"]:

@@ -28,7 +28,7 @@ def settings() -> list[dict]:
             denominator = ["kept", "fixed"][index % 2]
             keys = correction_keys(weight, gate=gate, veto=veto, normalizer=normalizer, mis_denominator=denominator)
             out.append(keys)
-    gates = [{"level": "token", "low": 0.7, "high": 1.5}, {"level": "sequence", "low": 0.2, "high": 4.0}]
+    gates = [{"reduce": "token", "low": 0.7, "high": 1.5}, {"reduce": "sum", "low": 0.2, "high": 4.0}]
     out.append(correction_keys(("token", "truncate"), gate="geometric gate", rs_gates=gates))
     # The warning about too much rejection is given once, and then its watch ends.
     return [keys | ({"mis_max_reject_fraction": 1.0} if keys["use_tis"] else {}) for keys in out]

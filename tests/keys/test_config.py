@@ -61,7 +61,7 @@ def test_null_means_unset() -> None:
 
 
 def test_filters_without_a_band_need_no_bounds() -> None:
-    gate = "{statistic: k3, level: sequence, high: 0.1, action: zero}"
+    gate = "{statistic: k3, reduce: sum, high: 0.1, action: zero}"
     config = from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{gate}], rs_veto_threshold: 1.0e-4}}")
     assert config.gates == (Gate(statistic="k3", reduce="sum", high=0.1, action="zero"), Gate(reduce="min", low=1e-4))
     for idle in ("rs_lower_bound: 0.5", "rs_upper_bound: 2.0"):
@@ -72,16 +72,16 @@ def test_filters_without_a_band_need_no_bounds() -> None:
 
 
 GATES = {
-    "{level: token, high: 2.0}": Gate(reduce="token", high=2.0),
-    "{level: sequence, high: 2.0}": Gate(reduce="sum", high=2.0),
-    "{level: geometric, high: 1.01}": Gate(reduce="mean", high=1.01),
-    "{level: sequence_min, low: 0.1}": Gate(reduce="min", low=0.1),
-    "{level: sequence_max, high: 9.0}": Gate(reduce="max", high=9.0),
-    "{level: sequence_min, low: 0.1, statistic: proximal_probability}": Gate(
+    "{reduce: token, high: 2.0}": Gate(reduce="token", high=2.0),
+    "{reduce: sum, high: 2.0}": Gate(reduce="sum", high=2.0),
+    "{reduce: mean, high: 1.01}": Gate(reduce="mean", high=1.01),
+    "{reduce: min, low: 0.1}": Gate(reduce="min", low=0.1),
+    "{reduce: max, high: 9.0}": Gate(reduce="max", high=9.0),
+    "{reduce: min, low: 0.1, statistic: proximal_probability}": Gate(
         statistic="proximal_probability", reduce="min", low=0.1
     ),
     "{reduce: sum, statistic: k2, low: 0.0, high: 0.5}": Gate(statistic="k2", reduce="sum", high=0.5),
-    "{level: sequence_min, low: 0.1, high: .inf, statistic: proximal_probability}": Gate(
+    "{reduce: min, low: 0.1, high: .inf, statistic: proximal_probability}": Gate(
         statistic="proximal_probability", reduce="min", low=0.1
     ),
     "{reduce: max, low: 0.1, high: 9.0}": Gate(reduce="max", low=0.1, high=9.0),
@@ -92,7 +92,7 @@ GATES = {
 
 
 @pytest.mark.parametrize(("text", "gate"), GATES.items(), ids=GATES)
-def test_a_gate_is_spelled_by_reduce_or_by_level(text: str, gate: Gate) -> None:
+def test_a_filter_is_what_its_keys_say(text: str, gate: Gate) -> None:
     assert from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{text}]}}").gates == (gate,)
     flat = f"{{use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 3.0, rs_gates: [{text}]}}"
     assert from_yaml(flat).gates[1:] == (gate,)

@@ -96,9 +96,9 @@ REFUSED = {
     # The host's built-in correction, in whose place ours runs.
     "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* write tis_upper_bound",
     "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.* write tis_mode: clip with tis_",
-    "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none .*, or remove the key",
-    "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded .*, or remove the key",
-    "{use_tis: true, rs_level: null}": r"rs_level: null .* use_rs: false .*, or remove the key",
+    "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none, or remove the key",
+    "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded, or remove the key",
+    "{use_tis: true, rs_level: null}": r"rs_level: null .* write rs_level: none, or remove the key",
     # Homoglyphs are shown as what they are.
     "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level'\?\)",
     "{use_tis: true, tis_level: t\u043eken}": r"'t\\u043eken' \(did you mean 'token'\?\)",
@@ -114,19 +114,17 @@ def test_what_is_not_legal_is_refused_with_key_and_range(text: str, message: str
 
 REFUSED_GATES = {
     "{higj: 2.0}": r"unknown keys of rs_gates\[0\]: 'higj' \(did you mean 'high'\?\)",
-    "{level: token}": r"rs_gates\[0\]: a gate needs low or high",
-    "{level: token, low: 0.0, high: .inf}": r"rs_gates\[0\]: a gate needs low or high",
+    "{reduce: token}": r"rs_gates\[0\]: a gate needs low or high",
+    "{reduce: token, low: 0.0, high: .inf}": r"rs_gates\[0\]: a gate needs low or high",
     "{reduce: max, statistic: k3, low: 0.0}": r"rs_gates\[0\]: a gate needs low or high",
     "{reduce: max, statistic: probability_difference, high: 1.0}": r"a gate needs low or high",
     "{statistic: probability_gain, high: 1.5}": r"rs_gates\[0\]: high must be in \[-1, 1\], got 1.5",
     "{statistic: exp_abs_log_ratio, reduce: mean, high: 0.9}": r"high must be in \[1, inf\], got 0.9",
-    "{level: token, reduce: token, low: 0.5}": r"rs_gates\[0\]: level and reduce are two spellings",
-    "{level: mean, low: 0.5}": r"rs_gates\[0\]: level must be one of token \| sequence \| geometric",
     "{reduce: geometric, low: 0.5}": r"rs_gates\[0\]: reduce must be one of token \| sum",
     "{reduce: token, low: 2.0, high: 0.5}": r"rs_gates\[0\]: low must be below high",
     "{reduce: token, low: 0.5, action: drop}": r"rs_gates\[0\]: action must be one of reject \| zero",
     "{reduce: token, low: 0.5, name: 5}": r"rs_gates\[0\]: name must be made of letters.*got 5",
-    "{level: sequence_min, low: 0.1}, {level: sequence_min, low: 0.2}": r"two vetoes of the same kind",
+    "{reduce: min, low: 0.1}, {reduce: min, low: 0.2}": r"two vetoes of the same kind",
 }
 
 
@@ -188,9 +186,9 @@ WRONG_TYPES = {
     "{use_tis: 1}": r"use_tis must be true or false, got 1",
     "{use_tis: true, use_rs: 'yes'}": r"use_rs must be true or false",
     "{use_tis: true, tis_batch_normalize: 1}": r"tis_batch_normalize must be true or false",
-    "{use_tis: true, use_rs: true, rs_gates: {level: token}}": r"rs_gates must be a list",
+    "{use_tis: true, use_rs: true, rs_gates: {reduce: token}}": r"rs_gates must be a list",
     "{use_tis: true, use_rs: true, rs_gates: [[token]]}": r"rs_gates\[0\] must be a mapping, got \['token'\]",
-    "{use_tis: true, use_rs: true, rs_gates: [{level: token, high: '2'}]}": r"rs_gates\[0\]: high must be a number",
+    "{use_tis: true, use_rs: true, rs_gates: [{reduce: token, high: '2'}]}": r"rs_gates\[0\]: high must be a number",
     "{use_tis: true, use_rs: true, rs_gates: [{1: 2}]}": r"keys of rs_gates\[0\] must be strings, got 1",
     # The hosts' flags that we read.
     "{get_mismatch_metrics: 'false'}": r"get_mismatch_metrics must be true or false, got 'false' \(remove the quotes\)",

@@ -121,8 +121,9 @@ class Rules:
             rs_low, rs_high = low if rs_low is None else rs_low, high if rs_high is None else rs_high
             gates.append(Gate("rs_mask", keys.get("rs_level", "token"), rs_low, rs_high))
         # The gate of the flat keys is the first one.
+        levels = {"token": "token", "sum": "sequence", "mean": "geometric"}
         for index, extra in enumerate(keys.get("rs_gates") or [], start=2):
-            gates.append(Gate(f"rs_gate{index}", extra["level"], extra["low"], extra["high"]))
+            gates.append(Gate(f"rs_gate{index}", levels[extra["reduce"]], extra["low"], extra["high"]))
         if use_rs or not keys.get("rs_veto_requires_rs", False):
             gates += vetoes_of(keys)
         if keys.get("rs_max_staleness") is not None:
