@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mis_ext.hosts.own_trainer import compute_mis_weights as compute_mis_weights
     from mis_ext.hosts.own_trainer import correct_padded as correct_padded
     from mis_ext.hosts.own_trainer import scalars as scalars
-    from mis_ext.hosts.runs import session_for as session_for
     from mis_ext.hosts.session import Session as Session
+    from mis_ext.hosts.session import session_for as session_for
     from mis_ext.hosts.slime_miles.check_setup import check_setup as check_setup
     from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp as compute_mis_weights_with_cp
     from mis_ext.hosts.slime_miles.policy_loss import model_provider as model_provider

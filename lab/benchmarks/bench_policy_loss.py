@@ -46,7 +46,7 @@ import mis_ext
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, batch_loss
 from mis_ext.hosts.packing import pack
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import Scores

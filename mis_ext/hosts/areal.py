@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.own_trainer import scalars
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys
 

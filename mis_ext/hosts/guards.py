@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mis_ext.correction.config import GuardName
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 
-_CALLS_PER_LOOK = 8
+CALLS_PER_LOOK = 8
 
 
 class MismatchWarning(UserWarning):
@@ -43,7 +43,7 @@ class Monitor:
         self,
         judge: Callable[[list[float]], Any],
         *,
-        every: int = _CALLS_PER_LOOK,
+        every: int = CALLS_PER_LOOK,
         merge: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._judge, self._every, self._merge = judge, every, merge
@@ -113,16 +113,22 @@ def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
     return True
 
 
+class RankFailed(RuntimeError):
+    """Another rank failed: it joins no more collectives of the call."""
+
+
 def raise_if_failed(statuses: Sequence[float]) -> None:
     """Raise an error if a status names a rank on which a call failed."""
     rank = failed_rank(max(statuses))
     if rank is not None:
-        raise RuntimeError(f"a call failed on rank {rank}; the error of that rank says why")
+        raise RankFailed(f"a call failed on rank {rank}; the error of that rank says why")
 
 
 # --- the data of the first calls
 
 
+PAIRS = 7
+"""The place of the number of pairs of neighbors in :func:`data_sums`."""
 ENOUGH = 64
 """Response tokens, or pairs of neighbours, after which a check has judged."""
 _FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS = 8, 0.01
@@ -136,30 +142,13 @@ _SHIFT_FACTOR = 0.5
 _MAX_MEAN_ABS_DIFF = 0.3
 
 
-class DataSums(NamedTuple):
-    """Sums over this rank's tokens, which add up over calls.
-
-    ``nonfinite_*`` count response tokens, ``placeholders_*`` those with a finite ratio. ``gap`` sums absolute gaps,
-    ``first`` and ``second`` over pairs of neighbors, ``earlier`` and ``later`` with one side shifted by a token.
-    Differences are bounded, so that one absurd log-prob does not decide.
-    """
-
-    response: float
-    valid: float
-    nonfinite_engine: float
-    nonfinite_trainer: float
-    placeholders_engine: float
-    placeholders_trainer: float
-    gap: float
-    pairs: float
-    first: float
-    second: float
-    earlier: float
-    later: float
-
-
 def data_sums(streams: PackedStreams) -> Tensor:
-    """The numbers of :class:`DataSums` in float64, on the device of the tokens."""
+    """Sums over this rank's tokens, float64, which add up over calls; :func:`findings_in` has their names.
+
+    The counts of non-finite values are of response tokens, those of placeholders of tokens with a finite ratio.
+    ``gap`` sums absolute gaps, ``first`` and ``second`` over pairs of neighbors, ``earlier`` and ``later`` with one
+    side shifted by a token. Differences are bounded, so that one absurd log-prob does not decide.
+    """
     tokens = streams.tokens
     layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid, tokens.log_pi, tokens.log_mu
     response_T = layout.local_part(streams.response_mask_R) != 0
@@ -187,38 +176,39 @@ def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: Pack
     return usual_T & ((side_T < _SENTINEL) | is_zero_T | layout.spread(is_constant_S))
 
 
-def findings_in(sums: DataSums) -> Iterator[tuple[GuardName | None, str]]:
+def findings_in(numbers: Sequence[float]) -> Iterator[tuple[GuardName | None, str]]:
     """The mistakes that the sums show, each with the guard that stops the run; without one it only warns."""
-    nonfinite = {"engine": sums.nonfinite_engine, "trainer": sums.nonfinite_trainer}
+    response, valid, no_engine, no_trainer, of_engine, of_trainer, gap, pairs, first, second, earlier, later = numbers
+    nonfinite = {"engine": no_engine, "trainer": no_trainer}
     side = max(nonfinite, key=nonfinite.__getitem__)
-    if sums.response >= ENOUGH and nonfinite[side] > 0.5 * sums.response:
+    if response >= ENOUGH and nonfinite[side] > 0.5 * response:
         yield (
             "missing_log_probs",
-            f"{nonfinite[side] / sums.response:.1%} of the response tokens have a non-finite {side} log-prob and are "
+            f"{nonfinite[side] / response:.1%} of the response tokens have a non-finite {side} log-prob and are "
             "masked. Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: "
             "logprobs). See mis_nonfinite_token_fraction.",
         )
-    for side, count in (("Engine", sums.placeholders_engine), ("Trainer", sums.placeholders_trainer)):
-        if count >= max(_FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS * sums.valid):
+    for side, count in (("Engine", of_engine), ("Trainer", of_trainer)):
+        if count >= max(_FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS * valid):
             yield (
                 "degenerate_behavior",
-                f"{side} log-probs are placeholders: {count:.0f} of {sums.valid:.0f} response tokens have a log-prob "
+                f"{side} log-probs are placeholders: {count:.0f} of {valid:.0f} response tokens have a log-prob "
                 "below -1000, 0 where the other side is below -1, or the same in the whole response. Request "
                 "log-probs from the engine (SGLang: return_logprob=True, vLLM: logprobs=0), or set loss_mask to 0 for "
                 "these tokens. Greedy sampling also returns 0.",
             )
-    aligned, shifted = min(sums.first, sums.second), min(sums.earlier, sums.later)
-    if sums.pairs >= ENOUGH and shifted < _SHIFT_FACTOR * aligned:
+    aligned, shifted = min(first, second), min(earlier, later)
+    if pairs >= ENOUGH and shifted < _SHIFT_FACTOR * aligned:
         yield (
             "shifted_log_probs",
-            f"Log-probs are shifted by one token: the mean |trainer - engine| difference is {aligned / sums.pairs:.3g} "
-            f"nats, and {shifted / sums.pairs:.3g} when one side is shifted. Score position p with the logits of "
+            f"Log-probs are shifted by one token: the mean |trainer - engine| difference is {aligned / pairs:.3g} "
+            f"nats, and {shifted / pairs:.3g} when one side is shifted. Score position p with the logits of "
             "position p - 1, on both sides.",
         )
-    elif sums.valid >= ENOUGH and sums.gap > _MAX_MEAN_ABS_DIFF * sums.valid:
+    elif valid >= ENOUGH and gap > _MAX_MEAN_ABS_DIFF * valid:
         yield (
             None,
-            f"Mean |trainer - engine| log-prob difference is {sums.gap / sums.valid:.2f} nats per token (limit: "
+            f"Mean |trainer - engine| log-prob difference is {gap / valid:.2f} nats per token (limit: "
             f"{_MAX_MEAN_ABS_DIFF:g}). Possible causes: stale engine weights; re-tokenized samples; top-p, top-k, or "
             'min-p sampling; very low engine precision. Run "mis-ext report" on a rollout dump to identify the cause.',
         )

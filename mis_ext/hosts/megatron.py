@@ -30,7 +30,7 @@ from mis_ext.hosts.packing import (
     stack_mask_sums,
     unpack,
 )
-from mis_ext.hosts.runs import Run, shared_run
+from mis_ext.hosts.session import Run, shared_run
 from mis_ext.hosts.whole_loss import loss_work, packed_loss, present, tokens_for
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import RunConfig

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups
+
+Refuse = Callable[[Sequence[float]], None]
+"""Refuses values by their smallest and largest."""
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:

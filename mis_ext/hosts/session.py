@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session: the configuration of a run, and the checks of its calls."""
+"""Runs: the configuration that is read of ``args``, and the session that checks the calls.
+
+Nothing else reads ``args``, whatever kind of object it is. The frameworks give a correction function nowhere to keep
+anything, so it is kept here and not on ``args``: Megatron pickles ``args`` into every checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,24 +24,27 @@ from mis_ext.correction.correct import Correction, check_streams, correct, due_o
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.guards import (
+    CALLS_PER_LOOK,
     ENOUGH,
-    DataSums,
+    PAIRS,
     MismatchWarning,
     Monitor,
+    RankFailed,
     data_sums,
     findings_in,
     is_capturing,
     raise_if_failed,
     warn_of_rejection,
 )
-from mis_ext.hosts.packing import extremes_of, pack, refuse_divisors, refuse_mask, refuse_mask_sums
-from mis_ext.keys.reading import config_given
+from mis_ext.hosts.packing import Refuse, extremes_of, pack, refuse_divisors, refuse_mask
+from mis_ext.keys.names import OF_OTHERS
+from mis_ext.keys.reading import RunConfig, config_given, read_config
+from mis_ext.keys.rows import ARGUMENTS
 from mis_ext.validation import check_tensors
 
 if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
 
-Refuse = Callable[[Sequence[float]], None]
 _NO_LAGS = (
     "mis_staleness: nobody gives the lag of the tokens: in slime and Miles --rollout-data-postprocess-path "
     "mis_ext.prepare_rollout does, elsewhere the argument lag"
@@ -58,11 +66,7 @@ class Session:
         self._data = Monitor(self._judge_data, every=1, merge=torch.add)
         self._rejection = Monitor(partial(warn_of_rejection, self.config.max_reject_fraction))
         self._status = Monitor(raise_if_failed, every=1, merge=torch.maximum)
-        self._ranges: dict[Refuse, Monitor] = {
-            refuse_mask: Monitor(refuse_mask),
-            refuse_mask_sums: Monitor(refuse_mask_sums),
-            refuse_divisors: Monitor(refuse_divisors, every=1),
-        }
+        self._ranges: dict[Refuse, Monitor] = {}
         self._is_first_rank = True
         self._told: set[GuardName | None] = set()
         self._met: set[tuple[int, ...]] = set()
@@ -116,7 +120,7 @@ class Session:
         if not groups.is_alone:
             self._hear(correction.status)
 
-    @contextmanager
+    @contextlib.contextmanager
     def local_work(
         self,
         response_lengths: Sequence[int],
@@ -135,21 +139,37 @@ class Session:
             yield
         except Exception:
             # The first error is raised, even if a group fails too.
-            with suppress(Exception):
+            with contextlib.suppress(Exception):
                 if corrects and not groups.is_alone:
                     self.tell_failure(response_lengths, groups=groups, device=device)
-            with suppress(Exception):
+            with contextlib.suppress(Exception):
                 due_status(status_groups, device=device).tell()
             raise
 
-    def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> None:
+    def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> Exception | None:
         """Exchange with other ranks whether a call failed, if no correction does.
 
+        Returns:
+            An error of this rank after the exchange, of which the others do not know.
+
         Raises:
-            RuntimeError: Another rank failed.
+            RankFailed: Another rank failed.
         """
-        if groups:
-            self._hear(status_of_ranks(groups, device=device))
+        if not groups:
+            return None
+        due = due_status(groups, device=device)
+        with due.told_of_errors():
+            status = torch.full((1,), -torch.inf, device=device)
+            for group in groups[:-1]:
+                status = due.gather(status, group).amax(0)
+            statuses = due.gather(status, groups[-1])
+        try:
+            self._hear(statuses.amax())
+        except RankFailed:
+            raise
+        except Exception as error:
+            return error
+        return None
 
     def meet(self, groups: Groups, *, device: torch.device) -> None:
         """Check in the first call with these groups that all ranks could read their keys.
@@ -167,16 +187,13 @@ class Session:
             raise_if_failed([float(status)])
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
-        """Refuse values by the smallest and largest of them; on a GPU in the first and some later calls.
-
-        Args:
-            values: Of any shape.
-            refuse: ``refuse_mask``, ``refuse_divisors``, or ``refuse_mask_sums``.
+        """Refuse values by the smallest and largest of them; masks in the first and some later calls.
 
         Raises:
             ValueError: A value is not legal.
         """
-        self._ranges[refuse].observe(extremes_of, values, on=values)
+        every = 1 if refuse is refuse_divisors else CALLS_PER_LOOK
+        self._ranges.setdefault(refuse, Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn if ``mis_guard`` allows it or nothing is corrected."""
@@ -227,11 +244,120 @@ class Session:
         self._status.observe(torch.atleast_1d, status, on=status)
 
     def _judge_data(self, numbers: list[float]) -> bool:
-        sums = DataSums(*numbers)
-        for guard, message in findings_in(sums):
+        for guard, message in findings_in(numbers):
             if guard is not None and self.config.stops(guard):
                 self.report(guard, message)
             elif guard not in self._told and (guard is not None or self._is_first_rank):
                 self._told.add(guard)
                 self.warn(message)
-        return sums.pairs >= ENOUGH
+        return numbers[PAIRS] >= ENOUGH
+
+
+# --- the run of each args
+
+
+NOT_READ = "not read"
+"""The value of an argument that mis_ext does not read. Its name may be a misspelled key."""
+
+_MAX_HELD = 64
+
+
+def read_argument(args: Any, name: str) -> Any:
+    """``args.name``, None where there is none: of a namespace, a dataclass, a wrapper, or a mapping."""
+    return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+
+def all_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments of a configuration, and the names of all others, to find misspellings.
+
+    Includes attributes of classes, properties, and the arguments of a wrapper. Others' properties are not called.
+    """
+    names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
+    values = {name: read_argument(args, name) for name in ARGUMENTS}
+    # A wrapper may say None for whatever it does not have: that is not the null of a file.
+    ours = {name: value for name, value in values.items() if value is not None or name in names}
+    ours |= {name: read_argument(args, name) for name in names if name in OF_OTHERS}
+    return dict.fromkeys(names, NOT_READ) | ours
+
+
+class Run(NamedTuple):
+    """The settings of a run, read from its arguments, and the state that it keeps between calls."""
+
+    config: RunConfig
+    session: Session
+
+    def check_rollout(self) -> None:
+        """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
+        key = self.config.group and self.config.group.needs_rollout
+        if key and not self.session.rollout_seen:
+            raise ValueError(
+                f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
+                "--rollout-data-postprocess-path, or call it in the function there"
+            )
+
+
+_runs: dict[int | str, tuple[Run, Any]] = {}
+"""The runs by the identity of their ``args``, or by the content of a mapping; and ``args`` without weak references."""
+
+
+def session_for(args: Any) -> Session:
+    """Return the session of this ``args`` object."""
+    return current_run(args).session
+
+
+def current_run(args: Any, *, whole_loss: bool = False) -> Run:
+    """The run of this ``args`` object, or of mappings with this content, which is read once.
+
+    Args:
+        args: A namespace, a dataclass, a wrapper, or a mapping; the same object for all micro-batches of a run.
+        whole_loss: Whether to read and check the full policy loss too.
+    """
+    # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and
+    # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
+    key = repr(dict(args)) if isinstance(args, Mapping) else id(args)
+    before, _ = _runs.get(key, (None, None))
+    if before is not None and (before.config.whole_loss is not None or not whole_loss):
+        return before
+    given = all_arguments(args)
+    config = read_config(given, whole_loss=whole_loss)
+    session = Session(config.correction) if before is None else before.session
+    if config.double_correction is not None:
+        session.report("double_correction", config.double_correction)
+    if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
+        session.warn(
+            "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
+            "to measure only, use yaml/metrics_only.yaml"
+        )
+    run = Run(config, session)
+    _keep(key, run, args)
+    return run
+
+
+def _keep(key: int | str, run: Run, args: Any) -> None:
+    """Keep the run as long as ``args`` exists; of those without weak references and of mappings, the last ones."""
+    _runs[key] = run, args
+    if isinstance(key, int):
+        with contextlib.suppress(TypeError):
+            weakref.finalize(args, _runs.pop, key, None)
+            _runs[key] = run, None
+    held = [other for other, (_, kept) in _runs.items() if kept is not None]
+    for other in held[:-_MAX_HELD]:
+        del _runs[other]
+
+
+def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
+    """:func:`current_run` of ranks that share a call: all raise in the first call if one cannot read its keys.
+
+    Raises:
+        ValueError: A key is wrong.
+        TypeError: A key has the wrong type.
+        RuntimeError: Another rank failed.
+    """
+    try:
+        run = current_run(args, whole_loss=whole_loss)
+    except Exception:
+        due_status(groups.started_together, device=device).tell()
+        raise
+    if not groups.is_alone:
+        run.session.meet(groups, device=device)
+    return run

@@ -21,8 +21,7 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
-from mis_ext.hosts.runs import Run, all_arguments, read_argument, shared_run
-from mis_ext.hosts.session import Session
+from mis_ext.hosts.session import Run, Session, all_arguments, read_argument, shared_run
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import GROUPS_ELSEWHERE, refuse_idle
 from mis_ext.loss.objective import LossTokens
@@ -386,7 +385,7 @@ def packed_loss(
             token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
         if make_reducer is not None:
             reducer = make_reducer(correction)
-    session.exchange_status(told, device=mask_R.device)
+    failed = session.exchange_status(told, device=mask_R.device)
     found = compute_policy_loss(
         settings,
         tokens,
@@ -396,6 +395,9 @@ def packed_loss(
         extra_metrics=extra_metrics,
         # Ranks that have waited in the sums of the loss learn behind them of an error between two.
         telling=telling(),
+        failed=failed,
     )
-    session.exchange_status(told, device=mask_R.device)
+    failed = session.exchange_status(told, device=mask_R.device)
+    if failed is not None:
+        raise failed
     return found

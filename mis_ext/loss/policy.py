@@ -85,6 +85,7 @@ def compute_policy_loss(
     reducer: Reducer | None = None,
     extra_metrics: frozenset[str] = frozenset(),
     telling: contextlib.AbstractContextManager[None] | None = None,
+    failed: Exception | None = None,
 ) -> PolicyLoss:
     """Loss and metrics of a micro-batch.
 
@@ -96,11 +97,14 @@ def compute_policy_loss(
         reducer: From the loss of each local token to its sum, instead of ``settings.denominator``.
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
         telling: Around the sums: after an error a rank joins those that are left, and leaves it to this to tell.
+        failed: An error of this rank while the others already wait in the sums; it is raised after them.
     """
     dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
     with telling or contextlib.nullcontext():
         try:
+            if failed is not None:
+                raise failed
             found = _sums(settings, tokens, reductions, correction, token_metrics, reducer, extra_metrics)
         except Exception:
             # What was wrong first is raised, also where a group itself is broken.

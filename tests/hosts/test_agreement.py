@@ -19,6 +19,7 @@ import mis_ext
 from mis_ext import prepare_rollout
 from mis_ext.correction import correct
 from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.hosts.guards import RankFailed
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 KEYS = {
@@ -275,7 +276,7 @@ def test_of_several_failed_ranks_each_raises_its_own_error() -> None:
         return call(rank, batch, args_of())
 
     outcomes = run_ranks(work, cp_size=2, dp_size=2)
-    assert [type(outcome) for outcome in outcomes] == [RuntimeError, RuntimeError, ValueError, ValueError]
+    assert [type(outcome) for outcome in outcomes] == [RankFailed, RankFailed, ValueError, ValueError]
     assert "failed on rank 3;" in str(outcomes[0])
 
 
@@ -311,7 +312,7 @@ def test_a_guard_fires_in_a_later_call_on_all_ranks() -> None:
         return None
 
     # Eleven pairs a call: the sixth is the first that has seen enough.
-    assert run_ranks(work, dp_size=2) == [(5, RuntimeError), (5, ValueError)]
+    assert run_ranks(work, dp_size=2) == [(5, RankFailed), (5, ValueError)]
 
 
 @layouts

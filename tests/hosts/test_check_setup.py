@@ -16,7 +16,7 @@ from hook_batches import make_batch
 
 import mis_ext
 from mis_ext.frameworks import MILES
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 
 PATH = "mis_ext.check_setup"
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}

@@ -12,7 +12,7 @@ import torch
 
 import mis_ext
 from mis_ext.hosts import session as sessions
-from mis_ext.hosts.runs import session_for
+from mis_ext.hosts.session import session_for
 
 LOWEST = {
     "-1e9": -1e9,

@@ -27,7 +27,7 @@ from zigzag import take
 import mis_ext
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_scores, plain_scores
-from mis_ext.hosts.runs import shared_run
+from mis_ext.hosts.session import shared_run
 from mis_ext.loss.policy import MILES_METRICS
 
 WORLD = 4

@@ -14,7 +14,7 @@ import torch
 
 import mis_ext
 from mis_ext.hosts.rollout_data import TokenLags
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.methods import METHODS
 
 ROLLOUT = {

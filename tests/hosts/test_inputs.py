@@ -180,11 +180,11 @@ def masked_calls(mask: torch.Tensor) -> dict[str, Callable[[], object]]:
     padded = {"behavior_logprobs": behavior[0][None], "response_mask": mask[None]}
     loss = padded | {"current_logprobs": proximal[0][None], "advantages": torch.ones(1)}
     config = mis_ext.CorrectionConfig()
-    layout = mis_ext.PackedLayout.whole([10])
+    layout, keys = mis_ext.PackedLayout.whole([10]), argparse.Namespace
     packed = mis_ext.PackedStreams(proximal[0], behavior[0], mask, layout)
     rollout = batch | {"log_probs": proximal, "advantages": [torch.zeros(10)]}
     rollout |= {"rewards": [0.0], "sample_indices": [0], "rollout_ids": [0]}
-    rollout_args = argparse.Namespace(use_tis=True, mis_group_over="kept", n_samples_per_prompt=1)
+    rollout_args = keys(use_tis=True, mis_group_over="kept", n_samples_per_prompt=1)
     logits = torch.randn(1, 15, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
     whole = batch | {"unconcat_tokens": [torch.arange(15)], "advantages": [torch.ones(10)], "log_probs": proximal}
     return {
@@ -196,13 +196,13 @@ def masked_calls(mask: torch.Tensor) -> dict[str, Callable[[], object]]:
             mis_ext.Session(config), proximal_logprobs=proximal[0][None], **padded
         ),
         "Session.correct": lambda: mis_ext.Session(config).correct(packed),
-        "policy_loss_from_log_probs": lambda: mis_ext.policy_loss_from_log_probs({}, **loss),
-        "policy_loss_from_log_probs, corrected": lambda: mis_ext.policy_loss_from_log_probs({"use_tis": True}, **loss),
+        "policy_loss_from_log_probs": lambda: mis_ext.policy_loss_from_log_probs(keys(), **loss),
+        "policy_loss_from_log_probs, corrected": lambda: mis_ext.policy_loss_from_log_probs(keys(use_tis=True), **loss),
         "policy_loss_from_log_probs, packed": lambda: mis_ext.policy_loss_from_log_probs(
-            {}, current_logprobs=proximal[0], advantages=torch.ones(10), response_mask=mask, layout=layout
+            keys(), current_logprobs=proximal[0], advantages=torch.ones(10), response_mask=mask, layout=layout
         ),
-        "policy_loss": lambda: mis_ext.policy_loss(argparse.Namespace(loss_type="custom_loss"), whole, logits),
-        "make_loss_func": lambda: mis_ext.make_loss_func({}, whole)(logits),
+        "policy_loss": lambda: mis_ext.policy_loss(keys(loss_type="custom_loss"), whole, logits),
+        "make_loss_func": lambda: mis_ext.make_loss_func(keys(), whole)(logits),
         "prepare_rollout": lambda: mis_ext.prepare_rollout(rollout_args, 0, rollout),
         "report": lambda: Part.of_lists(proximal=proximal, behavior=behavior, masks=[mask]),
     }

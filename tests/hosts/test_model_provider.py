@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mis_ext
 from mis_ext.frameworks import MILES, SLIME, find_framework
 from mis_ext.hosts.megatron import Head, NoLogits
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.hosts.slime_miles import policy_loss as provider
 

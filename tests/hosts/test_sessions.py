@@ -17,8 +17,8 @@ from hook_batches import make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.hosts import runs
-from mis_ext.hosts.runs import all_arguments, read_argument, session_for
+from mis_ext.hosts import session as runs
+from mis_ext.hosts.session import all_arguments, read_argument, session_for
 
 KEYS = {"use_tis": True, "tis_level": "sequence", "tis_upper_bound": 3.0, "use_rs": True, "rs_level": "geometric"}
 KEYS |= {"rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "qkv_format": "thd", "calculate_per_token_loss": True}

@@ -17,7 +17,7 @@ from zigzag import take
 import mis_ext
 from mis_ext import PackedLayout
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.methods import METHODS
 
 STREAMS = {

@@ -10,7 +10,7 @@ import torch
 
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS

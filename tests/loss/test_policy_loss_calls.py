@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import mis_ext
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.reading import read_config
 from mis_ext.keys.rows import ARGUMENTS, ROWS

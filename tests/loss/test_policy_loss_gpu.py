@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, batch_loss
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
 

@@ -16,7 +16,7 @@ from thread_ranks import Rank, run_ranks
 
 from mis_ext import PackedLayout
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods import METHODS, KlTerm, Method, PairGate, Ratio
 from mis_ext.methods.batch import MISMATCH, TOTAL

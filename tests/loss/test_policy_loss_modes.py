@@ -9,7 +9,7 @@ from loss_cases import GATES, HOOK, KL, SEQUENCES
 from mis_ext import CorrectionConfig, compute_mis_weights, config_from_mapping
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 
 PLAIN = Host(Groups(), plain_scores)
 BEHAVIOR = {"use_rollout_logprobs": True}

@@ -11,7 +11,7 @@ from host_stand_ins import HOSTS, called, running
 from loss_cases import GATES, HOOK, KL, SEQUENCES
 
 import mis_ext
-from mis_ext.hosts.runs import current_run, session_for
+from mis_ext.hosts.session import current_run, session_for
 
 CURRENT = {"mis_loss_proximal": "current"}
 SKIPS = CURRENT | {"use_rollout_logprobs": True}

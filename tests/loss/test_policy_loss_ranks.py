@@ -17,7 +17,7 @@ import mis_ext
 from mis_ext.correction import collectives
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_scores, plain_scores
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import Session, current_run
 from mis_ext.loss.policy import MILES_METRICS, groups_of_sums
 from mis_ext.methods import batch as batch_sums
 from mis_ext.scoring import Scores, score_tokens
@@ -215,6 +215,25 @@ def test_an_error_between_two_sums_of_a_loss_is_told_behind_them(dp_size, keys, 
     assert isinstance(good[0], torch.Tensor)
     assert (num_sums > 0) is good[1]
     assert fails_before == num_sums
+
+
+@pytest.mark.parametrize(
+    ("keys", "dp_size"), [(AVERAGED, 1), (AVERAGED, 2), ({"use_opsm": True, "opsm_delta": 1e-4}, 1)]
+)
+def test_an_error_between_the_status_and_the_sums_is_told_behind_them(keys, dp_size) -> None:
+    hear = Session._hear
+
+    def hear_or_fail(session: Session, status: torch.Tensor) -> None:
+        if current_rank() == 1:
+            raise torch.OutOfMemoryError("out of memory, says the test")
+        hear(session, status)
+
+    with mock.patch.object(Session, "_hear", hear_or_fail):
+        good, bad = run_ranks(
+            lambda rank: failing_on_rank_1(rank, keys, MILES_METRICS), cp_size=3 - dp_size, dp_size=dp_size
+        )
+    assert isinstance(bad[0], torch.OutOfMemoryError)
+    assert_told(*good, is_corrected=False)
 
 
 def assert_told(good, is_waiting, *, is_corrected) -> None:

@@ -21,7 +21,7 @@ import mis_ext
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.frameworks import SLIME
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles.policy_loss import find_host, find_ranks, kept_columns
 
 OF_LARGEST = 2e-6

@@ -10,7 +10,7 @@ from test_policy_loss_scoring import HOT, assert_same, of_lengths
 from torch.profiler import ProfilerActivity, profile
 
 from mis_ext.hosts.megatron import batch_loss
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles.policy_loss import IDS, OFFSETS, find_host, find_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -7,7 +7,7 @@ import torch
 from host_stand_ins import HOSTS, called, running
 
 import mis_ext
-from mis_ext.hosts.runs import current_run
+from mis_ext.hosts.session import current_run
 from mis_ext.keys.rows import DEFAULT_SCORING
 from mis_ext.loss.policy import MILES_METRICS
 

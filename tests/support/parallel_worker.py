@@ -28,7 +28,7 @@ from zigzag import local_tokens, take
 
 import mis_ext
 from mis_ext.hosts.rollout_data import TokenLags
-from mis_ext.hosts.runs import session_for
+from mis_ext.hosts.session import session_for
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
 *IN_LONG_RUNS, _ = TOPOLOGIES.values()

@@ -20,7 +20,7 @@ from mis_ext.correction.collectives import gather_objects
 from mis_ext.files import names_in_yaml
 from mis_ext.frameworks import find_framework
 from mis_ext.hosts.megatron import MISSING, refuse_host_scoring
-from mis_ext.hosts.runs import all_arguments, current_run, read_argument
+from mis_ext.hosts.session import all_arguments, current_run, read_argument
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_missing_logits
 from mis_ext.hosts.whole_loss import refuse_missing

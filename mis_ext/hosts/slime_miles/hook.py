@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
-from mis_ext.hosts.runs import Run, shared_run
+from mis_ext.hosts.session import Run, shared_run
 
 
 def compute_mis_weights_with_cp(

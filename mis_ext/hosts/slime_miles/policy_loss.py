@@ -35,7 +35,7 @@ from mis_ext.hosts.megatron import (
     positive_temperature,
 )
 from mis_ext.hosts.packing import batch_layout, pack
-from mis_ext.hosts.runs import current_run, read_argument, shared_run
+from mis_ext.hosts.session import current_run, read_argument, shared_run
 from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores

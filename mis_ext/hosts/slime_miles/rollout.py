@@ -16,8 +16,7 @@ from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_meg
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, stack_mask_sums, unpack
 from mis_ext.hosts.rollout_data import TokenLags, pack_rollout
-from mis_ext.hosts.runs import all_arguments, current_run
-from mis_ext.hosts.session import Session
+from mis_ext.hosts.session import Session, all_arguments, current_run
 from mis_ext.keys.group_keys import GroupConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
