@@ -61,10 +61,8 @@ def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
 
 
 def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
-    """Return True if far responses have most of k3, and more than kernels give: responses that loop are far, too."""
-    far = float(tokens.k3_S[far_S].sum())
-    of_kernels = limit.KERNEL_K3 * float(tokens.num_S[far_S].sum())
-    return far >= limit.MAIN_SHARE * float(tokens.k3_S.sum()) and far > of_kernels
+    """Return True if the k3 of far responses is more than kernels give: responses that loop are far, too."""
+    return float(tokens.k3_S[far_S].sum()) > limit.KERNEL_K3 * float(tokens.num_S[far_S].sum())
 
 
 def _upper(values_N: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ def _attributes(tokens: Evidence, known_S: Tensor, far_N: Tensor) -> Iterator[tu
 @cause(
     name="packed_responses",
     title="packed responses that see each other",
-    looks_like="Two groups of responses differ by a factor of 3. One in every 2 to 8 responses, the first of a "
+    looks_like="Two groups of responses differ by a factor of 3. One in every 2 to 20 responses, the first of a "
     "packed row, agrees",
     advice="Score one response alone and compare: mis_ext.onpolicy.check_packing does both. Reset the recurrent "
     "state, the positions and the attention mask at each boundary of a packed row (cu_seqlens).",

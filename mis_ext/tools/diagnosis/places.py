@@ -79,26 +79,26 @@ def prefix(left: Left) -> Found | None:
     # A prefix that all share shows in all turns, one of the conversation behind the first only.
     for where, chosen in {"": tokens, " after the first": later}.items():
         begin, end = _ends_of(chosen)
-        ends = Place.of(chosen.where((chosen.place_T >= begin) & (chosen.place_T < end)))
-        before = chosen.where(chosen.place_T < begin)
-        beginnings = (Place.of(before.where(before.place_T < last)) for last in limit.PLACES[1:3])
         times = 1.0 if begin == limit.PLACES[3] else limit.SHORT_FACTOR
-        begins = next((each for each in beginnings if each.stands_out_of(ends, times)), None)
-        if begins is not None:
-            return prefix.found(
-                confidence="possible",
-                evidence=f"uncertain tokens differ by {begins.shift[0]:.2g} (1 - p) nats early in a turn{where}, by "
-                f"{ends.shift[0]:.2g} from place {begin} on, and have a k3 of {begins.size[0]:.2g} and "
-                f"{ends.size[0]:.2g}",
-                k3_share=Place.of(before).excess_over(ends) / total if total else math.nan,
-                alternatives=(
-                    "another prompt, chat template or context",
-                    OTHER_CACHES,
-                    "stale weights of the first tokens, where weights change within responses",
-                    "other kernels for the prefill",
-                    "low precision, or old weights, that move the first tokens of a response more than later ones",
-                ),
-            )
+        fading = ((last, begin, end, times) for last in limit.PLACES[1:3])
+        for last, first, behind, factor in (*fading, (limit.STEP[0], *limit.STEP, 1.0)):
+            begins, before = (Place.of(chosen.where(chosen.place_T < each)) for each in (last, first))
+            ends = Place.of(chosen.where((chosen.place_T >= first) & (chosen.place_T < behind)))
+            if begins.stands_out_of(ends, factor):
+                return prefix.found(
+                    confidence="possible",
+                    evidence=f"uncertain tokens differ by {begins.shift[0]:.2g} (1 - p) nats early in a turn{where}, "
+                    f"by {ends.shift[0]:.2g} from place {first} on, and have a k3 of {begins.size[0]:.2g} and "
+                    f"{ends.size[0]:.2g}",
+                    k3_share=before.excess_over(ends) / total if total else math.nan,
+                    alternatives=(
+                        "another prompt, chat template or context",
+                        OTHER_CACHES,
+                        "stale weights of the first tokens, where weights change within responses",
+                        "other kernels for the prefill",
+                        "low precision, or old weights, that move the first tokens of a response more than later ones",
+                    ),
+                )
     others, one = Place.of(later), Place.of(tokens.where(tokens.turn_T == 0))
     if not others.stands_out_of(one):
         return None

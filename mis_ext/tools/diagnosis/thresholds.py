@@ -73,7 +73,7 @@ GROUP_FACTOR, MIN_GROUP_SIZE = 3.0, 3
 MAX_BETWEEN, GROUP_SPREAD = 0.2, 0.05
 """Of the smaller group, so many responses at most are in the middle third between both medians. The least standard
 deviation of a group, in log units: a response is a sample itself."""
-TELLS_APART, MAX_PERIOD = 0.9, 8
+TELLS_APART, MAX_PERIOD = 0.9, 20
 """Balanced accuracy with which one attribute tells two groups apart; the longest period of a row of responses."""
 MIN_STILL, MIN_ROOM, MOVED_FACTOR = 0.5, 1e-6, 5.0
 """Another text is as frequent where weights have not moved, by chance half as frequent at least. They have moved in
@@ -98,8 +98,9 @@ MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
 
 # --- places
 
-PLACES = (0, 8, 32, 64, 256)
-"""Starts of the places of a turn: a prefix shows in the first two, the fourth is the reference."""
+PLACES, STEP = (0, 8, 32, 64, 256), (4, 16)
+"""Starts of the places of a turn: a prefix shows in the first two, the fourth is the reference. Or as a step between so
+many tokens and the next ones, which noise that fades does not have."""
 SHORT_FACTOR = 2.0
 """Factor of the limits if turns end before the fourth place, because noise fades within the reference."""
 PER_OCTAVE, FIRST_LATE = 4, 20
