@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,26 +68,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ValueError(f"{path}: expected names as keys, got {key!r} of type {type(key).__name__}")
     return content
-
-
-def names_in_yaml(text: bytes, *, once: Collection[str]) -> list[str]:
-    """The names at the top of a file that somebody else reads, who may take what :func:`read_yaml` does not.
-
-    Args:
-        text: The content of the file.
-        once: Names that may be there once, as every name below them.
-    """
-    loader = _Loader(text)
-    root = loader.get_single_node()
-    if not isinstance(root, yaml.MappingNode):
-        return []
-    try:
-        mine = [(key, value) for key, value in root.value if isinstance(key, yaml.ScalarNode) and key.value in once]
-        loader.construct_document(yaml.MappingNode(root.tag, mine, root.start_mark))
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    loader.flatten_mapping(root)
-    return list(dict.fromkeys(str(key.value) for key, _ in root.value))
 
 
 def _num_nodes(value: Any, known: dict[int, int]) -> int:

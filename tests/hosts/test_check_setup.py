@@ -386,46 +386,23 @@ def test_own_flags_and_what_slime_sets_behind_the_file_are_read_by_somebody(tmp_
 
 FOREIGN = {
     "twice": b"lr: 1.0\nlr: 2.0\n",
-    "twice below": b"reward: {a: 1, a: 2}\n",
-    "many numbers": f"table: {[0] * 101}\n".encode(),
     "UTF-16": "lr: 1.0\n".encode("utf-16"),
-    "merged": b"base: &base {tis_upper_bound: 3.0}\n<<: *base\ntis_upper_bound: 2.0\n",
-    "no YAML": b"lr: [",
+    "merged": b"lr: &base {tis_upper_bound: 3.0}\n<<: *base\n",
 }
 
 
 @pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
-def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("mis_ext.files._MAX_YAML_NODES", 100)
+def test_a_file_that_the_hosts_took_stops_nothing(text, tmp_path, capsys) -> None:
     path = tmp_path / "my.yaml"
     path.write_bytes(text)
     mis_ext.check_setup(with_file(str(path), {}))
     _, line = capsys.readouterr().out.splitlines()
-    named = (
-        "cannot be read here"
-        if text == b"lr: ["
-        else repr(text.decode("utf-16" if text[0] > 127 else "ascii").split(":")[0])
-    )
-    assert named in line
+    assert line.endswith("reads them: 'lr'")
 
 
-@pytest.mark.parametrize("text", ["rs_gates: [{low: 0.5, low: 0.6}]", "rs_gates: [{high: 2.0, high: 3.0}]"])
-def test_a_key_below_one_of_ours_is_there_once(text, tmp_path) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text(f"lr: 1\nlr: 2\n{text}\n")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'(low|high)' is there twice"):
-        mis_ext.check_setup(with_file(str(path), {}))
-
-
-def test_a_file_that_is_not_here_is_said_and_a_key_twice_refused(tmp_path, capsys) -> None:
-    path = tmp_path / "my.yaml"
-    mis_ext.check_setup(with_file(str(path), {"max_turns": 3}))
-    _, said = capsys.readouterr().out.splitlines()
-    why = "(No such file or directory): keys in it that nobody reads are not named"
-    assert said == f"mis_ext: {path} cannot be read here {why}"
-    path.write_text("tis_upper_bound: 2.0\ntis_upper_bound: 5.0\n")
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*'tis_upper_bound' is there twice"):
-        mis_ext.check_setup(with_file(str(path), {"tis_upper_bound": 5.0}))
+def test_a_file_that_is_not_on_this_node_stops_nothing(tmp_path, capsys) -> None:
+    mis_ext.check_setup(with_file(str(tmp_path / "my.yaml"), {"max_turns": 3}))
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 HIDDEN = LOSS | {"custom_model_provider_path": "mis_ext.model_provider"}

@@ -17,7 +17,6 @@ import yaml
 
 import mis_ext
 from mis_ext.correction.collectives import gather_objects
-from mis_ext.files import names_in_yaml
 from mis_ext.frameworks import find_framework
 from mis_ext.hosts.megatron import MISSING, refuse_host_scoring
 from mis_ext.hosts.session import all_arguments, current_run, read_argument
@@ -26,32 +25,15 @@ from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_
 from mis_ext.hosts.whole_loss import refuse_missing
 from mis_ext.keys.names import near_miss
 from mis_ext.keys.reading import RunConfig, refuse_loss_keys
-from mis_ext.keys.rows import ARGUMENTS, FLAT_KEYS
+from mis_ext.keys.rows import ARGUMENTS
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
 
-
-class _EntryPoint(NamedTuple):
-    """An argument with which the framework calls a function of ours, and the loss type that does."""
-
-    argument: str
-    name: str
-    function: Any
-    loss_type: str
-
-    @property
-    def flag(self) -> str:
-        return _flag(self.argument)
-
-
-def _flag(argument: str) -> str:
-    return f"--{argument.replace('_', '-')}"
-
-
-_HOOK = _EntryPoint(
-    "custom_tis_function_path", "mis_ext.compute_mis_weights_with_cp", compute_mis_weights_with_cp, "policy_loss"
-)
-_LOSS = _EntryPoint("custom_loss_function_path", "mis_ext.policy_loss", policy_loss, "custom_loss")
+_FUNCTIONS = {
+    "policy_loss": ("custom_tis_function_path", compute_mis_weights_with_cp),
+    "custom_loss": ("custom_loss_function_path", policy_loss),
+}
+"""The argument with which the framework calls a function of ours, by its loss type."""
 _ROLLOUT, _GENERATE = "rollout_data_postprocess_path", "custom_generate_function_path"
 
 
@@ -89,10 +71,10 @@ def check_setup(args: Any) -> None:
 
 def _checked(args: Any) -> list[str]:
     """Check this rank and return the lines that rank 0 prints."""
-    entry = _entry_point(args)
-    config = current_run(args, whole_loss=entry is _LOSS).config
+    loss_type = _called_by(args)
+    config = current_run(args, whole_loss=loss_type == "custom_loss").config
     given, loss = all_arguments(args), config.whole_loss
-    if entry is _HOOK:
+    if loss_type == "policy_loss":
         refuse_loss_keys(given)
     if not is_miles() and given.get("rollout_temperature") == 0:
         raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
@@ -101,7 +83,7 @@ def _checked(args: Any) -> list[str]:
         has_reference = given.get("use_kl_loss") or given.get("kl_coef") or given.get("advantage_estimator") == "ppo"
         refuse_missing(loss.settings, {"behavior", *["reference"] * bool(has_reference)}, MISSING)
     _refuse_missing_rollout(given, config)
-    said = [summary(config)]
+    said = [_summary(config)]
     if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
         said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
@@ -111,44 +93,45 @@ def _checked(args: Any) -> list[str]:
     return [*said, *_unread_keys(args)]
 
 
-# --- the entry point: which function of ours the framework will call
+# --- the entry point
 
 
-def _entry_point(args: Any) -> _EntryPoint:
-    """The one function of ours that the framework will call."""
-    loss_type = read_argument(args, "loss_type") or _HOOK.loss_type
-    if loss_type not in (_HOOK.loss_type, _LOSS.loss_type):
+def _called_by(args: Any) -> str:
+    """The loss type, which says which function of ours the framework will call."""
+    loss_type = read_argument(args, "loss_type") or "policy_loss"
+    if loss_type not in _FUNCTIONS:
         raise _not_called(f"--loss-type {loss_type} calls no function of mis_ext")
-    entry = _HOOK if loss_type == _HOOK.loss_type else _LOSS
-    if entry is _HOOK and not (read_argument(args, "use_tis") or read_argument(args, "get_mismatch_metrics")):
+    measures = read_argument(args, "get_mismatch_metrics")
+    if loss_type == "policy_loss" and not (read_argument(args, "use_tis") or measures):
         raise _not_called(
             "neither use_tis nor get_mismatch_metrics is true. To measure only, give --get-mismatch-metrics; "
             "use_tis: false in the file of --custom-config-path overrides --use-tis"
         )
-    path = read_argument(args, entry.argument)
+    argument, function = _FUNCTIONS[loss_type]
+    path, flag = read_argument(args, argument), _flag(argument)
     if path is None:
-        raise _not_called(f"{entry.flag} is not set")
+        raise _not_called(f"{flag} is not set")
+    module, _, name = path.rpartition(".")
     try:
-        found = inspect.unwrap(_function_at(path))
+        found = inspect.unwrap(getattr(import_module(module), name))
     except (ImportError, AttributeError) as error:
-        raise type(error)(f"{entry.flag} {path}: {error}") from error
-    if found is not entry.function:
+        raise type(error)(f"{flag} {path}: {error}") from error
+    if found is not function:
         wrapped = "a function of yours that calls it passes with functools.wraps"
-        raise _not_called(f"{entry.flag} {path} is not {entry.name} ({wrapped})")
-    return entry
+        raise _not_called(f"{flag} {path} is not mis_ext.{function.__name__} ({wrapped})")
+    return loss_type
 
 
 def _not_called(why: str) -> ValueError:
     return ValueError(
-        f"mis_ext would not be called: {why}. To correct, give --use-tis {_HOOK.flag} {_HOOK.name}, or --loss-type "
-        f"{_LOSS.loss_type} {_LOSS.flag} {_LOSS.name}; slime ignores a misspelt flag without a message"
+        f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "
+        "mis_ext.compute_mis_weights_with_cp, or --loss-type custom_loss --custom-loss-function-path "
+        "mis_ext.policy_loss; slime ignores a misspelt flag without a message"
     )
 
 
-def _function_at(path: str) -> Any:
-    """The function that a dotted path names, as the frameworks find it."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
+def _flag(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"
 
 
 # --- keys that need a launch
@@ -229,47 +212,37 @@ def _unread_keys(args: Any) -> list[str]:
 
     Both frameworks set each key as an attribute. A new one comes after all flags, of which this path is nearly the
     last in both parsers; slime's parser has ``debug_*``, ``load_debug_rollout_data`` and ``train_backend`` behind it.
-
-    Raises:
-        ValueError: The file has a key of ours twice, of which the frameworks take the last.
     """
-    path = read_argument(args, "custom_config_path")
-    if not path:
+    path, names = read_argument(args, "custom_config_path"), [*getattr(args, "__dict__", ())]
+    if not path or "custom_config_path" not in names:
         return []
-    names = [*args] if isinstance(args, Mapping) else [*getattr(args, "__dict__", ())]
-    flags = names[: names.index("custom_config_path")] if "custom_config_path" in names else []
     try:
-        keys = names_in_yaml(Path(path).read_bytes(), once=FLAT_KEYS)
-    except (OSError, yaml.YAMLError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        return [f"{path[:80]} cannot be read here ({why}): keys in it that nobody reads are not named"]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        keys = yaml.safe_load(Path(path).read_bytes()) or {}
+    except (OSError, yaml.YAMLError):
+        return []  # The framework has read it, maybe on another node.
+    flags = names[: names.index("custom_config_path")]
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
-    unread = [key for key in keys if key not in known and not key.startswith(("sglang_", "vllm_"))]
+    unread = [str(key) for key in keys if key not in known and not str(key).startswith(("sglang_", "vllm_"))]
     meant = {key: near_miss(key, flags) for key in unread}
     hints = [f"{key!a} (did you mean {flag!r}?)" if flag else ascii(key) for key, flag in meant.items()]
     said = f"keys of {path} that neither mis_ext nor the framework has, without effect unless a function of yours reads"
     return [f"warning: {said} them: {', '.join(hints)}"] * bool(hints)
 
 
-def summary(config: RunConfig) -> str:
+def _summary(config: RunConfig) -> str:
     """Describe the active configuration in one line: hook or full policy loss, weight, filters, number of metrics."""
-    correction, loss = config.correction, config.whole_loss
+    correction, loss, group = config.correction, config.whole_loss, config.group
     parts = ["the framework's loss calls compute_mis_weights_with_cp"]
     if loss is not None:
         parts = [f"policy_loss replaces the framework's loss, {loss.settings.chosen_by}"]
-    if config.group is not None:
-        group = config.group
+    if group is not None:
         parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
         parts += ["every prompt weighs the same"] * group.prompt_mean
     if loss is not None and not loss.has_correction:
         return " | ".join([*parts, "no correction (no use_tis)"])
-    if correction.metrics_only:
-        parts.append("measures only")
-    else:
-        steps = [step for step in steps_of(correction) if step.name not in ("ratio", "result")]
-        parts += [f"{step.name}: {step.formula}" for step in steps]
+    steps = [] if correction.metrics_only else steps_of(correction)
+    parts += [f"{step.name}: {step.formula}" for step in steps if step.name not in ("ratio", "result")]
+    parts += ["measures only"] * correction.metrics_only
     return " | ".join([*parts, f"{len(correction.metric_names)} metrics train/mis_*"])
 
 
@@ -298,14 +271,17 @@ def _error_of_ranks(installed: str, error: Exception | None) -> Exception | None
     ranks = gather_objects(found, dist.group.WORLD)
     is_partial, differs = any(not each["error"] for each in ranks), len({each["installed"] for each in ranks}) > 1
     # For each value one rank of each node that has it.
-    shown: dict[str, dict[str, str]] = {}
+    places: dict[str, dict[str, int]] = {}
     for name in ["error"] * is_partial + ["installed"] * differs:
         for rank, each in enumerate(ranks):
-            if each[name]:
-                shown.setdefault(each[name], {}).setdefault(each["node"], f"rank {rank} on {each['node']}")
-    if not shown:
+            places.setdefault(each[name], {}).setdefault(each["node"], rank)
+    said = [
+        f"{', '.join(f'rank {rank} on {node}' for node, rank in where.items())}: {value}"
+        for value, where in places.items()
+        if value
+    ]
+    if not said:
         return error
-    said = [f"{', '.join([*where.values()][:8])}: {value}" for value, where in shown.items()]
     said += ["install the same mis_ext on every node, and set the same MIS_EXT_BACKEND"] * differs
     differ = RuntimeError("check_setup: ranks differ; " + "; ".join(said))
     differ.__cause__ = error
