@@ -31,7 +31,6 @@ from mis_ext.correction.correct import (
     Inputs,
     Passed,
     Plan,
-    Sums,
     decide_responses,
     output_pass,
     plan_of,
@@ -88,8 +87,7 @@ class Graphs:
         if is_alone or is_first_of_ranks:
             # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
             copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
-            passes = self.parts if self.is_compared else self._compared_parts
-            found: Passed | None = self._try(functools.partial(passes, token_metrics=token_metrics), x, layout, *copies)
+            found = self._parts_or_none(x, layout, *copies, token_metrics=token_metrics)
             if is_alone and found is not None:
                 return found
             own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
@@ -101,10 +99,9 @@ class Graphs:
         if is_first_of_ranks:
             self.is_agreed = True
             # No other call waits for its status.
-            status = float(found.sums.group_A[-1])
+            status = float(found.group_A[-1])
             if -math.inf < status < 0.0 and self.obstacle is None:
-                self.obstacle = f"rank {round(-status) - 1} could not compile"
-                self._warn()
+                self._give_up(f"rank {round(-status) - 1} could not compile")
         return found
 
     def parts(
@@ -120,53 +117,49 @@ class Graphs:
         merged_FS = _with_columns(merged_FS, places_23S.shape[-1], len(plan.of_tokens.sums))
         own_A = self._response_graph(merged_FS, plan)
         group_A = own_A if over_dp is None else over_dp(own_A)
-        sums = Sums(merged_FS, own_A, group_A)
+        sums = merged_FS, own_A, group_A
         return _cut(self._output_graph(padded, places_23S, sizes, sums, plan, token_metrics), layout)
 
-    def _compared_parts(
+    def _parts_or_none(
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
-    ) -> Passed:
-        """The passes with graphs, in the first call, which compares them with those without.
-
-        Raises:
-            ArithmeticError: They differ. A compiler that makes a mistake raises no error of its own.
-        """
-        found = self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
-        expected = run_passes(
-            x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics, status=-math.inf
-        )
-        is_near_T = torch.isclose(found.weights_T, expected.weights_T, rtol=1e-4)
-        num_others = int((~is_near_T | (found.loss_mask_T != expected.loss_mask_T)).sum())
-        # A value at a bound may be on one side with graphs, and on the other without.
-        if num_others > 0.01 * len(is_near_T):
-            raise ArithmeticError(f"weight or mask of {num_others} of {len(is_near_T)} tokens differ without graphs")
-        if not torch.allclose(found.sums.own_A, expected.sums.own_A, rtol=0.01, atol=0.01, equal_nan=True):
-            raise ArithmeticError("sums for metrics differ without graphs")
-        self.is_compared = True
-        return found
-
-    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's value; None where it cannot be compiled, after which no call has graphs."""
+    ) -> Passed | None:
+        """The passes with graphs; None where they cannot be compiled or differ, after which no call has graphs."""
         if self.obstacle is not None:
             return None
         try:
-            return function(*arguments)
+            found = self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+            if not self.is_compared:
+                expected = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
+                _check_equal(found, expected)
+                self.is_compared = True
         except torch.cuda.OutOfMemoryError:
             raise
         # Another error than one of the compiler is raised again by the passes without graphs.
         except Exception as error:
             # torch says which backend raised, and in the next line what.
             said = " ".join(str(error).strip().splitlines()[:2])
-            self.obstacle = f"{type(error).__name__}: {said}" if said else repr(error)
-            self._warn()
+            self._give_up(f"{type(error).__name__}: {said}" if said else repr(error))
             return None
+        return found
 
-    def _warn(self) -> None:
+    def _give_up(self, obstacle: str) -> None:
+        self.obstacle = obstacle
         warnings.warn(
             "mis_compile: the correction runs without torch.compile, with the same numbers up to rounding and more "
-            f"launches ({self.obstacle}); mis_compile: false ends this warning",
+            f"launches ({obstacle}); mis_compile: false ends this warning",
             stacklevel=2,
         )
+
+
+def _check_equal(found: Passed, expected: Passed) -> None:
+    """Refuse graphs with other numbers: a compiler that makes a mistake raises no error of its own."""
+    is_near_T = torch.isclose(found.weights_T, expected.weights_T, rtol=1e-4)
+    num_others = int((~is_near_T | (found.loss_mask_T != expected.loss_mask_T)).sum())
+    # A value at a bound may be on one side with graphs, and on the other without.
+    if num_others > 0.01 * len(is_near_T):
+        raise ArithmeticError(f"weight or mask of {num_others} of {len(is_near_T)} tokens differ without graphs")
+    if not torch.allclose(found.own_A, expected.own_A, rtol=0.01, atol=0.01, equal_nan=True):
+        raise ArithmeticError("sums for metrics differ without graphs")
 
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
@@ -182,10 +175,17 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
     return response_pass(merged_FS, plan)[1]
 
 
-def _outputs(x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: Sums, plan: Plan, token_metrics: bool) -> Passed:
+def _outputs(
+    x: Inputs,
+    places_23S: Tensor,
+    sizes: BlockSizes,
+    sums: tuple[Tensor, Tensor, Tensor],
+    plan: Plan,
+    token_metrics: bool,
+) -> Passed:
     blocks = Blocks(places_23S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r = decide_responses(plan.of_tokens.named(sums.merged_FS), plan)
+    r = decide_responses(plan.of_tokens.named(sums[0]), plan)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
@@ -234,10 +234,10 @@ def _cut(found: Passed, layout: PackedLayout) -> Passed:
     num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
     if len(found.keep_S) == num_responses:
         return found
-    return Passed(
-        found.sums._replace(merged_FS=found.sums.merged_FS[:, :num_responses]),
-        found.weights_T[:num_tokens],
-        found.loss_mask_T[:num_tokens],
-        found.keep_S[:num_responses],
-        None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
+    return found._replace(
+        merged_FS=found.merged_FS[:, :num_responses],
+        weights_T=found.weights_T[:num_tokens],
+        loss_mask_T=found.loss_mask_T[:num_tokens],
+        keep_S=found.keep_S[:num_responses],
+        metrics_MT=None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
     )

@@ -58,7 +58,6 @@ from mis_ext.correction.metrics import (
     SUM_D,
     SUM_LIVE_W,
     SUM_W,
-    BatchMax,
     BatchSum,
     GroupNumber,
     Max,
@@ -133,13 +132,12 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
     )
     keep = weighted = t.valid
     judged: dict[str, Judged] = {}
-    if x.segments_GT is not None:
-        *values, known = blocks.of_tokens(x.segments_GT).unbind()
-        for (label, gate), value in zip(plan.segment_gates.items(), values, strict=True):
-            judged[label] = judge(gate, value, t.valid, known != 0.0)
+    segments = [] if x.segments_GT is None else [*blocks.of_tokens(x.segments_GT).unbind()]
     # Each gate looks at all valid tokens, whatever the others reject, so that their order does not matter.
     for label, gate in plan.gates.items():
-        if label not in judged:
+        if gate.is_of_segments:
+            judged[label] = judge(gate, segments.pop(0), t.valid, segments[-1] != 0.0)
+        else:
             judged[label] = judge(gate, gate.row.of(t), t.valid)
         if gate.is_of_tokens and gate.action == "reject":
             keep = keep & judged[label].passes
@@ -272,15 +270,15 @@ def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     r = decide_responses(plan.of_tokens.named(merged_FS), plan)
     # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
     has_tokens_S = r.generated > 0.0
-    found, pad = [], functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
-    for key in (*plan.of_responses.sums, *plan.of_responses.maxima):
-        row_S = r.of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
-        if isinstance(key, (Sum, BatchSum)):
-            found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
-        else:
-            # Padded, so that a call without responses has extremes too.
-            found.append(pad(torch.where(has_tokens_S, row_S, -math.inf)).amax())
-    return r, torch.stack([*found, pad(merged_FS[-1]).amax()])
+    found = []
+    for key in plan.of_responses.sums:
+        row_S = r.of[key] if isinstance(key, Sum) else key.formula(r)
+        found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
+    maxima = [torch.where(has_tokens_S, r.of[key], -math.inf) for key in plan.of_responses.maxima]
+    for row_S in (*maxima, merged_FS[-1]):
+        # Padded, so that a call without responses has extremes too.
+        found.append(torch.nn.functional.pad(row_S, (0, 1), value=-math.inf).amax())
+    return r, torch.stack(found)
 
 
 class Batch(NamedTuple):
@@ -316,18 +314,17 @@ def _ratio_or_one(numerator: Tensor, denominator: Tensor) -> Tensor:
 # --- outputs
 
 
-class Sums(NamedTuple):
-    """``[F + 1, S]`` of the responses, and ``[A + 1]`` totals of this data-parallel rank, and of all; last a status."""
+class Passed(NamedTuple):
+    """Results of the passes.
+
+    ``merged_FS``: ``[F + 1, S]``, sums and maxima of the responses. ``own_A``, ``group_A``: ``[A + 1]``, totals of this
+    data-parallel rank, and of all. Of each the last is a status. ``weights_T``; ``loss_mask_T``, what is left of the
+    mask; ``keep_S``, bool, responses that stay; ``metrics_MT``, of the tokens, or None.
+    """
 
     merged_FS: Tensor
     own_A: Tensor
     group_A: Tensor
-
-
-class Passed(NamedTuple):
-    """``[T]`` weights, and the mask that is left; ``[S]`` bool, responses that stay; ``[M, T]`` metrics or None."""
-
-    sums: Sums
     weights_T: Tensor
     loss_mask_T: Tensor
     keep_S: Tensor
@@ -335,10 +332,18 @@ class Passed(NamedTuple):
 
 
 def output_pass(
-    s: TokenResults, r: Responses, sums: Sums, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
+    s: TokenResults,
+    r: Responses,
+    sums: tuple[Tensor, Tensor, Tensor],
+    mask_T: Tensor,
+    blocks: Blocks,
+    plan: Plan,
+    *,
+    token_metrics: bool,
 ) -> Passed:
-    """The result of a call, once the totals are known."""
-    b = Batch.over(plan.of_responses.named(sums.group_A), plan.of_responses.named(sums.own_A), plan.config)
+    """The result of a call, once all ``sums``, the first three of :class:`Passed`, are known."""
+    _, own_A, group_A = sums
+    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
     factor_S = torch.where(r.weighted, r.weight * b.scale, 0.0).float()
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
@@ -351,7 +356,7 @@ def output_pass(
         metrics_MT = torch.nn.functional.pad(rows_MS, (0, 1)).index_select(-1, place_T)
     # A kept token counts as much as its mask: a mask of 0.25 stays one.
     loss_mask_T = torch.where(blocks.to_tokens(keep_NB), mask_T, 0.0)
-    return Passed(sums, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
+    return Passed(*sums, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
 
 
 Exchange = Callable[[Tensor], Tensor] | None
@@ -372,14 +377,14 @@ def run_passes(
     s, parts_FS = token_pass(x, blocks, plan, status)
     merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
     r, own_A = response_pass(merged_FS, plan)
-    sums = Sums(merged_FS, own_A, own_A if over_dp is None else over_dp(own_A))
+    sums = merged_FS, own_A, own_A if over_dp is None else over_dp(own_A)
     return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
 
 
 # --- what a configuration needs
 
 
-BatchKey = Sum | Max | BatchSum | BatchMax
+BatchKey = Sum | Max | BatchSum
 
 
 class Keys(NamedTuple):
@@ -391,8 +396,8 @@ class Keys(NamedTuple):
     @classmethod
     def of(cls, keys: Iterable[BatchKey]) -> Keys:
         """The keys in their order, sums first."""
-        maxima = tuple(key for key in keys if isinstance(key, (Max, BatchMax)))
-        return cls(tuple(key for key in keys if not isinstance(key, (Max, BatchMax))), maxima)
+        maxima = tuple(key for key in keys if isinstance(key, Max))
+        return cls(tuple(key for key in keys if not isinstance(key, Max)), maxima)
 
     def named(self, values: Tensor) -> dict[Any, Tensor]:
         """The rows of exchanged values by their keys."""
@@ -402,8 +407,8 @@ class Keys(NamedTuple):
 class Plan(NamedTuple):
     """Plan of a call: the values that its configuration needs.
 
-    ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``segment_gates``: those on segments.
-    ``gate_sums``: of those on responses what decides. ``rows``: the metrics that are emitted, by public name.
+    ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``gate_sums``: of those on responses
+    what decides. ``segment_gates``: those on segments. ``rows``: the metrics that are emitted, by public name.
     ``needs_all_ratios``: a token without a ratio makes its response unusable. ``of_tokens``: what each response sums up
     over its tokens. ``of_responses``: what the batch sums up over them. ``needs_group``: the totals of other
     data-parallel ranks are needed.
@@ -411,7 +416,7 @@ class Plan(NamedTuple):
 
     config: CorrectionConfig
     gates: Mapping[str, Gate]
-    segment_gates: Mapping[str, Gate]
+    segment_gates: tuple[Gate, ...]
     gate_sums: Mapping[str, Sum | Max]
     rows: Mapping[str, MetricRow]
     needs_all_ratios: bool
@@ -427,7 +432,7 @@ def plan_of(config: CorrectionConfig) -> Plan:
     The formulas of responses and of the batch read no other field of a plan than those that are already known.
     """
     gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
-    of_segments = {label: gate for label, gate in gates.items() if gate.is_of_segments}
+    of_segments = tuple(gate for gate in gates.values() if gate.is_of_segments)
     of_responses = {label: gate_sum(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
     needs_group = any(row.over == "group" for row in rows.values())
     needs_group |= config.is_scaled and config.scope == "data_parallel"
@@ -472,28 +477,28 @@ class Correction:
     loss_mask_R: Tensor
     token_metrics: dict[str, Tensor]
     status: Tensor
-    _sums: Sums
+    _found: Passed
     _plan: Plan
 
     @functools.cached_property
     def responses(self) -> Responses:
         """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
-        return decide_responses(self._plan.of_tokens.named(self._sums.merged_FS), self._plan)
+        return decide_responses(self._plan.of_tokens.named(self._found.merged_FS), self._plan)
 
     @functools.cached_property
     def batch(self) -> Batch:
         """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
-        return Batch.over(self._plan.of_responses.named(self._sums.group_A), self.totals, self.config)
+        return Batch.over(self._plan.of_responses.named(self._found.group_A), self.totals, self.config)
 
     @property
     def totals(self) -> dict[BatchKey, Tensor]:
         """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim."""
-        return self._plan.of_responses.named(self._sums.own_A)
+        return self._plan.of_responses.named(self._found.own_A)
 
     @property
     def watched(self) -> Tensor:
         """``[5]``: the totals :data:`WATCHED`, on this data-parallel rank."""
-        return self._sums.own_A[: len(WATCHED)]
+        return self._found.own_A[: len(WATCHED)]
 
     @property
     def keep_mask_T(self) -> Tensor:
@@ -521,11 +526,6 @@ class Correction:
             name: GroupNumber(row.value(self.batch).float()) if row.over == "group" else Mean(total, count)
             for (name, row), total, count in zip(rows.items(), sum_M, count_M, strict=True)
         }
-
-    @property
-    def scale(self) -> Tensor:
-        """0-dim: what all weights are multiplied by, see ``normalize_over`` and ``denominator``."""
-        return self.batch.scale
 
     def weigh(self, loss_T: Tensor) -> Tensor:
         """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
@@ -593,7 +593,7 @@ def correct(
         segments_GT = None
         if plan.segment_gates:
             gather = functools.partial(due.gather, group=cp_group)
-            segments_GT = segment_values(streams.tokens, plan.segment_gates.values(), layout, mask_R, gather)
+            segments_GT = segment_values(streams.tokens, plan.segment_gates, layout, mask_R, gather)
         x = Inputs(*log_probs, mask_T, streams.lag_T, segments_GT)
         over_cp: Exchange = None
         over_dp: Exchange = None
@@ -609,7 +609,7 @@ def correct(
             found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
         else:
             found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
-        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.sums.group_A[-1:]
+        weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.group_A[-1:]
         if config.metrics_only:
             weights_T = torch.ones_like(weights_T)
         elif layout.is_whole:
@@ -623,7 +623,7 @@ def correct(
             keep_R, status_1 = due.gather_bits(own_R, status_1, cp_group)
             loss_mask_R = torch.where(keep_R, mask_R, 0.0)
         metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
-        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found.sums, plan)
+        return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found, plan)
 
 
 _ALONE = Due((), torch.device("cpu"))

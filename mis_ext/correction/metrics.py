@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mis_ext.correction.correct import Batch, Responses, TokenResults
 
 PREFIX = "mis_"
-LOG_2 = math.log(2.0)
 PPO_RANGE = math.log(0.8), math.log(1.2)
 """Range without PPO's clip, with the frameworks' default of 0.2."""
 
@@ -87,12 +86,6 @@ class BatchSum(NamedTuple):
     formula: Callable[[Responses], Tensor]
 
 
-class BatchMax(NamedTuple):
-    """The same as a maximum."""
-
-    formula: Callable[[Responses], Tensor]
-
-
 def _valid(t: Tokens, x: Tensor, otherwise: float = 0.0) -> Tensor:
     return torch.where(t.valid, x, otherwise)
 
@@ -148,7 +141,7 @@ class MetricRow:
     is_scaled: bool = False
 
 
-def highest(b: Batch, maximum: Max | BatchMax, count: Sum = NUM_VALID) -> Tensor:
+def highest(b: Batch, maximum: Max, count: Sum = NUM_VALID) -> Tensor:
     """A maximum over responses; NaN where nothing was counted."""
     return torch.where(b.of[count] > 0.0, b.of[maximum], math.nan)
 
@@ -161,10 +154,6 @@ def effective_share(
     return lambda b: (b.of[weights] / b.of[count] * (b.of[weights] / b.of[squares])).clamp(max=1.0)
 
 
-ESS_TOKEN = effective_share(RHO, RHO_SQUARED, NUM_VALID)
-ESS_SEQUENCE = effective_share(PRODUCT, PRODUCT_SQUARED, MEASURED)
-
-
 def _chi2_token(r: Responses) -> Tensor:
     # Of rho^2 - 1.
     return (r.of[_EXCESS_OF_SQUARE] / r.n.clamp(min=1.0)).clamp(max=r.config.metric_max)
@@ -173,15 +162,6 @@ def _chi2_token(r: Responses) -> Tensor:
 def _chi2_seq(r: Responses) -> Tensor:
     excess = bounded_expm1(r.of[SUM_D])
     return (excess * (excess + 2.0)).clamp(max=r.config.metric_max)
-
-
-def _effective_share_by_age(*, is_stale: bool) -> Callable[[Batch], Tensor]:
-    """:data:`ESS_TOKEN` if the tokens of the other age had the ratio 1."""
-
-    def weight(t: Tokens) -> Tensor:
-        return _valid(t, torch.where(t.is_stale == is_stale, t.ratio, 1.0))
-
-    return effective_share(Sum(lambda t, s: weight(t)), Sum(lambda t, s: weight(t).square()), NUM_VALID)
 
 
 _K3_TEXT = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
@@ -193,14 +173,10 @@ _PHANTOM = (
 _RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
 _ESS = "`(sum w)^2 / (n sum w^2)` of the "
 _ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences with a ratio, `W = exp(sum d)`, `sum d` between -20 and 20"
-_ESS_AGE = "`ess_ratio_token` if {} tokens had the ratio 1"
-_LR = "root of `ess_ratio_token`: what to multiply the learning rate by"
-_LR_SEQ = "root of `ess_ratio_seq`: the same, as VCPO (arXiv:2602.17616) has it"
 _UNDATED = "tokens with a ratio, and weights of unknown age"
 _UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
 _NO_RATIO = "response tokens without a finite ratio"
 _NONZERO = "tokens whose two log-probs are different float32 numbers (+0 equals -0)"
-_INVALID = "`nonfinite_token_fraction` under the name that goes with these two"
 _FINAL = "bounded and scaled weights, whatever the gates do: their mean over a sequence"
 _VETO = "tokens that alone veto their sequence, those without a finite ratio among them"
 _Row = MetricRow
@@ -209,8 +185,6 @@ _EXCESS_OF_SQUARE = Sum(lambda t, s: t.excess * (t.excess + 2.0))
 _OUTSIDE_PPO = Sum(lambda t, s: (t.d > PPO_RANGE[1]) | (t.d < PPO_RANGE[0]))
 _OPEN = Sum(lambda t, s: is_open(t.log_mu, t.d))
 _RAISED_OPEN = Sum(lambda t, s: is_open(t.log_mu, t.d) & (t.d > 0.0))
-_MAX_MEAN_D = BatchMax(lambda r: r.measured(r.mean(SUM_D), -math.inf))
-_MAX_MEAN_MINUS_D = BatchMax(lambda r: r.measured(-r.mean(SUM_D), -math.inf))
 _MAX_W = Max(lambda t, s: _valid(t, s.weight, -math.inf))
 _MAX_MINUS_W = Max(lambda t, s: _valid(t, -s.weight, -math.inf))
 _LAG = Sum(lambda t, s: torch.where(_dated(t), t.lag, 0.0))
@@ -218,6 +192,9 @@ _MAX_LAG = Max(lambda t, s: torch.where(_dated(t), t.lag, -math.inf))
 _STALE = Sum(lambda t, s: t.valid & t.is_stale)
 _K3_FRESH = Sum(lambda t, s: torch.where(t.is_stale, 0.0, _k3(t, s)))
 _K3_STALE = Sum(lambda t, s: torch.where(t.is_stale, _k3(t, s), 0.0))
+
+_ESS_TOKEN = effective_share(RHO, RHO_SQUARED, NUM_VALID)
+_ESS_SEQUENCE = effective_share(PRODUCT, PRODUCT_SQUARED, MEASURED)
 
 MISMATCH_ROWS = (
     _Row("training_log_ppl", "sequences", "minus the mean proximal log-prob", lambda r: -r.mean(LOG_PI)),
@@ -229,21 +206,14 @@ MISMATCH_ROWS = (
     _Row("log_ppl_diff", "sequences", "`-mean d`", lambda r: -r.mean(SUM_D)),
     _Row("log_ppl_abs_diff", "sequences", "`abs mean d`", lambda r: r.mean(SUM_D).abs()),
     _Row("ppl_ratio", "sequences", "`exp(-mean d)`", lambda r: bounded_exp(-r.mean(SUM_D))),
-    # The smallest -mean d is minus the largest mean d.
-    _Row("log_ppl_diff_min", "group", "smallest `-mean d` of a sequence", lambda b: -highest(b, _MAX_MEAN_D)),
-    _Row("log_ppl_diff_max", "group", "largest `-mean d` of a sequence", lambda b: highest(b, _MAX_MEAN_MINUS_D)),
     _Row("chi2_token", "sequences", _CHI2, _chi2_token),
     _Row("chi2_seq", "sequences", "`exp(2 sum d) - 1`, at most `mis_metric_max`", _chi2_seq),
     _Row("logprob_abs_diff", "valid_tokens", "`abs d`", Sum(lambda t, s: t.d.abs().clamp(max=MAX_NATS)), True),
     _Row("tv", "valid_tokens", "`1 - min(1, exp d)`: total variation", Sum(lambda t, s: -t.excess.clamp(max=0.0))),
-    _Row("ratio_above_2_fraction", "valid_tokens", "`exp d` above 2", Sum(lambda t, s: t.d > LOG_2)),
-    _Row("ratio_below_half_fraction", "valid_tokens", "`exp d` below 1/2", Sum(lambda t, s: t.d < -LOG_2)),
     _Row("phantom_clip_fraction", "valid_tokens", _PHANTOM, _OUTSIDE_PPO),
     _Row("raised_fraction", "group", _RAISED, lambda b: b.of[_RAISED_OPEN] / b.of[_OPEN]),
-    _Row("ess_ratio_token", "group", _ESS + "unbounded token ratios: 1 on-policy", ESS_TOKEN, True),
-    _Row("ess_ratio_seq", "group", _ESS_SEQ, ESS_SEQUENCE, True),
-    _Row("lr_multiplier_token", "group", _LR, lambda b: ESS_TOKEN(b).sqrt()),
-    _Row("lr_multiplier_seq", "group", _LR_SEQ, lambda b: ESS_SEQUENCE(b).sqrt()),
+    _Row("ess_ratio_token", "group", _ESS + "unbounded token ratios: 1 on-policy", _ESS_TOKEN, True),
+    _Row("ess_ratio_seq", "group", _ESS_SEQ, _ESS_SEQUENCE, True),
     _Row("ratio_max", "group", "largest `exp d`", lambda b: bounded_exp(highest(b, MAX_D)), True),
     _Row("ratio_min", "group", "smallest `exp d`", lambda b: bounded_exp(-highest(b, MAX_MINUS_D))),
     _Row("nonfinite_token_fraction", "response_tokens", _NO_RATIO, lambda r: r.generated - r.n, True),
@@ -256,14 +226,12 @@ MISMATCH_ROWS = (
     ),
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, Sum(lambda t, s: t.d != 0.0)),
-    _Row("train_rollout_logprob_abs_diff_invalid", "response_tokens", _INVALID, lambda r: r.generated - r.n),
 )
 """Mismatch of the two engines, independent of the correction.
 
 ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling, 1965.
-Learning rate: Huang et al., Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs (VCPO), arXiv:2602.17616; of
-tokens: ours. Phantom clipping: Dirhoussi, Defeating the trainer-generator precision mismatch in TRL, 2026, whose range
-follows from the run.
+Phantom clipping: Dirhoussi, Defeating the trainer-generator precision mismatch in TRL, 2026, whose range follows from
+the run.
 """
 
 AGE_ROWS = (
@@ -272,14 +240,12 @@ AGE_ROWS = (
     _Row("unknown_lag_token_fraction", "response_tokens", _UNDATED, lambda r: r.n - r.of[DATED], True),
     _Row("stale_token_fraction", "valid_tokens", "tokens whose lag is above 0, or unknown", _STALE, True),
     _Row("k3_kl_fresh", "valid_tokens", "what fresh tokens add to `k3_kl`", _K3_FRESH, True),
-    _Row("ess_ratio_token_fresh", "group", _ESS_AGE.format("stale"), _effective_share_by_age(is_stale=False), True),
     _Row("k3_kl_stale", "valid_tokens", "what stale tokens add to `k3_kl`", _K3_STALE, True),
-    _Row("ess_ratio_token_stale", "group", _ESS_AGE.format("fresh"), _effective_share_by_age(is_stale=True), True),
 )
 """Mismatch and staleness apart: on fresh tokens the engine alone differs, on stale ones the weights do too.
 
-The share of one age is a mean over all valid tokens, the others counting as on-policy: so it is known in each call,
-also in one that has no token of that age.
+Both parts of ``k3_kl`` are means over all valid tokens: so they are known in each call, also in one that has no token
+of that age.
 """
 
 
@@ -310,19 +276,11 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     yield _Row("tis_weight_after_bound", over, "the bounded weight", bounded)
     yield _Row("is_ratio_mean_after_tis_rs", over, "the same, under the reference's name", bounded)
 
-    def total(formula: Callable[[TokenResults | Responses], Tensor]) -> Sum | BatchSum:
-        return _value(formula, of_tokens=True) if of_tokens else BatchSum(lambda r: r.measured(formula(r)))
-
-    number, weights = (NUM_VALID, SUM_W) if of_tokens else (MEASURED, total(lambda x: x.weight))
-    # Of w - 1, which is near 0: a difference of squares of w would lose the digits, also those of float32.
-    excess, scatter = total(lambda x: x.weight - 1.0), total(lambda x: (x.weight - 1.0).double().square())
-
-    def deviation(b: Batch) -> Tensor:
-        n = b.of[number]
-        return ((b.of[scatter] - b.of[excess].square() / n).clamp(min=0.0) / n).sqrt()
-
-    yield _Row("tis_weight_std", "group", "standard deviation of the bounded weights", deviation)
-    ess = effective_share(weights, total(lambda x: x.weight.square()), number)
+    if of_tokens:
+        ess = effective_share(SUM_W, Sum(lambda t, s: s.weight.square()), NUM_VALID)
+    else:
+        squares = BatchSum(lambda r: r.measured(r.weight.square()))
+        ess = effective_share(BatchSum(lambda r: r.measured(r.weight)), squares, MEASURED)
     yield _Row("tis_weight_ess", "group", "`(sum w)^2 / (n sum w^2)` of the bounded weights", ess)
 
 

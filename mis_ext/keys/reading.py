@@ -57,7 +57,8 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     if {*keys} & {*_APPLIED} <= read.keys():
         with wrong:
             refuse_idle(_idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss), given)
-    if wrong.found:
+    # Whether a metric exists is known later.
+    if wrong.found or isinstance(read.get("mis_metrics"), tuple):
         from mis_ext.keys.removed import refuse_removed  # What was removed is wrong: it is named beside other errors.
 
         with wrong:

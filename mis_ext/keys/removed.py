@@ -29,10 +29,17 @@ REMOVED: dict[str, str] = {
     ),
     "mis_ext.log_mismatch": "use --get-mismatch-metrics, which logs the metrics of each step, or mis-ext report",
     "mis_ext.WeightScale": "use tis_normalize_scope: data_parallel",
+    **{f"mis_lr_multiplier_{kind}": f"take the root of mis_ess_ratio_{kind}" for kind in ("token", "seq")},
+    "mis_ratio_above_2_fraction": "use mis_tis_truncate_fraction, or mis_ratio_max",
+    "mis_ratio_below_half_fraction": "use mis_tis_truncate_fraction_low, or mis_ratio_min",
+    "mis_train_rollout_logprob_abs_diff_invalid": "use mis_nonfinite_token_fraction, which is the same",
+    **dict.fromkeys(("mis_log_ppl_diff_min", "mis_log_ppl_diff_max"), "use mis_log_ppl_diff, or mis_ratio_max"),
+    "mis_tis_weight_std": "use mis_tis_weight_ess: (standard deviation / mean)^2 is 1 / mis_tis_weight_ess - 1",
+    **{f"mis_ess_ratio_token_{age}": f"use mis_k3_kl_{age}" for age in ("fresh", "stale")},
 }
 """Replacements, by the name as users write it.
 
-A key, or ``rs_gates.KEY``; ``preset NAME``; a flag with its dashes;
+A key, ``rs_gates.KEY``, or a metric as it is; ``preset NAME``; a flag with its dashes;
 ``mis_ext.NAME``; ``mis-ext COMMAND``.
 """
 
@@ -43,14 +50,15 @@ def sentence(name: str) -> str | None:
 
 
 def refuse_removed(given: Mapping[str, Any]) -> None:
-    """Refuse removed keys, also of filters.
+    """Refuse removed keys, also of filters, and removed metrics.
 
     Raises:
-        ValueError: A key was removed.
+        ValueError: A key or a metric was removed.
     """
-    gates = given.get("rs_gates")
+    gates, metrics = given.get("rs_gates"), given.get("mis_metrics")
     of_gates = [gate for gate in gates if isinstance(gate, Mapping)] if isinstance(gates, (list, tuple)) else []
     names = [*given, *(f"rs_gates.{key}" for gate in of_gates for key in gate)]
+    names += [name for name in metrics if isinstance(name, str)] if isinstance(metrics, (list, tuple)) else []
     found = [text for text in map(sentence, dict.fromkeys(names)) if text is not None]
     if found:
         raise ValueError("; ".join(found))

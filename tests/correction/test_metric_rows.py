@@ -120,7 +120,6 @@ def test_a_response_with_one_valid_token_of_many_counts_once_however_it_is_batch
     )
     keys = correction_keys(("token", "truncate"), tis_upper_bound=2.0)
     hand = {
-        "mis_ratio_above_2_fraction": (1.0, 0.0),
         "mis_phantom_clip_fraction": (1.0, 0.0),
         "mis_tis_truncate_fraction": (1.0, 0.0),
         "mis_tis_weight_before_bound": (3.0, 1.0),
@@ -148,8 +147,7 @@ def test_a_response_without_a_valid_token_reads_the_mean_of_the_others_and_spoil
     samples.train[1].fill_(math.nan)
     keys = correction_keys(weight, gate="token gate", veto="all vetoes")
     metrics, expected = call_hook(keys, samples)[2], call_hook(keys, without)[2]
-    of_response = {"mis_nonfinite_token_fraction", "mis_train_rollout_logprob_abs_diff_invalid"}
-    of_response |= {"mis_kept_token_fraction", "mis_kept_seq_fraction"}
+    of_response = {"mis_nonfinite_token_fraction", "mis_kept_token_fraction", "mis_kept_seq_fraction"}
     vetoes = ("rs_catastrophic", "rs_veto_upper", "rs_veto_probability")
     of_response |= {f"mis_{veto}_{what}_fraction" for veto in vetoes for what in ("token", "seq")}
     of_response |= {"mis_unmeasured_seq_fraction"}

@@ -181,7 +181,8 @@ def next_below(x: float) -> torch.Tensor:
     return torch.tensor([x]).nextafter(torch.tensor(-math.inf))
 
 
-EXACTNESS = ["mis_train_rollout_logprob_abs_diff_" + name for name in ("max", "nonzero", "invalid")]
+EXACTNESS = ["mis_train_rollout_logprob_abs_diff_max", "mis_train_rollout_logprob_abs_diff_nonzero"]
+EXACTNESS += ["mis_nonfinite_token_fraction"]
 # The first token is another number: a ULP apart, by the least float32 there is, or after rounding to bfloat16.
 ALMOST_EQUAL = {
     "one ULP": (torch.tensor([-1.0]), next_below(-1.0), 2.0**-23),

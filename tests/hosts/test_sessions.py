@@ -253,7 +253,7 @@ def test_a_host_that_divides_by_what_is_left_runs_no_whole_loss_that_rejects() -
 
 def test_a_session_and_what_it_gives_can_be_copied_and_a_new_configuration_is_used() -> None:
     session = mis_ext.Session(
-        mis_ext.preset("miles_compat").replace(metrics=("mis_k3_kl", "mis_tis_weight_std", "mis_ratio_max"))
+        mis_ext.preset("miles_compat").replace(metrics=("mis_k3_kl", "mis_tis_weight_ess", "mis_ratio_max"))
     )
     trainer, engine = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.5, -4.0]])
     streams = {"proximal_logprobs": trainer, "behavior_logprobs": engine, "response_mask": torch.ones(1, 2)}

@@ -20,6 +20,8 @@ def use(name: str, capsys) -> None:
         with pytest.raises(SystemExit):
             cli.main([name.removeprefix("mis-ext ")])
         raise ValueError(capsys.readouterr().err)
+    elif name.startswith("mis_") and name != "mis_loss_compile":
+        mis_ext.config_from_mapping({"use_tis": True, "mis_metrics": [name]})
     else:
         keys, _, value = name.partition(": ")
         content = reduce(

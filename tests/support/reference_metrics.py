@@ -75,9 +75,7 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
             [float(t != b) for t, b in zip(r.train, r.rollout, strict=True)] for r in record.responses
         ],
         "tv": [[1 - min(1.0, bounded_exp(d)) for d in r.d] for r in record.responses],
-        "ratio_above_2_fraction": [[float(r.above(d, 2.0)) for d in r.d] for r in record.responses],
         "phantom_clip_fraction": [[float(r.below(d, 0.8) or r.above(d, 1.2)) for d in r.d] for r in record.responses],
-        "ratio_below_half_fraction": [[float(r.below(d, 0.5)) for d in r.d] for r in record.responses],
     }
     sequence_values: dict[str, list[float]] = {name: [] for name in SEQUENCE_MISMATCH_NAMES}
     for response in record.responses:
@@ -104,8 +102,6 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     products = [bounded_exp(math.fsum(response.valid_d)) for response in group if response.valid_d]
     record.constant("ess_ratio_token", effective_share(ratios))
     record.constant("ess_ratio_seq", effective_share(products))
-    record.constant("lr_multiplier_token", math.sqrt(effective_share(ratios)))
-    record.constant("lr_multiplier_seq", math.sqrt(effective_share(products)))
     open_d = [
         t - b
         for r in group
@@ -117,12 +113,8 @@ def add_mismatch_metrics(record: Record, group: list[Response], rules: Rules) ->
     record.constant("ratio_min", min(ratios, default=math.nan))
     broken = [[float(x and not v) for x, v in zip(r.response, r.valid, strict=True)] for r in record.responses]
     record.per_token("nonfinite_token_fraction", broken, over="response")
-    record.per_token("train_rollout_logprob_abs_diff_invalid", broken, over="response")
     unmeasured = [float(any(r.response) and not any(r.valid)) for r in record.responses]
     record.per_sequence("unmeasured_seq_fraction", unmeasured, over="response")
-    shifts = [mean(-d for d in response.valid_d) for response in group if response.valid_d]
-    record.constant("log_ppl_diff_min", min(shifts, default=math.nan))
-    record.constant("log_ppl_diff_max", max(shifts, default=math.nan))
     differences = [abs(d) for response in group for d in response.valid_d]
     record.constant("train_rollout_logprob_abs_diff_max", max(differences, default=math.nan))
 
@@ -138,17 +130,12 @@ def add_age_metrics(record: Record, group: list[Response], rules: Rules) -> None
     record.per_token("stale_token_fraction", [[float(s) for s in each] for each in stale], over="valid")
     for age in ("fresh", "stale"):
         # The others differ by nothing.
-        of_age, own = (
-            [
-                [d if (lag > 0) == (age == "stale") else 0.0 for d, lag in zip(r.d, r.lags, strict=True)]
-                for r in responses
-            ]
-            for responses in (group, record.responses)
-        )
+        own = [
+            [d if (lag > 0) == (age == "stale") else 0.0 for d, lag in zip(r.d, r.lags, strict=True)]
+            for r in record.responses
+        ]
         k3 = [[min(math.exp(clamped(d)) - 1 - min(d, LOG_RATIO_LIMIT), rules.metric_max) for d in ds] for ds in own]
         record.per_token(f"k3_kl_{age}", k3, over="valid")
-        pairs = [(d, v) for ds, r in zip(of_age, group, strict=True) for d, v in zip(ds, r.valid, strict=True)]
-        record.constant(f"ess_ratio_token_{age}", effective_share([bounded_exp(d) for d, v in pairs if v]))
 
 
 def add_correction_metrics(record: Record, group: list[Response], scale: float, rules: Rules) -> None:
@@ -211,12 +198,9 @@ def add_correction_metrics(record: Record, group: list[Response], scale: float, 
 
 
 def add_spread_of_weights(record: Record, group: list[Response], rules: Rules) -> None:
-    """Standard deviation and effective sample size of the bounded weights of all ranks."""
+    """Effective sample size of the bounded weights of all ranks."""
     weights = []
     for response in group:
         chosen = [w for w, v in zip(response.bounded, response.valid, strict=True) if v]
         weights += chosen if rules.level == "token" else chosen[:1]
-    average = mean(weights)
-    variance = math.fsum((w - average) ** 2 for w in weights) / len(weights) if weights else math.nan
-    record.constant("tis_weight_std", math.sqrt(variance))
     record.constant("tis_weight_ess", effective_share(weights))

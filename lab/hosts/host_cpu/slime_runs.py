@@ -49,9 +49,7 @@ _HOOKS = (
 )
 
 _PREPARED = ("--rollout-data-postprocess-path", "mis_ext.prepare_rollout")
-_LAGS = tuple(
-    f"train/mis_{name}" for name in ("lag_mean", "lag_max", "k3_kl_fresh", "k3_kl_stale", "ess_ratio_token_stale")
-)
+_LAGS = tuple(f"train/mis_{name}" for name in ("lag_mean", "lag_max", "k3_kl_fresh", "k3_kl_stale"))
 STALENESS = (
     Case(
         name="staleness",

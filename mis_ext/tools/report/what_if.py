@@ -84,7 +84,7 @@ class WhatIf:
         tokens = part.tokens
         response_T, valid_T = tokens.generated, tokens.valid
         kept_T = correction.keep_mask_T
-        unscaled_T = weights_T = correction.weights_T / correction.scale
+        unscaled_T = weights_T = correction.weights_T / correction.batch.scale
         passed_T = None
         if self.method is not None:
             weights_T, passed_T, kept_T = self._first_update(self.method, part, unscaled_T, correction.keep_mask_T)
