@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -70,29 +71,13 @@ class PackedLayout:
         """The layout of a rank that holds whole responses one after the other; their lengths count masked tokens."""
         return _whole_layout(check_lengths("response_lengths", response_lengths), torch.device(device))
 
-    @classmethod
-    def without_tokens(
-        cls,
-        response_lengths: Sequence[int],
-        *,
-        is_whole: bool,
-        device: torch.device | str = "cpu",
-        pieces_per_sequence: int = 1,
-    ) -> PackedLayout:
-        """The layout of a rank that has no token of any response: the lengths are those on the other ranks."""
-        # Where responses are whole, no other rank has these.
-        lengths = () if is_whole else tuple(response_lengths)
-        nothing = (0,) * (pieces_per_sequence * len(lengths))
-        pieces = Pieces(pieces_per_sequence, nothing, nothing)
-        return cls(response_lengths=lengths, pieces=pieces, is_whole=is_whole, device=torch.device(device))
-
     @property
     def emptied(self) -> PackedLayout:
         """The layout of a rank that shares these responses and has no token of them."""
-        count = self.pieces.per_sequence
-        return PackedLayout.without_tokens(
-            self.response_lengths, is_whole=self.is_whole, device=self.device, pieces_per_sequence=count
-        )
+        # Where responses are whole, no other rank has these.
+        lengths, count = () if self.is_whole else self.response_lengths, self.pieces.per_sequence
+        nothing = (0,) * (count * len(lengths))
+        return dataclasses.replace(self, response_lengths=lengths, pieces=Pieces(count, nothing, nothing))
 
     @classmethod
     def context_parallel(
@@ -420,35 +405,20 @@ def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:
 # --- segments: runs of generated tokens within a response, such as the turns of an agent
 
 
-class Runs(NamedTuple):
-    """``[R]`` each: the place of a token, where the run that it is in begins, and where the next run does."""
+def segment_sums(rows_FR: Sequence[Tensor], mask_R: Tensor, sequence_R: Tensor) -> list[Tensor]:
+    """``F`` times ``[R]`` float64: the sum of each row over the segment of a token, a run of tokens of the mask.
 
-    place_R: Tensor
-    first_R: Tensor
-    next_R: Tensor
-
-    @classmethod
-    def of(cls, mask_R: Tensor, sequence_R: Tensor) -> Runs:
-        """Runs of tokens of the mask, each within its sequence; a token outside of it is a run of its own."""
-        is_first_R = torch.ones_like(mask_R)
-        is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
-        run_R = is_first_R.cumsum(0)
-        # Where runs begin, the first at 1; behind the last one the end of all tokens.
-        size = len(mask_R)
-        place_R = torch.arange(size, device=mask_R.device)
-        first_N = (place_R.new_zeros(size + 2) + size).scatter(0, torch.where(is_first_R, run_R, 0), place_R)
-        return cls(place_R, first_N.index_select(0, run_R), first_N.index_select(0, run_R + 1))
-
-    @property
-    def length_R(self) -> Tensor:
-        """``[R]``: tokens of the run; at least 1."""
-        return self.next_R - self.first_R
-
-    def sums(self, rows_FR: Sequence[Tensor], layout: PackedLayout) -> list[Tensor]:
-        """``F`` times ``[R]``: the sum of each row over a token's run."""
-        offset_R, last_R = self.place_R - self.first_R, self.next_R - 1
-        longest = max(layout.response_lengths, default=0)
-        return [running_sums(row_R, offset_R, longest).index_select(0, last_R) for row_R in rows_FR]
+    A token outside of the mask is a segment of its own.
+    """
+    if len(mask_R) == 0:
+        return [row_R.double() for row_R in rows_FR]
+    is_first_R = torch.ones_like(mask_R)
+    is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
+    segment_R = is_first_R.cumsum(0) - 1
+    # There may be as many segments as tokens; of fewer the last have length 0, so that no size waits for the device.
+    length_N = torch.zeros_like(segment_R).index_add(0, segment_R, torch.ones_like(segment_R))
+    sum_of = functools.partial(torch.segment_reduce, reduce="sum", lengths=length_N, unsafe=True)
+    return [sum_of(row_R.double()).index_select(0, segment_R) for row_R in rows_FR]
 
 
 def segment_values(
@@ -468,12 +438,11 @@ def segment_values(
     rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates)]
     rows_FR = whole_rows(torch.stack(rows), layout, gather)
     generated_R = mask_R != 0
-    runs = Runs.of(generated_R, layout.sequence_R)
-    size_R, count_R, *totals = runs.sums([generated_R.float(), *rows_FR.unbind()], layout)
+    size_R, count_R, *totals = segment_sums([generated_R, *rows_FR], generated_R, layout.sequence_R)
     for index, gate in enumerate(gates):
         if gate.reduce == "segment_mean":
             totals[index] = totals[index] / count_R.clamp(min=1.0)
-    return layout.local_part(torch.stack([*totals, (count_R == size_R).float()]))
+    return layout.local_part(torch.stack([*totals, count_R == size_R]).float())
 
 
 def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -483,29 +452,3 @@ def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor],
     rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
     # Each token lies on one rank, so that nothing is rounded.
     return gather(rows_FR.index_copy(-1, layout.position_T, rows_FT)).sum(0)
-
-
-def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
-    """``[T]``: of each token, the sum over its run up to it; ``offset_T`` tokens of the run are before it.
-
-    The order of additions is fixed: after ``k`` steps ``values_T[t]`` is the sum of the last ``16^k`` tokens of the run
-    up to ``t``.
-    """
-    size, device = len(values_T), values_T.device
-    if not values_T.is_floating_point():
-        # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
-        running_T = values_T.cumsum(0)
-        first_T = torch.arange(size, device=device) - offset_T
-        return running_T - (running_T - values_T).index_select(0, first_T)
-    reach = 1
-    while reach < longest:
-        furthest = (_FAN_IN - 1) * reach
-        before_FT = torch.nn.functional.pad(values_T, (furthest, 0)).as_strided((_FAN_IN, size), (reach, 1))
-        distance_F1 = torch.arange(furthest, -1, -reach, device=device).unsqueeze(-1)
-        values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
-        reach *= _FAN_IN
-    return values_T
-
-
-_FAN_IN = 16
-"""Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token."""

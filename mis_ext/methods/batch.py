@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_ext.correction import config
 from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.correction.config import OF_SEGMENTS
-from mis_ext.correction.layout import PackedLayout, Runs, running_sums, runs, to_device, whole_rows
+from mis_ext.correction.layout import PackedLayout, runs, segment_sums, to_device, whole_rows
 from mis_ext.correction.tokens import STATISTICS, Tokens, bounded_exp
 
 Policy = Literal["behavior", "proximal", "current", "reference"]
@@ -88,10 +88,10 @@ class Reductions:
             return self._prefix_sum(masked_T)
         if reduce in OF_SEGMENTS:
             masked_R, mask_R = self._whole(masked_T, mask_T)
-            segments = Runs.of(mask_R, self._layout.sequence_R)
-            (total_R,) = segments.sums([masked_R], self._layout)
-            # All tokens of a run are of the mask, so that its length is their number.
-            return self._layout.local_part(total_R / segments.length_R if reduce == "segment_mean" else total_R)
+            total_R, count_R = segment_sums([masked_R, mask_R], mask_R, self._layout.sequence_R)
+            if reduce == "segment_mean":
+                total_R = total_R / count_R.clamp_min(1.0)
+            return self._layout.local_part(total_R.to(values_T.dtype))
         if reduce == "sum":
             return self.to_tokens(self.sums(masked_T[None])[0])
         total_S, count_S = self.sums(torch.stack([masked_T, mask_T.to(masked_T.dtype)]))
@@ -193,6 +193,32 @@ class Reductions:
         is_before = starts_WSP[:, :, None, :] < mine_SP[None, :, :, None]
         earlier_SP = torch.where(is_before, totals_WSP[:, :, None, :], 0).sum(dim=(0, 3))
         return values_T + earlier_SP.flatten().index_select(0, piece_T)
+
+
+def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
+    """``[T]``: of each token, the sum over its run up to it; ``offset_T`` tokens of the run are before it.
+
+    The order of additions is fixed: after ``k`` steps ``values_T[t]`` is the sum of the last ``16^k`` tokens of the run
+    up to ``t``.
+    """
+    size, device = len(values_T), values_T.device
+    if not values_T.is_floating_point():
+        # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
+        running_T = values_T.cumsum(0)
+        first_T = torch.arange(size, device=device) - offset_T
+        return running_T - (running_T - values_T).index_select(0, first_T)
+    reach = 1
+    while reach < longest:
+        furthest = (_FAN_IN - 1) * reach
+        before_FT = torch.nn.functional.pad(values_T, (furthest, 0)).as_strided((_FAN_IN, size), (reach, 1))
+        distance_F1 = torch.arange(furthest, -1, -reach, device=device).unsqueeze(-1)
+        values_T = torch.where(distance_F1 <= offset_T, before_FT, 0.0).sum(0)
+        reach *= _FAN_IN
+    return values_T
+
+
+_FAN_IN = 16
+"""Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token."""
 
 
 @functools.lru_cache(maxsize=2)
