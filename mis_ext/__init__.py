@@ -48,5 +48,6 @@ if TYPE_CHECKING:
     from mis_ext.scoring.hidden import score_hidden as score_hidden
     from mis_ext.scoring.passes import KeptColumns as KeptColumns
     from mis_ext.scoring.scores import score_tokens as score_tokens
+    from mis_ext.tools.report.online import log_mismatch as log_mismatch
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -131,6 +131,10 @@ RECORDED = {
         ),
         TOKEN_TIS | {"tis_batch_normalize": True, "mis_denominator": "kept"},
     ),
+    "log_mismatch": Run(
+        ("--get-mismatch-metrics", *HOOK, "--rollout-data-postprocess-path", "mis_ext.log_mismatch"),
+        {"use_tis": False},
+    ),
     "recompute": Run(("--use-tis", *HOOK, *RECOMPUTE, "--recompute-loss-function"), TOKEN_TIS),
     "recompute_loss": Run(("--use-tis", *LOSS, *RECOMPUTE, "--recompute-loss-function"), TOKEN_TIS),
     "two_steps": Run(("--use-tis", *HOOK, "--num-steps-per-rollout", "2"), TOKEN_TIS),

@@ -394,7 +394,7 @@ def test_two_nodes_without_a_network_tool_say_which(tmp_path: Path, monkeypatch:
 
 def test_the_table_has_a_row_for_each_run() -> None:
     error = "(Actor pid=1) ValueError: unknown keys: 'tis_uper_bound'"
-    results = [ran("hook"), ran("prepare_rollout"), refused("misspelt_key", f"Traceback\n{error}\n")]
+    results = [ran("hook"), ran("log_mismatch"), refused("misspelt_key", f"Traceback\n{error}\n")]
     shown = table(results)
     assert "| three flags | 1.67064593049769 | 1.67064593049769 | 0.5 | 3 | yes | 0.50 | 30 |" in shown
     assert "| a misspelt key | yes | 20 | `ValueError: unknown keys: 'tis_uper_bound'` |" in shown
@@ -446,7 +446,7 @@ def test_every_run_has_its_file_and_with_megatron_the_check_at_start(host, tmp_p
 
 def test_the_pages_have_launches_and_all_their_flags_are_found(tmp_path) -> None:
     launches = documented.launches(ROOT)
-    assert len(launches) >= 8
+    assert len(launches) > 8
     assert {"--use-tis", "--loss-type", "--custom-megatron-init-path"} <= {
         word for launch in launches for word in launch.words
     }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
+from mis_ext.correction.collectives import global_rank as global_rank
 
 
 class Groups(NamedTuple):

@@ -22,6 +22,7 @@ def pack_rollout(
     *,
     device: torch.device,
     key: str,
+    remedy: str,
 ) -> PackedStreams:
     """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
 
@@ -32,6 +33,7 @@ def pack_rollout(
         rollout_id: Number of the rollout, for the message.
         device: Where the tensors go.
         key: Who asks, for the message.
+        remedy: What to do where the framework has not scored the rollout, for the message.
     """
     check_entries("rollout_data", rollout_data, ("response_lengths", "total_lengths", "loss_masks"))
     sides = ("log_probs", "rollout_log_probs")
@@ -39,8 +41,7 @@ def pack_rollout(
     if missing and rollout_data["response_lengths"]:
         raise ValueError(
             f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
-            "with one optimiser step per rollout: take several steps, or --loss-type custom_loss with "
-            "mis_ext.policy_loss"
+            f"with one optimiser step per rollout: {remedy}"
         )
     layout = PackedLayout.context_parallel(
         rollout_data["response_lengths"],

@@ -27,7 +27,6 @@ REMOVED: dict[str, str] = {
         ("mis_ext.dither_weights", "mis_ext.dither_master_weights"),
         "raise the learning rate two or three times, or round stochastically in your optimizer",
     ),
-    "mis_ext.log_mismatch": "use --get-mismatch-metrics, which logs the metrics of each step, or mis-ext report",
     "mis_ext.WeightScale": "use tis_normalize_scope: data_parallel",
     **{f"mis_lr_multiplier_{kind}": f"take the root of mis_ess_ratio_{kind}" for kind in ("token", "seq")},
     "mis_ratio_above_2_fraction": "use mis_tis_truncate_fraction, or mis_ratio_max",

@@ -248,6 +248,8 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it() -> N
     for switches in (HOOK, LOSS | {"use_tis": True}):
         with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
             start(switches | PROMPTS)
+        with pytest.raises(ValueError, match=r"needs --rollout-data-postprocess-path mis_ext\.prepare_rollout"):
+            start(switches | PROMPTS | {"rollout_data_postprocess_path": "mis_ext.log_mismatch"})
         start(switches | PROMPTS | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 

@@ -60,6 +60,7 @@ CALLS: dict[str, tuple[Callable[[], dict], Callable[..., Any]]] = {
     "policy_loss": (lambda: loss_cases.local_batch(loss_cases.whole_batch()), call_loss),
     "hook": (make_batch, lambda **given: mis_ext.compute_mis_weights_with_cp(argparse.Namespace(), **given)),
     "prepare_rollout": (rollout, lambda **given: mis_ext.prepare_rollout(argparse.Namespace(**PROMPTS), 0, given)),
+    "log_mismatch": (rollout, lambda **given: mis_ext.log_mismatch(None, 0, given)),
     "score_tokens": (lambda: scored() | {"logits": torch.ones(4, 8)}, mis_ext.score_tokens),
     "score_hidden": (
         lambda: scored() | {"hidden": torch.ones(4, 3), "weight": torch.ones(8, 3), "bias": torch.ones(8)},

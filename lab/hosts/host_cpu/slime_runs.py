@@ -33,6 +33,16 @@ def _common(inputs: Path) -> list[str]:
 
 _HOOKS = (
     Case(
+        name="log_mismatch",
+        title="three flags, `log_mismatch`, two steps a rollout",
+        flags=("--use-tis", *HOOK, *CHECK, *_TWO_STEPS, "--rollout-data-postprocess-path", "mis_ext.log_mismatch"),
+        steps_per_rollout=2,
+        config="mis.yaml",
+        metrics=CORE,
+        says=(CALLED, "mismatch of rollout 0"),
+        is_optional=True,
+    ),
+    Case(
         name="prepare_rollout",
         title="three flags, `prepare_rollout`, two steps a rollout",
         flags=("--use-tis", *HOOK, *CHECK, *_TWO_STEPS, "--rollout-data-postprocess-path", "mis_ext.prepare_rollout"),

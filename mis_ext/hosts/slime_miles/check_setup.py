@@ -175,7 +175,9 @@ def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None
     if _counts_lags(config) and given.get("use_opd"):
         raise ValueError("mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one")
     for need in _needs(given, config):
-        if given.get(need.argument) is None and not need.may_be_called_elsewhere:
+        # log_mismatch has the same flag as prepare_rollout, and calls nothing else.
+        is_missing = given.get(need.argument) in (None, "mis_ext.log_mismatch")
+        if is_missing and not need.may_be_called_elsewhere:
             raise ValueError(f"{need.key} needs {_flag(need.argument)} {need.function}")
 
 

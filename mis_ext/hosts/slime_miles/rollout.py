@@ -22,6 +22,8 @@ from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncente
 from mis_ext.rollout.custom_generate.host import VERSIONS
 from mis_ext.validation import check_lengths, check_list
 
+_UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_loss"
+
 
 def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     """Compute the rewards, raw and relative to the baseline of their prompts.
@@ -126,7 +128,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         if of_prompts is not None and key is not None:
             own = _samples_of(of_prompts, rollout_data, key=key, device=device)
             if not config.metrics_only:
-                streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key)
+                streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_UNSCORED)
                 sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
                 streams = streams._replace(lag_T=session.lags_of(*sides, device=device))
     except Exception:

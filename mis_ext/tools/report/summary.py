@@ -30,6 +30,9 @@ from mis_ext.tools.report.tally import (
 NUM_CONTEXT = 12
 """Tokens before and behind a bad one that are shown."""
 
+OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
+"""Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
+
 
 @dataclass(frozen=True)
 class Mismatch:

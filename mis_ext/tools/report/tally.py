@@ -152,6 +152,8 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
 _OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3", "proximal", "behavior")
 COLUMNS = (*_OF_TOKENS, "reward", "versions_behind")
 """Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
+SUMS_OF_TOKENS = slice(len(_OF_TOKENS))
+"""The columns that are sums over tokens."""
 
 
 @dataclass(eq=False)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's numbers of a running job, on its dashboard: once per rollout, of the samples of all ranks."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+
+from mis_ext.correction.collectives import gather_objects
+from mis_ext.correction.layout import PackedLayout, PackedStreams
+from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
+from mis_ext.hosts.rollout_data import pack_rollout
+from mis_ext.tools.diagnosis.evidence import Origin
+from mis_ext.tools.report.part import Part
+from mis_ext.tools.report.summary import OF_PROMPTS, measure
+from mis_ext.tools.report.tally import SUMS_OF_TOKENS, Sequences, TokenTally
+
+PREFIX = "mismatch/"
+STEP = f"{PREFIX}rollout_id"
+_LEFT_OUT = ("reward", *OF_PROMPTS)
+"""The host logs its reward itself, and does not say here which samples have one prompt."""
+
+_HOOK = "--rollout-data-postprocess-path mis_ext.log_mismatch"
+_REMEDY = "take --get-mismatch-metrics, which runs it all the same, or leave this function out"
+_logger = logging.getLogger(__name__)
+
+
+def log_mismatch(args: Any, rollout_id: int | None = None, rollout_data: dict[str, Any] | None = None) -> None:
+    """Log the report's numbers for the samples of one rollout, of all ranks. It changes no data.
+
+    For ``--rollout-data-postprocess-path mis_ext.log_mismatch``. One rank writes: the first rank of the last pipeline
+    stage, on which slime opens its own logger. It writes one line into the log. If a wandb run is open, the numbers go
+    there. Otherwise they go to TensorBoard, if it is installed, into the folder that ``MISMATCH_LOG_DIR`` names.
+
+    Args:
+        args: The host's arguments; not read.
+        rollout_id: Number of the rollout.
+        rollout_data: This rank's samples: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
+            ``response_lengths``. Log-probs are those of this rank's tokens, masks those of whole responses.
+
+    Raises:
+        ValueError: The host gives no rollout data (Miles), or has not scored the rollout before training.
+        RuntimeError: Another rank failed; it is named, and its own error says why.
+    """
+    if rollout_data is None:
+        raise ValueError(f"{_HOOK}: this host passes no rollout data (Miles); run `mis-ext report` on its dumps")
+    megatron = initialized_megatron()
+    # Earlier stages have no log-probs, and nobody of this stage's groups is among them.
+    if megatron is not None and not megatron.is_pipeline_last_stage():
+        return
+    groups = find_groups()
+    numbers = rollout_mismatch(rollout_data, groups, rollout_id)
+    # Tensor-parallel ranks have the same samples.
+    if groups.is_first_rank and (megatron is None or megatron.get_tensor_model_parallel_rank() == 0):
+        _write(numbers, rollout_id or 0)
+
+
+def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: int | None = None) -> dict[str, float]:
+    """The numbers of :class:`~mis_ext.tools.report.Mismatch` by name, the same on every rank of ``groups``.
+
+    Without the reward, which the host logs itself, and without what needs the prompts. The arguments and errors are
+    those of :func:`log_mismatch`.
+    """
+    device = device_of(*rollout_data.get("loss_masks") or ())
+    try:
+        share = _share(pack_rollout(rollout_data, groups, rollout_id, device=device, key=_HOOK, remedy=_REMEDY))
+    except Exception:
+        _over_ranks(global_rank(), groups)
+        raise
+    found = _over_ranks(share, groups)
+    if isinstance(found, int):
+        raise RuntimeError(f"{_HOOK} failed on rank {found}; its own error says why")
+    return {f"{PREFIX}{name}": float(value) for name, value in vars(measure(*found)).items() if name not in _LEFT_OUT}
+
+
+Share = tuple[TokenTally, Sequences]
+"""Sums of some tokens. Those by position and by turn are wrong where a sequence is split: use none of them."""
+
+
+def _share(streams: PackedStreams) -> Share:
+    """The sums of the tokens that this rank holds."""
+    layout = streams.layout
+    # Sums do not ask where in its response a token lies: the local tokens of a sequence are a whole one here.
+    local = PackedStreams(
+        streams.proximal_logprobs_T.cpu(),
+        streams.behavior_logprobs_T.cpu(),
+        (layout.local_part(streams.response_mask_R) != 0).cpu(),
+        PackedLayout.whole(layout.local_lengths),
+    )
+    no_advantage_T = torch.full((layout.num_local_tokens,), torch.nan)
+    part = Part(step="", streams=local, advantages_T=no_advantage_T, origins=[Origin()] * layout.num_sequences)
+    return TokenTally.of(part), Sequences.of(part)
+
+
+def _over_ranks(share: Share | int, groups: Groups) -> Share | int:
+    """The share of all ranks, or the rank that failed; a rank that failed takes part in every collective."""
+    for group, join in ((groups.cp_group, _joined_tokens), (groups.dp_group, Sequences.joined)):
+        shares = gather_objects(share, group)
+        failed = [each for each in shares if isinstance(each, int)]
+        if failed:
+            share = failed[0]
+        else:
+            tallies, sequences = zip(*shares, strict=True)
+            share = reduce(operator.add, tallies), join(sequences)
+    return share
+
+
+def _joined_tokens(shares: Sequence[Sequences]) -> Sequences:
+    """The sequences of context-parallel ranks: each has some tokens of every one."""
+    columns = shares[0].columns.clone()
+    columns[:, SUMS_OF_TOKENS] = torch.stack([share.columns[:, SUMS_OF_TOKENS] for share in shares]).sum(0)
+    return replace(shares[0], columns=columns)
+
+
+def _write(numbers: dict[str, float], rollout_id: int) -> None:
+    shown = ", ".join(f"{name} {numbers[PREFIX + name]:.6g}" for name in ("k3", "abs_p99", "ess_sequence"))
+    _logger.info("mismatch of rollout %d, of the samples of all ranks: %s", rollout_id, shown)
+    # Where a run is open, the host has imported it.
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        # An axis of its own: the host's steps may count optimizer steps.
+        wandb.define_metric(f"{PREFIX}*", step_metric=STEP)
+        wandb.log(numbers | {STEP: rollout_id})
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return
+    with SummaryWriter(os.environ.get("MISMATCH_LOG_DIR", "runs/mismatch")) as writer:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, rollout_id)
