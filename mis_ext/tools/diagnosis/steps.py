@@ -207,8 +207,7 @@ def change_words(tokens: Evidence) -> str:
     looks_like="The canary of mis_ext.rollout.generate reports it. Or k3 jumps, grows, or returns over steps or "
     "recorded versions, or one file differs",
     advice="Sync the weights before sampling, and in the trainer's dtype: in bf16 an engine stays behind a "
-    "trainer in fp16. After an update in flight one response is of two versions. "
-    "Or correct: token TIS gained 0.06 of reward with weights 4 steps old in a pretrained model, 0.13 with 8.",
+    "trainer in fp16. After an update in flight one response is of two versions.",
 )
 def stale(left: Left) -> Found | None:
     """Weights of other steps: the canary first, then recorded versions.

@@ -247,9 +247,7 @@ def _in_words(
         )
     else:
         reasons.append(
-            "With fresh weights of one precision token TIS ended as no correction did; at a k3 of 0.06 it needed "
-            "8 steps more than the 107 to a reward of 0.9. "
-            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
+            f"With fresh weights token TIS ended as no correction did. {COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
         )
         if overall.k3 >= PRETRAINED_K3:
             reasons.append("At a k3 of 0.03 published runs of a 4B model collapsed without a correction.")

@@ -43,8 +43,7 @@ class Mismatch:
     Attributes:
         k1: ``-mean d``, an estimate of KL(behavior, proximal); any sign.
         k3: ``mean(exp d - 1 - d)``: the same, never negative.
-        reverse_k1: ``mean(d exp d)``, an estimate of KL(proximal, behavior).
-        reverse_k3: ``mean(d exp d - exp d + 1)``: the same, never negative.
+        reverse_k3: ``mean(d exp d - exp d + 1)``, an estimate of KL(proximal, behavior), never negative.
         abs_mean: Mean of ``|d|``; then its quantiles, to 0.6 %, and its largest.
         total_variation: ``mean(1 - min(1, exp d))``.
         chi_square: ``mean((exp d - 1)^2)``.
@@ -64,7 +63,6 @@ class Mismatch:
     mean_length: float
     k1: float
     k3: float
-    reverse_k1: float
     reverse_k3: float
     abs_mean: float
     abs_p50: float
@@ -75,8 +73,6 @@ class Mismatch:
     chi_square: float
     ratio_mean: float
     ratio_mean_error: float
-    log_ratio_min: float
-    log_ratio_max: float
     above_2_share: float
     below_half_share: float
     ess_token: float
@@ -177,9 +173,6 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
     known, rewarded = sequences.with_tokens(), sequences.where(~sequences["reward"].isnan())
     length, product, prompt_S = known["num_valid"], known["difference"], known.prompt_S
     perplexity = {side: _exp(-float(known[side].sum()) / count) for side in ("proximal", "behavior")}
-    lowest, highest = float(tally.extremes[0]), -float(tally.extremes[1])
-    if not totals["count"]:
-        lowest = highest = math.nan
     return Mismatch(
         num_sequences=len(sequences),
         num_tokens=int(totals["count"]),
@@ -188,19 +181,16 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
         mean_length=float(length.mean()) if len(known) else math.nan,
         k1=-(totals["difference"] / count),
         k3=totals["k3"] / count,
-        reverse_k1=totals["reverse_k1"] / count,
         reverse_k3=totals["reverse_k3"] / count,
         abs_mean=totals["gap"] / count,
         abs_p50=quantile(sizes, 0.5, num_zeros=totals["zeros"]),
         abs_p99=quantile(sizes, 0.99, num_zeros=totals["zeros"]),
         abs_p999=quantile(sizes, 0.999, num_zeros=totals["zeros"]),
-        abs_max=max(-lowest, highest),
+        abs_max=tally.abs_max if totals["count"] else math.nan,
         total_variation=totals["variation"] / count,
         chi_square=squared,
         ratio_mean=1.0 + excess,
         ratio_mean_error=math.sqrt(max(squared - excess**2, 0.0) / count),
-        log_ratio_min=lowest,
-        log_ratio_max=highest,
         above_2_share=totals["above_2"] / count,
         below_half_share=totals["below_half"] / count,
         # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.

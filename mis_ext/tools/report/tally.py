@@ -80,12 +80,12 @@ class TokenTally:
         counts: ``sizes`` ``[NUM_SIZES]``: tokens by ``|d|`` above 0. And ``[groups, len(SUMS)]`` of ``deciles`` of the
             behavior probability, and of octaves of ``positions`` in the response and of ``turns`` (runs of trained
             tokens).
-        extremes: The smallest and the negated largest ``d``.
+        abs_max: The largest ``|d|``.
     """
 
     totals: dict[str, float]
     counts: dict[str, Tensor]
-    extremes: Tensor
+    abs_max: float
 
     @classmethod
     def of(cls, part: Part) -> TokenTally:
@@ -94,14 +94,13 @@ class TokenTally:
         t = part.tokens
         difference, behavior = map(part.of_valid, (t.d, t.log_mu))
         rows, ratio_excess = token_rows(difference), bounded_expm1(difference)
-        # With w = e^d: d w estimates KL(proximal, behavior), d w - w + 1 too and is never negative, and the mean of
-        # max(1 - w, 0) is the distance in total variation.
+        # With w = e^d: d w - w + 1 estimates KL(proximal, behavior), and the mean of max(1 - w, 0) is the distance in
+        # total variation.
         reverse_k1 = (ratio_excess + 1.0) * difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         is_zero = difference == 0.0
         sums = rows | {
             "ratio_excess": ratio_excess,
             "squared_ratio_excess": ratio_excess.double().square(),
-            "reverse_k1": reverse_k1,
             "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
             "variation": -ratio_excess.clamp_max(0.0),
             "zeros": is_zero,
@@ -110,14 +109,13 @@ class TokenTally:
             "num_response": mask_T,
             "num_masked": ~mask_T,
         }
-        never = difference.new_full((1,), torch.inf)
         return cls(
             totals={name: float(each.sum(dtype=torch.float64)) for name, each in sums.items()},
             counts={
                 "sizes": summed(size_bin(rows["gap"][~is_zero]), NUM_SIZES),
                 **_by_group(part, behavior, rows),
             },
-            extremes=torch.stack([torch.cat([each, never]).amin() for each in (difference, -difference)]).double(),
+            abs_max=float(rows["gap"].amax()) if len(difference) else 0.0,
         )
 
     def __add__(self, other: TokenTally) -> TokenTally:
@@ -125,7 +123,7 @@ class TokenTally:
         return TokenTally(
             {name: total + other.totals[name] for name, total in self.totals.items()},
             {name: count + other.counts[name] for name, count in self.counts.items()},
-            torch.minimum(self.extremes, other.extremes),
+            max(self.abs_max, other.abs_max),
         )
 
 
