@@ -2,7 +2,6 @@
 """Mistakes that the first call must catch, and doubts that it must voice."""
 
 import argparse
-import math
 import pickle
 import warnings
 
@@ -13,7 +12,6 @@ from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
-from mis_ext.tools.explain.law import Normal
 
 
 def zeros(batch: dict) -> None:
@@ -222,17 +220,6 @@ def test_rejecting_whole_sequences_counts_as_sequences_too() -> None:
     args = argparse.Namespace(use_tis=True, rs_veto_threshold=1e-4, mis_max_reject_fraction=0.2)
     with pytest.warns(MismatchWarning, match=r"25\.0% of the sequences"):
         mis_ext.compute_mis_weights_with_cp(args, **batch)
-
-
-def test_the_expected_truncated_mean_is_that_of_a_lognormal_weight() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for variance in (0.1, 1.0, 9.0):
-        log_weight = torch.randn(400_000, generator=generator, dtype=torch.float64) * math.sqrt(variance) - variance / 2
-        sampled = log_weight.exp().clamp_max(2.0)
-        error = sampled.std() / math.sqrt(len(sampled))
-        law = Normal(-variance / 2, variance)
-        expected = law.moment(lambda log_ratio: log_ratio.exp().clamp_max(2.0), 1)
-        assert abs(sampled.mean() - expected) < 5 * error
 
 
 def test_a_session_leaves_args_as_they_were() -> None:

@@ -60,7 +60,7 @@ def one_line(text: str) -> str:
 
 
 def says_explain(found: dict[str, Any], text: str) -> bool:
-    numbers = [each[name] for each in found["at_lengths"] for name in ("ess_token", "kept_tokens", "learning_rate")]
+    numbers = [each[name] for each in found["at_lengths"] for name in ("ess_token", "kept_tokens")]
     return all(f"{number:.3f}" in text for number in numbers) and all(step["name"] in text for step in found["steps"])
 
 

@@ -50,7 +50,6 @@ def test_traps_of_a_method_are_those_of_its_kind() -> None:
             ess_sequence=math.exp(-2 * k3 * length),
             kept_tokens=1.0,
             kept_sequences=1.0,
-            learning_rate=1.0,
             is_stale=is_stale,
         )
         return [trap.name for trap in traps_of(NO_CORRECTION, found, METHODS[name].method)]

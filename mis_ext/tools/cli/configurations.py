@@ -23,8 +23,6 @@ _NUMBERS = {
     "ess_geometric": "ESS of geometric means",
     "kept_tokens": "tokens kept",
     "kept_sequences": "responses kept",
-    "learning_rate": "mean factor on the gradient",
-    "ess": "ESS of what multiplies the loss",
 }
 
 

@@ -9,17 +9,12 @@ Real mismatch has heavier tails, and errors that repeat within a response.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
 
 from mis_ext.correction.config import Gate
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
-
-_NUM_NODES, _NODE_RANGE = 20_001, 10.0
 
 
 @dataclass(frozen=True)
@@ -37,25 +32,6 @@ class Normal:
         if large < 0.0:
             small, large = -large, -small
         return 0.5 * (math.erfc(small) - math.erfc(large))
-
-    def moment(
-        self, weight: Callable[[torch.Tensor], torch.Tensor], power: int, within: Interval = EVERYTHING
-    ) -> float:
-        """``E[weight(x) ** power; x in within]`` of a weight of log-ratios, at least 0 and at most their ``exp``.
-
-        By the trapezoidal rule about the mean, and where growing weights move it.
-        """
-        margin = _NODE_RANGE * math.sqrt(self.variance)
-        low = max(within[0], self.mean - margin)
-        high = min(within[1], self.mean + power * self.variance + margin)
-        if low > high:
-            return 0.0
-        nodes = torch.linspace(low, high, _NUM_NODES, dtype=torch.float64)
-        weights = weight(nodes).pow(power)
-        if self.variance == 0.0:
-            return float(weights[0])
-        density = (-0.5 * (nodes - self.mean).square() / self.variance).exp() / math.sqrt(math.tau * self.variance)
-        return float(torch.trapezoid(density * weights, nodes))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Circumstances:
         k_hat: Of the same.
         kept_tokens: Share that stays in the mask.
         kept_sequences: The same of responses.
-        learning_rate: Mean of what multiplies the loss.
+        learning_rate: Mean of what multiplies the loss, measured.
         is_stale: Whether responses were sampled with weights of an earlier step.
         num_sequences: Responses in a call, on all ranks over which is normalised.
     """
@@ -59,7 +59,7 @@ class Circumstances:
     k_hat: float = math.nan
     kept_tokens: float
     kept_sequences: float
-    learning_rate: float
+    learning_rate: float = math.nan
     is_stale: bool = False
     num_sequences: int | None = None
 

@@ -84,7 +84,7 @@ LIMITS = (
     "Expected by the Gaussian law: the d of all tokens are independent, N(-k3, 2 k3). Real mismatch has heavier tails, "
     "and its errors repeat within a response. mis-ext report measures your own dumps."
 )
-_OF_METHOD = ("kept_tokens", "kept_sequences", "learning_rate", "ess")
+_OF_METHOD = ("kept_tokens", "kept_sequences")
 """Values that the approximation does not have for a method outside of the hook."""
 
 
@@ -108,8 +108,8 @@ class Explanation:
 
     @property
     def is_known(self) -> bool:
-        """True if the factor of the loss is known, so that an empty list of warnings means none."""
-        return not math.isnan(self.effect.learning_rate)
+        """True if the law knows what each filter keeps, so that an empty list of warnings means none."""
+        return not any(map(math.isnan, (self.effect.kept_tokens, *self.effect.accepted.values())))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON: NaN is None."""
