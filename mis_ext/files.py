@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from mis_ext.validation import nearest
+from mis_ext.validation import did_you_mean
 
 _MAX_YAML_BYTES = 1 << 20
 _MAX_YAML_NODES = 100_000
@@ -161,7 +161,7 @@ def preset_path(name: str) -> Path:
         from mis_ext.keys.removed import sentence
 
         raise ValueError(
-            sentence(f"preset {name}") or f"no preset {name!r}: {nearest(name, names)}mis-ext presets lists all"
+            sentence(f"preset {name}") or f"no preset {name!r}{did_you_mean(name, names)}; mis-ext presets lists all"
         )
     return _PRESETS / f"{name}.yaml"
 

@@ -184,24 +184,14 @@ _LIKE = 0.65
 
 
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
-    """The name that was meant, to append to an error; if none is like it, the three nearest of many."""
-    near = _near(value, choices, 1)
-    if near or len(choices) <= _FEW:
-        return f" (did you mean {near[0]!r}?)" if near else ""
-    return f" (nearest: {', '.join(difflib.get_close_matches(str(value).casefold(), choices, 3, 0.0))})"
-
-
-def nearest(value: Any, choices: Collection[str]) -> str:
-    """Return up to three of many ``choices`` that ``value`` resembles, for a message."""
-    near = _near(value, choices, 3)
-    return f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}; " if near else ""
-
-
-def _near(value: Any, choices: Collection[str], most: int) -> list[str]:
+    """Up to three names that may be meant, to append to an error; if none is like it, the nearest of many."""
     said = str(value).casefold()
     # The beginning of a name, by whole words, is nearer than a name of few letters.
     begun = [choice for choice in choices if choice.startswith(f"{said}_")]
-    return list(dict.fromkeys((*begun, *difflib.get_close_matches(said, choices, most, _LIKE))))[:most]
+    near = list(dict.fromkeys((*begun, *difflib.get_close_matches(said, choices, 3, _LIKE))))[:3]
+    if near:
+        return f" (did you mean {' or '.join(map(repr, near))}?)"
+    return "" if len(choices) <= _FEW else f" (nearest: {', '.join(difflib.get_close_matches(said, choices, 3, 0.0))})"
 
 
 def _yaml_hint(value: Any) -> str:

@@ -88,8 +88,6 @@ def _contradictions(given: Mapping[str, Any], group: GroupConfig) -> Iterator[st
         for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
         if given.get(name) not in (None, "fixed", "original")
     ]
-    if rewards and not is_kept and given.get("custom_reward_post_process_path", "not read") is None:
-        yield f"{rewards} needs --custom-reward-post-process-path mis_ext.group_rewards"
     if rewards and estimator not in (*_ESTIMATORS, "reinforce_plus_plus_baseline"):
         yield f"{rewards}: --advantage-estimator {estimator} compares no responses to one prompt"
     if rewards and given.get("rewards_normalization") is False:
@@ -100,9 +98,6 @@ def _contradictions(given: Mapping[str, Any], group: GroupConfig) -> Iterator[st
             "not what the rewards of a prompt say; write trained"
         )
     if group.prompt_mean and method in _COMPARE_SIZES:
-        yield (
-            f"mis_prompt_mean: true scales advantages, and mis_loss_method: {method} compares their size; remove one "
-            "of them"
-        )
+        yield f"mis_prompt_mean: true scales advantages, mis_loss_method: {method} compares their size; remove one"
     if group.prompt_mean and denominators:
         yield f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them"

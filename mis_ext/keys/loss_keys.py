@@ -123,10 +123,14 @@ def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool)
 
 # --- keys without effect
 
+_PER_TOKEN = "--calculate-per-token-loss divides by all tokens of the batch outside of the loss"
+_KEPT_PER_TOKEN = "for kept tokens there, write mis_denominator: kept"
+_REDUCER = "--custom-pg-loss-reducer-function-path reduces the policy loss"
+
 
 def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig) -> tuple[Idle, ...]:
     """The table for keys of the loss, and for flags of the frameworks that it replaces."""
-    settings, denominator = loss.settings, loss.settings.denominator
+    settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
     is_mode, has_denominator = settings.method is None, denominator != "original"
     is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
     # A default of the framework looks like a user's value: only other values are the user's.
@@ -135,45 +139,26 @@ def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correc
     host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
     of_tokens = tuple(key for key in ("mis_loss_entropy_tokens", "mis_loss_kl_tokens") if given.get(key) == "all")
     actions = [gate.action for gate in correction.all_gates.values()]
-    actions += (
-        [] if settings.method is None else [each.action for each in settings.method.method.factors if each.action]
-    )
+    if settings.method is not None:
+        actions += [factor.action for factor in settings.method.method.factors if factor.action]
+    is_scored_twice = settings.proximal == "current" and not settings.uses_proximal
+    is_whole = denominator == "kept" and not correction.rejects_single_tokens
+    of_denominator = ("mis_loss_denominator",)
+    as_parameters = f"remove it, and write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
     return (
-        Idle(
-            ("mis_loss_proximal",),
-            settings.proximal == "current" and not settings.uses_proximal,
-            f"{settings.chosen_by} does not compare with the proximal policy",
-        ),
-        Idle(("mis_loss_mode",), not is_mode, f"{settings.chosen_by} says what the policy gradient is"),
+        Idle(("mis_loss_proximal",), is_scored_twice, f"{of} does not compare with the proximal policy"),
+        Idle(("mis_loss_mode",), not is_mode, f"{of} says what the policy gradient is"),
         Idle(("mis_loss_inplace",), loss.scoring == "host", f"the framework's function scores ({host})"),
         Idle(("mis_loss_constant",), denominator != "constant", f"mis_loss_denominator is {denominator}"),
-        Idle(
-            ("mis_loss_denominator",),
-            settings.per_token_loss and has_denominator,
-            "--calculate-per-token-loss divides by all tokens of the batch outside of the loss",
-            "for kept tokens there, write mis_denominator: kept",
-        ),
-        Idle(
-            ("mis_loss_denominator",),
-            loss.reducer_path is not None and has_denominator,
-            "--custom-pg-loss-reducer-function-path reduces the policy loss",
-            "drop one of them",
-        ),
-        Idle(
-            (*clips, *estimator),
-            not is_mode,
-            f"{settings.chosen_by} defines the loss",
-            f"remove it, and write what should differ as {settings.chosen_by.replace(': ', ': {name: ')}, ...}}",
-        ),
+        Idle(("mis_loss_unbiased_kl", "mis_loss_kl_tokens"), settings.kl is None, "--use-kl-loss is not set"),
+        Idle(of_denominator, settings.per_token_loss and has_denominator, _PER_TOKEN, _KEPT_PER_TOKEN),
+        Idle(of_denominator, loss.reducer_path is not None and has_denominator, _REDUCER, "drop one of them"),
+        Idle(of_denominator, is_whole, "no response keeps some of its tokens and loses others"),
+        Idle((*clips, *estimator), not is_mode, f"{of} defines the loss", as_parameters),
         Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),
         Idle(("eps_clip_c",), is_reinforce, "mis_loss_mode: reinforce has no dual clip"),
         Idle(("eps_clip_c",), is_cispo, "--advantage-estimator cispo has no dual clip"),
         Idle(of_tokens, "reject" not in actions, ALL_KEPT),
-        Idle(
-            ("mis_loss_denominator",),
-            denominator == "kept" and not correction.rejects_single_tokens,
-            "no response keeps some of its tokens and loses others",
-        ),
     )
 
 
@@ -183,17 +168,31 @@ _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 
 
 def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
-    settings, denominator = loss.settings, loss.settings.denominator
-    if settings.method is not None:
-        yield from _against_method(settings)
-    elif settings.mode == "decoupled" and settings.use_behavior:
+    settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
+    is_current, method, kl = settings.proximal == "current", settings.method, settings.kl
+    if method is None and settings.mode == "decoupled" and settings.use_behavior:
         yield (
-            "mis_loss_mode: decoupled compares with the proximal policy, --use-rollout-logprobs makes the behavior "
-            "policy the old one: drop the flag, or write mis_loss_mode: bypass"
+            f"{of} compares with the proximal policy, --use-rollout-logprobs makes the behavior policy the old one: "
+            "drop the flag, or write mis_loss_mode: bypass"
         )
-    if settings.proximal == "current" and settings.opsm_delta is not None:
+    if method is not None and settings.use_behavior and settings.uses_proximal:
         yield (
-            "--use-opsm with mis_loss_proximal: current: the policies that it compares are then one; drop one of them"
+            f"{of} compares with the proximal policy, --use-rollout-logprobs skips its scoring: drop the flag, or with "
+            "one optimizer step per rollout write mis_loss_proximal: current"
+        )
+    if settings.needs_reference is not None and kl is not None and kl.coefficient != 0.0:
+        yield (
+            f"kl_loss_coef={kl.coefficient!r}: {of} has a penalty against the reference policy of its own; "
+            "write --kl-loss-coef 0, which keeps the reference log-probs"
+        )
+    if is_current and settings.opsm_delta is not None:
+        yield "--use-opsm with mis_loss_proximal: current compares a policy with itself; drop one of them"
+    steps = _steps_per_rollout(given)
+    if is_current and steps > 1:
+        # From the second step on the current policy is no longer the one before the update.
+        yield (
+            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
+            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step"
         )
     if denominator == "constant" and settings.constant is None:
         yield "mis_loss_denominator: constant needs mis_loss_constant, a number of tokens"
@@ -203,56 +202,24 @@ def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     if loss.asked_scoring == "fused" and reason is not None:
         yield f"mis_loss_scoring: fused with {reason}; write mis_loss_scoring: host, or remove the key"
     if settings.mode in ("decoupled", "reinforce") and not given.get("use_tis"):
-        yield (
-            f"mis_loss_mode: {settings.mode} needs a correction: set use_tis: true and the keys of a weight or a gate "
-            "(tis_level: none for no weight)"
-        )
+        yield f"{of} needs a correction: set use_tis: true and the keys of a weight or, with tis_level: none, a gate"
     if given.get("use_score_centering"):
         yield "--use-score-centering: vime adds this term in its loss, which mis_ext.policy_loss replaces; remove one"
     path = given.get("custom_tis_function_path") or _OUR_HOOK
     if path != _OUR_HOOK and loss.has_correction:
-        yield (
-            f"--custom-tis-function-path {path}: mis_ext.policy_loss applies the correction of mis_ext, and calls no "
-            "other; drop the flag, or keep the framework's loss"
-        )
-    steps = _steps_per_rollout(given)
-    if settings.proximal == "current" and steps is not None and steps > 1:
-        # From the second step on the current policy is no longer the one before the update.
-        yield (
-            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
-            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step, or remove the "
-            "key"
-        )
-    idle = [key for key in ("mis_loss_unbiased_kl", "mis_loss_kl_tokens") if given.get(key) is not None]
-    if idle and settings.kl is None:
-        yield f"{', '.join(idle)}: no effect, because --use-kl-loss is not set"
-    if settings.kl is not None and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"):
+        yield f"--custom-tis-function-path {path}: mis_ext.policy_loss calls no correction but its own; drop the flag"
+    if kl is not None and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"):
         yield (
             "mis_loss_unbiased_kl (ratio current / behavior) and --use-unbiased-kl (ratio current / old) are two "
             "ratios: drop one of them"
         )
 
 
-def _against_method(settings: LossSettings) -> Iterator[str]:
-    of = settings.chosen_by
-    if settings.use_behavior and settings.uses_proximal:
-        yield (
-            f"{of} compares with the proximal policy, --use-rollout-logprobs skips its scoring: drop the flag, or with "
-            "one optimizer step per rollout write mis_loss_proximal: current"
-        )
-    if settings.needs_reference is not None and settings.kl is not None and settings.kl.coefficient != 0.0:
-        yield (
-            f"kl_loss_coef={settings.kl.coefficient!r}: {of} has a penalty against the reference policy of its own; "
-            "write --kl-loss-coef 0, which keeps the reference log-probs"
-        )
-
-
-def _steps_per_rollout(given: Mapping[str, Any]) -> int | None:
-    """The optimizer steps of a rollout, None where the arguments do not say."""
-    steps = given.get("num_steps_per_rollout")
-    sizes = [given.get(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size")]
-    if steps is None and not given.get("use_dynamic_global_batch_size"):
-        prompts, samples, per_step = sizes
-        if prompts is not None and samples is not None and per_step is not None:
-            steps = prompts * samples // per_step
-    return steps
+def _steps_per_rollout(given: Mapping[str, Any]) -> int:
+    """The optimizer steps of a rollout, 0 where the arguments do not say."""
+    prompts, samples, per_step, steps = (
+        given.get(name) or 0
+        for name in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
+    )
+    is_fixed = per_step and not given.get("use_dynamic_global_batch_size")
+    return int(steps or (prompts * samples // per_step if is_fixed else 0))

@@ -10,7 +10,7 @@ from mis_ext.files import hanging
 from mis_ext.methods import decoupled, ppo, reinforce, trust_region
 from mis_ext.methods.first_update import as_correction
 from mis_ext.methods.published import SYMBOLS, ChosenMethod, PublishedMethod
-from mis_ext.validation import check_mapping, nearest
+from mis_ext.validation import check_mapping, did_you_mean
 
 METHODS: dict[str, PublishedMethod] = {
     name: row
@@ -28,7 +28,7 @@ def find_method(name: str) -> PublishedMethod:
         ValueError: There is no such method.
     """
     if name not in METHODS:
-        raise ValueError(f"no method {name!r}: {nearest(name, METHODS)}mis-ext methods lists all")
+        raise ValueError(f"no method {name!r}{did_you_mean(name, METHODS)}; mis-ext methods lists all")
     return METHODS[name]
 
 

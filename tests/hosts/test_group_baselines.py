@@ -500,10 +500,6 @@ def test_the_loss_notices_that_nobody_prepared_the_rollout(whole_loss) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no function of rewards": (
-        {"mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None},
-        "mis_group_baseline: leave_one_out needs --custom-reward-post-process-path mis_ext.group_rewards",
-    ),
     "a critic": ({"mis_group_baseline": "mean", "advantage_estimator": "ppo"}, "compares no responses to one prompt"),
     "no normalization": ({"mis_group_over": "all", "rewards_normalization": False}, "no effect with"),
     "whitened": ({"mis_group_over": "kept", "normalize_advantages": True}, "with normalize_advantages an advantage"),

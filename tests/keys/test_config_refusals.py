@@ -20,7 +20,7 @@ from mis_ext.methods import METHODS
 
 REFUSED = {
     "{use_tis: true, tis_uper_bound: 2.0}": r"tis_uper_bound.*did you mean 'tis_upper_bound'",
-    "{use_tis: true, rs_veto: 1.0e-4}": r"'rs_veto' \(did you mean 'rs_veto_threshold'\?\)",
+    "{use_tis: true, rs_veto: 1.0e-4}": r"'rs_veto' \(did you mean 'rs_veto_threshold' or",
     "{use_tis: true, mis_metric: all}": r"mis_metric.*did you mean 'mis_metric",
     "{use_tis: true, tis_level: tokn}": r"tis_level must be one of token \| sequence .*'tokn'.*did you mean 'token'",
     "{use_tis: false, tis_level: tokn}": r"tis_level",
@@ -100,7 +100,7 @@ REFUSED = {
     "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded, or remove the key",
     "{use_tis: true, rs_level: null}": r"rs_level: null .* write rs_level: none, or remove the key",
     # Homoglyphs are shown as what they are.
-    "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level'\?\)",
+    "{use_tis: true, tis_l\u0435vel: token}": r"'tis_l\\u0435vel' \(did you mean 'tis_level' or",
     "{use_tis: true, tis_level: t\u043eken}": r"'t\\u043eken' \(did you mean 'token'\?\)",
     "{use_tis: true, tis_level: TOKEN}": r"did you mean 'token'",
 }

@@ -8,7 +8,7 @@ import pytest
 from mis_ext import list_presets
 from mis_ext.keys.rows import CORRECTION_ROWS
 from mis_ext.methods import METHODS
-from mis_ext.validation import did_you_mean, nearest
+from mis_ext.validation import did_you_mean
 
 NAMES = (*list_presets(), *METHODS)
 OTHERS = (
@@ -42,14 +42,14 @@ def slips(name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if len(name) > 4])
 def test_a_slip_gets_the_preset_or_method_that_was_meant(name) -> None:
-    assert [slip for slip in slips(name) if slip not in NAMES and name not in nearest(slip, NAMES)] == []
+    assert [slip for slip in slips(name) if slip not in NAMES and repr(name) not in did_you_mean(slip, NAMES)] == []
 
 
 def test_of_three_or_four_letters_most_slips_do() -> None:
     """`apo` is one letter from seven names."""
     drawn = [(name, slip) for name in NAMES if len(name) < 5 for slip in slips(name) if slip not in NAMES]
     assert len(drawn) > 100
-    found = [name in nearest(slip, NAMES) for name, slip in drawn]
+    found = [repr(name) in did_you_mean(slip, NAMES) for name, slip in drawn]
     assert sum(found) > 0.8 * len(found)
 
 
@@ -61,11 +61,12 @@ def test_a_slip_gets_the_key_that_was_meant(name) -> None:
 
 @pytest.mark.parametrize("word", OTHERS)
 def test_a_word_that_means_something_else_gets_no_name(word) -> None:
-    assert nearest(word, NAMES) == ""
+    assert "did you mean" not in did_you_mean(word, NAMES)
     assert "did you mean" not in did_you_mean(word, CORRECTION_ROWS)
 
 
 def test_the_beginning_of_a_name_is_near_and_three_are_the_most() -> None:
-    assert nearest("geometric", NAMES) == "the nearest are geometric_gate_token_weight, geometric_mis, geometric_rs; "
-    assert nearest("banana", NAMES) == ""
-    assert nearest("grpo", NAMES).count(",") == 2
+    near = "'geometric_gate_token_weight' or 'geometric_mis' or 'geometric_rs'"
+    assert did_you_mean("geometric", NAMES) == f" (did you mean {near}?)"
+    assert did_you_mean("banana", NAMES).count(",") == 2
+    assert did_you_mean("banana", ("token", "sequence")) == ""

@@ -220,7 +220,7 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
         (key_of("drift_control"), {"state_values": None}, "state_values are missing, by which mis_loss_method: drift"),
         ({"entropy_coef": 0.1}, {"entropy": None}, "entropy is missing, which entropy_coef=0.1 weighs"),
         ({"custom_pg_loss_reducer_function_path": "a.b"}, {}, "write mis_loss_denominator"),
-        (UNSET | {"mis_loss_method": "ppa"}, {}, "no method 'ppa': the nearest is ppo; "),
+        (UNSET | {"mis_loss_method": "ppa"}, {}, "no method 'ppa' .did you mean 'ppo'"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(keys, change, message) -> None:

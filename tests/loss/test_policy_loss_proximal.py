@@ -131,7 +131,7 @@ REFUSED = [
         "proximal='current': no effect, because mis_loss_mode: reinforce",
     ),
     (CURRENT | METHOD | {"mis_loss_method": "dppo_tv"}, "no effect, because mis_loss_method: dppo_tv does not compare"),
-    (CURRENT | {"use_opsm": True}, "--use-opsm with mis_loss_proximal: current: the policies that it compares are"),
+    (CURRENT | {"use_opsm": True}, "--use-opsm with mis_loss_proximal: current compares"),
     (
         CURRENT | {"loss_type": "policy_loss"},
         "mis_loss_proximal='current': no effect, because --loss-type is policy_loss",

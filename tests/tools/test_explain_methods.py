@@ -120,7 +120,7 @@ def test_a_method_beside_a_correction_is_one_more_step_and_is_shown(tmp_path, ca
     ("text", "message"),
     [
         ("mis_loss_method: aipo\nuse_tis: true\n", "mis_loss_method: aipo already corrects for the behavior policy"),
-        ("mis_loss_method: aipp\n", "the nearest is aipo; "),
+        ("mis_loss_method: aipp\n", "did you mean 'aipo'"),
         ("mis_loss_method: {name: aipo, high: -1.0}\n", "aipo: high must be in (0, inf), got -1.0"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_misspelt_name_gets_the_nearest_of_both_lists(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "dppo_tw"])
     error = capsys.readouterr().err
-    assert "no preset and no method 'dppo_tw': the nearest are dppo_tv, " in error
+    assert "no preset and no method 'dppo_tw' (did you mean 'dppo_tv'" in error
     assert "mis-ext presets and mis-ext methods list all" in error
 
 

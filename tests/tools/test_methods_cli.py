@@ -26,6 +26,6 @@ def test_a_misspelt_method_gets_the_nearest(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["methods", "gsop"])
     assert caught.value.code == 2
-    assert "no method 'gsop': the nearest is gspo; " in capsys.readouterr().err
+    assert "no method 'gsop' (did you mean 'gspo'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no method 'gsop'"):
         find_method("gsop")

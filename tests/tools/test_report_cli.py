@@ -276,7 +276,7 @@ def test_mixed_dtypes_are_compared_in_float32(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "miss"], "the nearest is mis; "),
+        (["--preset", "miss"], "did you mean 'mis'"),
         (["--config", "nothing.yaml"], "nothing.yaml"),
         (["--worst", "-1"], "--worst"),
     ],

@@ -154,7 +154,7 @@ def test_one_trained_token_without_an_advantage_is_enough() -> None:
     [
         ("grpo_k3", "method grpo_k3: it compares with the reference policy, whose log-probs a dump does not hold"),
         ("drift_control", "method drift_control: it weighs the values of states, which a dump does not hold"),
-        ("dppo_tw", "no method 'dppo_tw': the nearest are dppo_tv, "),
+        ("dppo_tw", "no method 'dppo_tw' (did you mean 'dppo_tv'"),
     ],
 )
 def test_what_a_dump_does_not_hold_is_refused_by_name(name, message, tmp_path, capsys) -> None:

@@ -84,7 +84,7 @@ def _spelt(name: str) -> Spelt:
     from mis_ext.keys.removed import sentence
     from mis_ext.methods import METHODS
     from mis_ext.tools.method_files import read_file, read_method
-    from mis_ext.validation import nearest
+    from mis_ext.validation import did_you_mean
 
     if Path(name).suffix in (".yaml", ".yml"):
         return read_file(name)
@@ -95,10 +95,10 @@ def _spelt(name: str) -> Spelt:
         return read_method(METHODS[name])
     if Path(name).exists():
         return read_file(name)
-    near = nearest(name, (*list_presets(), *METHODS))
+    near = did_you_mean(name, (*list_presets(), *METHODS))
     raise ValueError(
         sentence(f"preset {name}")
-        or f"no file, no preset and no method {name!r}: {near}mis-ext presets and mis-ext methods list all"
+        or f"no file, no preset and no method {name!r}{near}; mis-ext presets and mis-ext methods list all"
     )
 
 
