@@ -51,12 +51,6 @@ class Groups(NamedTuple):
         return self._replace(dp_rank=0, dp_size=1, dp_group=None)
 
     @property
-    def started_together(self) -> list[Group]:
-        """The groups of more than one rank, all of which make their first call together: no replica joins later."""
-        groups = (self.cp_group, self.dp_group)
-        return [group for group in groups if group is not None and not is_fault_tolerant(group)]
-
-    @property
     def is_alone(self) -> bool:
         """True if no other rank waits for this one."""
         return self.cp_group is None and self.dp_group is None
@@ -84,11 +78,6 @@ def device_of(*candidates: Any) -> torch.device:
             return candidate.device
     uses_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
-
-
-def is_fault_tolerant(group: Group) -> bool:
-    """True if replicas can leave and join the group while it is in use, as in Miles."""
-    return hasattr(group, "_replica_id")
 
 
 def _place(group: Group | None) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, due_status, global_rank, status_of_ranks
+from mis_ext.correction.collectives import Group, due_status, global_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
@@ -33,7 +33,6 @@ from mis_ext.hosts.guards import (
     RankFailed,
     data_sums,
     findings_in,
-    is_capturing,
     raise_if_failed,
     warn_of_rejection,
 )
@@ -70,7 +69,6 @@ class Session:
         self._ranges: dict[Refuse, Monitor] = {}
         self._is_first_rank = True
         self._told: set[GuardName | None] = set()
-        self._met: set[tuple[int, ...]] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -171,21 +169,6 @@ class Session:
         except Exception as error:
             return error
         return None
-
-    def meet(self, groups: Groups, *, device: torch.device) -> None:
-        """Check in the first call with these groups that all ranks could read their keys.
-
-        Raises:
-            RuntimeError: Another rank failed.
-        """
-        shared = groups.started_together
-        key = tuple(map(id, shared))
-        if key in self._met:
-            return
-        self._met.add(key)
-        status = status_of_ranks(shared, device=device)
-        if not is_capturing(status):
-            raise_if_failed([float(status)])
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
         """Refuse values by the smallest and largest of them; masks in the first and some later calls.
@@ -345,21 +328,3 @@ def _keep(key: int | str, run: Run, args: Any) -> None:
     held = [other for other, (_, kept) in _runs.items() if kept is not None]
     for other in held[:-_MAX_HELD]:
         del _runs[other]
-
-
-def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
-    """:func:`current_run` of ranks that share a call: all raise in the first call if one cannot read its keys.
-
-    Raises:
-        ValueError: A key is wrong.
-        TypeError: A key has the wrong type.
-        RuntimeError: Another rank failed.
-    """
-    try:
-        run = current_run(args, whole_loss=whole_loss)
-    except Exception:
-        due_status(groups.started_together, device=device).tell()
-        raise
-    if not groups.is_alone:
-        run.session.meet(groups, device=device)
-    return run
