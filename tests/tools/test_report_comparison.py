@@ -20,9 +20,9 @@ from mis_ext.tools.report.page import cause_cells
 from mis_ext.tools.report.recommendation import preset_candidates
 from mis_ext.tools.report.whole_report import Report, SideBySide, make_report, side_by_side
 
-RATIOS = ("k3", "abs_mean", "mean_length", "reverse_k3", "abs_p99", "abs_max", "total_variation")
-DIFFERENCES = ("k1", "reward", "ratio_mean", "ess_token", "ess_sequence", "k_hat", "zero_share")
-WITH_ERROR = ("k3", "abs_mean", "k1", "reward", "mean_length")
+RATIOS = ("k3", "abs_mean", "mean_length", "abs_p99", "abs_max")
+DIFFERENCES = ("reward", "ratio_mean", "ess_token", "ess_sequence", "k_hat")
+WITH_ERROR = ("k3", "abs_mean", "reward", "mean_length")
 
 
 def rows_of(seed: int, *, spread: float, prompts: int = 10, steps: int = 3, first_step: int = 0) -> list[dict]:

@@ -136,8 +136,6 @@ def oracle_of_mismatch(samples: list[Sample]) -> dict[str, object]:
     gaps = [abs(token.d) for token in tokens]
     ratios = [token.ratio for token in tokens]
     products = [math.fsum(token.d for token in sample.tokens) for sample in measured]
-    means = [product / len(sample.tokens) for product, sample in zip(products, measured, strict=True)]
-    proximal, behavior = (mean(getattr(token, side) for token in tokens) for side in ("proximal", "behavior"))
     return {
         "num_sequences": len(samples),
         "num_tokens": len(tokens),
@@ -153,23 +151,14 @@ def oracle_of_mismatch(samples: list[Sample]) -> dict[str, object]:
         "abs_p999": pytest.approx(quantile(gaps, 0.999), rel=QUANTILE),
         "abs_max": max(gaps),
         "total_variation": mean(1 - min(1.0, ratio) for ratio in ratios),
-        "chi_square": mean((ratio - 1) ** 2 for ratio in ratios),
         "ratio_mean": mean(ratios),
-        "ratio_mean_error": statistics.pstdev(ratios) / math.sqrt(len(ratios)),
-        "above_2_share": mean(ratio > 2 for ratio in ratios),
-        "below_half_share": mean(ratio < 0.5 for ratio in ratios),
         "ess_token": kish(ratios),
         "ess_sequence": kish(map(math.exp, products)),
-        "ess_geometric": kish(map(math.exp, means)),
         # Against theory in test_report.py; here, that it is of the products.
         "k_hat": k_hat(torch.tensor(products, dtype=torch.float64)),
-        "perplexity_proximal": math.exp(-proximal),
-        "perplexity_behavior": math.exp(-behavior),
-        "perplexity_ratio": math.exp(behavior - proximal),
         "zero_share": mean(token.d == 0 for token in tokens),
         "reward": mean(sample.origin.reward for sample in samples if not math.isnan(sample.origin.reward)),
         "num_prompts": len({prompt(sample) for sample in measured}),
-        "k1_error": error(measured, lambda sample: math.fsum(token.d for token in sample.tokens), num_tokens),
         "k3_error": error(measured, lambda sample: math.fsum(t.ratio - 1 - t.d for t in sample.tokens), num_tokens),
         "abs_mean_error": error(measured, lambda sample: math.fsum(abs(t.d) for t in sample.tokens), num_tokens),
         "mean_length_error": error(measured, num_tokens, lambda sample: 1),

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from mis_ext.files import printable
 from mis_ext.tools.diagnosis.cause import Diagnosis
-from mis_ext.tools.diagnosis.thresholds import GROWTH, KERNEL_K3, NOTICED, PRETRAINED_K3, QUANTISED_K3
+from mis_ext.tools.diagnosis.thresholds import GROWTH, NOTICED, QUANTISED_K3
 from mis_ext.tools.explain.traps import HARMLESS_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.recommendation import Ranked
@@ -35,24 +35,6 @@ _SECTIONS = {
 }
 
 
-REFERENCES = (
-    (1e-5, PRETRAINED_K3, "dense models in bfloat16", "5e-5 in a toy, 6e-4 with 4B, 2e-3 with 135M parameters"),
-    (
-        KERNEL_K3,
-        QUANTISED_K3,
-        "fp8 weights or cache",
-        "1e-3 to 8e-3 in a toy, 7e-3 to 7e-2 pretrained. Qwen2.5 has 0.3 with an e4m3 cache, which no correction saved",
-    ),
-    (4e-4, 1e-1, "mixtures of experts", "4e-4 in a tiny one, more of slime and Miles users"),
-    (
-        4e-3,
-        3.0,
-        "weights 1 to 16 steps old",
-        "with 135M parameters 4e-3 at 1 step, up to 5e-2 at 4, 5e-1 at 8; 8e-2 and more in a toy",
-    ),
-)
-"""Ranges of k3 per token, with their setup and source. All but the last are of up-to-date weights."""
-
 MEANING = {
     "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "
     "fresh weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
@@ -62,16 +44,11 @@ MEANING = {
     "abs_p99": "One token in a hundred differs by more.",
     "abs_max": "The largest |d|. A single token above 20 is a sentinel or another text.",
     "total_variation": "Share of probability that trainer and engine give to different tokens.",
-    "chi_square": "Variance of token ratios.",
     "ratio_mean": "1 if both score the distribution that was sampled. Below 1: top-p, top-k or padding.",
     "ess_token": "Effective share of tokens if each is weighted by its ratio. Below 0.9 weights add variance.",
     "ess_sequence": "The same for products over responses. Below 0.2 a tenth of them has half of all weight.",
-    "ess_geometric": "The same for geometric means.",
     "k_hat": "Tail of the products: below 0.5 it is fine, above 0.7 their mean is unreliable.",
-    "perplexity_ratio": "Proximal over behavior perplexity; 1 + k1 where they are close.",
     "zero_share": "Tokens with equal log-probs on both sides. All: true on-policy, or a copy.",
-    "above_2_share": "Tokens that an upper bound of 2 truncates.",
-    "below_half_share": "Tokens whose ratio is below 1/2.",
 }
 """Numbers of the summary that are explained on the page, in this order."""
 
@@ -130,7 +107,6 @@ def render_page(report: Report, *, run: str = "") -> str:
         "compared": against and [*map(number_cells, against.numbers)],
         "causes": against and [*map(cause_cells, against.causes)],
         "numbers": [(name, number(getattr(summary.overall, name)), text) for name, text in MEANING.items()],
-        "references": [(f"{low:g} to {high:g}", *words) for low, high, *words in REFERENCES],
         "ranking": [*map(_ranked_cells, ranking)],
         "groups": {
             title: [[*_cells(group, _GROUP.values())] for group in groups]

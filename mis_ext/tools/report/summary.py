@@ -30,7 +30,7 @@ from mis_ext.tools.report.tally import (
 NUM_CONTEXT = 12
 """Tokens before and behind a bad one that are shown."""
 
-OF_PROMPTS = ("num_prompts", "k1_error", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
+OF_PROMPTS = ("num_prompts", "k3_error", "abs_mean_error", "mean_length_error", "reward_error")
 """Numbers of :class:`Mismatch` that need to know which responses share a prompt."""
 
 
@@ -46,14 +46,12 @@ class Mismatch:
         reverse_k3: ``mean(d exp d - exp d + 1)``, an estimate of KL(proximal, behavior), never negative.
         abs_mean: Mean of ``|d|``; then its quantiles, to 0.6 %, and its largest.
         total_variation: ``mean(1 - min(1, exp d))``.
-        chi_square: ``mean((exp d - 1)^2)``.
-        ratio_mean: ``mean(exp d)``, with its standard error: 1 if the engines differ and both are distributions over
-            all tokens.
-        ess_token: Kish's effective share of token ratios; of products and of geometric means of sequences.
+        ratio_mean: ``mean(exp d)``: 1 if the engines differ and both are distributions over all tokens.
+        ess_token: Kish's effective share of token ratios; then of products of sequences.
         k_hat: Of the products of ratios of sequences: above 0.7 an average over them says little.
         zero_share: Tokens with ``d`` exactly 0.
         num_prompts: Prompts of the responses with a valid token; a response of unknown prompt has one of its own.
-        k1_error: Standard error over prompts (:func:`~mis_ext.tools.report.noise.standard_error`), as of what follows.
+        k3_error: Standard error over prompts (:func:`~mis_ext.tools.report.noise.standard_error`), as of what follows.
     """
 
     num_sequences: int
@@ -70,22 +68,13 @@ class Mismatch:
     abs_p999: float
     abs_max: float
     total_variation: float
-    chi_square: float
     ratio_mean: float
-    ratio_mean_error: float
-    above_2_share: float
-    below_half_share: float
     ess_token: float
     ess_sequence: float
-    ess_geometric: float
     k_hat: float
-    perplexity_proximal: float
-    perplexity_behavior: float
-    perplexity_ratio: float
     zero_share: float
     reward: float
     num_prompts: int
-    k1_error: float
     k3_error: float
     abs_mean_error: float
     mean_length_error: float
@@ -172,7 +161,6 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
     excess, squared = totals["ratio_excess"] / count, totals["squared_ratio_excess"] / count
     known, rewarded = sequences.with_tokens(), sequences.where(~sequences["reward"].isnan())
     length, product, prompt_S = known["num_valid"], known["difference"], known.prompt_S
-    perplexity = {side: _exp(-float(known[side].sum()) / count) for side in ("proximal", "behavior")}
     return Mismatch(
         num_sequences=len(sequences),
         num_tokens=int(totals["count"]),
@@ -188,32 +176,19 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
         abs_p999=quantile(sizes, 0.999, num_zeros=totals["zeros"]),
         abs_max=tally.abs_max if totals["count"] else math.nan,
         total_variation=totals["variation"] / count,
-        chi_square=squared,
         ratio_mean=1.0 + excess,
-        ratio_mean_error=math.sqrt(max(squared - excess**2, 0.0) / count),
-        above_2_share=totals["above_2"] / count,
-        below_half_share=totals["below_half"] / count,
         # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.
         ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared),
         ess_sequence=effective_share(product),
-        ess_geometric=effective_share(product / length),
         k_hat=k_hat(product),
-        perplexity_proximal=perplexity["proximal"],
-        perplexity_behavior=perplexity["behavior"],
-        perplexity_ratio=_exp(-(totals["difference"] / count)),
         zero_share=totals["zeros"] / count,
         reward=float(rewarded["reward"].mean()) if len(rewarded) else math.nan,
         num_prompts=len({*prompt_S.tolist()}),
-        k1_error=standard_error(product, length, prompt_S),
         k3_error=standard_error(known["k3"], length, prompt_S),
         abs_mean_error=standard_error(known["gap"], length, prompt_S),
         mean_length_error=standard_error(length, torch.ones_like(length), prompt_S),
         reward_error=standard_error(rewarded["reward"], torch.ones_like(rewarded["reward"]), rewarded.prompt_S),
     )
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))
 
 
 def build_summary(

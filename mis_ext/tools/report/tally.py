@@ -68,8 +68,6 @@ def summed(index: Tensor, num_bins: int, weights: Tensor | None = None) -> Tenso
 SUMS = ("count", "difference", "gap", "k3")
 """Sums over a group of tokens: of 1, ``d``, ``|d|``, and k3."""
 
-_LOG_2 = 0.6931471805599453
-
 
 @dataclass(eq=False)
 class TokenTally:
@@ -104,8 +102,6 @@ class TokenTally:
             "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
             "variation": -ratio_excess.clamp_max(0.0),
             "zeros": is_zero,
-            "above_2": difference > _LOG_2,
-            "below_half": difference < -_LOG_2,
             "num_response": mask_T,
             "num_masked": ~mask_T,
         }
@@ -147,7 +143,7 @@ def _by_group(part: Part, behavior: Tensor, rows: dict[str, Tensor]) -> dict[str
     }
 
 
-_OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3", "proximal", "behavior")
+_OF_TOKENS = ("num_response", "num_valid", "difference", "gap", "k3")
 COLUMNS = (*_OF_TOKENS, "reward", "versions_behind")
 """Sums over valid tokens in nats, and what is known of the sample; NaN where nothing is."""
 SUMS_OF_TOKENS = slice(len(_OF_TOKENS))
@@ -169,8 +165,7 @@ class Sequences:
         rows = token_rows(tokens.d)
         # In the precision and order of the correction, so that its gates decide on the same sums.
         masks = (tokens.generated, tokens.valid)
-        rows_T = (rows["difference"], rows["gap"], rows["k3"], tokens.log_pi, tokens.log_mu)
-        reduced = part.streams.layout.sums([*masks, *rows_T])
+        reduced = part.streams.layout.sums([*masks, rows["difference"], rows["gap"], rows["k3"]])
         known = [[origin.reward, origin.versions_behind] for origin in part.origins]
         reward, behind = torch.tensor(known, dtype=torch.float64).reshape(-1, 2).unbind(1)
         columns = torch.stack([*reduced, reward, behind], dim=1)

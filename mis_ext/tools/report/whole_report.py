@@ -32,18 +32,14 @@ Kind = Literal["ratio", "difference"]
 _COMPARED: dict[str, tuple[Kind, str | None]] = {
     "k3": ("ratio", "k3_error"),
     "abs_mean": ("ratio", "abs_mean_error"),
-    "k1": ("difference", "k1_error"),
     "reward": ("difference", "reward_error"),
     "mean_length": ("ratio", "mean_length_error"),
-    "reverse_k3": ("ratio", None),
     "abs_p99": ("ratio", None),
     "abs_max": ("ratio", None),
-    "total_variation": ("ratio", None),
     "ratio_mean": ("difference", None),
     "ess_token": ("difference", None),
     "ess_sequence": ("difference", None),
     "k_hat": ("difference", None),
-    "zero_share": ("difference", None),
 }
 """Compared values: positive ones by their ratio, shares and others by their difference; with their standard error."""
 
