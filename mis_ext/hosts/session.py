@@ -23,19 +23,8 @@ from mis_ext.correction.collectives import Group, due_status, global_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
+from mis_ext.hosts import guards
 from mis_ext.hosts.groups import ALONE, Groups, device_of
-from mis_ext.hosts.guards import (
-    CALLS_PER_LOOK,
-    ENOUGH,
-    PAIRS,
-    MismatchWarning,
-    Monitor,
-    RankFailed,
-    data_sums,
-    findings_in,
-    raise_if_failed,
-    warn_of_rejection,
-)
 from mis_ext.hosts.packing import Refuse, extremes_of, pack, refuse_divisors, refuse_mask
 from mis_ext.keys.names import OF_OTHERS
 from mis_ext.keys.reading import RunConfig, config_given, read_config
@@ -63,10 +52,10 @@ class Session:
         self.config = config_given(config)
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
-        self._data = Monitor(self._judge_data, every=1, merge=torch.add)
-        self._rejection = Monitor(partial(warn_of_rejection, self.config.max_reject_fraction))
-        self._status = Monitor(raise_if_failed, every=1, merge=torch.maximum)
-        self._ranges: dict[Refuse, Monitor] = {}
+        self._data = guards.Monitor(self._judge_data, every=1, merge=torch.add)
+        self._rejection = guards.Monitor(partial(guards.warn_of_rejection, self.config.max_reject_fraction))
+        self._status = guards.Monitor(guards.raise_if_failed, every=1, merge=torch.maximum)
+        self._ranges: dict[Refuse, guards.Monitor] = {}
         self._is_first_rank = True
         self._told: set[GuardName | None] = set()
 
@@ -85,7 +74,7 @@ class Session:
             self.check_range(mask_R, refuse_mask)
             check_streams(streams, self.config, groups.cp_group)
             self._is_first_rank = groups.is_first_rank
-            self._data.observe(data_sums, streams, on=mask_R)
+            self._data.observe(guards.data_sums, streams, on=mask_R)
         correction = correct(
             streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group, token_metrics=token_metrics
         )
@@ -164,7 +153,7 @@ class Session:
             statuses = due.gather(status, groups[-1])
         try:
             self._hear(statuses.amax())
-        except RankFailed:
+        except guards.RankFailed:
             raise
         except Exception as error:
             return error
@@ -176,8 +165,8 @@ class Session:
         Raises:
             ValueError: A value is not legal.
         """
-        every = 1 if refuse is refuse_divisors else CALLS_PER_LOOK
-        self._ranges.setdefault(refuse, Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
+        every = 1 if refuse is refuse_divisors else guards.CALLS_PER_LOOK
+        self._ranges.setdefault(refuse, guards.Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
 
     def report(self, guard: GuardName, message: str) -> None:
         """Raise, or warn if ``mis_guard`` allows it or nothing is corrected."""
@@ -199,7 +188,7 @@ class Session:
 
     def warn(self, message: str) -> None:
         """Issue a ``MismatchWarning``."""
-        warnings.warn(message, MismatchWarning, stacklevel=4)
+        warnings.warn(message, guards.MismatchWarning, stacklevel=4)
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
         """Compute the correction without guards and monitors.
@@ -229,13 +218,13 @@ class Session:
         self._status.observe(torch.atleast_1d, status, on=status)
 
     def _judge_data(self, numbers: list[float]) -> bool:
-        for guard, message in findings_in(numbers):
+        for guard, message in guards.findings_in(numbers):
             if guard is not None and self.config.stops(guard):
                 self.report(guard, message)
             elif guard not in self._told and (guard is not None or self._is_first_rank):
                 self._told.add(guard)
                 self.warn(message)
-        return numbers[PAIRS] >= ENOUGH
+        return numbers[guards.PAIRS] >= guards.ENOUGH
 
 
 # --- the run of each args

@@ -12,21 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from mis_ext.correction.config import (
-    BOUNDS,
-    DEFAULT_UPPER_BOUND,
-    GUARD_NAMES,
-    Action,
-    CorrectionConfig,
-    Denominator,
-    Gate,
-    Level,
-    MetricChoice,
-    NormalizeOver,
-    Reduce,
-    Scope,
-    When,
-)
+from mis_ext.correction import config
 from mis_ext.correction.tokens import STATISTICS, UNKNOWN_LAG
 from mis_ext.loss.words import KlType, LossDenominator, Mode, PenaltyTokens, Proximal, Scoring
 from mis_ext.validation import (
@@ -88,26 +74,23 @@ def words(*choices: Any) -> Check:
 # --- values that are not a single number, word, or switch
 
 
-def read_gates(key: str, value: Any) -> tuple[Gate, ...]:
+def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
     """The filters of a list of mappings."""
     gates, wrong = [], Errors()
     for place, fields in enumerate(check_list(key, value)):
+        where = f"{key}[{place}]"
         with wrong:
-            gates.append(_gate(f"{key}[{place}]", fields))
+            given = check_mapping(where, fields)
+            check_known(f"keys of {where}", given, GATE_ROWS)
+            with errors_of(where):
+                gates.append(config.Gate(**given))
     wrong.raise_all()
     return tuple(gates)
 
 
-def _gate(key: str, value: Any) -> Gate:
-    fields = check_mapping(key, value)
-    check_known(f"keys of {key}", fields, GATE_ROWS)
-    with errors_of(key):
-        return Gate(**fields)
-
-
 def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
     """``core``, ``all``, or the names of a list."""
-    if isinstance(value, str) and value in get_args(MetricChoice):
+    if isinstance(value, str) and value in get_args(config.MetricChoice):
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
         return tuple(value)
@@ -118,9 +101,9 @@ def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
 def read_guards(key: str, value: Any) -> frozenset[str]:
     """The guards that only warn."""
     if not isinstance(value, Mapping):
-        return frozenset(GUARD_NAMES) if check_choice(key, value, ("error", "warn")) == "warn" else frozenset()
+        return frozenset(config.GUARD_NAMES) if check_choice(key, value, ("error", "warn")) == "warn" else frozenset()
     choices = check_mapping(key, value)
-    check_known(f"guards in {key}", choices, GUARD_NAMES)
+    check_known(f"guards in {key}", choices, config.GUARD_NAMES)
     for name, choice in choices.items():
         check_choice(f"{key}.{name}", choice, ("error", "warn"))
     return frozenset(name for name, choice in choices.items() if choice == "warn")
@@ -142,19 +125,21 @@ def read_method(key: str, value: Any) -> Any:
 
 # --- the rows
 
-_MODES = "; ".join(f"{row.name}: {row.text}" for row in BOUNDS.values())
-_config = CorrectionConfig()
+_MODES = "; ".join(f"{row.name}: {row.text}" for row in config.BOUNDS.values())
+_defaults = config.CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
     "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
-    "tis_level": Key(words(Level, "none"), "token", "What the weight is the ratio of."),
-    "tis_mode": Key(words(*BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
+    "tis_level": Key(words(config.Level, "none"), "token", "What the weight is the ratio of."),
+    "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(
         number("[0,inf)"), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
     ),
-    "tis_upper_bound": Key(number("(0,inf]"), DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
-    "tis_when": Key(words(When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
-    "rs_level": Key(words(Level, "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."),
+    "tis_upper_bound": Key(number("(0,inf]"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_when": Key(words(config.When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
+    "rs_level": Key(
+        words(config.Level, "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."
+    ),
     "rs_lower_bound": Key(
         number("[0,inf)"), None, "Lower bound of what is kept. Default: that of the weight.", "ratio"
     ),
@@ -179,10 +164,10 @@ CORRECTION_ROWS: dict[str, Key] = {
         words("token", "sequence_max"), "token", "Whether such a token is rejected alone or with its response."
     ),
     "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
-    "tis_normalize_scope": Key(words(Scope), "data_parallel", "The samples of that mean."),
-    "tis_normalize_over": Key(words(NormalizeOver), "kept", "The tokens of that mean."),
+    "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "The samples of that mean."),
+    "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "The tokens of that mean."),
     "mis_denominator": Key(
-        words(Denominator),
+        words(config.Denominator),
         "fixed",
         "What the loss is divided by. fixed: the framework's divisor. kept: kept tokens, or the sum over responses of "
         "their kept share.",
@@ -190,7 +175,7 @@ CORRECTION_ROWS: dict[str, Key] = {
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(read_metrics, "core", "The metrics that are reported.", values="core | all, or list of names"),
     "mis_metric_max": Key(
-        number("[0,inf]"), _config.metric_max, "The most that a token counts in k3_kl, a response in chi2_*."
+        number("[0,inf]"), _defaults.metric_max, "The most that a token counts in k3_kl, a response in chi2_*."
     ),
     "mis_guard": Key(
         read_guards,
@@ -205,12 +190,12 @@ CORRECTION_ROWS: dict[str, Key] = {
         values="auto | true | false",
     ),
     "mis_max_reject_fraction": Key(
-        number("[0,1]"), _config.max_reject_fraction, "Warns when more is rejected.", "share"
+        number("[0,1]"), _defaults.max_reject_fraction, "Warns when more is rejected.", "share"
     ),
 }
 """Keys of a correction."""
 
-VETOES: dict[str, tuple[str, Reduce, str]] = {
+VETOES: dict[str, tuple[str, config.Reduce, str]] = {
     "rs_veto_threshold": ("ratio", "min", "low"),
     "rs_veto_upper_threshold": ("ratio", "max", "high"),
     "rs_veto_probability": ("proximal_probability", "min", "low"),
@@ -258,10 +243,10 @@ TIS_OF_FRAMEWORKS = ("tis_clip", "tis_clip_low")
 
 GATE_ROWS: dict[str, Key] = {
     "statistic": Key(words(*STATISTICS), "ratio", "What is compared with the bounds."),
-    "reduce": Key(words(Reduce), "token", "Reduction over the tokens of a response."),
+    "reduce": Key(words(config.Reduce), "token", "Reduction over the tokens of a response."),
     "low": Key(number("[-inf,inf]"), None, "Smallest value that is kept."),
     "high": Key(number("[-inf,inf]"), None, "Largest value that is kept."),
-    "action": Key(words(Action), "reject", "reject: masks the token; zero: gives it weight 0."),
+    "action": Key(words(config.Action), "reject", "reject: masks the token; zero: gives it weight 0."),
     "name": Key(check_text, None, "First part of the names of its metrics."),
 }
 """Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""

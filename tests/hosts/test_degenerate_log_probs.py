@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mis_ext
-from mis_ext.hosts import session as sessions
+from mis_ext.hosts import guards
 from mis_ext.hosts.session import session_for
 
 LOWEST = {
@@ -276,7 +276,7 @@ def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
     for start in range(0, 70, 7):
         call([proximal[0][start : start + 7]], [behavior[0][start : start + 7]], args=args)
     call(proximal, behavior, args=args)
-    monkeypatch.setattr(sessions, "data_sums", lambda *_: pytest.fail("looked again"))
+    monkeypatch.setattr(guards, "data_sums", lambda *_: pytest.fail("looked again"))
     call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
     assert session_for(args)._data.is_done
 
