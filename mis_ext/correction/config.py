@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -122,25 +121,7 @@ _VETO_NAMES = {
 }
 
 
-def label_gates(gates: Sequence[Gate]) -> dict[str, Gate]:
-    """The gates by the stem of their metrics: their own name, else one after their kind and place."""
-    labels: dict[str, Gate] = {}
-    bands = 0
-    for gate in gates:
-        bands += not gate.is_veto
-        band_name = "rs_mask" if bands == 1 else f"rs_gate{bands}"
-        veto_name = _VETO_NAMES.get((gate.statistic, gate.reduce), f"rs_veto_{gate.statistic}_{gate.reduce}")
-        name = gate.name or (veto_name if gate.is_veto else band_name)
-        if name in labels and gate.is_veto:
-            raise ValueError(f"two vetoes of the same kind ({name}): the stricter one decides, remove the other")
-        if name in labels:
-            raise ValueError(f"two gates are called {name!r}: give one of them another name")
-        labels[name] = gate
-    return labels
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """A ``mode`` of a weight.
 
     Attributes:
@@ -158,14 +139,12 @@ class Bound:
     text: str
 
 
-_ROWS = (
-    Bound("truncate", False, True, False, "the ratio, at most `high`"),
-    Bound("clip", True, True, False, "the ratio, clamped into `[low, high]`"),
-    Bound("mask", True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
-    Bound("unbounded", False, False, False, "the ratio"),
-)
-
-BOUNDS: dict[str, Bound] = {row.name: row for row in _ROWS}
+BOUNDS = {
+    "truncate": Bound("truncate", False, True, False, "the ratio, at most `high`"),
+    "clip": Bound("clip", True, True, False, "the ratio, clamped into `[low, high]`"),
+    "mask": Bound("mask", True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
+    "unbounded": Bound("unbounded", False, False, False, "the ratio"),
+}
 """The bounds of a weight by name. Truncation: Ionides, Truncated Importance Sampling, 2008; masking: IcePop,
 arXiv:2510.18855."""
 
@@ -225,20 +204,14 @@ class Weight:
                     raise ValueError(f"low must be below high, got low={low}{default} and high={high}")
         object.__setattr__(self, "low", low)
         object.__setattr__(self, "high", high)
-        if self.when == "stale":
-            self._check_stale(bound)
-        if bound.rejects:
-            object.__setattr__(self, "gate", Gate(reduce=REDUCTIONS[self.level], low=low, high=high))
-
-    def _check_stale(self, bound: Bound) -> None:
-        if self.level != "token":
+        contains_1 = (low or 0.0) <= 1.0 <= (math.inf if high is None else high)
+        if self.when == "stale" and not (self.level == "token" and contains_1 and not bound.rejects):
             raise ValueError(
-                f"when: stale is a choice between tokens, and level: {self.level} weighs all of them alike"
+                "when: stale gives fresh tokens weight 1 and rejects none: it needs level: token, bounds that contain "
+                f"1, and another mode than mask, got level: {self.level}, mode: {self.mode}, low={low}, high={high}"
             )
         if bound.rejects:
-            raise ValueError(f"when: stale leaves fresh tokens as they are, and mode: {self.mode} rejects some of them")
-        if not (self.low or 0.0) <= 1.0 <= (math.inf if self.high is None else self.high):
-            raise ValueError(f"when: stale gives fresh tokens weight 1, got low={self.low} and high={self.high}")
+            object.__setattr__(self, "gate", Gate(reduce=REDUCTIONS[self.level], low=low, high=high))
 
     @property
     def bound(self) -> Bound:
@@ -301,7 +274,6 @@ class CorrectionConfig:
         self._check_types()
         object.__setattr__(self, "gates", tuple(self.gates))
         object.__setattr__(self, "warn_only", frozenset(self.warn_only))
-        label_gates(self.gates)
         if self.normalize_over is not None and self.weight is None:
             raise ValueError("normalize_over has no effect without a weight")
         if self.metrics_only and (self.weight is not None or self.gates):
@@ -311,7 +283,7 @@ class CorrectionConfig:
         looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
         if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
             object.__setattr__(self, "staleness", True)
-        names = [row.name for row in self.available_rows]
+        names = [row.name for row in rows_of(self)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
@@ -345,8 +317,20 @@ class CorrectionConfig:
 
     @property
     def labelled_gates(self) -> dict[str, Gate]:
-        """``gates`` by the stem of their metrics."""
-        return label_gates(self.gates)
+        """``gates`` by the stem of their metrics: their own name, else one after their kind and place."""
+        labels: dict[str, Gate] = {}
+        bands = 0
+        for gate in self.gates:
+            bands += not gate.is_veto
+            band_name = "rs_mask" if bands == 1 else f"rs_gate{bands}"
+            veto_name = _VETO_NAMES.get((gate.statistic, gate.reduce), f"rs_veto_{gate.statistic}_{gate.reduce}")
+            name = gate.name or (veto_name if gate.is_veto else band_name)
+            if name in labels and gate.is_veto:
+                raise ValueError(f"two vetoes of the same kind ({name}): the stricter one decides, remove the other")
+            if name in labels:
+                raise ValueError(f"two gates are called {name!r}: give one of them another name")
+            labels[name] = gate
+        return labels
 
     @property
     def all_gates(self) -> dict[str, Gate]:
@@ -375,14 +359,9 @@ class CorrectionConfig:
         return not self.metrics_only and (keeps_the_rest or any(gate.is_of_tokens for gate in rejecting))
 
     @property
-    def available_rows(self) -> tuple[MetricRow, ...]:
-        """The metrics that this configuration can emit, in the order of emission."""
-        return rows_of(self)
-
-    @property
     def selected_rows(self) -> tuple[MetricRow, ...]:
         """The metrics that are emitted, in order."""
-        available = self.available_rows
+        available = rows_of(self)
         if self.metrics == "all":
             return available
         if self.metrics == "core":

@@ -548,16 +548,15 @@ def compute_correction(
     """Correct for the difference between the policy that sampled and the policy that trains.
 
     Args:
-        proximal_logprobs_T: ``[T]``, nats, the trainer's frozen scoring of this rank's tokens, any float dtype.
-        behavior_logprobs_T: ``[T]``, nats, the log-probs of the same tokens from the inference engine.
-        response_mask_R: ``[R]``, nonzero on tokens that the policy generated, whole responses on every rank.
-        layout: Lengths of the responses, and where the local tokens lie in them.
+        proximal_logprobs_T: This and the next three as in :class:`~mis_ext.PackedStreams`, of any float dtype.
+        behavior_logprobs_T: ``[T]``, nats.
+        response_mask_R: ``[R]``, of whole responses on every rank.
+        layout: Where the local tokens lie in the responses.
         config: The configuration.
         cp_group: Ranks that hold other parts of the same responses; None for one rank.
         dp_group: Ranks that hold other responses, without context parallelism; None for one rank.
         token_metrics: Also compute the selected metrics per token.
-        lag_T: ``[T]``, by how many weight updates the weights that sampled a local token are older than the trainer's;
-            NaN where unknown. Needed, and used, with ``staleness`` alone.
+        lag_T: ``[T]``, as there; needed, and used, with ``staleness`` alone.
 
     Raises:
         ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, or lags are missing.

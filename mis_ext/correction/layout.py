@@ -93,9 +93,8 @@ class PackedLayout:
     ) -> PackedLayout:
         """This rank's part of each response under context parallelism.
 
-        Positions are those of prompt and response together. ``zigzag`` cuts ``L`` positions into ``2 * cp_size`` chunks
-        of ``ceil(L / (2 * cp_size))`` and gives rank ``r`` the chunks ``r`` and ``2 * cp_size - 1 - r``; ``contiguous``
-        cuts ``cp_size`` chunks. The log-prob of the token at position ``p`` lies with the owner of position ``p - 1``.
+        The ``L`` positions of prompt and response together are cut as :func:`owned_chunks` says. The log-prob of the
+        token at position ``p`` lies with the owner of position ``p - 1``.
 
         Args:
             response_lengths: Tokens per response.

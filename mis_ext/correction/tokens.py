@@ -135,7 +135,6 @@ class Statistic:
         text: What it measures, for the documentation.
         low: Smallest legal bound.
         high: Largest legal bound.
-        on_policy: Its value where both engines agree; None where agreement does not determine it.
         is_log: Bounds are given for its ``exp``; a sum then is a product, a mean the geometric mean.
     """
 
@@ -146,7 +145,6 @@ class Statistic:
     text: str
     low: float = 0.0
     high: float = math.inf
-    on_policy: float | None = 0.0
     is_log: bool = False
 
     def edge(self, bound: float) -> float:
@@ -156,8 +154,8 @@ class Statistic:
         return math.log(bound) if bound > 0.0 else -math.inf
 
 
-def _squared(t: Tokens) -> Tensor:
-    return t.d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square()
+def _k2(t: Tokens) -> Tensor:
+    return t.d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).square() / 2.0
 
 
 def _gain(t: Tokens) -> Tensor:
@@ -174,17 +172,13 @@ _EXP_TEXT = "the larger of ratio and 1 / ratio: an error in both directions, whi
 _DIFFERENCE_TEXT = "absolute difference of the probabilities (total variation on the sampled token)"
 _LAG_TEXT = "weight updates since the weights that sampled the token; where nobody knows, above every bound"
 _P = "probability"
-_PROBABILITY: dict[str, Any] = {"on_policy": None, "is_log": True}
 _ROWS = (
-    Statistic("ratio", lambda t: t.d, "rho_t", "ratio", f"proximal / behavior {_P}", on_policy=1.0, is_log=True),
+    Statistic("ratio", lambda t: t.d, "rho_t", "ratio", f"proximal / behavior {_P}", is_log=True),
     Statistic("abs_log_ratio", lambda t: t.d.abs(), "|d_t|", "nats", "absolute difference of the log-probs"),
     Statistic("k1", lambda t: -t.d, "-d_t", "nats", _K1_TEXT, low=-math.inf),
-    Statistic("k2", lambda t: _squared(t) / 2.0, "d_t^2 / 2", "nats", "half the squared log-ratio: a KL estimate"),
+    Statistic("k2", _k2, "d_t^2 / 2", "nats", "half the squared log-ratio: a KL estimate"),
     Statistic("k3", lambda t: k3(t.d, t.excess), "rho_t - 1 - d_t", "nats", "`exp d - 1 - d`: an unbiased KL estimate"),
-    Statistic("squared_log_ratio", _squared, "d_t^2", "nats^2", "squared log-ratio"),
-    Statistic(
-        "exp_abs_log_ratio", lambda t: bounded_exp(t.d.abs()), "exp |d_t|", "ratio", _EXP_TEXT, low=1.0, on_policy=1.0
-    ),
+    Statistic("exp_abs_log_ratio", lambda t: bounded_exp(t.d.abs()), "exp |d_t|", "ratio", _EXP_TEXT, low=1.0),
     Statistic("half_abs_ratio_excess", lambda t: t.excess.abs() / 2.0, "|rho_t - 1| / 2", _P, _EXCESS_TEXT),
     Statistic(
         "probability_gain", _gain, "pi_t - mu_t", _P, f"the trainer's {_P} minus the sampler's", low=-1.0, high=1.0
@@ -192,12 +186,12 @@ _ROWS = (
     Statistic("probability_difference", lambda t: _gain(t).abs(), "|pi_t - mu_t|", _P, _DIFFERENCE_TEXT, high=1.0),
     Statistic("binary_kl", lambda t: binary_kl(t.log_pi, t.log_mu), "KL(pi_t, mu_t)", "nats", _KL_TEXT),
     Statistic("reverse_binary_kl", lambda t: binary_kl(t.log_mu, t.log_pi), "KL(mu_t, pi_t)", "nats", _REVERSE_KL_TEXT),
-    Statistic("proximal_probability", lambda t: t.log_pi, "pi_t", _P, f"the trainer's {_P}", high=1.0, **_PROBABILITY),
-    Statistic("behavior_probability", lambda t: t.log_mu, "mu_t", _P, f"the sampler's {_P}", high=1.0, **_PROBABILITY),
+    Statistic("proximal_probability", lambda t: t.log_pi, "pi_t", _P, f"the trainer's {_P}", high=1.0, is_log=True),
+    Statistic("behavior_probability", lambda t: t.log_mu, "mu_t", _P, f"the sampler's {_P}", high=1.0, is_log=True),
     Statistic(LAG, lambda t: t.lag, "lag_t", "updates", _LAG_TEXT, high=UNKNOWN_LAG),
 )
 
 STATISTICS: dict[str, Statistic] = {row.name: row for row in _ROWS}
 """The statistics of gates by name. Sources: k1, k2 and k3, Schulman, Approximating KL Divergence, 2020; probability
-difference, DPPO, arXiv:2602.04879, signed: ROLL (code); gates on k2 and on the squared log-ratio, M2PO,
-arXiv:2510.01161; binary KL, DPPO and KPop (report, 2026); exp abs d, NeMo RL (code)."""
+difference, DPPO, arXiv:2602.04879, signed: ROLL (code); gates on k2, M2PO, arXiv:2510.01161; binary KL, DPPO and KPop
+(report, 2026); exp abs d, NeMo RL (code)."""

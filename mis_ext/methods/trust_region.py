@@ -221,9 +221,9 @@ def m2po(*, budget: NotNegative = 0.04) -> Method:
     """
     outliers = PairGate(
         pair=TOTAL,
-        statistic="squared_log_ratio",
+        statistic="k2",
         reduce="batch_rank_mean",
-        high=budget,
+        high=budget / 2.0,
         when="outward",
         of_tokens="outward",
         action="zero",

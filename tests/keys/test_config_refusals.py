@@ -52,9 +52,9 @@ REFUSED = {
     "{use_tis: true, tis_when: stale}": r"tis_when: stale.* need mis_staleness: true",
     "{use_tis: true, use_rs: true, rs_gates: [{statistic: lag, high: 2}]}": r"need mis_staleness: true",
     "{use_tis: true, mis_staleness: true, rs_max_staleness: -1}": r"rs_max_staleness must be in \[0, 1e\+06\), got -1",
-    "{use_tis: true, mis_staleness: true, tis_when: stale, tis_level: sequence}": r"when: stale .* level: sequence",
-    "{use_tis: true, mis_staleness: true, tis_when: stale, tis_mode: mask}": r"when: stale .* mode: mask rejects",
-    "{use_tis: true, mis_staleness: true, tis_when: stale, tis_upper_bound: 0.5}": r"fresh tokens weight 1, got .*0\.5",
+    "{use_tis: true, mis_staleness: true, tis_when: stale, tis_level: sequence}": r"when: stale .* got level: sequence",
+    "{use_tis: true, mis_staleness: true, tis_when: stale, tis_mode: mask}": r"when: stale .* got .*mode: mask",
+    "{use_tis: true, mis_staleness: true, tis_when: stale, tis_upper_bound: 0.5}": r"when: stale .* high=0\.5",
     "{use_tis: true, mis_staleness: true, tis_when: old}": r"tis_when must be one of always \| stale",
     # Keys without effect.
     "{use_tis: true, mis_staleness: true, rs_staleness_level: token}": r"because rs_max_staleness is not set",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mis_ext.correction.config import BOUNDS, CorrectionConfig, Gate, Weight
-from mis_ext.correction.metrics import MetricRow
+from mis_ext.correction.metrics import MetricRow, rows_of
 from mis_ext.correction.tokens import STATISTICS
 from mis_ext.keys.schema import described
 from mis_ext.methods.catalogue import METHODS
@@ -40,14 +40,13 @@ def keys_table(*names: str) -> Table:
 
 
 def statistics_table() -> Table:
-    """The statistics that a gate can look at: bounds, on-policy value, unit and meaning."""
+    """The statistics that a gate can look at: bounds, unit and meaning."""
     return Table(
-        ("statistic", "bounds", "on-policy", "unit", "meaning"),
+        ("statistic", "bounds", "unit", "meaning"),
         tuple(
             (
                 f"`{row.name}`",
                 f"[{row.low:g}, {row.high:g}]",
-                "any" if row.on_policy is None else f"{row.on_policy:g}",
                 row.unit,
                 row.text,
             )
@@ -78,7 +77,7 @@ def metrics_table(group: str) -> Table:
     """The metrics of a group that configurations of every kind can emit; core ones carry a star."""
     rows: dict[str, MetricRow] = {}
     for config in _one_of_every_kind():
-        for row in config.available_rows:
+        for row in rows_of(config):
             rows.setdefault(row.name, row)
     # Vetoes have the same metrics under other names: they share a row.
     names: dict[tuple[str, str, str], list[str]] = {}

@@ -30,7 +30,6 @@ STATISTICS = LOG_STATISTICS | {
     "abs_log_ratio": lambda d, train, rollout: abs(d),
     "k1": lambda d, train, rollout: -d,
     "k2": lambda d, train, rollout: clamped(d) ** 2 / 2,
-    "squared_log_ratio": lambda d, train, rollout: clamped(d) ** 2,
     "half_abs_ratio_excess": lambda d, train, rollout: abs(math.expm1(clamped(d))) / 2,
     "binary_kl": lambda d, train, rollout: binary_kl(train, rollout),
     "reverse_binary_kl": lambda d, train, rollout: binary_kl(rollout, train),
