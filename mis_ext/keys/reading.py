@@ -53,7 +53,7 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     read = read_rows(CORRECTION_ROWS | GROUP_ROWS | FRAMEWORK_ROWS, given, wrong)
     keys = [key for key in CORRECTION_ROWS if given.get(key) is not None]
     measures = bool(given.get("get_mismatch_metrics"))
-    corrects = bool(given.get("use_tis", not measures and not whole_loss))
+    corrects = bool(given["use_tis"]) if "use_tis" in keys else not measures and not whole_loss
     if {*keys} & {*_APPLIED} <= read.keys():
         with wrong:
             refuse_idle(_idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss), given)

@@ -19,7 +19,6 @@ from mis_ext.validation import (
     Errors,
     check_bool,
     check_choice,
-    check_integer,
     check_known,
     check_list,
     check_mapping,
@@ -132,37 +131,23 @@ CORRECTION_ROWS: dict[str, Key] = {
     "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
     "tis_level": Key(words(config.Level, "none"), "token", "What the weight is the ratio of."),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
-    "tis_lower_bound": Key(
-        number("[0,inf)"), None, "Lower bound of the weight. Default: 1 / tis_upper_bound.", "ratio"
-    ),
+    "tis_lower_bound": Key(number("[0,inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
     "tis_upper_bound": Key(number("(0,inf]"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
     "tis_when": Key(words(config.When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
-    "rs_level": Key(
-        words(config.Level, "none"), "token", "What is compared with the rs bounds; none for rs_gates alone."
-    ),
-    "rs_lower_bound": Key(
-        number("[0,inf)"), None, "Lower bound of what is kept. Default: that of the weight.", "ratio"
-    ),
-    "rs_upper_bound": Key(
-        number("(0,inf]"), None, "Upper bound of what is kept. Default: that of the weight.", "ratio"
-    ),
+    "rs_level": Key(words(config.Level, "none"), "token", "What is compared with the rs bounds; none: rs_gates alone."),
+    "rs_lower_bound": Key(number("[0,inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
+    "rs_upper_bound": Key(number("(0,inf]"), None, "Upper bound of what is kept. Default: the weight's.", "ratio"),
     "rs_gates": Key(read_gates, (), "Further filters, each a mapping.", values="list of mappings"),
     "rs_veto_threshold": Key(
         number("(0,1]"), None, "Rejects a response if any of its ratios is below, also without use_rs.", "ratio"
     ),
-    "rs_veto_upper_threshold": Key(
-        number("[1,inf)"), None, "Rejects a response if any of its ratios is above.", "ratio"
-    ),
-    "rs_veto_probability": Key(
-        number("(0,1]"), None, "Rejects a response if the trainer's probability of any token is below."
-    ),
+    "rs_veto_upper_threshold": Key(number("[1,inf)"), None, "Rejects a response with any ratio above it.", "ratio"),
+    "rs_veto_probability": Key(number("(0,1]"), None, "Rejects a response with a trainer probability below it."),
     "rs_veto_requires_rs": Key(check_bool, False, "Applies the vetoes only with use_rs."),
     "rs_max_staleness": Key(
         number(f"[0,{UNKNOWN_LAG})"), None, "Rejects tokens of staler weights. Needs mis_staleness.", "updates"
     ),
-    "rs_staleness_level": Key(
-        words("token", "sequence_max"), "token", "Whether such a token is rejected alone or with its response."
-    ),
+    "rs_staleness_level": Key(words("token", "sequence_max"), "token", "Rejects such a token alone, or its response."),
     "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
     "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "The samples of that mean."),
     "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "The tokens of that mean."),
@@ -174,9 +159,7 @@ CORRECTION_ROWS: dict[str, Key] = {
     ),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(read_metrics, "core", "The metrics that are reported.", values="core | all, or list of names"),
-    "mis_metric_max": Key(
-        number("[0,inf]"), _defaults.metric_max, "The most that a token counts in k3_kl, a response in chi2_*."
-    ),
+    "mis_metric_max": Key(number("[0,inf]"), _defaults.metric_max, "Cap of a token in k3_kl, of a response in chi2_*."),
     "mis_guard": Key(
         read_guards,
         "error",
@@ -257,18 +240,6 @@ def _flags(check: Check, *names: str) -> dict[str, Key]:
 
 
 FLAGS: dict[str, Key] = {
-    **_flags(
-        check_bool,
-        *("allgather_cp", "grpo_std_normalization", "keep_old_actor", "normalize_advantages"),
-        *("observe_training_entropy", "recompute_loss_function", "rewards_normalization", "skip_actor_forward_only"),
-        *("true_on_policy_mode", "use_critic", "use_dynamic_global_batch_size", "use_kl_loss", "use_opd", "use_opsm"),
-        *("use_score_centering", "use_unbiased_kl"),
-    ),
-    **_flags(
-        partial(check_integer, low=1),
-        *("context_parallel_size", "data_parallel_size", "global_batch_size", "n_samples_per_prompt"),
-        *("num_steps_per_rollout", "rollout_batch_size", "tensor_model_parallel_size", "update_weights_interval"),
-    ),
     **_flags(number("[0,inf]"), "eps_clip", "eps_clip_high"),
     **_flags(number("(-inf,inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS),
     **_flags(number("(1,inf]"), "eps_clip_c"),
@@ -277,14 +248,20 @@ FLAGS: dict[str, Key] = {
     **_flags(number("[0,inf)"), "rollout_temperature"),
     **_flags(number("(0,1]"), "rollout_top_p"),
 }
-"""Other flags of the frameworks. A file can set them too, so values with which a loss fails or is NaN are refused."""
-_TEXTS = (
-    *("advantage_estimator", "custom_advantage_function_path", "custom_generate_function_path"),
-    *("custom_pg_loss_reducer_function_path", "custom_reward_post_process_path", "custom_tis_function_path"),
-    *("load_debug_rollout_data", "loss_type", "on_policy_tokens", "qkv_format", "rollout_data_postprocess_path"),
-    "train_backend",
+"""Numbers and words of the frameworks: a file can set them too, so values with which a loss fails or is NaN are
+refused."""
+_OTHERS = (
+    *("advantage_estimator", "allgather_cp", "context_parallel_size", "custom_advantage_function_path"),
+    *("custom_generate_function_path", "custom_pg_loss_reducer_function_path", "custom_reward_post_process_path"),
+    *("custom_tis_function_path", "global_batch_size", "grpo_std_normalization", "load_debug_rollout_data"),
+    *("loss_type", "n_samples_per_prompt", "normalize_advantages", "num_steps_per_rollout", "on_policy_tokens"),
+    *("observe_training_entropy", "qkv_format", "recompute_loss_function", "rewards_normalization"),
+    *("rollout_batch_size", "rollout_data_postprocess_path", "skip_actor_forward_only", "train_backend"),
+    *("true_on_policy_mode", "update_weights_interval", "use_dynamic_global_batch_size", "use_kl_loss", "use_opd"),
+    *("use_opsm", "use_score_centering", "use_unbiased_kl"),
 )
-ARGUMENTS = (*ROWS, *FLAGS, *_TEXTS)
+"""Arguments that the parsers of the frameworks check."""
+ARGUMENTS = (*ROWS, *FLAGS, *_OTHERS)
 """Every argument that is read. The names of others are only compared with these."""
 
 

@@ -57,7 +57,7 @@ def test_a_used_lower_bound_whose_default_is_above_the_cap_says_where_it_comes_f
 
 def test_null_means_unset() -> None:
     text = "{use_tis: true, tis_upper_bound: null, rs_lower_bound: null, use_rs: null, get_mismatch_metrics: null}"
-    assert from_yaml(text) == CorrectionConfig()
+    assert from_yaml(text) == CorrectionConfig() == from_yaml("{use_tis: null}")
 
 
 def test_filters_without_a_band_need_no_bounds() -> None:

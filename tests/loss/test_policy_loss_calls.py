@@ -93,7 +93,6 @@ REFUSED = [
     (HOOK | {"tis_clip": 3.0}, "tis_clip=3.0: no effect, because it belongs to the framework's built-in correction"),
     (HOOK | {"tis_clip_low": 0.5}, "tis_clip_low=0.5: no effect.*tis_mode: clip with tis_lower_bound"),
     ({"use_opsm": True, "opsm_delta": "1e-4"}, "opsm_delta must be a number"),
-    ({"use_opsm": "yes"}, "use_opsm must be true or false"),
     ({"mis_loss_mode": ["bypass"]}, r"mis_loss_mode must be one of .* got \['bypass'\]"),
     ({"mis_los_mode": "bypass"}, "did you mean 'mis_loss_mode'"),
     (
