@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a correction as graphs of ``torch.compile``: the same functions, with fewer launches.
 
-Each configuration has graphs of its own, so that configurations do not share torch's limit on recompilations. A graph
-holds for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never reach it.
-
-A call without exchanges has one graph of all passes. A call with exchanges has three, one for each pass. The last one
-computes tokens and responses again, so that only sums leave the others. Outside of the graphs are the places of
+Each configuration has graphs of its own: one of all passes; or, in a call with collectives, one for each pass, of which
+the last computes tokens and responses again, so that only sums leave the others. They hold for calls of any lengths,
+because sizes of 0 and 1, for which torch compiles again, never reach them. Outside of the graphs are the places of
 responses, which the host computes from the lengths, the collectives, the values of segments, the bits of kept tokens,
 and the product with the loss.
 """
@@ -27,6 +25,7 @@ from torch import Tensor
 from mis_ext.correction.collectives import global_rank
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.correct import (
+    Batch,
     Exchange,
     Inputs,
     Passed,
@@ -176,17 +175,15 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 
 
 def _outputs(
-    x: Inputs,
-    places_23S: Tensor,
-    sizes: BlockSizes,
-    sums: tuple[Tensor, Tensor, Tensor],
-    plan: Plan,
-    token_metrics: bool,
+    x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: tuple[Tensor, ...], plan: Plan, token_metrics: bool
 ) -> Passed:
+    merged_FS, own_A, group_A = sums
     blocks = Blocks(places_23S, sizes)
     s, _ = token_pass(x, blocks, plan)
-    r = decide_responses(plan.of_tokens.named(sums[0]), plan)
-    return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
+    r = decide_responses(plan.of_tokens.named(merged_FS), plan)
+    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
+    outputs = output_pass(s, r, b, x.mask_T, blocks, plan, token_metrics=token_metrics)
+    return Passed(merged_FS, own_A, group_A, *outputs)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

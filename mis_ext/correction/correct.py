@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights, keep mask, and metrics of one micro-batch: plain functions of tensors without branches on data.
 
-The tokens of all responses lie one after the other in one tensor ``[T]``. A call has three passes; :func:`correct`,
-further down, is what runs them, as graphs of :mod:`mis_ext.correction.compiled` or operation by operation:
+The tokens of all responses lie one after the other in one tensor ``[T]``. :func:`correct`, further down, runs three
+passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operation:
 
-1. Tokens: log-ratios, which :meth:`Tokens.read` of ``tokens.py`` subtracts, what a single token decides, and the values
-   that each response sums up.
-2. Responses: sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
+1. Tokens: log-ratios, which :meth:`Tokens.read` of ``tokens.py`` subtracts, and what a single token decides.
+2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
 To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes it, also without
@@ -274,11 +273,11 @@ def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     for key in plan.of_responses.sums:
         row_S = r.of[key] if isinstance(key, Sum) else key.formula(r)
         found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
-    maxima = [torch.where(has_tokens_S, r.of[key], -math.inf) for key in plan.of_responses.maxima]
-    for row_S in (*maxima, merged_FS[-1]):
-        # Padded, so that a call without responses has extremes too.
-        found.append(torch.nn.functional.pad(row_S, (0, 1), value=-math.inf).amax())
-    return r, torch.stack(found)
+    # Padded, so that a call without responses has extremes too.
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
+    for key in plan.of_responses.maxima:
+        found.append(pad(torch.where(has_tokens_S, r.of[key], -math.inf)).amax())
+    return r, torch.stack([*found, pad(merged_FS[-1]).amax()])
 
 
 class Batch(NamedTuple):
@@ -332,18 +331,9 @@ class Passed(NamedTuple):
 
 
 def output_pass(
-    s: TokenResults,
-    r: Responses,
-    sums: tuple[Tensor, Tensor, Tensor],
-    mask_T: Tensor,
-    blocks: Blocks,
-    plan: Plan,
-    *,
-    token_metrics: bool,
-) -> Passed:
-    """The result of a call, once all ``sums``, the first three of :class:`Passed`, are known."""
-    _, own_A, group_A = sums
-    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
+    s: TokenResults, r: Responses, b: Batch, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute what follows the sums in :class:`Passed`."""
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
     factor_S = torch.where(r.weighted, r.weight * b.scale, 0.0).float()
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
@@ -356,7 +346,7 @@ def output_pass(
         metrics_MT = torch.nn.functional.pad(rows_MS, (0, 1)).index_select(-1, place_T)
     # A kept token counts as much as its mask: a mask of 0.25 stays one.
     loss_mask_T = torch.where(blocks.to_tokens(keep_NB), mask_T, 0.0)
-    return Passed(*sums, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
+    return blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT
 
 
 Exchange = Callable[[Tensor], Tensor] | None
@@ -377,8 +367,10 @@ def run_passes(
     s, parts_FS = token_pass(x, blocks, plan, status)
     merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
     r, own_A = response_pass(merged_FS, plan)
-    sums = merged_FS, own_A, own_A if over_dp is None else over_dp(own_A)
-    return output_pass(s, r, sums, x.mask_T, blocks, plan, token_metrics=token_metrics)
+    group_A = own_A if over_dp is None else over_dp(own_A)
+    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
+    outputs = output_pass(s, r, b, x.mask_T, blocks, plan, token_metrics=token_metrics)
+    return Passed(merged_FS, own_A, group_A, *outputs)
 
 
 # --- what a configuration needs
@@ -429,7 +421,7 @@ class Plan(NamedTuple):
 def plan_of(config: CorrectionConfig) -> Plan:
     """The sums, totals, and metrics that a configuration needs: run the formulas once and record which keys they read.
 
-    The formulas of responses and of the batch read no other field of a plan than those that are already known.
+    The formulas read no field of a plan that is not known by then.
     """
     gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
     of_segments = tuple(gate for gate in gates.values() if gate.is_of_segments)

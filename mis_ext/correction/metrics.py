@@ -164,6 +164,10 @@ def _chi2_seq(r: Responses) -> Tensor:
     return (excess * (excess + 2.0)).clamp(max=r.config.metric_max)
 
 
+def _largest_abs_d(b: Batch) -> Tensor:
+    return torch.maximum(highest(b, MAX_D), highest(b, MAX_MINUS_D))
+
+
 _K3_TEXT = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
 _CHI2 = "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`"
 _PHANTOM = (
@@ -171,7 +175,7 @@ _PHANTOM = (
     "advantage has that sign"
 )
 _RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
-_ESS = "`(sum w)^2 / (n sum w^2)` of the "
+_ESS_TOKEN = "`(sum w)^2 / (n sum w^2)` of the unbounded token ratios: 1 on-policy"
 _ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences with a ratio, `W = exp(sum d)`, `sum d` between -20 and 20"
 _UNDATED = "tokens with a ratio, and weights of unknown age"
 _UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
@@ -193,9 +197,6 @@ _STALE = Sum(lambda t, s: t.valid & t.is_stale)
 _K3_FRESH = Sum(lambda t, s: torch.where(t.is_stale, 0.0, _k3(t, s)))
 _K3_STALE = Sum(lambda t, s: torch.where(t.is_stale, _k3(t, s), 0.0))
 
-_ESS_TOKEN = effective_share(RHO, RHO_SQUARED, NUM_VALID)
-_ESS_SEQUENCE = effective_share(PRODUCT, PRODUCT_SQUARED, MEASURED)
-
 MISMATCH_ROWS = (
     _Row("training_log_ppl", "sequences", "minus the mean proximal log-prob", lambda r: -r.mean(LOG_PI)),
     _Row("training_ppl", "sequences", "its `exp`", lambda r: bounded_exp(-r.mean(LOG_PI))),
@@ -212,18 +213,13 @@ MISMATCH_ROWS = (
     _Row("tv", "valid_tokens", "`1 - min(1, exp d)`: total variation", Sum(lambda t, s: -t.excess.clamp(max=0.0))),
     _Row("phantom_clip_fraction", "valid_tokens", _PHANTOM, _OUTSIDE_PPO),
     _Row("raised_fraction", "group", _RAISED, lambda b: b.of[_RAISED_OPEN] / b.of[_OPEN]),
-    _Row("ess_ratio_token", "group", _ESS + "unbounded token ratios: 1 on-policy", _ESS_TOKEN, True),
-    _Row("ess_ratio_seq", "group", _ESS_SEQ, _ESS_SEQUENCE, True),
+    _Row("ess_ratio_token", "group", _ESS_TOKEN, effective_share(RHO, RHO_SQUARED, NUM_VALID), True),
+    _Row("ess_ratio_seq", "group", _ESS_SEQ, effective_share(PRODUCT, PRODUCT_SQUARED, MEASURED), True),
     _Row("ratio_max", "group", "largest `exp d`", lambda b: bounded_exp(highest(b, MAX_D)), True),
     _Row("ratio_min", "group", "smallest `exp d`", lambda b: bounded_exp(-highest(b, MAX_MINUS_D))),
     _Row("nonfinite_token_fraction", "response_tokens", _NO_RATIO, lambda r: r.generated - r.n, True),
     _Row("unmeasured_seq_fraction", "responses", _UNMEASURED, lambda r: r.n == 0.0),
-    _Row(
-        "train_rollout_logprob_abs_diff_max",
-        "group",
-        "largest `abs d`",
-        lambda b: torch.maximum(highest(b, MAX_D), highest(b, MAX_MINUS_D)),
-    ),
+    _Row("train_rollout_logprob_abs_diff_max", "group", "largest `abs d`", _largest_abs_d),
     # Subtraction underflows gradually: only equal numbers, as +0 and -0 are, have a difference of 0.
     _Row("train_rollout_logprob_abs_diff_nonzero", "valid_tokens", _NONZERO, Sum(lambda t, s: t.d != 0.0)),
 )
@@ -275,7 +271,6 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         yield _Row(f"tis_{mode}_fraction_low", over, "weights below 1 / the upper bound", below)
     yield _Row("tis_weight_after_bound", over, "the bounded weight", bounded)
     yield _Row("is_ratio_mean_after_tis_rs", over, "the same, under the reference's name", bounded)
-
     if of_tokens:
         ess = effective_share(SUM_W, Sum(lambda t, s: s.weight.square()), NUM_VALID)
     else:
