@@ -230,9 +230,6 @@ class Session:
 # --- the run of each args
 
 
-NOT_READ = "not read"
-"""The value of an argument that mis_ext does not read. Its name may be a misspelled key."""
-
 _MAX_HELD = 64
 
 
@@ -251,7 +248,8 @@ def all_arguments(args: Any) -> dict[str, Any]:
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
     ours |= {name: read_argument(args, name) for name in names if name in OF_OTHERS}
-    return dict.fromkeys(names, NOT_READ) | ours
+    # A value that is not read is a word of its own: the name may be a misspelled key.
+    return dict.fromkeys(names, "not read") | ours
 
 
 class Run(NamedTuple):
@@ -295,6 +293,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     given = all_arguments(args)
     config = read_config(given, whole_loss=whole_loss)
     session = Session(config.correction) if before is None else before.session
+    session.config = config.correction
     if config.double_correction is not None:
         session.report("double_correction", config.double_correction)
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
