@@ -260,7 +260,7 @@ class Run(NamedTuple):
 
     def check_rollout(self) -> None:
         """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
-        key = self.config.group and self.config.group.needs_rollout
+        key = self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
             raise ValueError(
                 f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "

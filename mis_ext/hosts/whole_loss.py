@@ -106,7 +106,8 @@ def policy_loss_from_log_probs(
     run = current_run(args, whole_loss=True)
     loss, settings = run.config.loss, run.config.loss.settings
     with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
-        if run.config.group is not None:
+        group = run.config.group
+        if group.of_rewards or group.prompt_mean:
             refuse_idle([GROUPS_ELSEWHERE], all_arguments(args))
         if loss.reducer_path is not None:
             raise ValueError(

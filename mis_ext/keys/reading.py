@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, Reduce, Weight
 from mis_ext.correction.tokens import LAG
+from mis_ext.keys import rows
 from mis_ext.keys.names import refuse_names
-from mis_ext.keys.rows import CORRECTION_ROWS, FLAGS, FRAMEWORK_ROWS, GROUP_ROWS, LOSS_ROWS, VETOES, read_rows
 from mis_ext.validation import Errors, check_mapping, errors_of
 
 if TYPE_CHECKING:
-    from mis_ext.keys.group_keys import GroupConfig
     from mis_ext.keys.loss_keys import WholeLoss
 else:
-    GroupConfig = WholeLoss = Any  # The hook has neither, and loads neither.
+    WholeLoss = Any  # The hook has none, and does not load it.
 
 Keys = Mapping[str, Any] | str | Path
 """Keys of a configuration: a mapping, or the path of a YAML file."""
@@ -50,8 +49,8 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     wrong = Errors()
     refuse_names(given, wrong)
     # Also of features that are off: a misspelling must not wait for its feature.
-    read = read_rows(CORRECTION_ROWS | GROUP_ROWS | FRAMEWORK_ROWS, given, wrong)
-    keys = [key for key in CORRECTION_ROWS if given.get(key) is not None]
+    read = rows.read_rows(rows.CORRECTION_ROWS | rows.GROUP_ROWS | rows.FRAMEWORK_ROWS, given, wrong)
+    keys = [key for key in rows.CORRECTION_ROWS if given.get(key) is not None]
     measures = bool(given.get("get_mismatch_metrics"))
     corrects = bool(given["use_tis"]) if "use_tis" in keys else not measures and not whole_loss
     if {*keys} & {*_APPLIED} <= read.keys():
@@ -69,7 +68,7 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     reporting["per_token_loss"] = read.get("calculate_per_token_loss", False)
     if not corrects:
         return CorrectionConfig(weight=None, metrics_only=True, **reporting)
-    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | {key: read[key] for key in keys}
+    values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | {key: read[key] for key in keys}
     weight, gates = None, list[Gate]()
     with wrong, errors_of(", ".join(key for key in keys if key.startswith("tis_"))):
         weight = _weight(values)
@@ -122,7 +121,7 @@ def _gates(values: Mapping[str, Any]) -> list[Gate]:
     if values["use_rs"] or not values["rs_veto_requires_rs"]:
         gates += [
             Gate(statistic=statistic, reduce=reduce, **{bound: values[key]})
-            for key, (statistic, reduce, bound) in VETOES.items()
+            for key, (statistic, reduce, bound) in rows.VETOES.items()
             if values[key] is not None
         ]
     if values["rs_max_staleness"] is not None:
@@ -156,7 +155,7 @@ class Idle(NamedTuple):
 
 _REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
 """Keys of what is measured and watched."""
-_APPLIED = tuple(key for key in CORRECTION_ROWS if key not in (*_REPORTED, "use_tis"))
+_APPLIED = tuple(key for key in rows.CORRECTION_ROWS if key not in (*_REPORTED, "use_tis"))
 """Keys of what changes weights and masks."""
 _OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound")
 _ON, _ON_RS = "set use_tis: true (the flag --use-tis), or remove it", "set use_rs: true, or remove it"
@@ -179,8 +178,8 @@ def _idle_keys(args: Mapping[str, Any], *, corrects: bool, measures: bool, whole
         measures: It is only measured, by a flag.
         whole_loss: It is part of the full policy loss, which can be without one.
     """
-    given = {key: args[key] for key in CORRECTION_ROWS if args.get(key) is not None}
-    values = {key: row.default for key, row in CORRECTION_ROWS.items()} | given
+    given = {key: args[key] for key in rows.CORRECTION_ROWS if args.get(key) is not None}
+    values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | given
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
     uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
     low_of_gate, high_of_gate = (_inherits_bound(given, side) for side in ("lower", "upper"))
@@ -188,7 +187,7 @@ def _idle_keys(args: Mapping[str, Any], *, corrects: bool, measures: bool, whole
     low_follows = "tis_lower_bound" not in given and (uses_low or low_of_gate)
     is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and "rs_gates" not in given
     mode_rejects = has_weight and bound.rejects
-    rejects = mode_rejects or values["use_rs"] or any(key in given for key in (*VETOES, "rs_max_staleness"))
+    rejects = mode_rejects or values["use_rs"] or any(key in given for key in (*rows.VETOES, "rs_max_staleness"))
     gates_lag = any(gate.get("statistic") == LAG for gate in values["rs_gates"])
     judges_lag = gates_lag or "rs_max_staleness" in given or values["tis_when"] == "stale"
     no_rs, is_scaled = "use_rs" not in given, "tis_batch_normalize" in given
@@ -213,9 +212,9 @@ def _idle_keys(args: Mapping[str, Any], *, corrects: bool, measures: bool, whole
         Idle(_OF_RS, no_rs, "use_rs is not set", _ON_RS),
         Idle(("rs_gates",), no_rs, "use_rs is not set", _ON_GATES),
         Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
-        Idle((*VETOES,), values["rs_veto_requires_rs"] and no_rs, _NO_VETO, _ON_VETO),
+        Idle((*rows.VETOES,), values["rs_veto_requires_rs"] and no_rs, _NO_VETO, _ON_VETO),
         # A veto that was set to null takes its condition with it.
-        Idle(("rs_veto_requires_rs",), not args.keys() & {*VETOES}, "no veto is set"),
+        Idle(("rs_veto_requires_rs",), not args.keys() & {*rows.VETOES}, "no veto is set"),
         Idle(("rs_staleness_level",), "rs_max_staleness" not in given, "rs_max_staleness is not set"),
         Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
         # Their defaults are on every args.
@@ -229,14 +228,14 @@ def _inherits_bound(given: Mapping[str, Any], side: str) -> bool:
     return bool(given.get("use_rs")) and given.get("rs_level") != "none" and f"rs_{side}_bound" not in given
 
 
-def refuse_idle(rows: Iterable[Idle], given: Mapping[str, Any]) -> None:
+def refuse_idle(table: Iterable[Idle], given: Mapping[str, Any]) -> None:
     """Refuse keys that have no effect. A key that is false is never refused, and a key in one row only.
 
     Raises:
         ValueError: There are such keys; the message has the reason, and what to write.
     """
     wrong, named = Errors(), set[str]()
-    for row in rows:
+    for row in table:
         is_set = [key for key in row.keys if key not in named and given.get(key) is not None]
         idle = [key for key in is_set if given[key] is not False]
         if row.when and idle:
@@ -247,7 +246,7 @@ def refuse_idle(rows: Iterable[Idle], given: Mapping[str, Any]) -> None:
 
 
 GROUPS_ELSEWHERE = Idle(
-    tuple(GROUP_ROWS),
+    tuple(rows.GROUP_ROWS),
     True,
     "slime and Miles alone show mis_ext the responses to a prompt",
     "compute advantages with mis_ext.group_advantages, and give the loss divisors",
@@ -258,7 +257,91 @@ def refuse_loss_keys(given: Mapping[str, Any]) -> None:
     """Refuse keys of the full policy loss where the framework's own loss runs."""
     why = f"--loss-type is {given.get('loss_type') or 'policy_loss'}"
     advice = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
-    refuse_idle([Idle(tuple(LOSS_ROWS), True, why, advice)], given)
+    refuse_idle([Idle(tuple(rows.LOSS_ROWS), True, why, advice)], given)
+
+
+# --- what responses to one prompt share
+
+_COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
+"""Methods in which the gradient of a token is not linear in its advantage."""
+_ESTIMATORS = ("grpo", "gspo", "cispo")
+"""Of the frameworks, those in which the advantage of every token is the normalized reward."""
+_OF_REWARDS = ("mis_group_baseline", "mis_group_over")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupConfig:
+    """The baseline and the weight of the responses to one prompt, in slime and Miles.
+
+    Attributes:
+        baseline: ``mis_group_baseline``: what a reward is compared with.
+        over: ``mis_group_over``: which trajectories count in it: ``all``, those that are ``trained``, or those of
+            which the correction has ``kept`` a token.
+        prompt_mean: ``mis_prompt_mean``: every prompt weighs the same.
+        with_deviation: The difference is divided by the standard deviation (``grpo_std_normalization``).
+        of_rewards: The keys of the baseline that were given, with their values.
+    """
+
+    baseline: rows.Baseline
+    over: rows.BaselineOver
+    prompt_mean: bool
+    with_deviation: bool
+    of_rewards: str
+
+    @property
+    def needs_rollout(self) -> str | None:
+        """The key that needs the whole scored rollout, or None."""
+        if self.over == "kept":
+            return "mis_group_over: kept"
+        return "mis_prompt_mean: true" if self.prompt_mean else None
+
+
+def read_group(given: Mapping[str, Any]) -> GroupConfig:
+    """Read the keys of responses to one prompt.
+
+    Raises:
+        ValueError: A key is wrong, or wrong or without effect with a flag of the framework.
+    """
+    wrong = Errors()
+    keys = rows.read_rows(rows.GROUP_ROWS, given, wrong)
+    wrong.raise_all()
+    estimator = given.get("advantage_estimator") or _ESTIMATORS[0]
+    group = GroupConfig(
+        baseline=keys.get("mis_group_baseline", "mean"),
+        over=keys.get("mis_group_over", "trained"),
+        prompt_mean=keys.get("mis_prompt_mean", False),
+        with_deviation=given.get("grpo_std_normalization") is not False and estimator in _ESTIMATORS,
+        of_rewards=", ".join(f"{key}: {keys[key]}" for key in _OF_REWARDS if key in keys),
+    )
+    compares = estimator in (*_ESTIMATORS, "reinforce_plus_plus_baseline")
+    is_raw = given.get("rewards_normalization") is False
+    with wrong:
+        of_estimator = Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards")
+        refuse_idle([of_estimator, Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set")], given)
+    wrong.refuse(_against_group(given, group, estimator))
+    wrong.raise_all()
+    return group
+
+
+def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str) -> Iterator[str]:
+    """Flags with which these keys are wrong."""
+    method = given.get("mis_loss_method")
+    method = method.get("name") if isinstance(method, Mapping) else method
+    changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
+    denominators = [
+        f"{name}: {given[name]}"
+        for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
+        if given.get(name) not in (None, "fixed", "original")
+    ]
+    if group.over == "kept" and (changes or estimator not in _ESTIMATORS):
+        yield (
+            f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage is "
+            "not what the rewards of a prompt say; write trained"
+        )
+    if group.prompt_mean and method in _COMPARE_SIZES:
+        yield f"mis_prompt_mean: true scales advantages, mis_loss_method: {method} compares their size; remove one"
+    if group.prompt_mean and denominators:
+        yield f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them"
 
 
 # --- a run: all that keys and flags say
@@ -272,14 +355,14 @@ class RunConfig:
         correction: What the correction computes.
         is_padded: Logits are ``[B, L, V]`` (``qkv_format: bshd``), not packed.
         whole_loss: The full policy loss; None if the framework's loss runs, which calls the hook.
-        group: What responses to one prompt share; None without a key about it.
+        group: What responses to one prompt share.
         double_correction: Why loss and correction together count the mismatch twice, or None.
     """
 
     correction: CorrectionConfig
     is_padded: bool
     whole_loss: WholeLoss | None
-    group: GroupConfig | None
+    group: GroupConfig
     double_correction: str | None
 
     @property
@@ -297,8 +380,8 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         TypeError: A value has the wrong type.
     """
     wrong, correction, loss, group = Errors(), None, None, None
-    read_rows(FLAGS, given, wrong)
-    of_loss = read_rows(LOSS_ROWS | FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
+    rows.read_rows(rows.FLAGS, given, wrong)
+    of_loss = rows.read_rows(rows.LOSS_ROWS | rows.FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
     is_legal = not wrong.found
     with wrong:
         correction = _read_correction(check_mapping("the configuration", given), whole_loss=whole_loss)
@@ -309,11 +392,8 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
             loss = read_whole_loss({**given, **of_loss})
             if correction is not None:
                 refuse_idle(idle_loss_keys(given, loss, correction), given)
-    if any(given.get(key) is not None for key in GROUP_ROWS):
-        from mis_ext.keys.group_keys import read_group
-
-        with wrong:
-            group = read_group(given)
+    with wrong:
+        group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
         with wrong:
             refuse_loss_keys(given)
@@ -321,6 +401,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
         wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()
     assert correction is not None
+    assert group is not None
     return RunConfig(
         correction=correction,
         is_padded=given.get("qkv_format") == "bshd",
@@ -374,7 +455,7 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
         is_alone = "a correction alone is computed here", "give it to a full policy loss"
-        refuse_idle([GROUPS_ELSEWHERE, Idle(tuple(LOSS_ROWS), True, *is_alone)], config)
+        refuse_idle([GROUPS_ELSEWHERE, Idle(tuple(rows.LOSS_ROWS), True, *is_alone)], config)
         return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")
@@ -392,4 +473,4 @@ def read_keys(keys: Keys) -> dict[str, Any]:
 
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:
     """Return True if a key is of the full policy loss, not of the correction alone."""
-    return any(keys.get(key) is not None for key in LOSS_ROWS)
+    return any(keys.get(key) is not None for key in rows.LOSS_ROWS)

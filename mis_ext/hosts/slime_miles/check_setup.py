@@ -152,9 +152,9 @@ def _needs(given: Mapping[str, Any], config: RunConfig) -> Iterator[_Need]:
         yield _Need("mis_staleness", _ROLLOUT, "mis_ext.prepare_rollout")
         if not is_replayed:
             yield _Need("mis_staleness", _GENERATE, "mis_ext.rollout.generate")
-    if group is not None and group.needs_rollout:
+    if group.needs_rollout:
         yield _Need(group.needs_rollout, _ROLLOUT, "mis_ext.prepare_rollout")
-    if group is not None and group.of_rewards and group.over != "kept":
+    if group.of_rewards and group.over != "kept":
         yield _Need(group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards")
     if isinstance(tokens, Mapping) and tokens and not is_replayed:
         keys = f"on_policy_tokens ({', '.join(map(str, tokens))})"  # The function checks them.
@@ -167,7 +167,7 @@ def _counts_lags(config: RunConfig) -> bool:
 
 def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse keys that need a function of mis_ext which is not called, or that gets no rollout data, as in Miles."""
-    path, of_prompts = given.get(_ROLLOUT), config.group and config.group.needs_rollout
+    path, of_prompts = given.get(_ROLLOUT), config.group.needs_rollout
     if is_miles() and of_prompts:
         raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
     if is_miles() and _is_ours(path) and not config.correction.staleness:
@@ -237,9 +237,8 @@ def _summary(config: RunConfig) -> str:
     parts = ["the framework's loss calls compute_mis_weights_with_cp"]
     if loss is not None:
         parts = [f"policy_loss replaces the framework's loss, {loss.settings.chosen_by}"]
-    if group is not None:
-        parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
-        parts += ["every prompt weighs the same"] * group.prompt_mean
+    parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
+    parts += ["every prompt weighs the same"] * group.prompt_mean
     if loss is not None and not loss.has_correction:
         return " | ".join([*parts, "no correction (no use_tis)"])
     steps = [] if correction.metrics_only else steps_of(correction)

@@ -16,8 +16,8 @@ from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_meg
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, stack_mask_sums, unpack
 from mis_ext.hosts.rollout_data import TokenLags, pack_rollout
-from mis_ext.hosts.session import Session, all_arguments, current_run
-from mis_ext.keys.group_keys import GroupConfig, read_group
+from mis_ext.hosts.session import Session, all_arguments, current_run, read_argument
+from mis_ext.keys.reading import GroupConfig, RunConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
 from mis_ext.validation import check_lengths, check_list
@@ -106,7 +106,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     if config.staleness:
         session.token_lags = _token_lags(rollout_data)
     refuses_shared = config.denominator == "kept" and not config.per_token_loss and not config.metrics_only
-    key = None if of_prompts is None else of_prompts.needs_rollout
+    key = of_prompts.needs_rollout
     if key is None and not refuses_shared:
         return
     if rollout_data is None:
@@ -125,8 +125,9 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     try:
         if refuses_shared:
             _refuse_shared_denominators(rollout_data, device)
-        if of_prompts is not None and key is not None:
-            own = _samples_of(of_prompts, rollout_data, key=key, device=device)
+        if key is not None:
+            num_answers = read_argument(args, "n_samples_per_prompt")
+            own = _samples_of(of_prompts, rollout_data, num_answers=num_answers, key=key, device=device)
             if not config.metrics_only:
                 streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_UNSCORED)
                 sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
@@ -149,9 +150,10 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     number = torch.full_like(status, len(own.get("reward", ())))
     number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
     raise_if_failed(status_W.tolist())
-    if of_prompts is not None and key is not None:
+    if key is not None:
         # From here on every rank has the same numbers, and raises the same errors.
-        _compare_prompts(of_prompts, rollout_data, own, [*map(int, number_W.tolist())], groups=groups, device=device)
+        numbers = [*map(int, number_W.tolist())]
+        _compare_prompts(run.config, rollout_data, own, numbers, groups=groups, device=device)
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
@@ -189,7 +191,7 @@ _SAMPLE = ("prompt", "trajectory", "reward", "step", "kept", "tokens", "divisor"
 
 
 def _compare_prompts(
-    of_prompts: GroupConfig,
+    config: RunConfig,
     rollout_data: dict[str, Any],
     own: Mapping[str, Tensor],
     numbers: Sequence[int],
@@ -198,6 +200,7 @@ def _compare_prompts(
     device: torch.device,
 ) -> None:
     """Change this rank's advantages, by all samples of the rollout on all ranks; each has ``numbers`` of them."""
+    of_prompts = config.group
     rows = torch.zeros(max(numbers), len(_SAMPLE), dtype=torch.float64, device=device)
     rows[: len(own["reward"])] = torch.stack([own[name] for name in _SAMPLE], -1)
     rows_W = gather_rows(rows, groups.dp_group).cpu()
@@ -222,7 +225,7 @@ def _compare_prompts(
             kept_N=sample["kept"],
             tokens_N=sample["tokens"],
             divisor_N=sample["divisor"],
-            terms_N=None if of_prompts.per_token_loss else sample["terms"],
+            terms_N=None if config.correction.per_token_loss else sample["terms"],
         )
     first = sum(numbers[: groups.dp_rank])
     here = slice(first, first + len(own["reward"]))
@@ -235,7 +238,7 @@ def _compare_prompts(
 
 
 def _samples_of(
-    of_prompts: GroupConfig, rollout_data: dict[str, Any], *, key: str, device: torch.device
+    of_prompts: GroupConfig, rollout_data: dict[str, Any], *, num_answers: int | None, key: str, device: torch.device
 ) -> dict[str, Tensor]:
     """``[S]`` each, float64: this rank's samples. Without a correction what is trained is kept.
 
@@ -245,7 +248,7 @@ def _samples_of(
     if of_prompts.prompt_mean:
         needed += ["global_batch_sizes", "num_microbatches", "micro_batch_indices"]
     missing = [name for name in needed if rollout_data.get(name) is None]
-    if missing or of_prompts.num_answers is None:
+    if missing or num_answers is None:
         raise ValueError(f"{key}: rollout_data has no {', '.join(missing) or 'n_samples_per_prompt'}; remove the key")
     if any(index is None for index in rollout_data["sample_indices"]):
         raise ValueError(f"{key}: samples have no index, which slime's data source numbers by prompt")
@@ -271,9 +274,7 @@ def _samples_of(
     if shared is not None and masks:
         refuse_mask_sums(torch.stack(divisor_S.aminmax()).tolist())
     return {
-        "prompt": column("sample_indices", rollout_data["sample_indices"]).div(
-            of_prompts.num_answers, rounding_mode="floor"
-        ),
+        "prompt": column("sample_indices", rollout_data["sample_indices"]).div(num_answers, rounding_mode="floor"),
         "trajectory": column("rollout_ids", rollout_data["rollout_ids"]),
         "reward": column("rewards", rollout_data["rewards"]),
         "step": column("step", steps),
