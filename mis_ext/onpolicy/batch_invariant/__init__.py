@@ -9,7 +9,6 @@ It puts ``overrides`` in the place of torch's operators, which also says what pa
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
@@ -30,20 +29,6 @@ _TRANSFORMER_ENGINE = "transformer_engine"
 _MEGATRON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
-class _Overrides(ExitStack):
-    """Overrides that a block has put onto the stacks of its thread, and the number of blocks that use them."""
-
-    num_blocks = 0
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.overrides: list[_Overrides] = []
-
-
-_thread = _Thread()
-
-
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
     """Make what this thread computes batch-invariant, on a CPU and on CUDA, or refuse it by name.
@@ -57,53 +42,35 @@ def batch_invariant_mode() -> Iterator[None]:
 
     Gradients are right, and not batch-invariant. An expert that drops tokens at a capacity depends on the batch.
 
-    The mode belongs to the thread that entered it, with all coroutines of that thread. It may be entered again, which
-    changes nothing, and is gone after the last of its blocks, however they end. For an engine with threads of its own
-    use :func:`batch_invariant_forward`, and for gradient checkpointing too: torch hides attention from the mode in what
-    a backward pass computes again, where it is an error. Compiled code (``torch.compile``, captured graphs, custom
-    kernels) runs as it was compiled. A module of Transformer Engine is refused by name, if Transformer Engine is
-    imported when the block begins; its functions, called without a module, are not seen.
+    The mode belongs to the thread that entered it, and a block inside of another changes nothing. For an engine with
+    threads of its own use :func:`batch_invariant_forward`, and for gradient checkpointing too: torch hides attention
+    from the mode in what a backward pass computes again, where it is an error. Compiled code (``torch.compile``,
+    captured graphs, custom kernels) runs as it was compiled. A module of Transformer Engine is refused by name, if
+    Transformer Engine is imported when the block begins; its functions, called without a module, are not seen.
 
     Raises:
         RuntimeError: A CUDA device without usable Triton, or Megatron-Core's own batch-invariant mode is on; nothing is
-            enabled then. Or the block ends in another thread than it began in.
+            enabled then.
         NotImplementedError: In the block, an operator that has no batch-invariant form here, or a call of a module of
             Transformer Engine.
     """
-    thread = threading.get_ident()
-    if not is_batch_invariant() or not _thread.overrides:
-        _check_environment()
-        _thread.overrides.append(_push_missing())
-    overrides = _thread.overrides[-1]
-    overrides.num_blocks += 1
-    try:
+    with ExitStack() as overrides:
+        if not is_batch_invariant():
+            _check_environment()
+            if _TRANSFORMER_ENGINE in sys.modules:
+                # Torch asks before the call of every module, which takes a microsecond.
+                overrides.enter_context(register_module_forward_pre_hook(_refuse_transformer_engine))
+        # In a backward pass torch takes away one of the two, and its threads begin with what their caller had.
+        if not FunctionOverrides.is_on():
+            overrides.enter_context(FunctionOverrides())
+        if not OperatorOverrides.is_on():
+            overrides.enter_context(OperatorOverrides())  # type: ignore[no-untyped-call]
         yield
-    finally:
-        if threading.get_ident() != thread:
-            # Popping would take a mode off this thread's stack that was never on it.
-            raise RuntimeError("batch_invariant_mode must end in the thread that it began in")
-        overrides.num_blocks -= 1
-        if overrides.num_blocks == 0:
-            _thread.overrides.remove(overrides)
-            overrides.close()
 
 
 def is_batch_invariant() -> bool:
     """Return True if matmuls and attention called from here are those of :func:`batch_invariant_mode`."""
     return FunctionOverrides.is_on() and OperatorOverrides.is_on()
-
-
-def _push_missing() -> _Overrides:
-    """In a backward pass torch takes away one of the two, and its threads begin with what their caller had."""
-    overrides = _Overrides()
-    if _TRANSFORMER_ENGINE in sys.modules:
-        # Torch asks before the call of every module, which takes a microsecond.
-        overrides.enter_context(register_module_forward_pre_hook(_refuse_transformer_engine))
-    if not FunctionOverrides.is_on():
-        overrides.enter_context(FunctionOverrides())
-    if not OperatorOverrides.is_on():
-        overrides.enter_context(OperatorOverrides())  # type: ignore[no-untyped-call]
-    return overrides
 
 
 def _check_environment() -> None:

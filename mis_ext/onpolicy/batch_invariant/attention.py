@@ -166,7 +166,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    enable_gqa: bool = False,  # Heads of keys may be fewer in any case.
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` of ``[B, H, T, D]`` on :func:`attention`."""
     if dropout_p > 0.0:
@@ -183,8 +183,6 @@ def scaled_dot_product_attention(
             f"batch-invariant attention takes [batch, heads, tokens, dim] of one batch, got {shapes}"
         )
     (batch, heads, num_q, _), num_k = query.shape, key.shape[2]
-    if not enable_gqa and not {key.shape[1], value.shape[1]} <= {1, heads}:
-        raise ValueError(f"query has {heads} heads, key {key.shape[1]}, value {value.shape[1]}: pass enable_gqa=True")
     if is_causal and num_q != num_k:
         # torch aligns the mask with the first key, not the last.
         attn_mask = torch.ones(num_q, num_k, dtype=torch.bool, device=query.device).tril()

@@ -30,28 +30,19 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """``aten._grouped_mm`` with the bits of ``a[rows] @ b[group]``: a row's depend on it and its group's matrix alone.
+    """``aten._grouped_mm`` of ``a [M, K]`` and ``b [G, K, N]`` with the bits of ``a[rows] @ b[group]``.
 
-    Args:
-        func: The operator.
-        a: ``[M, K]``.
-        b: ``[G, K, N]``; ``[K, N]`` for the gradient of the experts' matrices, which is torch's own.
-        offs: ``[G]`` int32, where the groups of rows end. Rows after the last group are zeros.
-        bias: None.
-        out_dtype: None, or the dtype of the factors.
+    Groups of rows end at ``offs [G]``, int32. Rows after the last group are zeros. The gradient of the experts'
+    matrices, of two matrices, is torch's own.
     """
     if a.dim() == b.dim() == 2:
         return func(a, b, offs, bias, out_dtype)
-    if (a.dim(), b.dim()) != (2, 3) or offs is None or bias is not None or out_dtype not in (None, a.dtype):
-        raise NotImplementedError(
-            f"{func} in the mode takes [M, K], [G, K, N] and offs, no bias and no out_dtype but {a.dtype}, got "
-            f"{[*a.shape]}, {[*b.shape]} and {out_dtype}"
-        )
-    fits = a.shape[1] == b.shape[1] and offs.shape == b.shape[:1] and offs.dtype == torch.int32
-    if not fits or a.dtype != b.dtype:
+    fits = (a.dim(), b.dim()) == (2, 3) and a.shape[1] == b.shape[1] and a.dtype == b.dtype
+    has_groups = offs is not None and offs.shape == b.shape[:1] and offs.dtype == torch.int32
+    if not fits or not has_groups or bias is not None or out_dtype not in (None, a.dtype):
         raise RuntimeError(
-            f"a grouped product takes [M, K] and [G, K, N] of one dtype and int32 offs [G], got {[*a.shape]} of "
-            f"{a.dtype}, {[*b.shape]} of {b.dtype} and {[*offs.shape]} of {offs.dtype}"
+            f"{func} in the mode takes [M, K] and [G, K, N] of one dtype, int32 offs [G], and no bias or other "
+            f"out_dtype, got {[*a.shape]} of {a.dtype}, {[*b.shape]} of {b.dtype} and {out_dtype}"
         )
     return devices.kernels_on(a).grouped_rows(a, b, offs)
 

@@ -19,11 +19,8 @@ from mis_ext.onpolicy.batch_invariant.attention import scaled_dot_product_attent
 
 aten = torch.ops.aten
 
-_CHAINS = frozenset(
-    {torch.linalg.multi_dot, torch.chain_matmul, torch.tensordot, torch.inner, Tensor.inner}
-    | {aten.linalg_multi_dot, aten.chain_matmul, aten.tensordot, aten.inner}
-)
-"""Made of products that torch chooses by the number of rows: with autograd only these arrive below."""
+# Made of products that torch chooses by the number of rows: with autograd only these arrive below.
+_CHAINS = frozenset({"linalg_multi_dot", "chain_matmul", "tensordot", "inner"})
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -40,9 +37,10 @@ class FunctionOverrides(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return scaled_dot_product_attention(*args, **kwargs)
+        name = getattr(func, "__name__", "").partition(".")[0]
         is_long = func is torch.einsum and sum(isinstance(x, Tensor) for x in tree_leaves(args)) > 2
-        if is_long or getattr(func, "overloadpacket", func) in _CHAINS:
-            raise _refusal(getattr(func, "__name__", func))
+        if is_long or name in _CHAINS:
+            raise _refusal(name)
         return func(*args, **kwargs)
 
 
@@ -70,9 +68,12 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "composite":
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        x = _first((*args, *kwargs.values()), lambda x: x.is_floating_point() or x.is_complex())
+        x = _first_number((*args, *kwargs.values()))
         if x is None:
-            return _of_integers(func, kind, args, kwargs)
+            result = func(*args, **kwargs)
+            # exp of integers is a floating-point number too.
+            is_float = isinstance(result, Tensor) and result.is_floating_point() and result.is_cpu
+            return cpu_rows.elementwise(func, *args, **kwargs) if kind == "elementwise" and is_float else result
         if kind == "refused" or x.is_complex():
             raise _refusal(func, "" if kind == "refused" else "of complex numbers ")
         if kind == "override":
@@ -90,30 +91,19 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return cpu_rows.elementwise(func, *args, **kwargs)
 
 
-def _first(values: Iterable[Any], condition: Callable[[Tensor], bool]) -> Tensor | None:
-    """The first tensor that fulfils it, in lists too."""
+def _first_number(values: Iterable[Any]) -> Tensor | None:
+    """The first floating-point or complex tensor, in lists too."""
     for value in values:
         if isinstance(value, Tensor):
-            if condition(value):
+            if value.is_floating_point() or value.is_complex():
                 return value
-        elif isinstance(value, (list, tuple)) and (found := _first(value, condition)) is not None:
+        elif isinstance(value, (list, tuple)) and (found := _first_number(value)) is not None:
             return found
     return None
 
 
 def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.dtype == torch.bool)
-
-
-def _of_integers(func: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of integers too, exp returns floating-point numbers, and a sum that is told to."""
-    result = func(*args, **kwargs)
-    is_float = isinstance(result, Tensor) and result.is_floating_point()
-    if not is_float or kind == "exact" or _first(args, lambda _: True) is None:
-        return result
-    if kind == "elementwise":
-        return cpu_rows.elementwise(func, *args, **kwargs) if result.is_cpu else result
-    raise _refusal(func, "of integers ")
 
 
 def _refusal(func: Any, what: str = "") -> NotImplementedError:

@@ -167,11 +167,9 @@ def choose_tile(a: Tensor, num_columns: int) -> Tile:
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """``a [M, K] @ b [K, N]``, contiguous, rounded once from a sum in float32 that runs over K in one order.
+    """``a [M, K] @ b [K, N]``, contiguous; float32 with the accuracy of float32, never of TF32.
 
-    No split of K, no choice of tiles by M that would change a bit: the idea of He et al., "Defeating Nondeterminism in
-    LLM Inference", Thinking Machines Lab, 2025. Float32 is multiplied with the accuracy of float32, never of TF32. The
-    factors have one dtype, any strides.
+    The factors have one dtype, any strides.
     """
     return _product(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
 

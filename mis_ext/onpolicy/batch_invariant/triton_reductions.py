@@ -162,8 +162,6 @@ def _block(num_columns: int) -> int:
 def _launch(kernel: Launcher, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], **constants: Any) -> None:
     rows = tensors[0]
     num_columns = rows.shape[-1]
-    if num_columns >= 2**31 - BLOCK:
-        raise ValueError(f"a row must have less than {2**31 - BLOCK} elements, got {num_columns}")
     constants["BLOCK"] = _block(num_columns)
     with launching_on(rows):
         kernel(rows.shape[:-1].numel(), tensors, (*numbers, num_columns), constants, {})

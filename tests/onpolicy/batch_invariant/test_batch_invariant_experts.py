@@ -100,29 +100,25 @@ def test_the_gradient_of_a_grouped_product_is_right(device, dtype):
 
 @needs_grouped_mm
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"a": torch.zeros(4, 9)}, RuntimeError, r"got \[4, 9\] of .*, \[2, 8, 16\] of .* and \[2\]"),
-        ({"b": torch.zeros(3, 8, 16)}, RuntimeError, r"got \[4, 8\] of .*, \[3, 8, 16\] of .* and \[2\]"),
-        ({"offs": None}, NotImplementedError, r"takes \[M, K\], \[G, K, N\] and offs"),
-        ({"a": torch.zeros(2, 4, 8), "offs": None}, NotImplementedError, r"got \[2, 4, 8\], \[2, 8, 16\]"),
-        ({"offs": torch.tensor([2, 4])}, RuntimeError, r"int32 offs"),
-        (
-            {"offs": torch.tensor([3, 2], dtype=torch.int32)},
-            RuntimeError,
-            r"must not decrease, within \[0, 4\], got \[3, 2\]",
-        ),
-        ({"offs": torch.tensor([3, 5], dtype=torch.int32)}, RuntimeError, r"within \[0, 4\], got \[3, 5\]"),
-        ({"b": torch.zeros(2, 8, 16).bfloat16()}, RuntimeError, r"one dtype .* of torch\.bfloat16"),
-        ({"bias": torch.zeros(2, 16)}, NotImplementedError, "no bias and no out_dtype"),
-        ({"out_dtype": torch.bfloat16}, NotImplementedError, "and torch.bfloat16"),
+        ({"a": torch.zeros(4, 9)}, r"got \[4, 9\] of .*, \[2, 8, 16\]"),
+        ({"b": torch.zeros(3, 8, 16)}, r"got \[4, 8\] of .*, \[3, 8, 16\]"),
+        ({"b": torch.zeros(2, 8, 16).bfloat16()}, r"one dtype, .* of torch\.bfloat16"),
+        ({"a": torch.zeros(2, 4, 8), "offs": None}, r"got \[2, 4, 8\] of .*, \[2, 8, 16\]"),
+        ({"offs": None}, r"int32 offs \[G\]"),
+        ({"offs": torch.tensor([2, 4])}, r"int32 offs \[G\]"),
+        ({"offs": torch.tensor([3, 2], dtype=torch.int32)}, r"must not decrease, within \[0, 4\], got \[3, 2\]"),
+        ({"offs": torch.tensor([3, 5], dtype=torch.int32)}, r"within \[0, 4\], got \[3, 5\]"),
+        ({"bias": torch.zeros(2, 16)}, "no bias or other out_dtype"),
+        ({"out_dtype": torch.bfloat16}, "and torch.bfloat16"),
     ],
 )
-def test_what_a_grouped_product_cannot_take_is_named(change, error, message):
+def test_what_a_grouped_product_cannot_take_is_named(change, message):
     arguments = {"a": torch.zeros(4, 8), "b": torch.zeros(2, 8, 16), "offs": torch.tensor([2, 4], dtype=torch.int32)}
     arguments |= change
     more = [arguments.pop(name, None) for name in ("a", "b", "offs", "bias", "out_dtype")]
-    with pytest.raises(error, match=message), batch_invariant_mode():
+    with pytest.raises(RuntimeError, match=message), batch_invariant_mode():
         torch.ops.aten._grouped_mm(*more)
 
 

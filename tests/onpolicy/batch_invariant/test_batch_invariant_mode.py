@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the batch-invariant mode holds: blocks, threads and wrapped models; and what it refuses."""
 
-import asyncio
 import copy
 import threading
 import warnings
@@ -59,8 +58,6 @@ def test_what_has_no_invariant_form_is_an_error_and_the_mode_is_gone_after_it():
         batch_invariant_mode(),
     ):
         F.scaled_dot_product_attention(*[randn(1, 2, 4, 8)] * 3, attn_mask=torch.zeros(4, 4))
-    with pytest.raises(ValueError, match=r"4 heads, key 2, value 2: pass enable_gqa=True"), batch_invariant_mode():
-        F.scaled_dot_product_attention(randn(1, 4, 4, 8), *[randn(1, 2, 4, 8)] * 2)
     assert not is_batch_invariant()
     assert equal_bits(linear(x), before)
     torch.nn.Conv1d(3, 3, 1)(randn(1, 3, 4))
@@ -149,31 +146,6 @@ def test_integers_may_be_multiplied_in_any_form():
         assert torch.equal(torch.mm(a, a, out=out), a @ a)
 
 
-def test_the_mode_ends_with_the_last_of_the_blocks_that_coroutines_of_a_thread_have_open():
-    states = []
-
-    async def first(entered, leave):
-        with batch_invariant_mode():
-            entered.set()
-            await leave.wait()
-
-    async def second(entered, leave):
-        await entered.wait()
-        with batch_invariant_mode():
-            leave.set()
-            while len(asyncio.all_tasks()) > 2:
-                await asyncio.sleep(0)
-            states.append(is_batch_invariant())
-        states.append(is_batch_invariant())
-
-    async def both():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        await asyncio.gather(first(entered, leave), second(entered, leave))
-
-    asyncio.run(both())
-    assert states == [True, False]
-
-
 def test_the_mode_may_be_entered_again_and_ends_with_the_outermost_block():
     x, w = randn(3, 100), randn(70, 100, seed=1)
     with batch_invariant_mode():
@@ -205,24 +177,6 @@ def test_another_thread_is_not_in_the_mode():
         thread.join()
         assert is_batch_invariant()
     assert states == [False]
-
-
-def test_ending_the_mode_in_another_thread_is_an_error():
-    mode = batch_invariant_mode()
-    errors = []
-
-    def begin_and_leave():
-        mode.__enter__()
-
-    thread = threading.Thread(target=begin_and_leave)
-    thread.start()
-    thread.join()
-    try:
-        mode.__exit__(None, None, None)
-    except RuntimeError as error:
-        errors.append(str(error))
-    assert errors == ["batch_invariant_mode must end in the thread that it began in"]
-    assert not is_batch_invariant()
 
 
 def test_a_wrapped_forward_is_invariant_in_every_thread_and_restored():
