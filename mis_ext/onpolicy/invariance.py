@@ -9,8 +9,9 @@ finite in one call and not in the other is true dependence: a leaked NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -77,10 +78,6 @@ class InvarianceReport:
         return "\n".join(lines)
 
 
-Calls = list[tuple[Tensor, Tensor]]
-"""Inputs ``[n, ...]`` of each call, and of which row of the reference each output is, ``[n]``; below 0: of none."""
-
-
 def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> InvarianceReport:
     """Check that ``fn`` computes the same bits for a row alone and with any other rows.
 
@@ -102,30 +99,29 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
     if rows.dim() == 0 or len(rows) < 2:
         raise ValueError(f"rows must have at least 2 rows to make a batch of, got shape {[*rows.shape]}")
     rows, num_rows = rows.detach(), len(rows)
-    order = torch.arange(num_rows, device=rows.device)
+    order: Any = torch.arange(num_rows, device=rows.device)
+    shuffled = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(order)
 
-    def calls(*indices: Tensor) -> Calls:
-        return [(rows[index], index) for index in indices]
+    def between(before: Tensor, after: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda x: fn(torch.cat([before, x, after]))[len(before) :][:num_rows]
 
-    sizes = (num_rows, *filter(num_rows.__gt__, (2, 3, 5, 7, *(2**power for power in range(3, 13)))))
-    probes = {
-        "full batch" if size == num_rows else f"chunks of {size}": calls(*order.split(size))  # type: ignore[no-untyped-call]
-        for size in sizes
-    }
-    probes["reversed"] = calls(order.flip(0))
-    probes["permuted"] = calls(torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(order))
+    probes: dict[str, _Fed] = {name: (fn, order.split(1)) for name in _REFERENCES}
+    probes["full batch"] = fn, [order]
+    for size in filter(num_rows.__gt__, (2, 3, 5, 7, *(2**power for power in range(3, 13)))):
+        probes[f"chunks of {size}"] = fn, order.split(size)
+    probes["reversed"] = fn, [order.flip(0)]
+    probes["permuted"] = fn, [shuffled]
     paddings = {"zeros": 0.0}
     if rows.dtype.is_floating_point:
         # The square root, so that a huge row times numbers of ordinary size stays finite.
         paddings |= {"huge rows": math.sqrt(torch.finfo(rows.dtype).max), "NaN rows": math.nan}
     for what, value in paddings.items():
-        padding, ignored = torch.full_like(rows, value), torch.full_like(order, -1)
-        probes[f"{what} before"] = [(torch.cat([padding, rows]), torch.cat([ignored, order]))]
-        probes[f"{what} after"] = [(torch.cat([rows, padding]), torch.cat([order, ignored]))]
-    probes["strided storage"] = [(torch.stack([rows, rows], 1)[:, 0], order)]
-    probes["transposed storage"] = [(rows.movedim(0, -1).contiguous().clone().movedim(-1, 0), order)]
-    again = {name: calls(*order.split(1)) for name in _REFERENCES}  # type: ignore[no-untyped-call]
-    return _report({name: (lambda: fn, found) for name, found in (again | probes).items()})
+        padding = torch.full_like(rows, value)
+        probes[f"{what} before"] = between(padding, padding[:0]), [order]
+        probes[f"{what} after"] = between(padding[:0], padding), [order]
+    probes["strided storage"] = lambda x: fn(torch.stack([x, x], 1)[:, 0]), [order]
+    probes["transposed storage"] = lambda x: fn(x.movedim(0, -1).contiguous().movedim(-1, 0)), [order]
+    return _report(rows, probes)
 
 
 def check_sequence_invariance(
@@ -162,58 +158,42 @@ def check_sequence_invariance(
     if sequence.dim() == 0 or len(sequence) < 2:
         raise ValueError(f"sequence must have at least 2 tokens, got shape {[*sequence.shape]}")
     sequence, num_tokens, half = sequence.detach(), len(sequence), len(sequence) // 2
-    order = torch.arange(num_tokens, device=sequence.device)
-
-    def prefixes(lengths: Iterable[int]) -> Calls:
-        return [(sequence[order[:length]], order[:length]) for length in lengths]
-
+    order: Any = torch.arange(num_tokens, device=sequence.device)
     # Around powers of two, where kernels change their tiling, and the last ones.
     near = {2**power + shift for power in range(num_tokens.bit_length()) for shift in (-1, 0, 1)} | {num_tokens - 1}
-    whole = {name: prefixes([num_tokens]) for name in _REFERENCES}
-    whole["prefixes"] = prefixes(sorted(length for length in near if 0 < length < num_tokens))
-    probes = {name: (lambda: fn, calls) for name, calls in whole.items()}
+    probes: dict[str, _Fed] = {name: (fn, [order]) for name in _REFERENCES}
+    probes["prefixes"] = fn, [order[:length] for length in sorted(near) if 0 < length < num_tokens]
     if make_decoder is not None:
-        splits = {"decode": [1] * num_tokens, f"prefill {half}, then decode": [half] + [1] * (num_tokens - half)}
-        for size in filter(num_tokens.__gt__, (2, 3, 16, 64, 256, 1024)):
-            starts = range(0, num_tokens, size)
-            splits[f"chunked prefill of {size}"] = [min(size, num_tokens - start) for start in starts]
-        for name, lengths in splits.items():
-            indices = order.split(lengths)  # type: ignore[no-untyped-call]
-            probes[name] = make_decoder, [(sequence[index], index) for index in indices]
-    return _report(probes)
+        fed = {"decode": order.split(1), f"prefill {half}, then decode": [order[:half], *order[half:].split(1)]}
+        sizes = filter(num_tokens.__gt__, (2, 3, 16, 64, 256, 1024))
+        fed |= {f"chunked prefill of {size}": order.split(size) for size in sizes}
+        probes |= {name: (_made_late(make_decoder), calls) for name, calls in fed.items()}
+    return _report(sequence, probes)
 
 
-def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
-    """``[n, ...]``: a copy of the outputs of ``fn`` for the ``n`` rows of ``batch``, which it may change."""
-    num_rows = len(batch)
-    outputs = fn(batch)
-    if not isinstance(outputs, Tensor):
-        raise TypeError(f"the function must return a tensor, got {type(outputs).__name__}")
-    if outputs.shape[:1] != (num_rows,) or outputs.numel() == 0:
-        raise ValueError(f"the function must return {num_rows} rows for {num_rows} rows, got shape {[*outputs.shape]}")
-    # The function may use the same memory again in its next call.
-    return outputs.detach().clone()
+def _made_late(make_decoder: Callable[[], SequenceFunction]) -> SequenceFunction:
+    """A decoder that its first call makes, whose error is that of the probe."""
+    decoder = cache(make_decoder)
+    return lambda x: decoder()(x)
 
 
 _REFERENCES = ("reference", "reference, again")
+_Fed = tuple[Callable[[Tensor], Any], Sequence[Tensor]]
+"""The function of a probe, and the indices of the rows of each of its calls."""
 
 
-def _report(probes: Mapping[str, tuple[Callable[[], Callable[[Tensor], Tensor]], Calls]]) -> InvarianceReport:
+def _report(rows: Tensor, probes: Mapping[str, _Fed]) -> InvarianceReport:
     """Compare the outputs of each probe with those of the first, the reference; one that raises has failed."""
     found: list[Probe] = []
     expected: Tensor | None = None
-    for name, (make, calls) in probes.items():
+    for name, (fn, calls) in probes.items():
         try:
-            fn = make()
-            outputs = [_call(fn, batch)[index >= 0] for batch, index in calls]
-            if len(dtypes := {each.dtype for each in outputs}) > 1:
-                # Concatenated, they would be cast to the widest.
-                raise TypeError(f"the function returns {' and '.join(sorted(map(str, dtypes)))}")
-            index = torch.cat([index[index >= 0] for _, index in calls])
+            # Indexing copies: the function may change its input.
+            outputs, index = torch.cat([_call(fn, rows[call]) for call in calls]), torch.cat([*calls])
             if expected is None:
-                expected = torch.cat(outputs)[index.argsort()]
+                expected = outputs
                 continue
-            probe = _difference(name, index, torch.cat(outputs), expected[index])
+            probe = _difference(name, index, outputs, expected[index])
             if name in _REFERENCES and probe.num_different:
                 probe = replace(probe, outcome="not repeatable")
         except Exception as error:
@@ -224,22 +204,32 @@ def _report(probes: Mapping[str, tuple[Callable[[], Callable[[Tensor], Tensor]],
     return InvarianceReport(probes=tuple(found))
 
 
+def _call(fn: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
+    """``[n, ...]``: the outputs of ``fn`` for the ``n`` rows of ``batch``, copied: it may use their memory again."""
+    num_rows = len(batch)
+    outputs = fn(batch)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"the function must return a tensor, got {type(outputs).__name__}")
+    if outputs.shape[:1] != (num_rows,) or outputs.numel() == 0:
+        raise ValueError(f"the function must return {num_rows} rows for {num_rows} rows, got shape {[*outputs.shape]}")
+    return as_real(outputs.detach()).clone()
+
+
 def _difference(name: str, index: Tensor, outputs: Tensor, expected: Tensor) -> Probe:
-    is_different = ~same_bits(outputs, expected)
-    different = sorted({*index[is_different.flatten(1).any(1) if outputs.dim() > 1 else is_different].tolist()})
+    is_different = ~same_bits(outputs, expected).reshape(len(index), -1).all(1)
+    different = sorted({*index[is_different].tolist()})
     if not different:
         return Probe(name=name, outcome="equal")
-    eps = torch.finfo(outputs.dtype).eps if outputs.is_floating_point() or outputs.is_complex() else 2.0**-23
-    outputs, expected = (as_real(x).double() for x in (outputs, expected))
-    is_finite = outputs.isfinite() & expected.isfinite()
-    distance = torch.where(is_finite, (outputs - expected).abs(), math.inf)
+    limit = math.sqrt(torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 2.0**-23)
+    outputs, expected = outputs.double(), expected.double()
     # Of the same NaN or infinity on both sides there is no difference.
-    distance = torch.where((outputs == expected) | (outputs.isnan() & expected.isnan()), 0.0, distance)
-    largest = torch.where(is_finite, torch.maximum(outputs.abs(), expected.abs()), 0.0).max()
+    is_same = (outputs == expected) | (outputs.isnan() & expected.isnan())
+    distance = torch.where(is_same, 0.0, (outputs - expected).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max()
+    largest = expected.abs().nan_to_num(nan=0.0, posinf=0.0).max()
     return Probe(
         name=name,
-        outcome="rounding" if distance.max() <= math.sqrt(eps) * largest else "batch-dependent",
+        outcome="rounding" if distance <= limit * largest else "batch-dependent",
         num_different=len(different),
         first_different=different[0],
-        max_abs_diff=float(distance.max()),
+        max_abs_diff=float(distance),
     )
