@@ -32,8 +32,6 @@ class Problem(NamedTuple):
     sample: int | None = None
     position: int | None = None
     name: str | None = None
-    has_other_ids: bool = False
-    """The trainer scored other token ids than the engine sampled."""
 
     def __str__(self) -> str:
         return f"{_where(self)}{self.reason}"
@@ -87,7 +85,6 @@ class AuditReport:
         rollout_dtype: As given.
         problems: Why the verdict is INVALID: the first problem of each sample that has one.
         diagnoses: The likely causes of a difference, and mistakes in streams that are equal; the surest first.
-        cautions: What a reader of the verdict must know besides.
         skipped: What was given and not audited, and why.
     """
 
@@ -104,7 +101,6 @@ class AuditReport:
     rollout_dtype: str | None
     problems: tuple[Problem, ...]
     diagnoses: tuple[Diagnosis, ...]
-    cautions: tuple[str, ...]
     skipped: tuple[str, ...]
 
     @property
@@ -137,7 +133,8 @@ class AuditReport:
         if self.first_divergence is not None:
             rows.append(("first divergent", str(self.first_divergence)))
         rows += [("cause", f"{each.confidence} {each.in_words}") for each in self.diagnoses]
-        rows += [("caution", caution) for caution in self.cautions]
+        if self.verdict is Verdict.UNPROVED:
+            rows.append(("to prove it", "give what the engine recorded before training (--engine-records)"))
         return rows + _first_ones("problem", self.problems) + _first_ones("skipped", self.skipped)
 
     def __str__(self) -> str:

@@ -56,12 +56,7 @@ def find_problem(sample: DumpedSample, record: DumpedSample | None = None) -> Pr
         position = first_true(ids[0] != ids[1])
         if position is not None:
             pair = " in training and ".join(f"{each[position].item():g}" for each in ids)
-            return Problem(f"the token id is {pair} in the rollout", position=position, has_other_ids=True)
-    if sample.response_mask is not None:
-        mask = torch.as_tensor(sample.response_mask).cpu()
-        position = first_true(~(mask >= 0) | mask.isinf())
-        if position is not None:
-            return Problem(f"the mask is {mask[position].item()}, not a finite number >= 0", position=position)
+            return Problem(f"the token id is {pair} in the rollout", position=position)
     active_T = active_tokens(sample.response_mask, length)
     for side, log_probs in streams:
         position = first_true(active_T & ~log_probs.detach().cpu().isfinite())
@@ -120,8 +115,6 @@ class Facts(NamedTuple):
     train_dtype: str
     rollout_dtype: str
     is_recorded: bool
-    is_stale: bool
-    """Some of it was drawn with other weights than the trainer's, as far as the versions are known."""
     num_active: int
     num_nonzero: int
     sum_abs_diff: float
@@ -132,12 +125,8 @@ class Facts(NamedTuple):
     """Evidence for causes."""
 
 
-def examine(sample: DumpedSample, record: DumpedSample | None, index: int) -> Problem | Facts | None:
-    """The first problem of a sample, else what the comparison measures, or None without an active token."""
-    name = sample.name if sample.path else None
-    problem = find_problem(sample, record)
-    if problem is not None:
-        return problem._replace(sample=index, name=name)
+def measure(sample: DumpedSample, record: DumpedSample | None, index: int, name: str | None) -> Facts | None:
+    """The comparison of a sample without a problem; None without an active token."""
     given = [torch.as_tensor(x).detach().cpu() for x in (sample.proximal_log_probs, sample.behavior_log_probs)]
     active_T = active_tokens(sample.response_mask, len(given[0]))
     if not active_T.any():
@@ -163,19 +152,20 @@ def examine(sample: DumpedSample, record: DumpedSample | None, index: int) -> Pr
             ulps=int(ulps[first]),
             name=name,
         )
-    trained, drawn = _version_names(sample.proximal_weight_version), _drawn_versions(sample, record)
+    trained, drawn = sample.proximal_weight_version, sample.behavior_weight_versions
+    if drawn is None and record is not None:
+        drawn = record.behavior_weight_versions
     return Facts(
         train_dtype=str(given[0].dtype).removeprefix("torch."),
         rollout_dtype=str(given[1].dtype).removeprefix("torch."),
         is_recorded=record is not None,
-        is_stale=bool(trained) and not {*drawn} <= {*trained},
         num_active=train.numel(),
         num_nonzero=int(nonzero.sum()),
         sum_abs_diff=float(abs_diff.sum()),
         max_abs_diff=float(abs_diff.max()),
         max_ulp=int(ulps.max()),
         first_divergence=divergence,
-        shown=_shown(sample, versions_behind(next(iter(trained), None), drawn), train_T, rollout_T, active_T),
+        shown=_shown(sample, versions_behind(trained, _names(drawn)), train_T, rollout_T, active_T),
     )
 
 
@@ -193,15 +183,10 @@ def _shown(sample: DumpedSample, behind: float, train_T: Tensor, rollout_T: Tens
     return Evidence.of(tokens, PackedLayout.whole([len(active_T)]), [origin])
 
 
-def _drawn_versions(sample: DumpedSample, record: DumpedSample | None) -> tuple[str, ...]:
-    given: Any = sample.behavior_weight_versions
-    return _version_names(record.behavior_weight_versions if given is None and record is not None else given)
-
-
-def _version_names(versions: Any) -> tuple[str, ...]:
+def _names(versions: Any) -> list[str] | None:
     if versions is None:
-        return ()
-    return tuple(str(v) for v in versions) if isinstance(versions, (list, tuple)) else (str(versions),)
+        return None
+    return [*map(str, versions if isinstance(versions, (list, tuple)) else [versions])]
 
 
 class Found(NamedTuple):
@@ -219,15 +204,17 @@ def examine_rows(rows: Iterable[tuple[DumpedSample, DumpedSample | None]]) -> Fo
     facts: list[Facts] = []
     for index, (sample, record) in enumerate(rows):
         num_samples += 1
+        name, measured = sample.name if sample.path else None, None
         try:
-            found = examine(sample, record, index)
+            problem = find_problem(sample, record)
+            if problem is None:
+                measured = measure(sample, record, index, name)
         except Exception as error:
-            name = sample.name if sample.path else None
-            found = Problem(f"not comparable: {type(error).__name__}: {error}", sample=index, name=name)
-        if isinstance(found, Problem):
-            problems.append(found)
-        elif found is not None:
-            facts.append(found)
+            problem = Problem(f"not comparable: {type(error).__name__}: {error}")
+        if problem is not None:
+            problems.append(problem._replace(sample=index, name=name))
+        elif measured is not None:
+            facts.append(measured)
     if not problems and not facts:
         problems.append(Problem("no active token: nothing was compared"))
     return Found(num_samples, problems, facts)

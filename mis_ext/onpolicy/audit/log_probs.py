@@ -7,16 +7,16 @@ the trainer got the data, can: such as both frameworks' ``--save-debug-rollout-d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.audit.audit_report import AuditReport, Problem, Verdict
-from mis_ext.onpolicy.audit.examination import Facts, Found, examine_rows, ids_of
+from mis_ext.onpolicy.audit.examination import Found, examine_rows, ids_of
 from mis_ext.tools.diagnosis.cause import Diagnosis
-from mis_ext.tools.diagnosis.evidence import Evidence, Gathering
+from mis_ext.tools.diagnosis.evidence import Gathering
 from mis_ext.tools.diagnosis.table import diagnose
 from mis_ext.tools.dumps.formats import DumpedSample
 
@@ -27,8 +27,8 @@ Version = str | int
 
 
 def audit_logprobs(
-    train_log_probs: Sequence[Tensor | None] | None,
-    rollout_log_probs: Sequence[Tensor | None] | None,
+    train_log_probs: Sequence[Tensor | None],
+    rollout_log_probs: Sequence[Tensor | None],
     *,
     masks: Sequence[Tensor | None] | None = None,
     train_token_ids: Sequence[Tensor | None] | None = None,
@@ -49,8 +49,7 @@ def audit_logprobs(
     side first would hide differences.
 
     Args:
-        train_log_probs: Of each sample the trainer's log-probs, ``[T]``, in nats. None, as the list or as a sample,
-            means that they are missing.
+        train_log_probs: Of each sample the trainer's log-probs, ``[T]``, in nats; None means that they are missing.
         rollout_log_probs: Of each sample the inference engine's, ``[T]``.
         masks: Of each sample ``[T]``, nonzero where a token is active; None where all are.
         train_token_ids: Of each sample the ids ``[T]`` that the trainer scored; None where unknown.
@@ -64,31 +63,23 @@ def audit_logprobs(
     Raises:
         TypeError: An argument is no list.
     """
-    train_versions: Any = train_weight_version
-    if not isinstance(train_versions, (list, tuple)):
-        is_list = isinstance(train_log_probs, (Sequence, Tensor))
-        train_versions = [train_versions] * (len(train_log_probs) if is_list else 0)  # type: ignore[arg-type]
-    columns: dict[str, Any] = {
+    versions = train_weight_version
+    columns = {
         "train_log_probs": train_log_probs,
         "rollout_log_probs": rollout_log_probs,
         "masks": masks,
         "train_token_ids": train_token_ids,
         "rollout_token_ids": rollout_token_ids,
-        "train_weight_version": train_versions,
+        "train_weight_version": versions if isinstance(versions, (list, tuple)) else [versions] * len(train_log_probs),
         "rollout_weight_versions": rollout_weight_versions,
         "engine_records": engine_records,
     }
-    lists = {key: None if column is None else list(column) for key, column in columns.items()}
-    lengths = {key: len(column) for key, column in lists.items() if column is not None}
-    num_samples = max(lengths.values(), default=0)
-    missing = [key for key in ("train", "rollout") if lists[f"{key}_log_probs"] is None]
-    if missing:
-        return _report(Found(num_samples, [Problem(f"the {' and '.join(missing)} log-probs are missing")], []))
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{length} of {key}" for key, length in lengths.items())
+    lists = {key: list(column) for key, column in columns.items() if column is not None}
+    num_samples = max(map(len, lists.values()))
+    if any(len(column) < num_samples for column in lists.values()):
+        listed = ", ".join(f"{len(column)} of {key}" for key, column in lists.items())
         return _report(Found(num_samples, [Problem(f"lists of different lengths: {listed}")], []))
-    rows = zip(*([None] * num_samples if column is None else column for column in lists.values()), strict=True)
-    return _report(examine_rows(_samples(rows)))
+    return _report(examine_rows(_samples({key: lists.get(key, [None] * num_samples) for key in columns})))
 
 
 _FIELDS = (
@@ -98,8 +89,8 @@ _FIELDS = (
 """Of a sample from a file, in the order of the arguments."""
 
 
-def _samples(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[DumpedSample, DumpedSample | None]]:
-    for *given, record in rows:
+def _samples(columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[DumpedSample, DumpedSample | None]]:
+    for *given, record in zip(*columns.values(), strict=True):
         sample = DumpedSample(**dict(zip(_FIELDS, given, strict=True)))
         yield sample, None if record is None else DumpedSample(proximal_log_probs=None, behavior_log_probs=record)
 
@@ -172,31 +163,13 @@ def _report(found: Found, *, skipped: Sequence[object] = ()) -> AuditReport:
         rollout_dtype=", ".join(sorted({each.rollout_dtype for each in facts})) or None,
         problems=tuple(found.problems),
         diagnoses=tuple(_diagnoses(found, verdict)),
-        cautions=tuple(_cautions(facts, verdict)),
         skipped=tuple(str(one) for one in skipped),
     )
 
 
 def _diagnoses(found: Found, verdict: Verdict) -> list[Diagnosis]:
     """Causes of a difference; of streams that are equal, or cannot be compared, only mistakes in them."""
-    others = [Evidence.of_other_ids() for problem in found.problems if problem.has_other_ids]
-    if verdict is Verdict.INVALID and not others:
-        return []
     gathering = Gathering()
-    for part in (*(fact.shown for fact in found.facts), *others):
-        gathering.add(part)
-    causes = diagnose(gathering.evidence)
-    if verdict is Verdict.INVALID:
-        return [each for each in causes if each.cause == "other_text"]
-    return [each for each in causes if each.is_fault or verdict is Verdict.DIFFERENT]
-
-
-def _cautions(facts: Sequence[Facts], verdict: Verdict) -> Iterator[str]:
-    """Cautions about equal log-probs, which do not prove where they are from."""
-    if verdict is Verdict.UNPROVED:
-        yield (
-            "one side may be a copy of the other: give what the engine recorded before training, of every sample "
-            "(--engine-records)"
-        )
-    if any(each.is_stale for each in facts) and not any(each.num_nonzero for each in facts):
-        yield "the weight versions differ, the log-probs do not: no weight changed, or a version is wrong"
+    for fact in found.facts:
+        gathering.add(fact.shown)
+    return [each for each in diagnose(gathering.evidence) if each.is_fault or verdict is Verdict.DIFFERENT]

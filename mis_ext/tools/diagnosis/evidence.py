@@ -165,13 +165,6 @@ class Evidence:
         )
 
     @classmethod
-    def of_other_ids(cls) -> Evidence:
-        """A response whose ids differ: nothing of it is compared."""
-        nothing = torch.empty(0)
-        tokens = Tokens.read(nothing, nothing, nothing.bool())
-        return cls.of(tokens, PackedLayout.whole([0]), [Origin(has_other_ids=True)])
-
-    @classmethod
     def joined(cls, parts: Iterable[Evidence]) -> Evidence:
         """The tokens of all parts, in their order."""
         parts = [*parts]

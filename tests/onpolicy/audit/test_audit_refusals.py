@@ -15,9 +15,6 @@ def shared() -> dict:
 
 
 INVALID = {
-    "no train list": ({"train": None}, "train log-probs are missing", None, None),
-    "no rollout list": ({"rollout": None}, "rollout log-probs are missing", None, None),
-    "no lists": ({"train": None, "rollout": None}, "train and rollout log-probs are missing", None, None),
     "empty lists": ({"train": [], "rollout": [], "masks": None}, "no active token", None, None),
     "missing rollout sample": ({"rollout": [None]}, "rollout log-probs are missing", 0, None),
     "missing train sample": ({"train": [None]}, "train log-probs are missing", 0, None),
@@ -28,11 +25,6 @@ INVALID = {
     "shorter mask": ({"masks": tensors([1.0])}, r"3 log-probs, but mask values of shape \[1\]", 0, None),
     "mask with two dimensions": ({"masks": [torch.ones(3, 3)]}, r"mask values of shape \[3, 3\]", 0, None),
     "longer mask": ({"masks": tensors([1.0] * 4)}, r"of shape \[4\] \(a part of a response", 0, None),
-    "nan in a mask": ({"masks": tensors([1.0, NAN, 0.0])}, "the mask is nan", 0, 1),
-    "-1 in a mask": ({"masks": tensors([1.0, -1.0, 0.0])}, "the mask is -1.0", 0, 1),
-    "-1 in a mask of integers": ({"masks": [[1, 1, -1]]}, "the mask is -1, not", 0, 2),
-    "infinity in a mask": ({"masks": tensors([INF, 1.0, 0.0])}, "the mask is inf", 0, 0),
-    "nan in a list of masks": ({"masks": [[1.0, 1.0, NAN]]}, "the mask is nan", 0, 2),
     "shorter ids": (
         {"rollout_token_ids": [torch.tensor([1, 2])]},
         r"3 log-probs, but rollout token ids of shape \[2\]",
@@ -198,7 +190,7 @@ def test_equal_streams_are_unproved_if_one_sample_lacks_its_record() -> None:
     train = log_probs(5, 5)
     report = audit_logprobs(train, copies(train), engine_records=[train[0], None])
     assert (report.verdict, report.passed, report.num_recorded) == (Verdict.UNPROVED, False, 1)
-    assert "--engine-records" in report.cautions[0]
+    assert "--engine-records" in str(report)
     assert "UNPROVED" in str(report)
     assert audit_logprobs(train, copies(train), engine_records=None).verdict is Verdict.UNPROVED
     assert audit_logprobs(train, [x - 1e-3 for x in train], engine_records=None).verdict is Verdict.DIFFERENT
