@@ -92,7 +92,7 @@ STALENESS = (
         title="`mis_staleness` without `prepare_rollout`",
         flags=("--use-tis", *HOOK, *CHECK),
         config={"tis_upper_bound": 2.0, "mis_staleness": True},
-        refusal="mis_staleness: needs --rollout-data-postprocess-path mis_ext.prepare_rollout",
+        refusal="mis_staleness needs --rollout-data-postprocess-path mis_ext.prepare_rollout",
         is_optional=True,
     ),
 )

@@ -148,7 +148,7 @@ class _Need(NamedTuple):
 
 def _needs(given: Mapping[str, Any], config: RunConfig) -> Iterator[_Need]:
     group, tokens, is_replayed = config.group, given.get("on_policy_tokens"), given.get("load_debug_rollout_data")
-    if _counts_lags(config):
+    if config.correction.staleness:
         yield _Need("mis_staleness", _ROLLOUT, "mis_ext.prepare_rollout")
         if not is_replayed:
             yield _Need("mis_staleness", _GENERATE, "mis_ext.rollout.generate")
@@ -161,10 +161,6 @@ def _needs(given: Mapping[str, Any], config: RunConfig) -> Iterator[_Need]:
         yield _Need(keys, _GENERATE, "mis_ext.rollout.generate", may_be_called_elsewhere=True)
 
 
-def _counts_lags(config: RunConfig) -> bool:
-    return config.correction.staleness and (config.whole_loss is None or config.whole_loss.has_correction)
-
-
 def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None:
     """Refuse keys that need a function of mis_ext which is not called, or that gets no rollout data, as in Miles."""
     path, of_prompts = given.get(_ROLLOUT), config.group.needs_rollout
@@ -172,7 +168,7 @@ def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None
         raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
     if is_miles() and _is_ours(path) and not config.correction.staleness:
         raise ValueError(f"{_flag(_ROLLOUT)} {path}: Miles passes no rollout data to it; remove the flag")
-    if _counts_lags(config) and given.get("use_opd"):
+    if config.correction.staleness and given.get("use_opd"):
         raise ValueError("mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one")
     for need in _needs(given, config):
         # log_mismatch has the same flag as prepare_rollout, and calls nothing else.
@@ -183,14 +179,11 @@ def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None
 
 def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     """Warnings about functions of the user that may leave something out, and about the schedule of weight updates."""
-    interval = given.get("update_weights_interval") or 1
-    if (
-        config.correction.denominator == "kept"
-        and given.get(_ROLLOUT) is None
-        and not _is_ours(given.get(_GENERATE) or "mis_ext.")
-    ):
+    interval, generates = given.get("update_weights_interval") or 1, given.get(_GENERATE)
+    is_foreign = given.get(_ROLLOUT) is None and generates is not None and not _is_ours(generates)
+    if config.correction.denominator == "kept" and is_foreign:
         yield (
-            f"mis_denominator: kept is wrong if {given[_GENERATE]} makes several samples of a rollout; "
+            f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
             f"{_flag(_ROLLOUT)} mis_ext.prepare_rollout refuses them"
         )
     if config.correction.staleness and interval > 1:
