@@ -37,15 +37,13 @@ PREFIXES = ("tis_", "rs_", "mis_")
 class Key(NamedTuple):
     """One key: ``check`` gives its value or raises an error with key, value, and legal range.
 
-    A default of None means unset, or a default that ``text`` describes. ``values``: the legal values, if they are not a
-    number, word, switch, or text.
+    A default of None means unset, or a default that ``text`` describes.
     """
 
     check: Check
     default: Any
     text: str
     unit: str = ""
-    values: str = ""
 
     @property
     def legal(self) -> str:
@@ -53,7 +51,7 @@ class Key(NamedTuple):
         if isinstance(self.check, partial):
             choices = self.check.keywords.get("choices")
             return f"number in {interval(**self.check.keywords)}" if choices is None else " | ".join(choices)
-        return self.values or ("true | false" if self.check is check_bool else "text")
+        return _LEGAL.get(self.check, "text")
 
 
 def number(legal: str) -> Check:
@@ -122,6 +120,17 @@ def read_method(key: str, value: Any) -> Any:
     return choose_method(key, value)
 
 
+_LEGAL: dict[Check, str] = {
+    check_bool: "true | false",
+    read_compile: "auto | true | false",
+    read_gates: "list of mappings",
+    read_guards: "error | warn, or mapping from guard to one of them",
+    read_method: "name, or mapping with name and parameters",
+    read_metrics: "core | all, or list of names",
+}
+"""The legal values of what is no number, word, or text."""
+
+
 # --- the rows
 
 _MODES = "; ".join(f"{row.name}: {row.text}" for row in config.BOUNDS.values())
@@ -137,10 +146,8 @@ CORRECTION_ROWS: dict[str, Key] = {
     "rs_level": Key(words(config.Level, "none"), "token", "What is compared with the rs bounds; none: rs_gates alone."),
     "rs_lower_bound": Key(number("[0,inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
     "rs_upper_bound": Key(number("(0,inf]"), None, "Upper bound of what is kept. Default: the weight's.", "ratio"),
-    "rs_gates": Key(read_gates, (), "Further filters, each a mapping.", values="list of mappings"),
-    "rs_veto_threshold": Key(
-        number("(0,1]"), None, "Rejects a response if any of its ratios is below, also without use_rs.", "ratio"
-    ),
+    "rs_gates": Key(read_gates, (), "Further filters, each a mapping."),
+    "rs_veto_threshold": Key(number("(0,1]"), None, "Rejects a response with any ratio below it.", "ratio"),
     "rs_veto_upper_threshold": Key(number("[1,inf)"), None, "Rejects a response with any ratio above it.", "ratio"),
     "rs_veto_probability": Key(number("(0,1]"), None, "Rejects a response with a trainer probability below it."),
     "rs_veto_requires_rs": Key(check_bool, False, "Applies the vetoes only with use_rs."),
@@ -158,20 +165,10 @@ CORRECTION_ROWS: dict[str, Key] = {
         "their kept share.",
     ),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
-    "mis_metrics": Key(read_metrics, "core", "The metrics that are reported.", values="core | all, or list of names"),
+    "mis_metrics": Key(read_metrics, "core", "The metrics that are reported."),
     "mis_metric_max": Key(number("[0,inf]"), _defaults.metric_max, "Cap of a token in k3_kl, of a response in chi2_*."),
-    "mis_guard": Key(
-        read_guards,
-        "error",
-        "What a guard does, for all or for each.",
-        values="error | warn, or mapping from guard to one of them",
-    ),
-    "mis_compile": Key(
-        read_compile,
-        "auto",
-        "Runs the correction as graphs of torch.compile; auto: on a GPU.",
-        values="auto | true | false",
-    ),
+    "mis_guard": Key(read_guards, "error", "What a guard does, for all or for each."),
+    "mis_compile": Key(read_compile, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
     "mis_max_reject_fraction": Key(
         number("[0,1]"), _defaults.max_reject_fraction, "Warns when more is rejected.", "share"
     ),
@@ -195,10 +192,7 @@ GROUP_ROWS: dict[str, Key] = {
 DEFAULT_SCORING: Scoring = "fused"
 LOSS_ROWS: dict[str, Key] = {
     "mis_loss_method": Key(
-        read_method,
-        None,
-        "A published method that replaces mis_loss_mode, by its name or with parameters.",
-        values="name, or mapping with name and parameters",
+        read_method, None, "A published method that replaces mis_loss_mode, by its name or with parameters."
     ),
     "mis_loss_mode": Key(words(Mode), "baseline", "What the full policy loss computes."),
     "mis_loss_denominator": Key(words(LossDenominator), "original", "The divisor of a response's sum."),
