@@ -96,13 +96,11 @@ class Comparison:
     Attributes:
         modules: Every output that was compared, in a's order of execution.
         problems: What could not be compared, or was there on one side only, and was not allowed.
-        allowed: The same, allowed by name.
         skipped: Outputs that neither side has by token, such as tables of positions: not compared, and no problem.
     """
 
     modules: tuple[ModuleDifference, ...]
     problems: tuple[str, ...]
-    allowed: tuple[str, ...]
     skipped: tuple[str, ...]
 
     @property
@@ -201,7 +199,6 @@ def compare(
     return Comparison(
         modules=tuple(sorted(modules, key=lambda module: module.order)),
         problems=tuple(findings.problems),
-        allowed=tuple(findings.allowed),
         skipped=tuple(key for key in a.skipped if key in b.skipped and key.endswith(" outputs")),
     )
 
@@ -210,13 +207,13 @@ class _Findings:
     def __init__(self, allow: Sequence[str]) -> None:
         self._allow = allow
         self.problems: list[str] = []
-        self.allowed: list[str] = []
 
     def is_allowed(self, *names: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._allow for name in names)
 
     def add(self, message: str, *names: str) -> None:
-        (self.allowed if self.is_allowed(*names) else self.problems).append(message)
+        if not self.is_allowed(*names):
+            self.problems.append(message)
 
 
 class _Pair(NamedTuple):

@@ -23,7 +23,6 @@ from mis_ext.validation import check_integer
 
 NOT_RECORDED = -1
 _DTYPES = (torch.int16, torch.int32, torch.int64)
-_OTHER_ROWS = "RoutedExperts.from_rows(torch.tensor(rows), ...) takes lists"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +97,7 @@ class RoutedExperts:
     @classmethod
     def from_sglang(
         cls,
-        meta_info: Mapping[str, Any] | str,
+        meta_info: Mapping[str, Any],
         *,
         num_tokens: int,
         num_layers: int,
@@ -114,7 +113,7 @@ class RoutedExperts:
         with ``topk`` 1 could as well be expert 0: a token with zeros in every layer counts as not recorded then.
 
         Args:
-            meta_info: ``meta_info`` of the response, or only its ``routed_experts`` (then int32, from position 0 on).
+            meta_info: ``meta_info`` of the response.
             num_tokens: Tokens of prompt and response.
             num_layers: All decoder layers of the model, dense ones included.
             topk: Experts per token.
@@ -128,14 +127,14 @@ class RoutedExperts:
         """
         num_layers, topk = check_integer("num_layers", num_layers, low=1), check_integer("topk", topk, low=1)
         num_tokens = check_integer("num_tokens", num_tokens)
-        fields = _fields(
+        _check_fields(
             "meta_info",
             meta_info,
             "start SGLang with --enable-return-routed-experts and send return_routed_experts: true",
         )
-        check_not_retracted(fields)
-        decoded = decode_experts(fields["routed_experts"], fields.get("routed_experts_dtype"))
-        values, start = torch.from_numpy(decoded).flatten(), fields.get("routed_experts_start_len")
+        check_not_retracted(meta_info)
+        decoded = decode_experts(meta_info["routed_experts"], meta_info.get("routed_experts_dtype"))
+        values, start = torch.from_numpy(decoded).flatten(), meta_info.get("routed_experts_start_len")
         start = check_integer("routed_experts_start_len", 0 if start is None else start, low=0)
         rows, rest = divmod(len(values), num_layers * topk)
         # Some versions feed the last token forward too.
@@ -151,7 +150,7 @@ class RoutedExperts:
     @classmethod
     def from_vllm(
         cls,
-        choice: Mapping[str, Any] | str,
+        choice: Mapping[str, Any],
         *,
         num_tokens: int,
         num_experts: int,
@@ -165,7 +164,7 @@ class RoutedExperts:
         dense ones hold zeros, and so does what was not written: see :meth:`from_sglang`.
 
         Args:
-            choice: A choice of the response, or only its ``routed_experts``.
+            choice: A choice of the response.
             num_tokens: Tokens of prompt and response.
             num_experts: Experts per layer.
             start: The request's ``routed_experts_prompt_start``.
@@ -177,8 +176,8 @@ class RoutedExperts:
                 value is 0, ``moe_layers`` is as :meth:`from_sglang` refuses it, or see the class.
         """
         num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
-        fields = _fields("choice", choice, "start vLLM with --enable-return-routed-experts")
-        rows_NLK = torch.from_numpy(decode_experts(fields["routed_experts"], None))
+        _check_fields("choice", choice, "start vLLM with --enable-return-routed-experts")
+        rows_NLK = torch.from_numpy(decode_experts(choice["routed_experts"], None))
         if rows_NLK.dim() != 3:
             raise ValueError(f"routed_experts must be a NumPy file of [rows, layers, topk], got {[*rows_NLK.shape]}")
         if start + len(rows_NLK) != num_tokens - 1:
@@ -222,11 +221,12 @@ def _first(where_TLK: Tensor, values_TLK: Tensor) -> tuple[str, int]:
     return f"token {token}, layer {layer}", int(values_TLK[token, layer, choice])
 
 
-def _fields(name: str, given: Mapping[str, Any] | str, advice: str) -> Mapping[str, Any]:
-    """Return the fields of an engine's response, or raise an error if it has no ``routed_experts``."""
-    fields = {"routed_experts": given} if isinstance(given, str) else given
+def _check_fields(name: str, fields: Mapping[str, Any], advice: str) -> None:
+    """Raise an error if an engine's response has no ``routed_experts``."""
     if not isinstance(fields, Mapping):
-        raise TypeError(f"{name} must be a mapping or its base64, got {type(fields).__name__}: {_OTHER_ROWS}")
+        raise TypeError(
+            f"{name} must be a mapping, got {type(fields).__name__}: RoutedExperts.from_rows(torch.tensor(rows), ...) "
+            "takes lists"
+        )
     if not fields.get("routed_experts"):
         raise ValueError(f"{name} has no routed_experts: {advice}")
-    return fields

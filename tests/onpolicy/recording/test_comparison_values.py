@@ -40,9 +40,7 @@ def test_a_missing_module_fails_unless_allowed_by_name() -> None:
         assert compare(a, b).problems == (f"y: missing in {side}",)
         assert compare(a, b).verdict == "INVALID"
         assert not compare(a, b, allow=("x",)).passed
-        allowed = compare(a, b, allow=("y*",))
-        assert allowed.passed
-        assert allowed.allowed == (f"y: missing in {side}",)
+        assert compare(a, b, allow=("y*",)).passed
 
 
 def test_a_module_that_was_skipped_on_one_side_says_why() -> None:

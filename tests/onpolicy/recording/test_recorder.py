@@ -80,7 +80,7 @@ def test_no_hook_stays_behind_also_after_an_exception() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"modules": ["layers.0.nrm"]}, r"no module matches 'layers.0.nrm' \(did you mean 'layers.0.norm'\?\)"),
+        ({"modules": ["layers.0.nrm"]}, r"no module matches 'layers.0.nrm' \(did you mean 'layers.0.norm'"),
         ({"exclude": ["heads"]}, "no module matches 'heads'"),
         ({"layout": "thd"}, "layout must be one of"),
         ({"layout": "none"}, "layout must be one of"),

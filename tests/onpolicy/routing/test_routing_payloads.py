@@ -37,11 +37,6 @@ def test_row_p_of_sglang_is_the_choice_for_the_token_at_p_and_the_last_token_has
     assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
 
 
-def test_a_bare_string_of_sglang_is_int32_from_the_first_token_on() -> None:
-    sample = RoutedExperts.from_sglang(payload(SGLANG), num_tokens=4, **SGLANG_MODEL)
-    assert sample.experts_TLK.tolist() == SGLANG_EXPERTS
-
-
 def test_sglang_may_start_later_and_may_feed_the_last_token() -> None:
     info = {"routed_experts": payload(SGLANG), "routed_experts_start_len": 2}
     later = RoutedExperts.from_sglang(info, num_tokens=6, **SGLANG_MODEL)
@@ -87,8 +82,8 @@ def test_what_sglang_cannot_have_meant_is_refused(info, changes, message) -> Non
     ("info", "message"),
     [
         ({"routed_experts": SGLANG.tolist()}, "routed_experts must be base64, got list"),
-        (SGLANG.tolist(), "meta_info must be a mapping or its base64, got list: RoutedExperts.from_rows"),
-        (SGLANG, "meta_info must be a mapping or its base64, got Tensor"),
+        (SGLANG.tolist(), "meta_info must be a mapping, got list: RoutedExperts.from_rows"),
+        (SGLANG, "meta_info must be a mapping, got Tensor"),
     ],
 )
 def test_lists_in_the_place_of_what_sglang_sends_are_an_error_that_says_who_takes_them(info, message) -> None:
@@ -121,9 +116,8 @@ TOP_1 = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 0, 1], [0, 2, 2, 5]], d
 
 
 def read_by_sglang(rows: Tensor, *, moe_layers: list | None) -> RoutedExperts:
-    return RoutedExperts.from_sglang(
-        payload(rows), num_tokens=len(rows) + 1, num_layers=4, topk=rows.size(-1), num_experts=8, moe_layers=moe_layers
-    )
+    info, model = {"routed_experts": payload(rows)}, {"num_layers": 4, "topk": rows.size(-1), "num_experts": 8}
+    return RoutedExperts.from_sglang(info, num_tokens=len(rows) + 1, moe_layers=moe_layers, **model)
 
 
 def read_by_vllm(rows: Tensor, *, moe_layers: list | None) -> RoutedExperts:

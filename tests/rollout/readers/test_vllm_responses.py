@@ -165,7 +165,7 @@ def test_its_experts_are_those_that_transformers_chooses(name) -> None:
 def test_experts_that_were_asked_for_from_a_position_on_are_placed_there() -> None:
     choice = exchange("generate_later_experts")[1]["choices"][0]
     whole = RoutedExperts.from_vllm(exchange("generate")[1]["choices"][0], num_tokens=11, **MODEL)
-    later = RoutedExperts.from_vllm(choice["routed_experts"], num_tokens=11, start=2, **MODEL)
+    later = RoutedExperts.from_vllm(choice, num_tokens=11, start=2, **MODEL)
     assert later.recorded_T.tolist() == [False] * 2 + [True] * 8 + [False]
     assert torch.equal(later.experts_TLK[2:], whole.experts_TLK[2:])
     with pytest.raises(ValueError, match="8 rows from position start = 0 on, and num_tokens = 11 needs 10"):
