@@ -670,13 +670,12 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
         if len(values) != size:
             raise ValueError(f"{name} has {len(values)} tokens, the layout says {size}")
     ranks = 1 if cp_group is None else group_size(cp_group)
-    if layout.is_whole and ranks > 1:
+    if layout.is_whole != (ranks == 1):
+        what = "whole responses" if layout.is_whole else "a part of each response"
         raise ValueError(
-            f"the layout says that every rank holds whole responses, the cp_group has {ranks} ranks, over which their "
-            "tokens would count more than once: use PackedLayout.context_parallel, or pass no cp_group"
+            f"the layout says that a rank holds {what}, and cp_group has {ranks} rank(s): "
+            "PackedLayout.context_parallel needs a cp_group, and PackedLayout.whole must have none"
         )
-    if not layout.is_whole and ranks == 1:
-        raise ValueError("the layout says that other ranks hold parts of the responses: pass their cp_group")
     # A rank without tokens has no lags.
     if config.staleness and streams.lag_T is None and num_local > 0:
         raise ValueError(

@@ -111,9 +111,9 @@ GROUP_OF_ONE, GROUP_OF_TWO = (SimpleNamespace(_replica_id=0, size=lambda size=si
 @pytest.mark.parametrize(
     ("layout", "cp_group", "message"),
     [
-        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "every rank holds whole responses, the cp_group has 2 ranks"),
-        (PART, None, "other ranks hold parts of the responses"),
-        (PART, GROUP_OF_ONE, "other ranks hold parts of the responses"),
+        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "holds whole responses, and cp_group has 2 rank"),
+        (PART, None, "a part of each response, and cp_group has 1 rank"),
+        (PART, GROUP_OF_ONE, "a part of each response, and cp_group has 1 rank"),
     ],
 )
 def test_a_layout_of_other_ranks_than_the_groups_is_refused(layout, cp_group, message) -> None:
