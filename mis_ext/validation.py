@@ -45,6 +45,17 @@ class Errors:
             raise kind("\n".join(dict.fromkeys(map(str, self.found)))) from None
 
 
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise an error with a line for each reason; nothing without one.
+
+    Raises:
+        ValueError: There are reasons.
+    """
+    wrong = Errors()
+    wrong.refuse(reasons)
+    wrong.raise_all()
+
+
 @contextmanager
 def errors_of(key: str) -> Iterator[None]:
     """Say in which mapping an error is."""

@@ -23,13 +23,13 @@ from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
 from mis_ext.hosts.session import Run, Session, all_arguments, current_run, read_argument
 from mis_ext.keys.loss_keys import WholeLoss
-from mis_ext.keys.reading import GROUPS_ELSEWHERE, refuse_idle
+from mis_ext.keys.reading import GROUPS_ELSEWHERE, without_effect
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups_of_sums, num_tokens
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.batch import Policy
 from mis_ext.scoring.hidden import score_hidden
-from mis_ext.validation import check_tensors
+from mis_ext.validation import check_tensors, refuse
 
 _MISSING = {
     "behavior": "behavior_logprobs are missing",
@@ -108,7 +108,7 @@ def policy_loss_from_log_probs(
     with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         group = run.config.group
         if group.of_rewards or group.prompt_mean:
-            refuse_idle([GROUPS_ELSEWHERE], all_arguments(args))
+            refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args)))
         if loss.reducer_path is not None:
             raise ValueError(
                 "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"

@@ -12,7 +12,6 @@ from mis_ext.keys.reading import ALL_KEPT, Idle
 from mis_ext.keys.rows import DEFAULT_SCORING
 from mis_ext.loss.settings import KlPenalty, KlRatio, LossSettings, Ratios
 from mis_ext.loss.words import EPS_CLIP, Scoring
-from mis_ext.validation import Errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +54,11 @@ _FIELDS = (
 
 
 def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    """Read what only the full policy loss needs. Each argument is legal, and ``mis_loss_method`` is a method.
-
-    Raises:
-        ValueError: Keys or flags contradict each other.
-    """
+    """Read what only the full policy loss needs. Each argument is legal, and ``mis_loss_method`` is a method."""
     settings, asked = _loss_settings(given), given.get("mis_loss_scoring")
     needs_framework = scores_of_framework(given, compares_with_stored=settings.reads_stored) is not None
     temperature = given.get("rollout_temperature")
-    loss = WholeLoss(
+    return WholeLoss(
         settings=settings,
         has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
         skips_scoring=bool(given.get("skip_actor_forward_only")),
@@ -76,10 +71,6 @@ def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
         temperature=1.0 if temperature is None else float(temperature),
         reducer_path=given.get("custom_pg_loss_reducer_function_path"),
     )
-    wrong = Errors()
-    wrong.refuse(_contradictions(given, loss))
-    wrong.raise_all()
-    return loss
 
 
 def _loss_settings(given: Mapping[str, Any]) -> LossSettings:
@@ -167,7 +158,8 @@ def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correc
 _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 
 
-def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
+def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
+    """Keys and flags that cannot be together."""
     settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
     is_current, method, kl = settings.proximal == "current", settings.method, settings.kl
     if method is None and settings.mode == "decoupled" and settings.use_behavior:

@@ -17,7 +17,7 @@ from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate
 from mis_ext.correction.tokens import LAG
 from mis_ext.keys import rows
 from mis_ext.keys.names import refuse_names
-from mis_ext.validation import Errors, check_mapping, errors_of
+from mis_ext.validation import Errors, check_mapping, errors_of, refuse
 
 if TYPE_CHECKING:
     from mis_ext.keys.loss_keys import WholeLoss
@@ -54,14 +54,13 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     measures = bool(given.get("get_mismatch_metrics"))
     corrects = bool(given["use_tis"]) if "use_tis" in keys else not measures and not whole_loss
     if {*keys} & {*_APPLIED} <= read.keys():
-        with wrong:
-            refuse_idle(_idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss), given)
+        table = _idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss)
+        wrong.refuse(without_effect(table, given))
     # Whether a metric exists is known later.
     if wrong.found or isinstance(read.get("mis_metrics"), tuple):
-        from mis_ext.keys.removed import refuse_removed  # What was removed is wrong: it is named beside other errors.
+        from mis_ext.keys.removed import removed_in  # What was removed is wrong: it is named beside other errors.
 
-        with wrong:
-            refuse_removed(given)
+        wrong.refuse(removed_in(given))
     wrong.raise_all()
     reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in keys}
     reporting |= {"warn_only": read.get("mis_guard", frozenset()), "staleness": read.get("mis_staleness", False)}
@@ -228,21 +227,16 @@ def _inherits_bound(given: Mapping[str, Any], side: str) -> bool:
     return bool(given.get("use_rs")) and given.get("rs_level") != "none" and f"rs_{side}_bound" not in given
 
 
-def refuse_idle(table: Iterable[Idle], given: Mapping[str, Any]) -> None:
-    """Refuse keys that have no effect. A key that is false is never refused, and a key in one row only.
-
-    Raises:
-        ValueError: There are such keys; the message has the reason, and what to write.
-    """
-    wrong, named = Errors(), set[str]()
+def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[str]:
+    """Why keys have no effect, and what to write. A key that is false never counts, and a key in one row only."""
+    named = set[str]()
     for row in table:
         is_set = [key for key in row.keys if key not in named and given.get(key) is not None]
         idle = [key for key in is_set if given[key] is not False]
         if row.when and idle:
             named |= {*idle}
             shown = ", ".join(f"{key}={given[key]!r}" for key in idle)
-            wrong.refuse([f"{shown}: no effect, because {row.because}; {row.advice}"])
-    wrong.raise_all()
+            yield f"{shown}: no effect, because {row.because}; {row.advice}"
 
 
 GROUPS_ELSEWHERE = Idle(
@@ -253,11 +247,11 @@ GROUPS_ELSEWHERE = Idle(
 )
 
 
-def refuse_loss_keys(given: Mapping[str, Any]) -> None:
-    """Refuse keys of the full policy loss where the framework's own loss runs."""
+def unread_loss_keys(given: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of the full policy loss where the framework's own loss runs."""
     why = f"--loss-type is {given.get('loss_type') or 'policy_loss'}"
     advice = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
-    refuse_idle([Idle(tuple(rows.LOSS_ROWS), True, why, advice)], given)
+    return without_effect([Idle(tuple(rows.LOSS_ROWS), True, why, advice)], given)
 
 
 # --- what responses to one prompt share
@@ -315,11 +309,9 @@ def read_group(given: Mapping[str, Any]) -> GroupConfig:
     )
     compares = estimator in (*_ESTIMATORS, "reinforce_plus_plus_baseline")
     is_raw = given.get("rewards_normalization") is False
-    with wrong:
-        of_estimator = Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards")
-        refuse_idle([of_estimator, Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set")], given)
-    wrong.refuse(_against_group(given, group, estimator))
-    wrong.raise_all()
+    of_estimator = Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards")
+    table = of_estimator, Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set")
+    refuse([*without_effect(table, given), *_against_group(given, group, estimator)])
     return group
 
 
@@ -386,17 +378,16 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     with wrong:
         correction = _read_correction(check_mapping("the configuration", given), whole_loss=whole_loss)
     if whole_loss and is_legal:
-        from mis_ext.keys.loss_keys import idle_loss_keys, read_whole_loss  # Loads the loss.
+        from mis_ext.keys.loss_keys import contradictions, idle_loss_keys, read_whole_loss  # Loads the loss.
 
-        with wrong:
-            loss = read_whole_loss({**given, **of_loss})
-            if correction is not None:
-                refuse_idle(idle_loss_keys(given, loss, correction), given)
+        loss = read_whole_loss({**given, **of_loss})
+        wrong.refuse(contradictions(given, loss))
+        if correction is not None:
+            wrong.refuse(without_effect(idle_loss_keys(given, loss, correction), given))
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
-        with wrong:
-            refuse_loss_keys(given)
+        wrong.refuse(unread_loss_keys(given))
     if correction is not None and given.get("train_backend") == "fsdp":
         wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()
@@ -455,7 +446,7 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
         is_alone = "a correction alone is computed here", "give it to a full policy loss"
-        refuse_idle([GROUPS_ELSEWHERE, Idle(tuple(rows.LOSS_ROWS), True, *is_alone)], config)
+        refuse(without_effect([GROUPS_ELSEWHERE, Idle(tuple(rows.LOSS_ROWS), True, *is_alone)], config))
         return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")

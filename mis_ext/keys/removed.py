@@ -48,16 +48,10 @@ def sentence(name: str) -> str | None:
     return f"{name} was removed in mis_ext 0.6: {REMOVED[name]}" if name in REMOVED else None
 
 
-def refuse_removed(given: Mapping[str, Any]) -> None:
-    """Refuse removed keys, also of filters, and removed metrics.
-
-    Raises:
-        ValueError: A key or a metric was removed.
-    """
+def removed_in(given: Mapping[str, Any]) -> list[str]:
+    """The errors about removed keys, also of filters, and removed metrics."""
     gates, metrics = given.get("rs_gates"), given.get("mis_metrics")
     of_gates = [gate for gate in gates if isinstance(gate, Mapping)] if isinstance(gates, (list, tuple)) else []
     names = [*given, *(f"rs_gates.{key}" for gate in of_gates for key in gate)]
     names += [name for name in metrics if isinstance(name, str)] if isinstance(metrics, (list, tuple)) else []
-    found = [text for text in map(sentence, dict.fromkeys(names)) if text is not None]
-    if found:
-        raise ValueError("; ".join(found))
+    return [text for text in map(sentence, dict.fromkeys(names)) if text is not None]

@@ -24,10 +24,11 @@ from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_missing_logits
 from mis_ext.hosts.whole_loss import refuse_missing
 from mis_ext.keys.names import near_miss
-from mis_ext.keys.reading import RunConfig, refuse_loss_keys
+from mis_ext.keys.reading import RunConfig, unread_loss_keys
 from mis_ext.keys.rows import ARGUMENTS
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
+from mis_ext.validation import refuse
 
 _FUNCTIONS = {
     "policy_loss": ("custom_tis_function_path", compute_mis_weights_with_cp),
@@ -75,7 +76,7 @@ def _checked(args: Any) -> list[str]:
     config = current_run(args, whole_loss=loss_type == "custom_loss").config
     given, loss = all_arguments(args), config.whole_loss
     if loss_type == "policy_loss":
-        refuse_loss_keys(given)
+        refuse(unread_loss_keys(given))
     if not is_miles() and given.get("rollout_temperature") == 0:
         raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
     if loss is not None:
