@@ -226,6 +226,24 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
     assert "a mismatch that training itself lets grow" in found.alternatives
 
 
+@pytest.mark.parametrize(
+    ("sizes", "where"),
+    [
+        (
+            (0.02, 0.021, 0.02, 0.021, 0.02, 0.04, 0.08, 0.14),
+            r"k3 is \S+ up to step 4 and grows to \S+ in step 7, in 3 of 3 steps",
+        ),
+        # Twice as much is told beside the size.
+        ((0.02, 0.021, 0.02, 0.024, 0.027, 0.03), None),
+        ((0.02, 0.021, 0.02, 0.02, 0.021, 0.02), None),
+    ],
+)
+def test_k3_that_grows_from_a_later_step_on_is_possibly_of_weights_that_are_no_longer_synced(sizes, where) -> None:
+    found = collected(*(step_of(seed, size) for seed, size in enumerate(sizes))).diagnoses()[0]
+    assert (found.cause == "stale_weights") == (where is not None)
+    assert where is None or re.search(f"{where}: as where weights are no longer synced", found.evidence)
+
+
 # --- what the canary of mis_ext.rollout.generate said
 
 

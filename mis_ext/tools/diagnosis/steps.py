@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ def _jumps(steps: Sequence[Step]) -> Story | None:
         rise = max(each.k3 for each in later) / least.k3 if least.k3 else math.inf
         # Between steps that are far from each other training itself may let it grow.
         is_next = not (before.name.isdecimal() and step.name.isdecimal()) or int(step.name) == int(before.name) + 1
-        is_flat = not _rise(earlier) and not _rise(later)
+        is_flat = most.k3 <= limit.GROWTH * earlier[0].k3 and not _rise(later)
         if is_next and _has_risen(least, most) and is_flat and (not before.k3 or rise < step.k3 / before.k3):
             last = earlier[-1]
             where = f"in step {last.name}" if len(earlier) == 1 else f"up to step {last.name}"
@@ -148,19 +148,25 @@ def _rise(steps: Sequence[Step]) -> bool:
 
 
 def _grows(steps: Sequence[Step]) -> Story | None:
-    """K3 rises from step to step, as where weights or a tensor are never synced: precision does not change."""
-    rises = [later.k3 > earlier.k3 for earlier, later in pairwise(steps)]
+    """K3 rises from step to step, from the first or a later one on: weights or a tensor are not synced."""
     first, last = steps[0], steps[-1]
     # One step of a growth has a large error: that any is above the first is enough.
-    is_sure = any(step.is_above(first, limit.NOTICED) for step in steps)
-    is_typical = last.typical > limit.TYPICAL_GROWTH * first.typical
-    if len(steps) < limit.MIN_GROWING or not (_rise(steps) and is_sure and is_typical):
+    floor = [*takewhile(lambda step: not step.is_above(first, limit.NOTICED), steps)]
+    if len(floor) == len(steps) or last.typical <= limit.TYPICAL_GROWTH * first.typical:
         return None
-    evidence = (
-        f"k3 grows from {first.k3:.2g} in step {first.name} to {last.k3:.2g} in step {last.name}, in {sum(rises)} of "
-        f"{len(rises)} steps: as where weights are never synced, and not as of a precision, which does not change"
-    )
-    return Story(evidence, first.k3, tuple(each.number for each in steps if not each.is_above(first, limit.NOTICED)))
+    for rising, begins, synced in (
+        (steps, f"grows from {first.k3:.2g} in step {first.name}", "never"),
+        (steps[len(floor) - 1 :], f"is {_mean(floor):.2g} up to step {floor[-1].name} and grows", "no longer"),
+    ):
+        rises = [later.k3 > earlier.k3 for earlier, later in pairwise(rising)]
+        if len(rising) >= limit.MIN_GROWING and _rise(rising):
+            evidence = (
+                f"k3 {begins} to {last.k3:.2g} in step {last.name}, in {sum(rises)} of {len(rises)} steps: as where "
+                f"weights are {synced} synced, and not as of a precision, which does not change"
+            )
+            reference = tuple(each.number for each in steps if not each.is_above(first, limit.NOTICED))
+            return Story(evidence, first.k3 if rising is steps else _mean(floor), reference)
+    return None
 
 
 def _stands_out(steps: Sequence[Step]) -> Story | None:
