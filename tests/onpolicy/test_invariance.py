@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
@@ -216,48 +215,6 @@ FED_IN_PARTS = {
     "chunked prefill of 3",
     "chunked prefill of 16",
 }
-
-
-class Attention:
-    """Causal self-attention: over a whole sequence, and over chunks with a cache."""
-
-    def __init__(self, width=32, num_heads=2):
-        generator = torch.Generator().manual_seed(0)
-        self.projections = [torch.randn(width, width, generator=generator) / width**0.5 for _ in range(3)]
-        self.num_heads = num_heads
-
-    def heads(self, x):
-        projected = (x @ projection.to(x.dtype) for projection in self.projections)
-        return [part.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for part in projected]
-
-    def merge(self, x):
-        return x.transpose(-3, -2).flatten(-2)
-
-    def full(self, x):
-        return self.merge(F.scaled_dot_product_attention(*self.heads(x), is_causal=True))
-
-    def make_decoder(self):
-        keys, values = [], []
-
-        def decode(x):
-            query, key, value = self.heads(x)
-            keys.append(key)
-            values.append(value)
-            key, value = torch.cat(keys, -2), torch.cat(values, -2)
-            num_new, num_all = query.shape[-2], key.shape[-2]
-            mask = torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
-            return self.merge(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
-
-        return decode
-
-
-def test_decode_has_the_bits_of_a_prefill_in_the_mode():
-    attention = Attention()
-    # More keys than a block has.
-    x = torch.randn(70, 32, generator=torch.Generator().manual_seed(1))
-    with batch_invariant_mode():
-        report = check_sequence_invariance(attention.full, x, make_decoder=attention.make_decoder)
-    assert report.invariant
 
 
 def running_sum(x):

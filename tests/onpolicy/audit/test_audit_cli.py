@@ -124,12 +124,6 @@ def test_parts_of_responses_with_whole_masks_are_invalid(tmp_path) -> None:
     assert "3 log-probs, but mask values of shape [8] (a part of a response" in report["problems"][0]["reason"]
 
 
-def test_log_probs_that_were_filled_in_from_the_other_side_are_seen_in_the_file(tmp_path) -> None:
-    data = rollout_data(4)
-    data["rollout_log_probs"] = data["log_probs"]
-    assert "same memory" in report_of(dump(tmp_path, 0, data))["problems"][0]["reason"]
-
-
 @pytest.mark.parametrize(
     "versions",
     [
@@ -217,24 +211,11 @@ def test_ids_and_lengths_that_do_not_fit_the_log_probs_are_invalid(tmp_path, cha
     assert report["problems"][0]["name"].endswith("samples.jsonl, its sample 0")
 
 
-def test_a_mask_of_another_length_than_the_response_is_unreadable(tmp_path, capsys) -> None:
-    error = error_of(capsys, lines(tmp_path, IDS | {"loss_mask": [1, 1], "response_length": 3}))
-    assert "samples.jsonl: sample 0: loss_masks has 2 values, but response_lengths is 3" in error
-
-
 def test_text_in_a_line_may_hold_characters_that_end_a_line_elsewhere(tmp_path) -> None:
     path = tmp_path / "samples.jsonl"
     row = json.dumps(IDS | {"text": "a\u2028b\x85c"}, ensure_ascii=False)
     path.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n{row}\r\n".encode())
     assert len(read(path)) == 2
-
-
-def test_files_of_rounded_and_of_whole_numbers_are_compared_together(tmp_path) -> None:
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
-    for path, values in zip(paths, ([-0.5, -0.25], [-0.1, -0.25]), strict=True):
-        path.write_text(json.dumps({"log_probs": values, "rollout_log_probs": values}))
-    report = report_of(*paths)
-    assert (report["verdict"], report["train_dtype"]) == ("UNPROVED", "float32, float64")
 
 
 def test_numbers_and_arrays_of_numpy_need_no_trust(tmp_path) -> None:

@@ -4,7 +4,6 @@
 from typing import Any
 
 import pytest
-import torch
 from comparison_recordings import TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,15 +46,6 @@ def test_one_ulp_planted_anywhere_is_found_exactly(whole, layer, kind, token, el
     assert f"{where}: {inputs}, output differs, max 1 ULP" in result.summary()
     equal = [module.name for module in result.modules[: first.order]]
     assert equal == [*whole.outputs][: first.order]
-
-
-def test_a_changed_weight_makes_its_module_the_culprit(whole) -> None:
-    model = TinyDecoder()
-    with torch.no_grad():
-        model.layers[1].mlp[1].weight[2, 3] *= 1.001
-    result = compare(whole, recording_of(model, packed()))
-    assert [module.name for module in result.culprits] == ["layers.1.mlp.1"]
-    assert result.first_divergent is result.culprits[0]
 
 
 def test_two_causes_are_two_culprits_and_the_first_to_run_comes_first(whole) -> None:

@@ -148,28 +148,6 @@ def test_an_error_that_an_engine_swallows_is_raised_at_the_end() -> None:
     assert hooks_of(model) == []
 
 
-def test_recomputation_in_the_backward_pass_is_not_recorded() -> None:
-    class Recomputing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.calls = nn.Linear(4, 4), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            output = self.inner(x)
-            output.register_hook(lambda grad: self.recompute(x))
-            return output
-
-        def recompute(self, x: Tensor) -> None:
-            self.inner(x)
-            self.calls += 1
-
-    model = Recomputing()
-    with record(model) as recorder, recorder.rows(Rows.packed([3])):
-        model(torch.randn(1, 3, 4, requires_grad=True)).sum().backward()
-    assert model.calls == 1
-    assert [*recorder.recording().outputs] == ["inner", ""]
-
-
 def test_a_recorded_model_that_is_recomputed_is_recorded_once() -> None:
     model, first, second = nn.Linear(4, 4), *torch.randn(2, 1, 3, 4)
     first.requires_grad_()

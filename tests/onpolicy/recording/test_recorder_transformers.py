@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder on the generation of transformers: caches and continuous batches."""
+"""The recorder on transformers: tables of positions, and continuous batches."""
 
 import importlib.util
 from dataclasses import replace
@@ -43,25 +43,6 @@ def assert_aligned(whole: Recording, pieces: Recording, *, num_rows: int, last_o
     assert compared["model.embed_tokens"].inputs_equal
     # Values are of size 1, and sums of 16 numbers.
     assert max(module.max_abs for module in result.modules) < 1e-5
-
-
-@needs_transformers
-@pytest.mark.filterwarnings("ignore")
-@torch.no_grad()
-def test_prefill_and_decode_of_transformers_with_a_cache_align_with_the_whole_forward() -> None:
-    from transformers import DynamicCache
-
-    model = qwen3()
-    ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
-    sequence = torch.arange(2)[:, None]
-    with record(model) as recorder, recorder.rows(Rows(sequence=sequence, position=torch.arange(9))):
-        model(ids)
-    whole, cache = recorder.recording(), DynamicCache(config=model.config)
-    with record(model) as recorder:
-        for start, stop in ((0, 4), (4, 7), (7, 8), (8, 9)):
-            with recorder.rows(Rows(sequence=sequence, position=torch.arange(start, stop))):
-                model(ids[:, start:stop], None, None, cache)
-    assert_aligned(whole, recorder.recording(), num_rows=18)
 
 
 @needs_transformers
