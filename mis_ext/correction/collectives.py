@@ -17,7 +17,6 @@ then: see :class:`Due`. A status is one float, and the maximum over ranks counts
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -163,15 +162,6 @@ class Due:
 def due_status(groups: Sequence[Group], *, device: torch.device) -> Due:
     """A status of ranks alone, where no correction exchanges it; in every call of one shape."""
     return Due([Message((1,), torch.float32, group) for group in groups], device)
-
-
-def status_of_ranks(groups: Sequence[Group], *, device: torch.device) -> Tensor:
-    """0-dim, the status of the ranks that call this, none of which fails, or :meth:`Due.tell` of :func:`due_status`."""
-    due, status = due_status(groups, device=device), torch.full((1,), -math.inf, device=device)
-    with due.told_of_errors():
-        for group in groups:
-            status = due.gather(status, group).amax(0)
-    return status.squeeze(0)
 
 
 def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:

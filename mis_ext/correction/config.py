@@ -225,8 +225,8 @@ class Weight:
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded by ``mode``."""
-        # What lies outside of the bounds of such a mode is rejected.
-        low, high = (-math.inf, math.inf) if self.bound.rejects else self.edges
+        # What lies outside of the bounds of a weight with a gate is rejected.
+        low, high = self.edges if self.gate is None else (-math.inf, math.inf)
         # max(low, min(rho, high))
         return log_ratio.clamp(max(low, -MAX_LOG_RATIO), min(high, MAX_LOG_RATIO)).exp()
 

@@ -195,9 +195,9 @@ class Responses(NamedTuple):
         """The mean over valid tokens, 0 of none."""
         return (self.of[total] / self.n.clamp(min=1.0)).clamp(-MAX_NATS, MAX_NATS)
 
-    def measured(self, x: Tensor, otherwise: float = 0.0) -> Tensor:
-        """``x`` of a response with a valid token."""
-        return torch.where(self.n > 0.0, x, otherwise)
+    def measured(self, x: Tensor) -> Tensor:
+        """``x`` of a response with a valid token, else 0."""
+        return torch.where(self.n > 0.0, x, 0.0)
 
 
 def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
