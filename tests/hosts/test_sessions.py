@@ -228,9 +228,12 @@ def test_mappings_with_the_same_content_are_one_run() -> None:
 
 def test_reading_the_whole_loss_later_keeps_the_session() -> None:
     """slime calls prepare_rollout before the loss."""
-    args = argparse.Namespace(use_tis=True)
+    args = argparse.Namespace(loss_type="custom_loss")
     session = session_for(args)
+    assert not session.config.metrics_only
     assert runs.current_run(args, whole_loss=True).session is session
+    # The loss corrects nothing without use_tis.
+    assert session.config.metrics_only
 
 
 def test_the_keys_of_the_whole_loss_are_checked_where_it_runs() -> None:
