@@ -110,9 +110,11 @@ def compare(paths: list[Path]) -> None:
             worst = max(worst, float(((weights - new_weights).abs() / weights.abs().clamp(min=1e-9)).max()))
             if not torch.equal(loss_mask, new_mask):
                 print(f"{mode}, {name}: {int((loss_mask != new_mask).sum())} tokens of the mask differ")
-            for metric, values in tokens.items():
-                if not torch.allclose(values, new_tokens[metric], rtol=1e-5, atol=1e-6, equal_nan=True):
-                    print(f"{mode}, {name}: {metric} differs by {float((values - new_tokens[metric]).abs().max()):.1e}")
+            # A revision may have metrics that the other has not.
+            for metric in tokens.keys() & new_tokens.keys():
+                values, new = tokens[metric], new_tokens[metric]
+                if not torch.allclose(values, new, rtol=1e-5, atol=1e-6, equal_nan=True):
+                    print(f"{mode}, {name}: {metric} differs by {float((values - new).abs().max()):.1e}")
     print(f"largest relative difference of a weight: {worst:.1e}")
     if graphs[2] is not None:
         print(f"graphs of 50 calls of drawn lengths: {graphs[2]}")
