@@ -14,10 +14,19 @@ from mis_ext.scoring.backend import triton_obstacle
 
 
 def kernels_on(x: Tensor) -> Any:
-    """The module that computes for the device of ``x``: ``cpu`` or ``cuda``, which have the same functions."""
-    check(x)
+    """The module that computes for the device of ``x``: ``cpu`` or ``cuda``, which have the same functions.
+
+    Raises:
+        RuntimeError: The device has none.
+        NotImplementedError: The dtype has none. ``a @ b`` would take a TypeError for a refusal of the operand.
+    """
+    check_device_type(x.device.type)
     if x.is_cpu:
         return cpu
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise NotImplementedError(
+            f"no batch-invariant execution of {x.dtype} on cuda: take float32, bfloat16 or float16, or leave the mode"
+        )
     from mis_ext.onpolicy.batch_invariant import cuda
 
     return cuda
@@ -32,20 +41,6 @@ def check_device_type(device_type: str) -> None:
     problem = triton_obstacle(device_type) if device_type == "cuda" else "only cpu and cuda have kernels"
     if problem is not None:
         raise RuntimeError(f"no batch-invariant execution on {device_type}: {problem}")
-
-
-def check(x: Tensor) -> None:
-    """Refuse a device or a dtype without kernels.
-
-    Raises:
-        RuntimeError: The device has none.
-        NotImplementedError: The dtype has none. ``a @ b`` would take a TypeError for a refusal of the operand.
-    """
-    check_device_type(x.device.type)
-    if x.is_cuda and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise NotImplementedError(
-            f"no batch-invariant execution of {x.dtype} on cuda: take float32, bfloat16 or float16, or leave the mode"
-        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -77,7 +77,6 @@ class OperatorOverrides(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "refused" or x.is_complex():
             raise _refusal(func, "" if kind == "refused" else "of complex numbers ")
         if kind == "override":
-            devices.check(x)
             return _override_of(func)(func, *args, **kwargs)  # type: ignore[misc]
         if kind == "exact" and x.is_cpu:
             # A 16-bit number times integers: torch rounds them to 16 bits, but not one that is alone.
@@ -212,7 +211,7 @@ def _sum(func: Any, x: Tensor, dim: Sequence[int] | None, keepdim: bool = False,
         return func(x, dim, keepdim, dtype=dtype)
     rows = x if dtype is None else x.to(dtype)
     rows = rows.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims)).contiguous()
-    out = devices.kernels_on(x).sum(rows, is_mean=func is aten.mean.dim)
+    out = devices.kernels_on(rows).sum(rows, is_mean=func is aten.mean.dim)
     for axis in dims if keepdim else ():
         out = out.unsqueeze(axis)
     return out

@@ -16,11 +16,15 @@ from mis_ext.onpolicy.batch_invariant import batch_invariant_forward, batch_inva
 from mis_ext.onpolicy.batch_invariant.overrides import kind_of
 
 
-def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels():
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.double() @ x.double(), lambda x: x.sum(-1, dtype=torch.float64)],
+)
+def test_float64_on_cuda_is_an_error_that_names_the_dtypes_with_kernels(function):
     with FakeTensorMode():
-        x = torch.empty(2, 2, dtype=torch.float64, device="cuda")
+        x = torch.empty(2, 2, device="cuda")
     with pytest.raises(NotImplementedError, match="float64 on cuda: take float32"), batch_invariant_mode():
-        x @ x
+        function(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
