@@ -219,7 +219,7 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
     sizes = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16)
     found = only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes))))
     assert (found.cause, found.confidence) == ("stale_weights", "possible")
-    assert "in 5 of 5 steps: as where weights are never synced" in found.evidence
+    assert "in 5 of 5 steps, as if weights were never synced" in found.evidence
     # Above the first step.
     k3s = [size**2 for size in sizes]
     assert found.k3_share == pytest.approx(1.0 - 6 * k3s[0] / sum(k3s), abs=0.02)
@@ -241,7 +241,7 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
 def test_k3_that_grows_from_a_later_step_on_is_possibly_of_weights_that_are_no_longer_synced(sizes, where) -> None:
     found = collected(*(step_of(seed, size) for seed, size in enumerate(sizes))).diagnoses()[0]
     assert (found.cause == "stale_weights") == (where is not None)
-    assert where is None or re.search(f"{where}: as where weights are no longer synced", found.evidence)
+    assert where is None or re.search(f"{where}, as if weights were no longer synced", found.evidence)
 
 
 # --- what the canary of mis_ext.rollout.generate said
