@@ -62,17 +62,15 @@ class Rows:
             object.__setattr__(self, "kept", kept)
 
     @classmethod
-    def padded(cls, mask: Tensor, *, sequences: Sequence[int] | None = None) -> Rows:
-        """Rows of padded sequences, each from its position 0 on.
+    def padded(cls, mask: Tensor) -> Rows:
+        """Rows of padded sequences 0, 1, 2, ..., each from its position 0 on.
 
         Args:
             mask: ``[b, s]``, nonzero at tokens; the padding may be on either side.
-            sequences: The sequence of each batch row; by default 0, 1, 2, ...
         """
         is_token = mask.bool()
-        sequence = torch.arange(len(mask)) if sequences is None else torch.tensor([*sequences])
         position = torch.where(is_token, is_token.long().cumsum(1) - 1, -1)
-        return cls(sequence=sequence[:, None], position=position)
+        return cls(sequence=torch.arange(len(mask))[:, None], position=position)
 
     @classmethod
     def packed(

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from batch_invariant_support import equal_bits, randn
 from rows import for_each
 from torch import Tensor
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
-from mis_ext.onpolicy.bits import as_real, same_bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,15 +21,6 @@ def _threads_are_restored():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def equal_bits(a, b):
-    a, b = as_real(a), as_real(b)
-    return a.shape == b.shape and bool((same_bits(a, b) | (a.isnan() & b.isnan())).all())
-
-
-def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
 
 
 def strided(x):
@@ -185,7 +176,7 @@ def test_gradients_are_those_of_torch(name):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 def test_columns_at_minus_infinity_change_no_bit_of_a_softmax_wherever_they_are(dtype):
-    x, rng = randn(4, 200, dtype=dtype, scale=4.0), random.Random(0)
+    x, rng = 4 * randn(4, 200, dtype=dtype), random.Random(0)
     with batch_invariant_mode():
         expected = x.softmax(-1)
         for _ in range(10):
