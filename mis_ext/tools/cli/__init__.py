@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 passed, 1 did not, 2 wrong usage or unreadable input, 130 interrupted, 141 nobody reads on.
     """
-    # torch says so at its import. Nothing here needs NumPy but the pictures, whose package brings it.
+    # torch says so at its import. Nothing here needs NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     parser = argparse.ArgumentParser(
         prog="mis-ext",
