@@ -3,15 +3,23 @@
 
 import math
 
+import pytest
 import torch
 
 from mis_ext.onpolicy.bits import same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
 
 
 def equal_bits(a, b):
     return bool(same_bits(a, b).all())
+
+
+def assert_same_bits(actual, expected):
+    same = same_bits(actual, expected)
+    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"
 
 
 def randn(*shape, dtype=torch.float32, seed=0, device="cpu"):
@@ -40,7 +48,7 @@ def exact_attention(query, key, value, *, offset, mask=None):
     """Of one sequence, in float64; ``offset`` keys come before the first query."""
     query, key, value = (x.double().transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], dim=0) for x in (key, value))
-    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(offset)
+    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).tril(offset)
     if mask is not None:
         seen = seen & mask
     scores = (query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])).masked_fill(~seen, -math.inf)

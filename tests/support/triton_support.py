@@ -6,7 +6,6 @@ import torch
 from interpreted import dot_row_by_row
 from torch import Tensor
 
-from mis_ext.onpolicy.bits import same_bits
 from mis_ext.scoring.backend import triton_obstacle
 
 HAS_GPU = torch.cuda.is_available()
@@ -37,8 +36,3 @@ def rows_of_a_dot_do_not_meet(monkeypatch) -> None:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    same = same_bits(actual, expected)
-    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ, first at {(~same).nonzero()[0].tolist()}"

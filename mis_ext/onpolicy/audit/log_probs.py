@@ -39,10 +39,10 @@ def audit_logprobs(
 ) -> AuditReport:
     """Verdict and numbers of a bitwise comparison of two streams of log-probs; what cannot be compared never passes.
 
-    INVALID are: a list or a sample that is missing, lengths or token ids that differ (masked tokens included, being
-    the context of others), token ids that are no whole numbers, NaN or infinity on an active token (the same NaN on
-    both sides too, as in :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point, both sides being the
-    same memory, and no active token at all. What lies under the mask is otherwise ignored.
+    INVALID are: a sample that is missing, lengths or token ids that differ (masked tokens included, being the context
+    of others), NaN or infinity on an active token (the same NaN on both sides too, as in
+    :func:`mis_ext.onpolicy.compare`), a dtype that is not floating point, both sides being the same memory, and no
+    active token at all. What lies under the mask is otherwise ignored.
 
     Two dtypes are compared in the narrowest that holds the numbers of both exactly (float32 for float32 against
     bfloat16): the verdict is about the numbers that were given, and ULPs are those of that dtype. Rounding the wider

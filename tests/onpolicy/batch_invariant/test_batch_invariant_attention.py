@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from batch_invariant_support import DTYPES, equal_bits, exact_attention, packed, randn, tolerance
+from batch_invariant_support import DTYPES, each_device, equal_bits, exact_attention, packed, randn, tolerance
 from torch.autograd import forward_ad
 
 from mis_ext.onpolicy.batch_invariant import attention, batch_invariant_mode
@@ -112,10 +112,7 @@ def test_a_mask_comes_on_top_and_a_query_that_sees_nothing_gets_zeros():
     assert torch.equal(output[12], torch.zeros(4, 16))
 
 
-on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@each_device
 @pytest.mark.parametrize("in_mode", [False, True])
 @pytest.mark.parametrize("mask_heads", [0, 1, 4])
 @pytest.mark.parametrize(
@@ -149,7 +146,7 @@ def test_gradients_of_attention_are_the_exact_ones(lengths, mask_heads, in_mode,
         assert (mine.cpu() - theirs).abs().max() <= (1e-5 if device == "cpu" else 1e-4) * theirs.abs().max()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+@each_device
 def test_gradients_of_attention_in_16_bits_are_right(device):
     query, key, value, bounds = packed([30, 70], [30, 70], dtype=torch.bfloat16)
     leaves = [x.to(device).requires_grad_() for x in (query, key, value)]

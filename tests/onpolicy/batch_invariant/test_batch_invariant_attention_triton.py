@@ -6,17 +6,16 @@ On a GPU where there is one; elsewhere Triton's interpreter runs the same kernel
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
+from batch_invariant_support import assert_same_bits
+from batch_invariant_support import exact_attention as exact_attention_of_one
 from torch import Tensor
 from triton_support import (
     DEVICE,
     HAS_GPU,
     MARKS,
     UNIT,
-    assert_same_bits,
     each_dtype,
     each_dtype_of_a_gpu,
     random,
@@ -57,22 +56,19 @@ def streams(tokens_q: int, tokens_k: int, *, dtype: torch.dtype = torch.float32)
 
 def exact_attention(query: Tensor, key: Tensor, value: Tensor, settings: dict) -> Tensor:
     """In float64, a sequence at a time."""
+    query, mask = settings["scale"] * query.shape[2] ** 0.5 * query, settings.get("mask")
+    parts = zip(
+        *(
+            x.split(settings[name].diff().tolist())
+            for x, name in ((query, "cu_seqlens_q"), (key, "cu_seqlens_k"), (value, "cu_seqlens_k"))
+        ),
+        strict=True,
+    )
     outputs = []
-    bounds = (settings[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    spans = [list(itertools.pairwise(b)) for b in bounds]
-    for sequence, ((q0, q1), (k0, k1)) in enumerate(zip(*spans, strict=True)):
-        repeats = query.shape[1] // key.shape[1]
-        k, v = (x[k0:k1].repeat_interleave(repeats, 1) for x in (key, value))
-        score = torch.einsum("ihd,jhd->hij", query[q0:q1], k) * settings["scale"]
-        allowed = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=query.device)
-        if settings["is_causal"]:
-            allowed = allowed.tril(k1 - k0 - (q1 - q0))
-        if settings.get("mask") is not None:
-            allowed = allowed & settings["mask"][sequence, :, : q1 - q0, : k1 - k0]
-        score = score.masked_fill(~allowed, float("-inf"))
-        sees_none = score.amax(-1, keepdim=True) == float("-inf")
-        weight = torch.where(sees_none, 0.0, score.masked_fill(sees_none, 0.0).softmax(-1))
-        outputs.append(torch.einsum("hij,jhd->ihd", weight, v))
+    for sequence, (q, k, v) in enumerate(parts):
+        offset = len(k) - len(q) if settings["is_causal"] else len(k)
+        seen = None if mask is None else mask[sequence, :, : len(q), : len(k)]
+        outputs.append(exact_attention_of_one(q, k, v, offset=offset, mask=seen))
     return torch.cat(outputs)
 
 

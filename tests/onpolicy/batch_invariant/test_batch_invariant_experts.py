@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_invariant_support import randn
+from batch_invariant_support import assert_same_bits, each_device, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from searching import searching
@@ -19,18 +19,11 @@ from searching import searching
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode, overrides
 from mis_ext.onpolicy.bits import same_bits
 
-on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 # The name has changed with the versions of torch, and the oldest have none.
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 needs_grouped_mm = pytest.mark.skipif(grouped_mm is None, reason="this torch has no grouped product")
-
-
-def assert_same_bits(actual, expected):
-    same = same_bits(actual, expected)
-    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ"
 
 
 def assert_right(actual, exact, terms):

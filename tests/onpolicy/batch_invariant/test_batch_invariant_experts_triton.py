@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 import torch
+from batch_invariant_support import assert_same_bits
 from torch import Tensor
 from triton_support import (
     DEVICE,
     HAS_GPU,
     MARKS,
-    assert_same_bits,
     each_dtype,
     each_dtype_of_a_gpu,
     random,

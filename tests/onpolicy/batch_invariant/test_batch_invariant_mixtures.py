@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch_invariant_support import assert_same_bits, each_device, on_cuda
 
 from mis_ext.onpolicy.batch_invariant import batch_invariant_mode
 from mis_ext.onpolicy.bits import same_bits
@@ -18,8 +19,6 @@ from mis_ext.onpolicy.bits import same_bits
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.integrations.moe")
 
-on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
 # The two that transformers' generation mixes on CUDA add a token's experts in one order, the loop in another.
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -77,11 +76,6 @@ def threads(number):
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def assert_same_bits(actual, expected):
-    rows = same_bits(actual, expected).flatten(0, -2).all(-1)
-    assert rows.all(), f"{int((~rows).sum())} of {len(rows)} rows differ"
 
 
 def build(name, experts, *, dtype, device, ties=True):

@@ -11,13 +11,13 @@ from random import Random
 
 import pytest
 import torch
+from batch_invariant_support import assert_same_bits
 from torch import Tensor
 from triton_support import (
     DEVICE,
     HAS_GPU,
     MARKS,
     UNIT,
-    assert_same_bits,
     each_dtype,
     each_dtype_of_a_gpu,
     random,
