@@ -104,31 +104,6 @@ def test_positional_inputs_without_a_name_stand_for_named_ones_in_their_order() 
     assert compare(named, changed).modules[0].inputs_equal is False
 
 
-def test_arguments_passed_by_place_or_by_name_are_the_same_inputs() -> None:
-    class Core(nn.Module):
-        def forward(self, query: Tensor, key: Tensor) -> Tensor:
-            return query * key
-
-    class Model(nn.Module):
-        def __init__(self, *, by_name: bool) -> None:
-            super().__init__()
-            self.core, self.by_name = Core(), by_name
-
-        def forward(self, x: Tensor) -> Tensor:
-            # The cause is between the modules.
-            return self.core(query=x, key=x * 1.5) if self.by_name else self.core(x, x)
-
-    x, recordings = torch.rand(1, 3, 4) + 1, []
-    for by_name in (False, True):
-        model = Model(by_name=by_name)
-        with record(model) as recorder, recorder.rows(Rows.packed([3])):
-            model(x)
-        recordings.append(recorder.recording())
-    result = compare(*recordings)
-    assert (result.modules[0].name, result.modules[0].inputs_equal) == ("core", False)
-    assert [module.name for module in result.culprits] == ["(model)"]
-
-
 MASK = torch.ones(1, 1, 3, 3).tril()
 
 
@@ -154,21 +129,6 @@ def test_an_input_that_is_not_by_token_is_named_and_never_equal(value) -> None:
         # By the inputs that were compared, it is still the one to blame.
         assert found.is_culprit
         assert "inputs equal but for other (not compared), output differs" in str(found)
-
-
-def test_rows_of_changing_size_are_not_compared() -> None:
-    def decoded(output: float) -> Recording:
-        model = nn.Module()
-        model.forward = lambda x, mask: x + output
-        with record(model) as recorder:
-            for step in range(2):
-                with recorder.rows(Rows.packed([1], starts=[step])):
-                    # In decoding a mask has the shape of a token, and grows.
-                    model(torch.ones(1, 1, 2), mask=torch.ones(1, 1, 1, step + 1))
-        return recorder.recording()
-
-    found = compare(decoded(0), decoded(1)).modules[0]
-    assert (found.inputs_equal, found.is_culprit, found.uncompared_inputs) == (None, True, ("mask",))
 
 
 def test_a_module_without_inputs_by_token_is_no_culprit() -> None:
