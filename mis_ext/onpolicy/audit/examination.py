@@ -64,8 +64,7 @@ def find_problem(sample: DumpedSample, record: DumpedSample | None = None) -> Pr
             return Problem(f"the {side} log-prob is {log_probs[position].item()}", position=position)
     if record is not None and (found := _find_record_difference(rollout, record, active_T)) is not None:
         return found
-    same_memory = (train.device, train.data_ptr()) == (rollout.device, rollout.data_ptr())
-    if same_memory and active_T.any():
+    if sample.is_one_memory and active_T.any():
         return Problem("train and rollout log-probs are the same memory: one was filled in from the other")
     return None
 

@@ -136,13 +136,15 @@ def test_each_sample_is_compared_in_its_own_dtypes() -> None:
 
 
 def test_what_lies_under_the_mask_and_samples_without_active_tokens_are_ignored() -> None:
-    train = tensors([NAN, -1.0, 5.0], [INF], [])
-    rollout = tensors([-3.0, -1.0, NAN], [-9999.0], [])
-    report = audit_logprobs(train, rollout, masks=tensors([0.0, 2.0, 0.0], [0.0], []))
+    # The last one is the same memory on both sides.
+    shared = tensors([-1.0])
+    train = tensors([NAN, -1.0, 5.0], [INF], []) + shared
+    rollout = tensors([-3.0, -1.0, NAN], [-9999.0], []) + shared
+    report = audit_logprobs(train, rollout, masks=tensors([0.0, 2.0, 0.0], [0.0], [], [0.0]))
     assert report.verdict is Verdict.EXACT
-    assert (report.num_samples, report.num_active_tokens) == (3, 1)
+    assert (report.num_samples, report.num_active_tokens) == (4, 1)
     # The mask of one sample may be left out: all its tokens are active.
-    report = audit_logprobs(train, rollout, masks=[torch.tensor([0, 1, 0]), None, None])
+    report = audit_logprobs(train, rollout, masks=[torch.tensor([0, 1, 0]), None, None, torch.zeros(1)])
     assert report.problems[0][1:3] == (1, 0)
 
 
