@@ -4,8 +4,8 @@
 Each configuration has graphs of its own: one of all passes; or, in a call with collectives, one for each pass, of which
 the last computes tokens and responses again, so that only sums leave the others. They hold for calls of any lengths,
 because sizes of 0 and 1, for which torch compiles again, never reach them. Outside of the graphs are the places of
-responses, which the host computes from the lengths, the collectives, the values of segments, the bits of kept tokens,
-and the product with the loss.
+responses, which the host computes from the lengths, added responses and their removal (:func:`_padded`, :func:`_cut`),
+the collectives, the values of segments, the bits of kept tokens, and the product with the loss.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric
 """Reduction of log-ratios by level: the sum is the product of ratios, the mean is the geometric mean."""
 
 DEFAULT_UPPER_BOUND = 2.0
-"""The cap of a weight without an upper bound. It is also the default of the key ``tis_upper_bound``."""
+"""The cap of a weight that is given none: the default of ``Weight(high=...)`` and of the key ``tis_upper_bound``."""
 
 Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]
@@ -119,6 +119,7 @@ _VETO_NAMES = {
     ("proximal_probability", "min"): "rs_veto_probability",
     (LAG, "max"): "rs_staleness",
 }
+"""Names of vetoes, as their metrics have them: the first that of the frameworks' example, for ``rs_veto_threshold``."""
 
 
 class Bound(NamedTuple):
@@ -194,7 +195,7 @@ class Weight:
         if not bound.has_low and low is not None:
             raise ValueError(f"mode: {self.mode} has no low bound, got low={low}; write mode: clip")
         if bound.has_high:
-            # In Python alone: keys have defaults of their own, see keys/rows.py.
+            # Keys give their default, which is the same number, themselves.
             high = DEFAULT_UPPER_BOUND if high is None else high
             high = check_number("high", high, low=0.0, high=math.inf, open_low=True, open_high=True)
             if bound.has_low:

@@ -20,7 +20,8 @@ masks all of the response. So does a veto; with ``action: zero`` it sets weights
 In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
 
 Context-parallel ranks agree on the keep mask in two steps. They gather the sums of each response, and decide alike on
-responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets.
+responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets. Before both,
+gates on segments gather the values of the tokens.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask

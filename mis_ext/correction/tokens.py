@@ -102,7 +102,7 @@ class Tokens:
 
     @property
     def is_stale(self) -> Tensor:
-        """bool: older weights sampled the token than the trainer has. An unknown lag counts as stale.
+        """bool: older weights sampled the token than the trainer has. An unknown or negative lag counts as stale.
 
         In slime and Miles ``_token_lags`` of :mod:`mis_ext.hosts.slime_miles.rollout` finds the lags.
         """

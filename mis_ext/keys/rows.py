@@ -141,7 +141,7 @@ CORRECTION_ROWS: dict[str, Key] = {
     "tis_level": Key(words(config.Level, "none"), "token", "What the weight is the ratio of."),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(number("[0,inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
-    "tis_upper_bound": Key(number("(0,inf]"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_upper_bound": Key(number("(0,inf)"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
     "tis_when": Key(words(config.When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
     "rs_level": Key(words(config.Level, "none"), "token", "What is compared with the rs bounds; none: rs_gates alone."),
     "rs_lower_bound": Key(number("[0,inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
@@ -161,8 +161,8 @@ CORRECTION_ROWS: dict[str, Key] = {
     "mis_denominator": Key(
         words(config.Denominator),
         "fixed",
-        "What the loss is divided by. fixed: the framework's divisor. kept: kept tokens, or the sum over responses of "
-        "their kept share.",
+        "What the loss is divided by. fixed: the framework's divisor. kept: its kept part, because weights are "
+        "multiplied by (all terms) / (kept terms) of tis_normalize_scope.",
     ),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(read_metrics, "core", "The metrics that are reported."),
