@@ -219,7 +219,7 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
     sizes = (0.01, 0.02, 0.04, 0.07, 0.11, 0.16)
     found = only(collected(*(step_of(seed, size) for seed, size in enumerate(sizes))))
     assert (found.cause, found.confidence) == ("stale_weights", "possible")
-    assert "in 5 of 5 steps, as if weights were never synced" in found.evidence
+    assert "a rise in 5 of 5 steps, as if weights were never synced" in found.evidence
     # Above the first step.
     k3s = [size**2 for size in sizes]
     assert found.k3_share == pytest.approx(1.0 - 6 * k3s[0] / sum(k3s), abs=0.02)
@@ -231,7 +231,7 @@ def test_k3_that_rises_from_step_to_step_is_possibly_of_weights_that_are_never_s
     [
         (
             (0.02, 0.021, 0.02, 0.021, 0.02, 0.04, 0.08, 0.14),
-            r"k3 is \S+ up to step 4 and grows to \S+ in step 7, in 3 of 3 steps",
+            r"k3 is \S+ up to step 4 and grows to \S+ in step 7, with a rise in 3 of 3 steps",
         ),
         # Twice as much is told beside the size.
         ((0.02, 0.021, 0.02, 0.024, 0.027, 0.03), None),

@@ -51,7 +51,7 @@ OUTCOME = {
     "ESS": "ess",
     "variance": "variance",
     "left uncorrected": "residual",
-    "largest weight": "weight_max",
+    "largest weight, unfiltered": "weight_max",
 }
 SHARES = {"kept_tokens", "live_tokens", "kept_sequences", "removed_positive", "removed_negative", "k3_share"}
 

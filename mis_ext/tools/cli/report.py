@@ -234,18 +234,19 @@ def _show_comparison(report: Report, found: SideBySide) -> None:
 def _show_ranking(found: Recommendation) -> None:
     from mis_ext.tools.report.page import number, percent
 
-    rows = []
+    rows, has_pitfalls = [], any(ranked.traps for ranked in found.ranking)
     for ranked in found.ranking:
         outcome = ranked.outcome
         numbers = map(number, (outcome.ess, outcome.learning_rate, outcome.residual))
-        rows.append((Path(ranked.name).name, percent(outcome.kept_tokens), *numbers, "\n".join(ranked.traps)))
+        row = [Path(ranked.name).name, percent(outcome.kept_tokens), *numbers]
+        rows.append([*row, "\n".join(ranked.traps)] if has_pitfalls else row)
     styles = ["yellow" if ranked.warnings else "" for ranked in found.ranking]
-    titles = ("configuration", "kept", "ESS", "lr", "left", "traps")
+    titles = ["configuration", "kept", "ESS", "mean", "left", *(["pitfalls"] if has_pitfalls else [])]
     show_table(titles, rows, styles=styles, name="what each configuration would do, the best first")
     show(
-        "  kept: share of tokens. ESS, lr: effective size and mean of the factor on the gradient, which is 1 without "
-        "a correction. left: the mean distance of this factor from the ratio",
+        "  kept: share of tokens. ESS, mean: effective size and mean of the factor on the gradient, which is 1 "
+        "without a correction. left: the mean distance of this factor from the ratio",
         "dim",
     )
-    if any(ranked.traps for ranked in found.ranking):
-        show("  What a trap is: report.html, or mis-ext explain CONFIGURATION", "dim")
+    if has_pitfalls:
+        show("  report.html and mis-ext explain CONFIGURATION describe the pitfalls", "dim")

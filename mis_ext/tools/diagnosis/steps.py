@@ -161,8 +161,8 @@ def _grows(steps: Sequence[Step]) -> Story | None:
         rises = [later.k3 > earlier.k3 for earlier, later in pairwise(rising)]
         if len(rising) >= limit.MIN_GROWING and _rise(rising):
             evidence = (
-                f"k3 {begins} to {last.k3:.2g} in step {last.name}, in {sum(rises)} of {len(rises)} steps, as if "
-                f"weights were {synced} synced: a precision would give the same k3 in each step"
+                f"k3 {begins} to {last.k3:.2g} in step {last.name}, with a rise in {sum(rises)} of {len(rises)} steps, "
+                f"as if weights were {synced} synced: low precision would give the same k3 in each step"
             )
             reference = tuple(each.number for each in steps if not each.is_above(first, limit.NOTICED))
             return Story(evidence, first.k3 if rising is steps else _mean(floor), reference)

@@ -23,10 +23,12 @@ the responses have half of all weight: a tenth of them at 0.19, a fifth at 0.5, 
 """
 HARMLESS_K3 = 1e-3
 """Up to here no study found a correction better than none, or worse."""
-COST_OF_GATES = "gates of 1 % on sequences lost 0.08 to 0.28 of reward with weights 1 or 2 steps old"
+COST_OF_GATES = (
+    "filters on sequences with bounds of 1 % lowered the reward by 0.08 to 0.28 at a staleness of 1 or 2 steps"
+)
 _STALE_GATES = (
-    "with stale weights gates of 1 % on sequences rejected 66 to 93 % of the responses at first, and runs collapsed "
-    "earlier; wider bands were not tested"
+    "with stale weights, filters on sequences with bounds of 1 % rejected 66 to 93 % of the responses at first, and "
+    "runs collapsed earlier; wider bounds were not tested"
 )
 
 
@@ -110,8 +112,8 @@ def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[st
     removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
     if removed > config.max_reject_fraction:
         yield (
-            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in runs from "
-            "the start a geometric gate lost reward from 38 % on"
+            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in our runs, "
+            "a geometric filter that rejected 38 % or more lowered the reward"
         )
 
 
@@ -124,7 +126,7 @@ def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str
         if not gate.is_of_tokens and is_law and abs(short - long) > MAX_LENGTH_BIAS:
             side = "long" if short > long else "short"
             yield (
-                f"{name}: by the Gaussian law it accepts {short:.0%} of responses of "
+                f"{name}: by the Gaussian approximation it accepts {short:.0%} of responses of "
                 f"{lengths[0]:.0f} tokens and {long:.0%} of {lengths[1]:.0f}: {side} ones are rejected for their length"
             )
 
@@ -139,8 +141,8 @@ def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[st
     # With stale weights they cost more, which ``stale_gates`` says.
     if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
         yield (
-            f"{COST_OF_GATES} and gained reward nowhere: above k3 {HARMLESS_K3:g} use mis, unless the "
-            "gate is for a few broken responses"
+            f"{COST_OF_GATES} and raised it nowhere: above k3 {HARMLESS_K3:g} use mis, unless the "
+            "filter is for a few invalid responses"
         )
 
 

@@ -81,8 +81,8 @@ DEFAULT_K3, DEFAULT_LENGTH = 1e-3, 2048
 _OTHER_LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)
 
 LIMITS = (
-    "Expected by the Gaussian law: the d of all tokens are independent, N(-k3, 2 k3). Real mismatch has heavier tails, "
-    "and its errors repeat within a response. mis-ext report measures your own dumps."
+    "Expected by the Gaussian approximation: the d of all tokens are independent, N(-k3, 2 k3). Real mismatch has "
+    "heavier tails, and its errors repeat within a response. mis-ext report measures your own dumps."
 )
 _OF_METHOD = ("kept_tokens", "kept_sequences")
 """Values that the approximation does not have for a method outside of the hook."""

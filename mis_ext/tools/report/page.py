@@ -94,7 +94,7 @@ _OUTCOME = {
     "ESS": "ess",
     "variance": "variance",
     "left uncorrected": "residual",
-    "largest weight": "weight_max",
+    "largest weight, unfiltered": "weight_max",
 }
 _SHARES = ("k3_share", "kept_tokens", "live_tokens", "kept_sequences", "removed_positive", "removed_negative")
 """Titles of columns, and the numbers below them; shares are in percent."""
