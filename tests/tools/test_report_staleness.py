@@ -179,6 +179,9 @@ def test_what_kernels_give_may_come_and_go() -> None:
     [
         ((0.02, 0.14, 0.14, 0.14), r"in step 0 and \S+ from step 1 on: the first update broke one side$"),
         ((0.02, 0.021, 0.14, 0.14, 0.14), r"up to step 1 and \S+ from step 2 on$"),
+        # One step of another k3 before it is no growth.
+        ((0.02, 0.02, 0.04, 0.02, 0.14, 0.14, 0.14, 0.14, 0.14), r"up to step 3 and \S+ from step 4 on$"),
+        ((0.01, 0.02, 0.021, 0.02, 0.14, 0.14, 0.14, 0.14, 0.14), r"up to step 3 and \S+ from step 4 on$"),
         ((0.02, 0.021, 0.026, 0.026), None),
     ],
 )

@@ -130,7 +130,9 @@ def _jumps(steps: Sequence[Step]) -> Story | None:
         rise = max(each.k3 for each in later) / least.k3 if least.k3 else math.inf
         # Between steps that are far from each other training itself may let it grow.
         is_next = not (before.name.isdecimal() and step.name.isdecimal()) or int(step.name) == int(before.name) + 1
-        is_flat = most.k3 <= limit.GROWTH * earlier[0].k3 and not _rise(later)
+        # One step of another k3 is no growth.
+        usual = sorted(each.k3 for each in earlier)[index // 2]
+        is_flat = not _rise(earlier) and before.k3 <= limit.GROWTH * usual and not _rise(later)
         if is_next and _has_risen(least, most) and is_flat and (not before.k3 or rise < step.k3 / before.k3):
             last = earlier[-1]
             where = f"in step {last.name}" if len(earlier) == 1 else f"up to step {last.name}"
