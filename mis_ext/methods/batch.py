@@ -28,7 +28,7 @@ TOTAL: Pair = ("current", "behavior")
 When = Literal["always", "positive", "negative", "outward"]
 """All tokens, those whose advantage has a sign, or those that the update moves further from ratio 1."""
 
-Reduce = config.Reduce | Literal["prefix", "batch_mean", "batch_rank_mean"]
+Reduce = Literal[config.Reduce, "prefix", "batch_mean", "batch_rank_mean"]
 """The value at a token: as in the correction; the sum up to the token; the mean over the batch; or the mean over all
 tokens of the batch whose value is no larger than its own."""
 

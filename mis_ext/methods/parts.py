@@ -239,6 +239,7 @@ class PairWeight(Factor):
     def __post_init__(self) -> None:
         check_choice("when", self.when, get_args(When))
         object.__setattr__(self, "reduce", REDUCTIONS[check_choice("level", self.level, REDUCTIONS)])
+        _check_order(self.low, self.high)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, without gradient."""
@@ -278,8 +279,9 @@ class PairGate(Factor):
 
     def __post_init__(self) -> None:
         check_choice("statistic", self.statistic, [name for name in STATISTICS if name != LAG])
-        for key in ("when", "of_tokens"):
-            check_choice(key, getattr(self, key), get_args(When))
+        for key, choices in {"reduce": Reduce, "action": Action, "when": When, "of_tokens": When}.items():
+            check_choice(key, getattr(self, key), get_args(choices))
+        _check_order(self.low, self.high)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: whether the token stays."""
@@ -290,6 +292,11 @@ class PairGate(Factor):
         # NaN is in no interval.
         is_inside_T = (value_T >= low) & (value_T <= high)
         return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)
+
+
+def _check_order(low: float, high: float) -> None:
+    if not low <= high:  # Neither is NaN.
+        raise ValueError(f"low must be at most high, got low={low} and high={high}")
 
 
 # Terms.

@@ -11,7 +11,7 @@ from thread_ranks import Rank, run_ranks
 from zigzag import take
 
 import mis_ext
-from mis_ext.methods import METHODS, Method, PairGate, Score
+from mis_ext.methods import METHODS, Method, PairGate, PairWeight, Score
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.first_update import as_correction
 
@@ -208,6 +208,10 @@ def test_a_bound_of_one_token_stays_a_bound_of_a_sum_up_to_the_token() -> None:
         (lambda: mis_ext.Gate(reduce="prefix", high=2.0), "reduce must be one of .*, got 'prefix'"),
         (lambda: PairGate(when="stale"), "when must be one of .*, got 'stale'"),
         (lambda: PairGate(statistic="lag", high=1.0), "statistic must be one of .*, got 'lag'"),
+        (lambda: PairGate(reduce="median", high=2.0), "reduce must be one of token .* batch_rank_mean, got 'median'"),
+        (lambda: PairGate(action="rejct", high=2.0), "action must be one of .*, got 'rejct'"),
+        (lambda: PairGate(low=3.0, high=2.0), "low must be at most high, got low=3.0 and high=2.0"),
+        (lambda: PairWeight(low=math.nan), "low must be at most high, got low=nan and high=inf"),
         (
             lambda: Method(surrogate=Score(), factors=(mis_ext.Gate(name="x", high=2.0),)),
             r"factors\[0\] must be a Factor, got Gate",
