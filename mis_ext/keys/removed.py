@@ -18,6 +18,7 @@ REMOVED: dict[str, str] = {
     "rs_gates.after": "remove the key: a filter judges all tokens of the response mask",
     "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
     "rs_gates.target_gain": "remove the key",
+    "rs_gates.statistic: squared_log_ratio": "write statistic: k2, with half of the bound",
     "preset gated_mis": (
         "write its keys: use_rs: true, rs_level: geometric, rs_lower_bound: 0.99, rs_upper_bound: 1.01, "
         "rs_veto_threshold: 1.0e-4, tis_batch_normalize: true"
@@ -38,7 +39,7 @@ REMOVED: dict[str, str] = {
 }
 """Replacements, by the name as users write it.
 
-A key, ``rs_gates.KEY``, or a metric as it is; ``preset NAME``; a flag with its dashes;
+A key, ``rs_gates.KEY``, ``rs_gates.KEY: value``, or a metric as it is; ``preset NAME``; a flag with its dashes;
 ``mis_ext.NAME``; ``mis-ext COMMAND``.
 """
 
@@ -49,9 +50,10 @@ def sentence(name: str) -> str | None:
 
 
 def removed_in(given: Mapping[str, Any]) -> list[str]:
-    """The errors about removed keys, also of filters, and removed metrics."""
+    """The errors about removed keys, also of filters and their values, and removed metrics."""
     gates, metrics = given.get("rs_gates"), given.get("mis_metrics")
     of_gates = [gate for gate in gates if isinstance(gate, Mapping)] if isinstance(gates, (list, tuple)) else []
     names = [*given, *(f"rs_gates.{key}" for gate in of_gates for key in gate)]
+    names += [f"rs_gates.{key}: {value}" for gate in of_gates for key, value in gate.items()]
     names += [name for name in metrics if isinstance(name, str)] if isinstance(metrics, (list, tuple)) else []
     return [text for text in map(sentence, dict.fromkeys(names)) if text is not None]
