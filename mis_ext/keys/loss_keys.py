@@ -119,8 +119,8 @@ _KEPT_PER_TOKEN = "for kept tokens there, write mis_denominator: kept"
 _REDUCER = "--custom-pg-loss-reducer-function-path reduces the policy loss"
 
 
-def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig) -> tuple[Idle, ...]:
-    """The table for keys of the loss, and for flags of the frameworks that it replaces."""
+def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> tuple[Idle, ...]:
+    """The table for keys of the loss, and for flags that it replaces; None: keys of the correction are wrong."""
     settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
     is_mode, has_denominator = settings.method is None, denominator != "original"
     is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
@@ -129,11 +129,11 @@ def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correc
     estimator = ("advantage_estimator",) if settings.ratios != "token" else ()
     host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
     of_tokens = tuple(key for key in ("mis_loss_entropy_tokens", "mis_loss_kl_tokens") if given.get(key) == "all")
-    actions = [gate.action for gate in correction.all_gates.values()]
+    actions = [] if correction is None else [gate.action for gate in correction.all_gates.values()]
     if settings.method is not None:
         actions += [factor.action for factor in settings.method.method.factors if factor.action]
     is_scored_twice = settings.proximal == "current" and not settings.uses_proximal
-    is_whole = denominator == "kept" and not correction.rejects_single_tokens
+    is_whole = denominator == "kept" and correction is not None and not correction.rejects_single_tokens
     of_denominator = ("mis_loss_denominator",)
     as_parameters = f"remove it, and write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
     return (
@@ -149,7 +149,7 @@ def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correc
         Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),
         Idle(("eps_clip_c",), is_reinforce, "mis_loss_mode: reinforce has no dual clip"),
         Idle(("eps_clip_c",), is_cispo, "--advantage-estimator cispo has no dual clip"),
-        Idle(of_tokens, "reject" not in actions, ALL_KEPT),
+        Idle(of_tokens, correction is not None and "reject" not in actions, ALL_KEPT),
     )
 
 

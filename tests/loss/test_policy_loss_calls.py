@@ -109,8 +109,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(keys, message) -> None:
 
 
 def test_what_the_correction_refuses_the_loss_refuses_too() -> None:
-    with pytest.raises(ValueError, match="tis_level must be one of"):
-        called(HOOK | {"tis_level": "tokens"})
+    with pytest.raises(ValueError, match="tis_level must be one of") as error:
+        called(HOOK | {"tis_level": "tokens", "mis_loss_constant": 8.0, "mis_loss_denominator": "original"})
+    assert "mis_loss_constant=8.0: no effect" in str(error.value)
+    # Whether these have an effect, only legal keys of a correction say.
+    with pytest.raises(ValueError, match="tis_level must be one of") as error:
+        called(HOOK | KL | {"tis_level": "tokens", "mis_loss_kl_tokens": "all", "mis_loss_denominator": "kept"})
+    assert "no effect" not in str(error.value)
 
 
 @pytest.mark.parametrize(
