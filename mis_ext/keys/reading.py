@@ -261,6 +261,7 @@ _COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
 _ESTIMATORS = ("grpo", "gspo", "cispo")
 """Of the frameworks, those in which the advantage of every token is the normalized reward."""
 _OF_REWARDS = ("mis_group_baseline", "mis_group_over")
+_REWARDS, _ON_REWARDS = "custom_reward_post_process_path", "give it mis_ext.group_rewards, or remove the key"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,8 +310,13 @@ def read_group(given: Mapping[str, Any]) -> GroupConfig:
     )
     compares = estimator in (*_ESTIMATORS, "reinforce_plus_plus_baseline")
     is_raw = given.get("rewards_normalization") is False
+    reads_rewards = group.over == "kept" or given.get(_REWARDS, "not a flag here") is not None
     of_estimator = Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards")
-    table = of_estimator, Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set")
+    table = (
+        of_estimator,
+        Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set"),
+        Idle(_OF_REWARDS, not reads_rewards, f"--{_REWARDS.replace('_', '-')} is not set", _ON_REWARDS),
+    )
     refuse([*without_effect(table, given), *_against_group(given, group, estimator)])
     return group
 
@@ -382,8 +388,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 
         loss = read_whole_loss({**given, **of_loss})
         wrong.refuse(contradictions(given, loss))
-        if correction is not None:
-            wrong.refuse(without_effect(idle_loss_keys(given, loss, correction), given))
+        wrong.refuse(without_effect(idle_loss_keys(given, loss, correction), given))
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):

@@ -526,6 +526,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mis_prompt_mean": True, "mis_loss_denominator": "constant"},
         "and mis_loss_denominator: constant are two",
     ),
+    "no function of rewards": (
+        {"mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None},
+        "mis_group_baseline='leave_one_out': no effect, because --custom-reward-post-process-path is not set; give it",
+    ),
     "a word": ({"mis_group_baseline": "median"}, "mis_group_baseline must be one of"),
 }
 
@@ -540,6 +544,8 @@ def test_what_contradicts_a_key_is_refused_by_name(name) -> None:
 def test_a_file_alone_is_not_asked_for_flags_and_a_loop_of_ones_own_is_told_that_nothing_reads_them() -> None:
     found = read_config({"mis_group_over": "kept", "mis_prompt_mean": True}, whole_loss=False).group
     assert (found.over, found.prompt_mean, found.needs_rollout) == ("kept", True, "mis_group_over: kept")
+    kept = {"mis_group_over": "kept", "mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None}
+    assert read_config(vars(host_args(**kept)), whole_loss=False).group.baseline == "leave_one_out"
     assert read_config({"use_tis": True}, whole_loss=False).group.needs_rollout is None
     for use in (mis_ext.Session, lambda keys: mis_ext.policy_loss_from_log_probs(keys, **_loss())):
         with pytest.raises(ValueError, match="mis_prompt_mean=True: no effect"):
