@@ -69,9 +69,9 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
     tokens. Log-probs and entropy are computed here, with Megatron-Core's tensor-parallel group if it is initialised.
 
     Args:
-        args: A namespace or a mapping with the keys of docs/reference/policy_loss_keys.md; the same object for every
-            micro-batch of a run. ``calculate_per_token_loss`` must have the same value as in Megatron-Core's
-            configuration.
+        args: A namespace, the same object for every micro-batch of a run, or a mapping, with the keys of
+            docs/reference/policy_loss_keys.md. ``calculate_per_token_loss`` must have the same value as in
+            Megatron-Core's configuration.
         batch: The batch of :func:`~mis_ext.policy_loss`: lists per sample of ``unconcat_tokens``, ``loss_masks``,
             ``advantages`` and log-probs, with ``total_lengths`` and ``response_lengths``.
         groups: The ranks; by default Megatron-Core's.

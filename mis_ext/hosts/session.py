@@ -281,7 +281,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     """The run of this ``args`` object, or of mappings with this content, which is read once.
 
     Args:
-        args: A namespace, a dataclass, a wrapper, or a mapping; the same object for all micro-batches of a run.
+        args: A namespace, a dataclass, or a wrapper, the same object for all micro-batches of a run; or a mapping.
         whole_loss: Whether to read and check the full policy loss too.
     """
     # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and

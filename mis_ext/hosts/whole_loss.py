@@ -79,8 +79,8 @@ def policy_loss_from_log_probs(
     packed: tensors are ``[T]``, the mask ``[R]`` (the same without context parallelism).
 
     Args:
-        args: A mapping or a namespace with the keys of docs/reference/policy_loss_keys.md; the same object for all
-            calls of a run.
+        args: A mapping, or a namespace, the same object for all calls of a run, with the keys of
+            docs/reference/policy_loss_keys.md.
         current_logprobs: Log-probs of the policy that is trained, nats, with gradient.
         advantages: One for each token, or one for each padded row ``[B]``.
         response_mask: Nonzero on tokens that the policy generated.
