@@ -56,6 +56,11 @@ def test_steps_without_a_mismatch_are_not_drawn_and_a_decade_is_the_least() -> N
     assert len(found.decades) == 2
 
 
+def test_long_titles_of_steps_do_not_touch() -> None:
+    found = chart(report_of({str(step): 0.1 for step in range(10_000, 10_019)}))
+    assert [title for _, title in found.steps] == [str(step) for step in range(10_000, 10_019, 3)]
+
+
 @pytest.mark.parametrize("gaps", [{"0": 0.1}, {"0": 0.0, "1": 0.0}], ids=["one step", "equal engines"])
 def test_without_a_change_to_show_there_is_none(gaps) -> None:
     report = report_of(gaps)

@@ -205,6 +205,8 @@ def chart(report: Report) -> Chart | None:
     low = math.floor(min(shown))
     high = max(math.ceil(max(shown)), low + 1)
     places = {step: round(100 * index / (len(names) - 1), 1) for index, step in enumerate(names)}
+    # A character is 2 wide, and a title must not touch the next.
+    stride = math.ceil(2 * (max(map(len, names)) + 1) * (len(names) - 1) / 100)
     return Chart(
         [
             [
@@ -213,7 +215,7 @@ def chart(report: Report) -> Chart | None:
             ]
             for run in logs
         ],
-        [(places[step], step) for step in names[:: max(1, len(names) // 10)]],
+        [(places[step], step) for step in names[::stride]],
         [(40 * (high - decade) / (high - low), f"1e{decade}") for decade in range(low, high + 1)],
     )
 
