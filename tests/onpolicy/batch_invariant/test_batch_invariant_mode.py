@@ -100,6 +100,7 @@ def refused():
         "mkldnn_rnn_layer": lambda: torch.nn.LSTM(3, 4)(a3),
         "convolution": lambda: F.conv1d(a3, a3),
         "multi_dot": lambda: torch.linalg.multi_dot(chain),
+        "chain_matmul": lambda: torch.chain_matmul(*chain),
         "tensordot": lambda: torch.tensordot(a, b, 1),
         "inner": lambda: torch.inner(a, a),
         "einsum": lambda: torch.einsum("ab,bc,cd->ad", *chain),
