@@ -4,7 +4,7 @@
     loss = sum_t share_t (policy_t - entropy_coef entropy_t + kl_coef kl_t)
 
 ``share_t`` is the mask of the token over the divisor of its sample. Autograd differentiates nothing here except a
-reducer of yours: the parts of the loss give the slope of each token. There is no loop over samples, and no value is
+custom reducer: the parts of the loss give the slope of each token. There is no loop over samples, and no value is
 read on the host.
 
 With ``D_i`` what the framework divides sample ``i`` by (the sum of the mask of its rollout, which several samples and

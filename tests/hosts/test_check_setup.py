@@ -284,9 +284,7 @@ def test_a_value_of_another_program_at_our_key_of_the_rollout_is_no_business_of_
 
 def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None:
     start(HOOK | TOKENS)
-    expected = (
-        "on_policy_tokens (cache_by_version, canary) does nothing unless a function of yours calls mis_ext.rollout"
-    )
+    expected = "on_policy_tokens (cache_by_version, canary) does nothing unless a custom function calls mis_ext.rollout"
     assert f"mis_ext: warning: {expected}.generate\n" in capsys.readouterr().out
     start(HOOK | TOKENS | {"load_debug_rollout_data": "a dump"})
     assert "nothing" not in capsys.readouterr().out
@@ -358,7 +356,7 @@ def test_every_key_of_the_file_that_nobody_reads_is_named(text, named, tmp_path,
     mis_ext.check_setup(args)
     _, *lines = capsys.readouterr().out.splitlines()
     about = f"keys of {path} that neither mis_ext nor the framework has, without effect unless"
-    assert lines == [f"mis_ext: warning: {about} a function of yours reads them: {', '.join(named)}"] * bool(named)
+    assert lines == [f"mis_ext: warning: {about} a custom function reads them: {', '.join(named)}"] * bool(named)
 
 
 # As a reward or generate function of the user's reads them. Both frameworks put every key of the file on ``args``.

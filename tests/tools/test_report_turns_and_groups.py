@@ -71,7 +71,7 @@ def of_24_tokens(first: float, deviation_T: torch.Tensor | float = 0.08) -> list
 def test_a_prefix_of_short_responses_is_a_step_behind_the_first_tokens() -> None:
     assert of_24_tokens(0.3)[0] == "stale_prefix_cache"
     assert "stale_prefix_cache" not in of_24_tokens(0.14)
-    # As old weights of a pretrained model: the first four tokens differ 1.6 times as much as the next twelve.
+    # As stale weights of a pretrained model: the first four tokens differ 1.6 times as much as the next twelve.
     fading = 0.38 * torch.exp(-torch.arange(24) / 17.0)
     assert "stale_prefix_cache" not in of_24_tokens(0.38, fading)
 

@@ -118,7 +118,7 @@ def _called_by(args: Any) -> str:
     except (ImportError, AttributeError) as error:
         raise type(error)(f"{flag} {path}: {error}") from error
     if found is not function:
-        wrapped = "a function of yours that calls it passes with functools.wraps"
+        wrapped = "a custom function that calls it passes with functools.wraps"
         raise _not_called(f"{flag} {path} is not mis_ext.{function.__name__} ({wrapped})")
     return loss_type
 
@@ -195,7 +195,7 @@ def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     for need in _needs(given, config):
         path = given.get(need.argument)
         if not _is_ours(path):
-            caller = "a function of yours" if path is None else f"{_flag(need.argument)} {path}"
+            caller = "a custom function" if path is None else f"{_flag(need.argument)} {path}"
             yield f"{need.key} does nothing unless {caller} calls {need.function}"
 
 
@@ -221,7 +221,7 @@ def _unread_keys(args: Any) -> list[str]:
     unread = [str(key) for key in keys if key not in known and not str(key).startswith(("sglang_", "vllm_"))]
     meant = {key: near_miss(key, flags) for key in unread}
     hints = [f"{key!a} (did you mean {flag!r}?)" if flag else ascii(key) for key, flag in meant.items()]
-    said = f"keys of {path} that neither mis_ext nor the framework has, without effect unless a function of yours reads"
+    said = f"keys of {path} that neither mis_ext nor the framework has, without effect unless a custom function reads"
     return [f"warning: {said} them: {', '.join(hints)}"] * bool(hints)
 
 

@@ -181,7 +181,7 @@ def other_text(left: Left) -> Found | None:
     of_others = ("step", "version", "canary", "source", "row")
     if groups is None or groups.apart_by in of_others or of_weights(left.tokens, groups):
         return None
-    # What old weights leave far apart is no second text.
+    # What stale weights leave far apart is no second text.
     is_near = float(left.tokens.gap_S[groups.far_S].median()) < limit.MAX_STALE_DIFF
     if is_near and has_learned(left.tokens.of_samples(~groups.far_S)):
         return None

@@ -96,7 +96,7 @@ def prefix(left: Left) -> Found | None:
                         OTHER_CACHES,
                         "stale weights of the first tokens, where weights change within responses",
                         "other kernels for the prefill",
-                        "low precision, or old weights, that move the first tokens of a response more than later ones",
+                        "low precision or stale weights that move the first tokens of a response more than later ones",
                     ),
                 )
     others, one = Place.of(later), Place.of(tokens.where(tokens.turn_T == 0))
@@ -165,7 +165,7 @@ def late(left: Left) -> Found | None:
         k3_share=excess / total,
         alternatives=(
             "stale weights of the last tokens, where weights change within responses",
-            "low precision, or old weights, that move late tokens of a response more than early ones",
+            "low precision or stale weights that move late tokens of a response more than early ones",
         ),
     )
 

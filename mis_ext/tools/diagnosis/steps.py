@@ -278,7 +278,7 @@ def _by_version(tokens: Evidence) -> Found | None:
     is_few = len(tokens) < limit.MIN_TOKENS and nearest.k3 > 0.0
     if not lag or not (is_few or nearest.k3 > limit.KERNEL_K3):
         return None
-    # What gives so much with fresh weights.
+    # What gives so much with up-to-date weights.
     usual = ("kernels in bfloat16 of a pretrained model, the usual case",) if nearest.k3 < limit.PRETRAINED_K3 else ()
     precision = "lower precision on one side" if nearest.k3 < limit.QUANTISED_K3 else OTHER_PRECISION
     return stale.found(

@@ -77,8 +77,8 @@ TELLS_APART, MAX_PERIOD = 0.9, 20
 """Balanced accuracy with which one attribute tells two groups apart; the longest period of a row of responses."""
 MIN_STILL, MIN_ROOM, MOVED_FACTOR = 0.5, 1e-6, 5.0
 """Another text is as frequent where weights have not moved, by chance half as frequent at least. They have moved in
-steps that differ by this factor (2.5 in 36 runs with fresh weights at most, 13 and more where an update moved a nearly
-certain policy); samples whose mean 1 - p is below the second are rounded too much to tell."""
+steps that differ by this factor (at most 2.5 in 36 runs with up-to-date weights, 13 and more where an update moved a
+nearly certain policy); samples whose mean 1 - p is below the second are rounded too much to tell."""
 MAX_STALE_DIFF = 1.0
 """Nats per token, where most open tokens were raised: another text is farther. (Weights eight updates old set 1 % of
 the samples of SmolLM2 farther apart.)"""
@@ -94,7 +94,7 @@ QUIET_K3 = 2e-4
 """So little may come and go, and is not named beside a main cause."""
 MIN_OPEN, RAISED, RAISED_ERRORS = 200, 0.55, 4.0
 """Of so many open tokens, so many raised, and so many standard errors above one half: weights that have learned since.
-121 measurements with fresh weights had 39 to 54 % (lab/evidence/README.md)."""
+121 measurements with up-to-date weights had 39 to 54 % (lab/evidence/README.md)."""
 
 # --- places
 

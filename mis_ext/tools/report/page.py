@@ -37,7 +37,7 @@ _SECTIONS = {
 
 MEANING = {
     "k3": "KL(behavior, proximal) per token. Worry if it grows, or is far above what your model has when healthy. With "
-    "fresh weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
+    "up-to-date weights of SmolLM2: above 1e-2 (fp8: 7e-2, experts: 1e-1).",
     "reverse_k3": "KL(proximal, behavior) per token. Far from k3: a heavy tail on one side.",
     "k1": "-mean d: a noisy KL of any sign. Far above k3: the trainer scores what cannot have been sampled.",
     "abs_mean": "Mean |d| in nats. Above 0.3 it is a mistake or stale weights, not kernels.",

@@ -246,7 +246,8 @@ def _in_words(
         )
     else:
         reasons.append(
-            f"With fresh weights token TIS ended as no correction did. {COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
+            "With up-to-date weights token TIS ended as no correction did. "
+            f"{COST_OF_GATES[0].upper()}{COST_OF_GATES[1:]}."
         )
         if overall.k3 >= PRETRAINED_K3:
             reasons.append("At a k3 of 0.03 published runs of a 4B model collapsed without a correction.")
