@@ -57,7 +57,7 @@ class Session:
         self._status = guards.Monitor(guards.raise_if_failed, every=1, merge=torch.maximum)
         self._ranges: dict[Refuse, guards.Monitor] = {}
         self._is_first_rank = True
-        self._told: set[GuardName | None] = set()
+        self._told: set[str | None] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -187,8 +187,10 @@ class Session:
         self.report("missing_log_probs", message)
 
     def warn(self, message: str) -> None:
-        """Issue a ``MismatchWarning``."""
-        warnings.warn(message, guards.MismatchWarning, stacklevel=4)
+        """Issue a ``MismatchWarning``, once."""
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, guards.MismatchWarning, stacklevel=4)
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
         """Compute the correction without guards and monitors.

@@ -80,7 +80,7 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
         warnings.warn(
             f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate; remove it or use "
             "tis_mode: clip",
-            stacklevel=4,
+            stacklevel=2,
         )
     return CorrectionConfig(
         weight=weight,
@@ -433,7 +433,9 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     # The other modes of the loss do not count it twice, and say so where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
-    if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
+    # A custom loss says itself whether it corrects: prepare_rollout reads these keys before it.
+    is_other = loss is None and given.get("loss_type") == "custom_loss"
+    if is_other or correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
     return (
         "--use-tis together with --use-rollout-logprobs (use_tis, use_rollout_logprobs) counts the mismatch "

@@ -236,6 +236,18 @@ def test_reading_the_whole_loss_later_keeps_the_session() -> None:
     assert session.config.metrics_only
 
 
+def test_what_the_hook_and_the_whole_loss_read_is_said_once() -> None:
+    keys = {"use_tis": True, "use_rollout_logprobs": True, "get_mismatch_metrics": True, "tis_lower_bound": 0.5}
+    args = argparse.Namespace(**keys, mis_guard="warn")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        runs.current_run(args)
+        runs.current_run(args, whole_loss=True)
+    assert len(said) == 3
+    # prepare_rollout reads the keys of a loss that corrects nothing.
+    runs.current_run(argparse.Namespace(use_rollout_logprobs=True, loss_type="custom_loss"))
+
+
 def test_the_keys_of_the_whole_loss_are_checked_where_it_runs() -> None:
     args = argparse.Namespace(use_tis=True, mis_loss_mode="bypas")
     assert runs.current_run(args).config.whole_loss is None
