@@ -3,9 +3,12 @@
 
 Each configuration has graphs of its own: one of all passes; or, in a call with collectives, one for each pass, of which
 the last computes tokens and responses again, so that only sums leave the others. They hold for calls of any lengths,
-because sizes of 0 and 1, for which torch compiles again, never reach them. Outside of the graphs are the places of
-responses, which the host computes from the lengths, added responses and their removal (:func:`_padded`, :func:`_cut`),
-the collectives, the values of segments, the bits of kept tokens, and the product with the loss.
+because sizes of 0 and 1, for which torch compiles again, never reach them. Outside of the graphs are:
+
+- before: the casts to float32, the places of responses, the values of segments, and padding (:func:`_padded`);
+- between: the collectives;
+- after: removal of the padding (:func:`_cut`), with context parallelism the mask of whole responses, the product with
+  the loss, and properties of ``Correction`` such as ``metrics``, which are computed when they are read.
 """
 
 from __future__ import annotations

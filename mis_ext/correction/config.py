@@ -195,7 +195,7 @@ class Weight:
         if not bound.has_low and low is not None:
             raise ValueError(f"mode: {self.mode} has no low bound, got low={low}; write mode: clip")
         if bound.has_high:
-            # Keys give their default, which is the same number, themselves.
+            # For a Weight made by hand. A YAML has the same default, from the row of tis_upper_bound.
             high = DEFAULT_UPPER_BOUND if high is None else high
             high = check_number("high", high, low=0.0, high=math.inf, open_low=True, open_high=True)
             if bound.has_low:

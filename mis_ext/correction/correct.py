@@ -4,7 +4,7 @@
 The tokens of all responses lie one after the other in one tensor ``[T]``. :func:`correct`, further down, runs three
 passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operation:
 
-1. Tokens: log-ratios, which :meth:`Tokens.read` of ``tokens.py`` subtracts, and what a single token decides.
+1. Tokens: log-ratios, from :meth:`Tokens.read` in ``tokens.py``, and what a single token decides.
 2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
@@ -15,8 +15,9 @@ To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/rea
 without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
-``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios, and
-masks all of the response. So does a veto; with ``action: zero`` it sets weights to 0. ``metrics_only`` masks nothing.
+``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios: without
+one the response is masked. A veto masks it too, or with ``action: zero`` sets its weights to 0. ``metrics_only`` masks
+nothing.
 In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
 
 Context-parallel ranks agree on the keep mask in two steps. They gather the sums of each response, and decide alike on

@@ -83,9 +83,9 @@ class Tokens:
 
     @classmethod
     def read(cls, log_pi: Tensor, log_mu: Tensor, generated: Tensor, lag: Tensor | None = None) -> Tokens:
-        """Subtract in float32, and set tokens without a finite ratio to 0.
+        """Subtract in float32. A token without a finite difference is not ``valid``, and its three values are 0.
 
-        Such a token never gets ratio 1, which would train it as if it were on-policy.
+        Its ratio would then be 1, which is on-policy: read ``valid`` before a value is used.
         """
         log_pi, log_mu = log_pi.detach().float(), log_mu.detach().float()
         # d = log pi - log mu

@@ -161,8 +161,8 @@ CORRECTION_ROWS: dict[str, Key] = {
     "mis_denominator": Key(
         words(config.Denominator),
         "fixed",
-        "What the loss is divided by. fixed: the framework's divisor. kept: its kept part, because weights are "
-        "multiplied by (all terms) / (kept terms) of tis_normalize_scope.",
+        "What the loss is divided by. fixed: the framework's divisor, which counts rejected tokens. kept: only kept "
+        "tokens count, because weights are multiplied by all / kept of tis_normalize_scope.",
     ),
     "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(read_metrics, "core", "The metrics that are reported."),

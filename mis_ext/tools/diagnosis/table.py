@@ -2,7 +2,8 @@
 """The one table of causes, in the order in which they are looked for.
 
 What is in the data itself comes first, then who and which tokens are affected, then what the log-probs are of, then
-when it started, then how large is what is left. Report and audit ask :func:`diagnose`.
+when it started, then how large is what is left. The report calls
+:func:`search`, the audit :func:`diagnose`.
 """
 
 from __future__ import annotations
