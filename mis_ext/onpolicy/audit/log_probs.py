@@ -19,6 +19,7 @@ from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.evidence import Gathering
 from mis_ext.tools.diagnosis.table import diagnose
 from mis_ext.tools.dumps.formats import DumpedSample
+from mis_ext.validation import errors_of
 
 if TYPE_CHECKING:
     from mis_ext.tools.dumps import Dumps
@@ -70,16 +71,20 @@ def audit_logprobs(
         "masks": masks,
         "train_token_ids": train_token_ids,
         "rollout_token_ids": rollout_token_ids,
-        "train_weight_version": versions if isinstance(versions, (list, tuple)) else [versions] * len(train_log_probs),
+        "train_weight_version": versions if isinstance(versions, (list, tuple)) else None,
         "rollout_weight_versions": rollout_weight_versions,
         "engine_records": engine_records,
     }
-    lists = {key: list(column) for key, column in columns.items() if column is not None}
-    num_samples = max(map(len, lists.values()))
+    lists = dict[str, list[Any]]()
+    for key, column in columns.items():
+        with errors_of(key):
+            lists |= {} if column is None else {key: list(column)}
+    num_samples = max(map(len, lists.values()), default=0)
     if any(len(column) < num_samples for column in lists.values()):
         listed = ", ".join(f"{len(column)} of {key}" for key, column in lists.items())
         return _report(Found(num_samples, [Problem(f"lists of different lengths: {listed}")], []))
-    return _report(examine_rows(_samples({key: lists.get(key, [None] * num_samples) for key in columns})))
+    one = {"train_weight_version": versions}
+    return _report(examine_rows(_samples({key: lists.get(key, [one.get(key)] * num_samples) for key in columns})))
 
 
 _FIELDS = (

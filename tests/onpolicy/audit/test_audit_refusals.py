@@ -184,8 +184,11 @@ def test_log_probs_above_zero_are_a_mistake_under_any_verdict(is_equal) -> None:
 
 
 def test_lists_of_another_type_are_an_error() -> None:
-    with pytest.raises(TypeError, match="int"):
+    with pytest.raises(TypeError, match="masks: .*int"):
         audit_logprobs(tensors(GOOD), tensors(GOOD), masks=3)
+    # Every iterable does.
+    train, rollout = tensors(GOOD), iter(tensors(GOOD))
+    assert audit_logprobs(iter(train), rollout, train_weight_version="3").num_samples == len(train)
 
 
 def test_equal_streams_are_unproved_if_one_sample_lacks_its_record() -> None:
