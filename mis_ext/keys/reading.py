@@ -7,6 +7,7 @@ does not load. ``check_setup`` refuses what needs the launch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     refuse_names(given, wrong)
     # Also of features that are off: a misspelling must not wait for its feature.
     read = rows.read_rows(rows.CORRECTION_ROWS | rows.GROUP_ROWS | rows.FRAMEWORK_ROWS, given, wrong)
+    if given.get("tis_upper_bound") == math.inf:
+        wrong.refuse(["for a weight without upper bound write tis_mode: unbounded"])
     keys = [key for key in rows.CORRECTION_ROWS if given.get(key) is not None]
     measures = bool(given.get("get_mismatch_metrics"))
     corrects = bool(given["use_tis"]) if "use_tis" in keys else not measures and not whole_loss
