@@ -184,7 +184,7 @@ def test_log_probs_above_zero_are_a_mistake_under_any_verdict(is_equal) -> None:
 
 
 def test_lists_of_another_type_are_an_error() -> None:
-    with pytest.raises(TypeError, match="masks: .*int"):
+    with pytest.raises(TypeError, match=r"masks: .*int"):
         audit_logprobs(tensors(GOOD), tensors(GOOD), masks=3)
     # Every iterable does.
     train, rollout = tensors(GOOD), iter(tensors(GOOD))
