@@ -198,9 +198,7 @@ def _reducer_maker(
     make: Callable[..., Reducer] = getattr(import_module(module), name)
 
     def make_reducer(correction: Correction | None) -> Reducer:
-        masks = batch["loss_masks"]
-        if correction is not None and not correction.config.metrics_only:
-            masks = unpack(correction.loss_mask_R, layout)
+        masks = batch["loss_masks"] if correction is None else unpack(correction.loss_mask_R, layout)
         return make(batch["total_lengths"], batch["response_lengths"], masks, loss.settings.per_token_loss)
 
     return make_reducer

@@ -149,6 +149,14 @@ def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:
     assert all(value.isnan() for name, value in measured[1].items() if name.startswith("mis_"))
 
 
+def test_a_reducer_gets_the_masks_of_the_framework_where_the_mismatch_is_only_measured() -> None:
+    keys, batch = {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"}, local()
+    # A correction masks it.
+    batch["rollout_log_probs"][0][4] = torch.nan
+    measured, plain = (called(keys | more, batch)[2] for more in (loss_cases.OPTIONS["metrics only"], {}))
+    assert torch.equal(measured, plain)
+
+
 def test_a_host_that_skips_its_pass_has_the_current_policy_as_proximal_one() -> None:
     skipped = called({"skip_actor_forward_only": True})
     absent = called({}, local(log_probs=None))
