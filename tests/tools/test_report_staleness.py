@@ -13,7 +13,7 @@ from engines import COUNT, Engines, engines, sampled_ids
 
 from mis_ext.rollout.custom_generate import host
 from mis_ext.tools.diagnosis import Diagnosis
-from mis_ext.tools.diagnosis.steps import Step
+from mis_ext.tools.diagnosis.steps import Step, story_of
 from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.dumps.formats import CANARY
 from mis_ext.tools.report import Collector, Origin, Part, Parts
@@ -245,6 +245,30 @@ def test_k3_that_grows_from_a_later_step_on_is_possibly_of_weights_that_are_no_l
     found = collected(*(step_of(seed, size) for seed, size in enumerate(sizes))).diagnoses()[0]
     assert (found.cause == "stale_weights") == (where is not None)
     assert where is None or re.search(f"{where}, as if weights were no longer synced", found.evidence)
+
+
+def made_steps(k3s: tuple[float, ...], *, typical: float, errors: dict[int, float]) -> list[Step]:
+    """Steps of which typical tokens are so many times as far apart where k3 has at least doubled."""
+    return [
+        Step(n, str(n), 4096, k3, typical if k3 >= 2.0 else 1.0, math.log(k3) / 2.0, errors.get(n, 0.01), 64)
+        for n, k3 in enumerate(k3s)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("k3s", "where"),
+    [((1.0, 2.0, 4.0, 8.0), "k3 grows from 1 in step 0 to 8"), ((1.0, 1.0, 9.0, 9.0), "k3 is 1 up to step 1 and 9 ")],
+)
+def test_k3_changes_by_other_weights_where_typical_tokens_differ_more_and_not_by_chance(k3s, where) -> None:
+    assert story_of(made_steps(k3s, typical=1.45, errors={})).evidence.startswith(where)
+    assert story_of(made_steps(k3s, typical=1.35, errors={})) is None
+    assert story_of(made_steps(k3s, typical=1.45, errors=dict.fromkeys(range(4), 10.0))) is None
+
+
+def test_a_growth_begins_behind_steps_that_are_above_the_first_by_little_or_by_chance() -> None:
+    found = story_of(made_steps((1.0, 1.6, 1.4, 1.0, 2.0, 4.0, 8.0), typical=2.0, errors={1: 10.0}))
+    assert found.evidence.startswith("k3 is 1.2 up to step 3 and grows to 8 in step 6")
+    assert (found.floor, found.reference) == (pytest.approx(1.25), (0, 1, 2, 3))
 
 
 # --- what the canary of mis_ext.rollout.generate said

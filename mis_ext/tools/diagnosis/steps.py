@@ -167,7 +167,7 @@ def _grows(steps: Sequence[Step]) -> Story | None:
                 f"as if weights were {synced} synced: low precision would give the same k3 in each step"
             )
             reference = tuple(each.number for each in steps if not each.is_above(first, limit.NOTICED))
-            return Story(evidence, first.k3 if rising is steps else _mean(floor), reference)
+            return Story(evidence, _mean(floor), reference)
     return None
 
 
