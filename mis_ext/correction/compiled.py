@@ -43,8 +43,6 @@ from mis_ext.correction.correct import (
 from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, places_of
 
 _LOG = logging.getLogger("mis_ext")
-_PAD = 65
-"""Tokens of an added response that nothing generated: two blocks."""
 _ANY_SIZES = symbols.patch(use_duck_shape=False)
 """Sizes that happen to be equal in the first call are not taken to be equal in all."""
 _FIXED_BOUNDS = torch._dynamo.config.patch(specialize_float=True)
@@ -110,17 +108,17 @@ class Graphs:
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
     ) -> Passed:
         """The passes as one graph; or as three, with the exchanges between them."""
-        padded, places_23S, sizes = _padded(x, layout)
+        padded, places_22S, sizes = _padded(x, layout)
         plan = self._plan
         if over_cp is None and over_dp is None:
-            return _cut(self._graph_of_all(padded, places_23S, sizes, plan, token_metrics), layout)
-        parts_FS = self._token_graph(padded, places_23S, sizes, plan)[:, : layout.num_sequences]
+            return _cut(self._graph_of_all(padded, places_22S, sizes, plan, token_metrics), layout)
+        parts_FS = self._token_graph(padded, places_22S, sizes, plan)[:, : layout.num_sequences]
         merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
-        merged_FS = _with_columns(merged_FS, places_23S.shape[-1], len(plan.of_tokens.sums))
+        merged_FS = _with_columns(merged_FS, places_22S.shape[-1], len(plan.of_tokens.sums))
         own_A = self._response_graph(merged_FS, plan)
         group_A = own_A if over_dp is None else over_dp(own_A)
         sums = merged_FS, own_A, group_A
-        return _cut(self._output_graph(padded, places_23S, sizes, sums, plan, token_metrics), layout)
+        return _cut(self._output_graph(padded, places_22S, sizes, sums, plan, token_metrics), layout)
 
     def _parts_or_none(
         self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
@@ -165,12 +163,12 @@ def _check_equal(found: Passed, expected: Passed) -> None:
 
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
-def _all_passes(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
-    return run_passes(x, Blocks(places_23S, sizes), plan, None, None, token_metrics=token_metrics)
+def _all_passes(x: Inputs, places_22S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
+    return run_passes(x, Blocks(places_22S, sizes), plan, None, None, token_metrics=token_metrics)
 
 
-def _tokens(x: Inputs, places_23S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
-    return token_pass(x, Blocks(places_23S, sizes), plan)[1]
+def _tokens(x: Inputs, places_22S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
+    return token_pass(x, Blocks(places_22S, sizes), plan)[1]
 
 
 def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
@@ -178,10 +176,10 @@ def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
 
 
 def _outputs(
-    x: Inputs, places_23S: Tensor, sizes: BlockSizes, sums: tuple[Tensor, ...], plan: Plan, token_metrics: bool
+    x: Inputs, places_22S: Tensor, sizes: BlockSizes, sums: tuple[Tensor, ...], plan: Plan, token_metrics: bool
 ) -> Passed:
     merged_FS, own_A, group_A = sums
-    blocks = Blocks(places_23S, sizes)
+    blocks = Blocks(places_22S, sizes)
     s, _ = token_pass(x, blocks, plan)
     r = decide_responses(plan.of_tokens.named(merged_FS), plan)
     b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
@@ -209,15 +207,12 @@ def _guards_of_call(guards: Sequence[Any]) -> list[bool]:
 
 
 def _padded(x: Inputs, layout: PackedLayout) -> tuple[Inputs, Tensor, BlockSizes]:
-    """Inputs, places, and sizes, none of which is 0 or 1."""
-    places_23S, sizes = layout.places
-    if layout.num_sequences < 2 or sizes.num_groups < 2:
-        places_23S, sizes = places_of((*layout.local_lengths, _PAD, _PAD), x.mask_T.device)
-        end = functools.partial(torch.nn.functional.pad, pad=(0, 2 * _PAD))
-        lag_T = None if x.lag_T is None else end(x.lag_T)
-        segments_GT = None if x.segments_GT is None else end(x.segments_GT)
-        x = Inputs(end(x.proximal_T), end(x.behavior_T), end(x.mask_T), lag_T, segments_GT)
-    return x, places_23S, sizes._replace(most_groups=max(sizes.most_groups, 2))
+    """Inputs, places, and sizes, none of which is 0 or 1: where one is, with two responses of a token in no mask."""
+    places_22S, sizes = layout.places
+    if layout.num_sequences < 2 or sizes.num_blocks < 2:
+        places_22S, sizes = places_of((*layout.local_lengths, 1, 1), x.mask_T.device)
+        x = Inputs._make(None if row is None else torch.nn.functional.pad(row, (0, 2)) for row in x)
+    return x, places_22S, sizes
 
 
 def _with_columns(merged_FS: Tensor, num_columns: int, num_sums: int) -> Tensor:

@@ -298,60 +298,52 @@ class BlockSizes(NamedTuple):
 
     num_tokens: int
     num_blocks: int
-    num_groups: int
-    most_groups: int
 
 
 def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
-    """``[2, 3, S]`` int64 on ``device``; and sizes. For :class:`Blocks`.
+    """``[2, 2, S]`` int64 on ``device``; and sizes. For :class:`Blocks`.
 
-    Of each response of these lengths the tokens, blocks, and groups: where they start, and how many they are.
+    Of each response of these lengths where its tokens (``[0, 0]``) and blocks (``[0, 1]``) start; and how many it has
+    (``[1]``).
     """
-    counts_3S = (torch.tensor(lengths, dtype=torch.int64) + (_SIZES_31 - 1)) // _SIZES_31
-    most_groups = -(-max(lengths, default=1) // (Blocks.TOKENS_PER_BLOCK * Blocks.BLOCKS_PER_GROUP)) or 1
-    num_tokens, num_blocks, num_groups = counts_3S.sum(-1).tolist()
-    sizes = BlockSizes(num_tokens, num_blocks, num_groups, most_groups)
-    return to_device(torch.stack([counts_3S.cumsum(-1) - counts_3S, counts_3S]), device), sizes
+    length_S = torch.tensor(lengths, dtype=torch.int64)
+    counts_2S = torch.stack([length_S, (length_S + (Blocks.TOKENS - 1)) // Blocks.TOKENS])
+    sizes = BlockSizes(*counts_2S.sum(-1).tolist())
+    return to_device(torch.stack([counts_2S.cumsum(-1) - counts_2S, counts_2S]), device), sizes
 
 
 class Blocks:
     """Positions of the tokens of each response, and float64 sums over them with the same bits in every run.
 
     Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
-    tokens form a matrix ``[N, 64]``, and a sum over a block is a sum over a row. Sums of blocks are added up in groups
-    of 16 blocks (1,024 tokens), and the groups of a response, padded to the most that a response has, last. So one
-    response of 32,768 tokens among 4,096 of 64 makes few empty slots. An empty slot never counts: nothing was
-    generated there.
+    tokens form a matrix ``[N, 64]``: a sum over a block is a sum over a row, and ``torch.segment_reduce`` adds up the
+    blocks of each response, one after the other. An empty slot never counts: nothing was generated there.
 
     Args:
-        places_23S: Of each response, where its tokens, blocks, and groups start (``[0]``); and how many it has
-            (``[1]``).
-        sizes: The sizes of :func:`places_of`.
+        places_22S: As :func:`places_of` returns them.
+        sizes: Also.
     """
 
-    TOKENS_PER_BLOCK, BLOCKS_PER_GROUP = 64, 16
+    TOKENS = 64
+    """Tokens of a block."""
 
-    def __init__(self, places_23S: Tensor, sizes: BlockSizes) -> None:
-        self.sizes = sizes
-        (start_S, first_block_S, first_group_S), (length_S, blocks_S, groups_S) = map(torch.unbind, places_23S)
+    def __init__(self, places_22S: Tensor, sizes: BlockSizes) -> None:
+        (start_S, first_block_S), (length_S, self._blocks_S) = map(torch.unbind, places_22S)
         # Sums, not views: a compiled search (_owners) in a view reads from the start of its memory before torch 2.13.
-        end_S, block_end_S, group_end_S = start_S + length_S, first_block_S + blocks_S, first_group_S + groups_S
-
+        end_S, block_end_S = start_S + length_S, first_block_S + self._blocks_S
         self.response_T = _owners(length_S, end_S, sizes.num_tokens)
-        self.response_N = _owners(blocks_S, block_end_S, sizes.num_blocks)
-        response_G = _owners(groups_S, group_end_S, sizes.num_groups)
-        token_NB, self.is_token_NB = _rows(self.response_N, first_block_S, start_S, end_S, self.TOKENS_PER_BLOCK)
-        # The slots of the blocks, one block after the other, hold these tokens, and token t is in this slot.
-        self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
-        shift_S = first_block_S * self.TOKENS_PER_BLOCK - start_S
+        self.response_N = _owners(self._blocks_S, block_end_S, sizes.num_blocks)
+        # Token t is in slot t + shift of the blocks, one block after the other.
+        shift_S = first_block_S * self.TOKENS - start_S
         self.slot_T = torch.arange(sizes.num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
-        self._blocks = _rows(response_G, first_group_S, first_block_S, block_end_S, self.BLOCKS_PER_GROUP)
-        group_SK = first_group_S[:, None] + torch.arange(sizes.most_groups, device=end_S.device)
-        self._groups = group_SK, group_SK < group_end_S[:, None]
+        slot_NB = torch.arange(sizes.num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
+        token_NB = slot_NB - self.spread_to_blocks(shift_S)
+        self.is_token_NB = token_NB < self.spread_to_blocks(end_S)
+        self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
         """``[..., N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
-        return x_T.index_select(-1, self._token_E).view(*x_T.shape[:-1], -1, self.TOKENS_PER_BLOCK)
+        return x_T.index_select(-1, self._token_E).view(*x_T.shape[:-1], -1, self.TOKENS)
 
     def to_tokens(self, x_NB: Tensor) -> Tensor:
         """``[T]``: back from their slots to the stream."""
@@ -363,38 +355,20 @@ class Blocks:
 
     def sums(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
-        sums_N = map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)
-        return self._of_responses(torch.sum, torch.stack([*sums_N]), empty=0.0)
+        return self._over_blocks("sum", map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB))
 
     def maxima(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the largest value of each row in each response; an empty slot must hold ``-inf``."""
-        maxima_N = map(functools.partial(torch.amax, dim=-1), rows_NB)
-        return self._of_responses(torch.amax, torch.stack([*maxima_N]).double(), empty=-math.inf)
+        return self._over_blocks("max", map(functools.partial(torch.amax, dim=-1), rows_NB))
 
-    def _of_responses(self, reduction: Callable[..., Tensor], x_FN: Tensor, *, empty: float) -> Tensor:
-        if self.sizes.num_tokens == 0:
-            return x_FN.new_full((len(x_FN), len(self._groups[0])), empty)
-        for place, is_used in (self._blocks, self._groups):
-            at = place.clamp(max=x_FN.shape[-1] - 1).flatten()
-            parts = torch.where(is_used, x_FN.index_select(-1, at).view(len(x_FN), *place.shape), empty)
-            x_FN = reduction(parts, dim=-1)
-        return x_FN
-
-
-_SIZES_31 = torch.tensor([[1], [Blocks.TOKENS_PER_BLOCK], [Blocks.TOKENS_PER_BLOCK * Blocks.BLOCKS_PER_GROUP]])
-"""Tokens of a token, a block, and a group."""
-
-
-def _rows(response_N: Tensor, first_S: Tensor, begin_S: Tensor, end_S: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """``[N, width]``: the parts ``begin`` to ``end`` of each response, in rows from ``first`` on; bool, which exist."""
-    number_N = torch.arange(len(response_N), device=end_S.device) - first_S.index_select(0, response_N)
-    part_N1 = (begin_S.index_select(0, response_N) + number_N * width)[:, None]
-    part_NB = part_N1 + torch.arange(width, device=end_S.device)
-    return part_NB, part_NB < end_S.index_select(0, response_N)[:, None]
+    def _over_blocks(self, reduction: str, rows_N: Iterable[Tensor]) -> Tensor:
+        x_NF = torch.stack([*rows_N], dim=-1)
+        # Unsafe: the device does not wait for a check of the lengths.
+        return torch.segment_reduce(x_NF, reduction, lengths=self._blocks_S, axis=0, unsafe=True).T.double()
 
 
 def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:
-    """``[total]``: the response of each token, block, or group, of which each has ``count`` that end before ``end``."""
+    """``[total]``: the response of each token or block, of which each has ``count`` that end before ``end``."""
     if torch.compiler.is_compiling():
         # A search is part of a kernel; repeat_interleave is some of its own.
         return torch.bucketize(torch.arange(total, device=end_S.device), end_S, right=True)

@@ -78,7 +78,7 @@ def test_one_graph_holds_for_calls_of_any_lengths_and_has_the_numbers_of_eager_p
     monkeypatch.setattr(compiled._LOG, "info", lambda text, *_: said.append(text))
     draw = random.Random(0)
     # First as many tokens as responses.
-    shapes = [[1, 1], [1], [40], [64, 64], [2000]]
+    shapes = [[1, 1], [1], [40], [64, 64], [2000], [40, 0], [0, 0], []]
     shapes += [[draw.choice([1, 2, 30, 130, 1100]) for _ in range(draw.randint(1, 9))] for _ in range(12)]
     for seed, lengths in enumerate(shapes):
         found, expected = (correction_of(config.replace(compile=mode), lengths, seed=seed) for mode in (True, False))
@@ -100,7 +100,7 @@ def test_one_graph_holds_for_calls_of_any_lengths_and_has_the_numbers_of_eager_p
     assert len(said) == 1
     # On a GPU, torch 2.11 reads from the start of the memory of a view that it searches.
     searched = [node.args[1].target for node in graph.graph.nodes if node.target is torch.bucketize]
-    assert searched == [operator.add] * 3
+    assert searched == [operator.add] * 2
 
 
 WRONG = {
