@@ -13,7 +13,6 @@ from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.hosts.slime_miles.policy_loss import on_host
-from mis_ext.keys.removed import REMOVED
 from mis_ext.loss.policy import MILES_METRICS
 
 RECORDED = Path(__file__).parents[1] / "data" / "host_losses" / "losses.pt.xz"
@@ -45,8 +44,8 @@ def test_the_loss_its_gradient_and_all_metrics_are_those_of_the_host(recorded, h
         pytest.skip("Miles has no CISPO")
     place = hosts.Host(Groups(), hosts.plain_scores, HOSTS[host])
     ours, theirs = computed(place, loss_cases.OPTIONS[name]), recorded[f"{host}-cp1-thd"][0][name]
-    recorded_names = [key for key in theirs["metrics"] if key not in REMOVED]
-    assert [key for key in ours["metrics"] if key not in loss_cases.YOUNGER] == recorded_names
+    # A new metric is not in the file before `lab/peers/host_losses/record.py` has run.
+    assert [*ours["metrics"]] == [*theirs["metrics"]]
     ours, theirs = (loss_cases.without_differences(host, name, found) for found in (ours, theirs))
     gradients = ours.pop("gradient"), theirs.pop("gradient")
     torch.testing.assert_close(*gradients, **GRADIENT_TOLERANCE[host])

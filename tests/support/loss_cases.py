@@ -7,8 +7,6 @@ from argparse import Namespace
 import torch
 from zigzag import take
 
-from mis_ext.keys.removed import REMOVED
-
 VOCABULARY = 8
 LENGTHS = [(3, 9), (5, 2), (4, 1), (2, 13), (6, 3), (3, 4)]
 """Prompt and response; the last response is masked as a whole."""
@@ -93,17 +91,9 @@ DIFFERENT = {("miles", "rollout log-probs"): ("train_rollout_logprob_abs_diff", 
 """Miles compares the behavior log-probs with themselves there, and reports 0; we compare the current ones."""
 
 
-YOUNGER = (
-    "mis_unmeasured_seq_fraction",
-    "mis_raised_fraction",
-    "mis_phantom_clip_fraction",
-)
-"""Metrics of the hook that the recordings do not have yet."""
-
-
 def without_differences(host: str, name: str, found: dict) -> dict:
     """The numbers that must be equal."""
-    left_out = (*DIFFERENT.get((host, name), ()), *YOUNGER, *REMOVED)
+    left_out = DIFFERENT.get((host, name), ())
     return found | {"metrics": {key: value for key, value in found["metrics"].items() if key not in left_out}}
 
 
