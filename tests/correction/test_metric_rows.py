@@ -7,6 +7,7 @@ Group metrics (``over`` G) are left out where batches are split: they belong to 
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import hypothesis.strategies as st
 import pytest
@@ -24,6 +25,7 @@ from cases import (
     flat,
     random_samples,
     sprinkle,
+    tolerance,
 )
 from host_loop import sum_of_sample_mean, sum_of_token
 from hypothesis import assume, given
@@ -96,15 +98,16 @@ def test_a_curve_is_that_of_any_split_into_micro_batches_and_of_the_judge(per_to
     size = response.sum() if per_token else torch.tensor([bool(mask.any()) for mask in samples.masks]).sum()
     scale = size.clamp(min=1)
     for name in of_samples(keys):
+        close = partial(torch.testing.assert_close, rtol=RTOL, atol=tolerance(name, samples), equal_nan=True, msg=name)
         judged = plotted(shown(expected.tokens, name, samples), samples, per_token=per_token)
         of_whole = plotted(whole[name], samples, per_token=per_token)
         of_parts = sum(plotted(metrics[name], part, per_token=per_token) for part, metrics in parts)
-        torch.testing.assert_close(of_whole / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+        close(of_whole / scale, judged / scale)
         # A response of which nothing is known counts as the mean of its own micro-batch.
         by_parts = sum(plotted(shown(tokens, name, part), part, per_token=per_token) for part, tokens in of_cuts)
-        torch.testing.assert_close(of_parts / scale, by_parts / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+        close(of_parts / scale, by_parts / scale)
         if all_are_measured(samples):
-            torch.testing.assert_close(of_parts / scale, judged / scale, rtol=RTOL, atol=ATOL, equal_nan=True, msg=name)
+            close(of_parts / scale, judged / scale)
         if "fraction" in name and not of_parts.isnan():
             assert -1e-6 <= float(of_parts / scale) <= 1 + 1e-6, name
 
@@ -172,7 +175,7 @@ def test_totals_and_counts_of_calls_add_up_to_the_mean_of_the_judge(keys, sample
         assert all(isinstance(mean, mis_ext.Mean) for mean in means)
         total, count = sum(mean.total for mean in means), sum(mean.count for mean in means)
         wanted = torch.tensor(expected.values[name], dtype=torch.float64)
-        assert_close(mis_ext.Mean(total, count).value(), wanted, what=name)
+        assert_close(mis_ext.Mean(total, count).value(), wanted, what=name, atol=tolerance(name, samples))
 
 
 class NoPassOverTokens(TorchDispatchMode):

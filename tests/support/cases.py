@@ -192,7 +192,10 @@ SIGNED = ("mis_kl", "mis_log_ppl_diff")
 
 
 def tolerance(name: str, samples: Samples) -> float:
-    """What a metric may be off beside its relative error: where log-probs of -10,000 cancel, float32 keeps no more."""
+    """What a metric may be off beside its relative error: where log-probs of -10,000 cancel, float32 keeps no more.
+
+    Half of the last of 24 bits, twice (of the difference and of each response's metric), of twice the largest log-prob.
+    """
     if name not in SIGNED and not name.endswith("_value"):
         return ATOL
     log_probs = torch.cat([*samples.train, *samples.rollout]).double()
