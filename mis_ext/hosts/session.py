@@ -301,7 +301,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
         session.warn(
             "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
-            "to measure only, use yaml/metrics_only.yaml"
+            "to measure only, write use_tis: false"
         )
     run = Run(config, session)
     _keep(key, run, args)

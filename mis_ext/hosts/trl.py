@@ -77,8 +77,7 @@ class MisTrainer:
         loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
         if not self._mis_is_in_loss:
             raise ValueError(
-                f"{type(self).__name__} computes its loss without TRL's _compute_loss: mis_ext would have no effect on "
-                "it (docs/reference/framework_options.md)"
+                f"{type(self).__name__} computes its loss without TRL's _compute_loss: mis_ext would have no effect"
             )
         return loss
 
@@ -182,7 +181,7 @@ def _warn_if_cut(trainer: Any) -> None:
         warnings.warn(
             f"{named}: vLLM normalizes log-probs over the sampled distribution, TRL over the full vocabulary, so every "
             "importance weight is too small. Sample with "
-            f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])} (docs/guide/trl.md)",
+            f"{', '.join(f'{name}={uncut}' for name, uncut in _UNCUT.items() if is_cut[name])}",
             MismatchWarning,
             stacklevel=4,
         )

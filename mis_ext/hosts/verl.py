@@ -52,8 +52,7 @@ def register(keys: Keys) -> None:
         raise ValueError(
             "a trainer on verl's functions, as rLLM, asks for weights alone: mis_ext would get no log-probs, and its "
             "masks would be lost; write rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: true} and "
-            "rllm.algorithm.loss_fn: bypass_mode, with keys of the full policy loss, or of weights and filters "
-            "(docs/reference/framework_options.md)"
+            "rllm.algorithm.loss_fn: bypass_mode, with keys of the full policy loss, or of weights and filters"
         )
 
     rollout_corr_helper.compute_rollout_correction_and_rejection_mask = correct

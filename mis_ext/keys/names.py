@@ -15,7 +15,7 @@ OF_OTHERS = {
     "mis": "flat keys, since 0.6: tis_level, tis_mode, rs_gates, and others of mis-ext keys",
     "use_mis": "use_tis: true, and use_rs: true for a filter",
     # verl
-    "rollout_correction": "the keys of mis_ext, see docs/reference/configuration.md",
+    "rollout_correction": "what mis-ext convert verl FILE prints",
     "rollout_is": "tis_level",
     "rollout_is_threshold": "tis_upper_bound",
     "rollout_is_batch_normalize": "tis_batch_normalize",

@@ -198,8 +198,8 @@ def test_what_would_be_lost_is_refused_when_the_trainer_is_built(keys, settings,
 @pytest.mark.parametrize(
     ("keys", "settings", "named"),
     [
-        (RATIO, {"top_p": 0.9, "top_k": 20}, "top_p=0.9, top_k=20: .* Sample with top_p=1.0, top_k=0 "),
-        (WHOLE, {"min_p": 0.05}, "min_p=0.05: .* Sample with min_p=0.0 "),
+        (RATIO, {"top_p": 0.9, "top_k": 20}, "top_p=0.9, top_k=20: .* Sample with top_p=1.0, top_k=0$"),
+        (WHOLE, {"min_p": 0.05}, "min_p=0.05: .* Sample with min_p=0.0$"),
         (RATIO, {"generation_kwargs": {"repetition_penalty": 1.1}}, "repetition_penalty=1.1: "),
         (RATIO, {"top_p": 1.0, "top_k": -1, "min_p": None, "repetition_penalty": 1.0}, None),
         ({"mis_loss_method": "ppo"}, {"top_p": 0.9}, None),

@@ -261,3 +261,13 @@ print(mis_ext.__file__, mis_ext.__version__, *mis_ext.list_presets())
     assert modules <= installed
     (script,) = (tmp_path / "bin").iterdir()
     assert script.name == "mis-ext"
+
+
+def test_no_message_names_a_file_of_the_repository() -> None:
+    """Who has installed the wheel does not have it."""
+    for path in (REPOSITORY / "mis_ext").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+        named = [text for text in texts if re.search(r"\b(docs|examples|lab|tests|yaml)/|\.md\b", str(text))]
+        assert not named, (path, named)
