@@ -31,7 +31,8 @@ from mis_ext.hosts.session import current_run
 from mis_ext.loss.policy import MILES_METRICS
 
 WORLD = 4
-SECONDS = 10.0
+SECONDS = 100.0
+"""That a rank would wait in vain. One that does not ends in 0.1 s, but may start late on a busy machine."""
 TOPOLOGIES = {
     "CP 2": (1, 2, 1),
     "DP 2": (1, 1, 2),

@@ -240,7 +240,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=2, seconds=10)
+    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=2, seconds=60)
 
 
 @pytest.mark.parametrize("check", CHECKS)

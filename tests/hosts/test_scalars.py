@@ -15,7 +15,7 @@ from mis_ext import GroupNumber, Mean, PackedLayout, scalars
 from mis_ext.hosts.groups import Groups
 
 LENGTHS = (8, 4, 16, 4, 8, 2)
-PATIENCE = timedelta(seconds=20)
+PATIENCE = timedelta(seconds=60)
 CORRECTION = {"use_tis": True, "use_rs": True, "rs_lower_bound": 0.7, "rs_upper_bound": 1.4, "mis_metrics": "all"}
 LOSS = CORRECTION | {"mis_loss_method": "ppo"}
 
