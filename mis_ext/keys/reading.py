@@ -436,8 +436,8 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     # The other modes of the loss do not count it twice, and say so where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
-    # A custom loss says itself whether it corrects: prepare_rollout reads these keys before it.
-    is_other = loss is None and given.get("loss_type") == "custom_loss"
+    # prepare_rollout reads these keys before a custom loss, which corrects with use_tis only.
+    is_other = loss is None and given.get("loss_type") == "custom_loss" and not given.get("use_tis")
     if is_other or correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
     return (
