@@ -5,10 +5,10 @@ Each configuration has graphs of its own: one of all passes; or, in a call with 
 the last computes tokens and responses again, so that only sums leave the others. They hold for calls of any lengths,
 because sizes of 0 and 1, for which torch compiles again, never reach them. Outside of the graphs are:
 
-- before: the casts to float32, the places of responses, the values of segments, and padding (:func:`_padded`);
+- before: the casts to float32, the places of responses, the values of segments, and padding (:meth:`Graphs.parts`);
 - between: the collectives;
-- after: removal of the padding (:func:`_cut`), with context parallelism the mask of whole responses, the product with
-  the loss, and properties of ``Correction`` such as ``metrics``, which are computed when they are read.
+- after: removal of the padding, with context parallelism the mask of whole responses, the product with the loss, and
+  properties of ``Correction`` such as ``metrics``, which are computed when they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx.experimental._config as symbols
@@ -40,7 +40,7 @@ from mis_ext.correction.correct import (
     run_passes,
     token_pass,
 )
-from mis_ext.correction.layout import Blocks, BlockSizes, PackedLayout, places_of
+from mis_ext.correction.layout import Blocks, PackedLayout, Places
 
 _LOG = logging.getLogger("mis_ext")
 _ANY_SIZES = symbols.patch(use_duck_shape=False)
@@ -50,9 +50,9 @@ _FIXED_BOUNDS = torch._dynamo.config.patch(specialize_float=True)
 
 
 @functools.lru_cache(maxsize=32)
-def graphs_of(config: CorrectionConfig) -> Graphs:
+def graphs_of(config: CorrectionConfig, *, token_metrics: bool) -> Graphs:
     """The graphs of a configuration; equal ones share them."""
-    return Graphs(plan_of(config))
+    return Graphs(plan_of(config, token_metrics=token_metrics))
 
 
 class Graphs:
@@ -78,58 +78,67 @@ class Graphs:
         self._response_graph = _compiled(_responses)
         self._output_graph = _compiled(_outputs)
 
-    def run(
-        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
-    ) -> Passed:
+    def run(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
-        is_alone, own_status = over_cp is None and over_dp is None, -math.inf
-        is_first_of_ranks = not is_alone and not self.is_agreed
-        if is_alone or is_first_of_ranks:
-            # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
-            copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
-            found = self._parts_or_none(x, layout, *copies, token_metrics=token_metrics)
-            if is_alone and found is not None:
+        if over_cp is None and over_dp is None:
+            found = self._parts_or_none(x, layout, None, None)
+            if found is not None:
                 return found
-            own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
+        elif not self.is_agreed:
+            return self._agree(x, layout, over_cp, over_dp)
         elif self.obstacle is None:
-            return self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
-        found = run_passes(
-            x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics, status=own_status
-        )
-        if is_first_of_ranks:
-            self.is_agreed = True
-            # No other call waits for its status.
-            status = float(found.group_A[-1])
-            if -math.inf < status < 0.0 and self.obstacle is None:
-                self._give_up(f"rank {round(-status) - 1} could not compile")
+            return self.parts(x, layout, over_cp, over_dp)
+        return run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
+
+    def _agree(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
+        """The first call of ranks: without graphs, so that its status can say whether they were compiled."""
+        # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
+        copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
+        self._parts_or_none(x, layout, *copies)
+        own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
+        found = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, status=own_status)
+        self.is_agreed = True
+        # No other call waits for its status.
+        status = float(found.group_A[-1])
+        if -math.inf < status < 0.0 and self.obstacle is None:
+            self._give_up(f"rank {round(-status) - 1} could not compile")
         return found
 
-    def parts(
-        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
-    ) -> Passed:
+    def parts(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
         """The passes as one graph; or as three, with the exchanges between them."""
-        padded, places_22S, sizes = _padded(x, layout)
-        plan = self._plan
+        plan, places, num_responses = self._plan, layout.places, layout.num_sequences
+        # No size of a graph is 0 or 1: two responses of a token that nothing generated are added, and cut off again.
+        if num_responses < 2 or places.num_blocks < 2:
+            places = Places.of((*layout.local_lengths, 1, 1), x.mask_T.device)
+            x = Inputs._make(None if row is None else torch.nn.functional.pad(row, (0, 2)) for row in x)
         if over_cp is None and over_dp is None:
-            return _cut(self._graph_of_all(padded, places_22S, sizes, plan, token_metrics), layout)
-        parts_FS = self._token_graph(padded, places_22S, sizes, plan)[:, : layout.num_sequences]
-        merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
-        merged_FS = _with_columns(merged_FS, places_22S.shape[-1], len(plan.of_tokens.sums))
-        own_A = self._response_graph(merged_FS, plan)
-        group_A = own_A if over_dp is None else over_dp(own_A)
-        sums = merged_FS, own_A, group_A
-        return _cut(self._output_graph(padded, places_22S, sizes, sums, plan, token_metrics), layout)
+            found = self._graph_of_all(x, places, plan)
+        else:
+            merged_FS = self._token_graph(x, places, plan)
+            if over_cp is not None:
+                own_FS, added_FS = merged_FS.tensor_split([num_responses], dim=1)
+                merged_FS = torch.cat([over_cp(own_FS), added_FS], dim=1)
+            own_A = self._response_graph(merged_FS, plan)
+            group_A = own_A if over_dp is None else over_dp(own_A)
+            found = self._output_graph(x, places, (merged_FS, own_A, group_A), plan)
+        return Passed(
+            found.merged_FS[:, :num_responses],
+            found.own_A,
+            found.group_A,
+            found.weights_T[: layout.num_local_tokens],
+            found.loss_mask_T[: layout.num_local_tokens],
+            found.keep_S[:num_responses],
+            None if found.metrics_MT is None else found.metrics_MT[:, : layout.num_local_tokens],
+        )
 
-    def _parts_or_none(
-        self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange, *, token_metrics: bool
-    ) -> Passed | None:
+    def _parts_or_none(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed | None:
         """The passes with graphs; None where they cannot be compiled or differ, after which no call has graphs."""
         if self.obstacle is not None:
             return None
         try:
-            found = self.parts(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+            found = self.parts(x, layout, over_cp, over_dp)
             if not self.is_compared:
-                expected = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, token_metrics=token_metrics)
+                expected = run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
                 _check_equal(found, expected)
                 self.is_compared = True
         except torch.cuda.OutOfMemoryError:
@@ -163,35 +172,31 @@ def _check_equal(found: Passed, expected: Passed) -> None:
 
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
-def _all_passes(x: Inputs, places_22S: Tensor, sizes: BlockSizes, plan: Plan, token_metrics: bool) -> Passed:
-    return run_passes(x, Blocks(places_22S, sizes), plan, None, None, token_metrics=token_metrics)
+def _all_passes(x: Inputs, places: Places, plan: Plan) -> Passed:
+    return run_passes(x, Blocks(places), plan, None, None)
 
 
-def _tokens(x: Inputs, places_22S: Tensor, sizes: BlockSizes, plan: Plan) -> Tensor:
-    return token_pass(x, Blocks(places_22S, sizes), plan)[1]
+def _tokens(x: Inputs, places: Places, plan: Plan) -> Tensor:
+    return token_pass(x, Blocks(places), plan)[1]
 
 
 def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
     return response_pass(merged_FS, plan)[1]
 
 
-def _outputs(
-    x: Inputs, places_22S: Tensor, sizes: BlockSizes, sums: tuple[Tensor, ...], plan: Plan, token_metrics: bool
-) -> Passed:
+def _outputs(x: Inputs, places: Places, sums: tuple[Tensor, ...], plan: Plan) -> Passed:
     merged_FS, own_A, group_A = sums
-    blocks = Blocks(places_22S, sizes)
+    blocks = Blocks(places)
     s, _ = token_pass(x, blocks, plan)
     r = decide_responses(plan.of_tokens.named(merged_FS), plan)
     b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
-    outputs = output_pass(s, r, b, x.mask_T, blocks, plan, token_metrics=token_metrics)
-    return Passed(merged_FS, own_A, group_A, *outputs)
+    return Passed(merged_FS, own_A, group_A, *output_pass(s, r, b, x.mask_T, blocks, plan))
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Any) -> Callable[..., Any]:
     """A graph for tensors of any sizes."""
     # torch counts the graphs of a code object, up to 8: this one has a code object of its own.
-    nested = cast("FunctionType", function)
-    alone = FunctionType(nested.__code__.replace(), nested.__globals__, nested.__name__)
+    alone = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     graph = torch.compile(alone, dynamic=True, fullgraph=True, options={"guard_filter_fn": _guards_of_call})
 
     def run(*arguments: Any) -> Any:
@@ -204,35 +209,3 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _guards_of_call(guards: Sequence[Any]) -> list[bool]:
     """Select the guards that torch checks in each call: not the plan, which a graph keeps, nor values of modules."""
     return [not guard.is_global and "plan" not in guard.name for guard in guards]
-
-
-def _padded(x: Inputs, layout: PackedLayout) -> tuple[Inputs, Tensor, BlockSizes]:
-    """Inputs, places, and sizes, none of which is 0 or 1: where one is, with two responses of a token in no mask."""
-    places_22S, sizes = layout.places
-    if layout.num_sequences < 2 or sizes.num_blocks < 2:
-        places_22S, sizes = places_of((*layout.local_lengths, 1, 1), x.mask_T.device)
-        x = Inputs._make(None if row is None else torch.nn.functional.pad(row, (0, 2)) for row in x)
-    return x, places_22S, sizes
-
-
-def _with_columns(merged_FS: Tensor, num_columns: int, num_sums: int) -> Tensor:
-    """Sums and maxima of as many responses, of which the last have no token."""
-    missing = num_columns - merged_FS.shape[1]
-    if missing == 0:
-        return merged_FS
-    pad = functools.partial(torch.nn.functional.pad, pad=(0, missing))
-    return torch.cat([pad(merged_FS[:num_sums]), pad(merged_FS[num_sums:], value=-math.inf)])
-
-
-def _cut(found: Passed, layout: PackedLayout) -> Passed:
-    """Without added responses and their tokens."""
-    num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
-    if len(found.keep_S) == num_responses:
-        return found
-    return found._replace(
-        merged_FS=found.merged_FS[:, :num_responses],
-        weights_T=found.weights_T[:num_tokens],
-        loss_mask_T=found.loss_mask_T[:num_tokens],
-        keep_S=found.keep_S[:num_responses],
-        metrics_MT=None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
-    )

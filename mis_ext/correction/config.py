@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -123,17 +124,8 @@ _VETO_NAMES = {
 
 
 class Bound(NamedTuple):
-    """A ``mode`` of a weight.
+    """A ``mode`` of a weight: which edges it uses, and whether what lies outside of them leaves the mask; in words."""
 
-    Attributes:
-        name: The mode.
-        has_low: Whether the low edge is used.
-        has_high: Whether the high edge is used.
-        rejects: Whether what lies outside the interval leaves the mask.
-        text: What it does, for the documentation.
-    """
-
-    name: str
     has_low: bool
     has_high: bool
     rejects: bool
@@ -141,10 +133,10 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "truncate": Bound("truncate", False, True, False, "the ratio, at most `high`"),
-    "clip": Bound("clip", True, True, False, "the ratio, clamped into `[low, high]`"),
-    "mask": Bound("mask", True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
-    "unbounded": Bound("unbounded", False, False, False, "the ratio"),
+    "truncate": Bound(False, True, False, "the ratio, at most `high`"),
+    "clip": Bound(True, True, False, "the ratio, clamped into `[low, high]`"),
+    "mask": Bound(True, True, True, "the ratio; outside `[low, high]` the token or sequence is rejected"),
+    "unbounded": Bound(False, False, False, "the ratio"),
 }
 """The bounds of a weight by name. Truncation: Ionides, Truncated Importance Sampling, 2008; masking: IcePop,
 arXiv:2510.18855."""
@@ -166,9 +158,6 @@ class Weight:
         when: Tokens that are weighed, the others have weight 1. ``stale``: those whose lag is above 0 or unknown, at
             ``level: token``.
 
-    Attributes:
-        gate: The gate that ``mode: mask`` implies.
-
     References:
         Token: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Sequence: Liu,
         Li et al., When Speed Kills Stability, 2025. Geometric: Zheng et al., Group Sequence Policy Optimization,
@@ -180,7 +169,6 @@ class Weight:
     low: float | None = None
     high: float | None = None
     when: When = "always"
-    gate: Gate | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, REDUCTIONS)
@@ -211,13 +199,16 @@ class Weight:
                 "when: stale gives fresh tokens weight 1 and rejects none: it needs level: token, bounds that contain "
                 f"1, and another mode than mask, got level: {self.level}, mode: {self.mode}, low={low}, high={high}"
             )
-        if bound.rejects:
-            object.__setattr__(self, "gate", Gate(reduce=REDUCTIONS[self.level], low=low, high=high))
 
     @property
     def bound(self) -> Bound:
         """The row of ``mode``."""
         return BOUNDS[self.mode]
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate that ``mode: mask`` implies."""
+        return Gate(reduce=REDUCTIONS[self.level], low=self.low, high=self.high) if self.bound.rejects else None
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -226,13 +217,13 @@ class Weight:
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded by ``mode``."""
-        # What lies outside of the bounds of a weight with a gate is rejected.
-        low, high = self.edges if self.gate is None else (-math.inf, math.inf)
+        # What lies outside of the bounds is then rejected.
+        low, high = (-math.inf, math.inf) if self.bound.rejects else self.edges
         # max(low, min(rho, high))
         return log_ratio.clamp(max(low, -MAX_LOG_RATIO), min(high, MAX_LOG_RATIO)).exp()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """One point in the space of corrections. Build it by hand, from a mapping, from YAML or from a preset.
 
@@ -272,27 +263,6 @@ class CorrectionConfig:
     staleness: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
-        object.__setattr__(self, "gates", tuple(self.gates))
-        object.__setattr__(self, "warn_only", frozenset(self.warn_only))
-        if self.normalize_over is not None and self.weight is None:
-            raise ValueError("normalize_over has no effect without a weight")
-        if self.metrics_only and (self.weight is not None or self.gates):
-            raise ValueError("metrics_only takes no weight and no gates")
-        if not self.metrics_only and self.weight is None and not self.gates:
-            raise ValueError("neither a weight nor a gate: nothing to correct; set metrics_only to measure")
-        looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
-        if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
-            object.__setattr__(self, "staleness", True)
-        names = [row.name for row in rows_of(self)]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"the name of a gate gives two metrics one name ({', '.join(twice)}): give it another name"
-            )
-        _ = self.selected_rows
-
-    def _check_types(self) -> None:
         if self.weight is not None:
             check_instance("weight", self.weight, Weight)
         check_instance("gates", self.gates, (tuple, list))
@@ -315,8 +285,26 @@ class CorrectionConfig:
         is_of_names = isinstance(self.metrics, tuple) and all(isinstance(name, str) for name in self.metrics)
         if self.metrics not in ("all", "core") and not is_of_names:
             raise ValueError(f"metrics must be all, core or a tuple of names, got {self.metrics!r}")
+        object.__setattr__(self, "gates", tuple(self.gates))
+        object.__setattr__(self, "warn_only", frozenset(self.warn_only))
+        if self.normalize_over is not None and self.weight is None:
+            raise ValueError("normalize_over has no effect without a weight")
+        if self.metrics_only and (self.weight is not None or self.gates):
+            raise ValueError("metrics_only takes no weight and no gates")
+        if not self.metrics_only and self.weight is None and not self.gates:
+            raise ValueError("neither a weight nor a gate: nothing to correct; set metrics_only to measure")
+        looks_at_lag = any(gate.statistic == LAG for gate in self.gates)
+        if looks_at_lag or (self.weight is not None and self.weight.when == "stale"):
+            object.__setattr__(self, "staleness", True)
+        names = [row.name for row in rows_of(self)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"the name of a gate gives two metrics one name ({', '.join(twice)}): give it another name"
+            )
+        _ = self.rows
 
-    @property
+    @functools.cached_property
     def labelled_gates(self) -> dict[str, Gate]:
         """``gates`` by the stem of their metrics: their own name, else one after their kind and place."""
         labels: dict[str, Gate] = {}
@@ -333,7 +321,7 @@ class CorrectionConfig:
             labels[name] = gate
         return labels
 
-    @property
+    @functools.cached_property
     def all_gates(self) -> dict[str, Gate]:
         """Every gate by label, with the one that the weight implies."""
         implied = None if self.weight is None else self.weight.gate
@@ -345,46 +333,56 @@ class CorrectionConfig:
         """True if each token has its own weight."""
         return self.weight is not None and self.weight.level == "token"
 
-    @property
-    def needs_whole_sequences(self) -> bool:
-        """True if a token without a ratio makes a statistic of its response unknown."""
+    @functools.cached_property
+    def segment_gates(self) -> tuple[Gate, ...]:
+        """The gates on segments."""
+        return tuple(gate for gate in self.all_gates.values() if gate.is_of_segments)
+
+    @functools.cached_property
+    def needs_all_ratios(self) -> bool:
+        """True if a token without a ratio makes a statistic of its response unknown: its response is not usable."""
         has_sequence_weight = self.weight is not None and not self.has_token_weights
         return has_sequence_weight or any(gate.reduce in ("sum", "mean") for gate in self.all_gates.values())
 
-    @property
+    @functools.cached_property
     def rejects_single_tokens(self) -> bool:
         """True if a kept response can lose tokens: by a filter on tokens, or because they have no ratio."""
         rejecting = [gate for gate in self.all_gates.values() if gate.action == "reject"]
         # Elsewhere a token without a ratio takes its response out of the mask.
-        keeps_the_rest = not self.needs_whole_sequences and not any(gate.is_veto for gate in rejecting)
+        keeps_the_rest = not self.needs_all_ratios and not any(gate.is_veto for gate in rejecting)
         return not self.metrics_only and (keeps_the_rest or any(gate.is_of_tokens for gate in rejecting))
 
     @property
-    def selected_rows(self) -> tuple[MetricRow, ...]:
-        """The metrics that are emitted, in order."""
-        available = rows_of(self)
+    def rows(self) -> dict[str, MetricRow]:
+        """The metrics that are emitted, by public name, in order."""
+        available = {PREFIX + row.name: row for row in rows_of(self)}
         if self.metrics == "all":
             return available
         if self.metrics == "core":
-            return tuple(row for row in available if row.is_core)
-        by_public_name = {PREFIX + row.name: row for row in available}
+            return {name: row for name, row in available.items() if row.is_core}
         for name in self.metrics:
-            if name not in by_public_name:
+            if name not in available:
                 raise ValueError(
-                    f"metrics: {name!r} is not emitted by this configuration{did_you_mean(name, by_public_name)}. "
+                    f"metrics: {name!r} is not emitted by this configuration{did_you_mean(name, available)}. "
                     "metrics: all emits every metric"
                 )
-        return tuple(row for name, row in by_public_name.items() if name in self.metrics)
+        return {name: row for name, row in available.items() if name in self.metrics}
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Public names of the metrics that are emitted, in order."""
-        return tuple(PREFIX + row.name for row in self.selected_rows)
+        return tuple(self.rows)
 
     @property
     def is_scaled(self) -> bool:
         """True if weights are multiplied by a factor of all samples of the ``scope``."""
         return self.normalize_over is not None or self.denominator == "kept"
+
+    @functools.cached_property
+    def needs_group(self) -> bool:
+        """True if a call needs the totals of other data-parallel ranks."""
+        of_group = any(row.over == "group" for row in self.rows.values())
+        return of_group or (self.is_scaled and self.scope == "data_parallel")
 
     def stops(self, guard: GuardName) -> bool:
         """Return True if a finding of the guard is an error, not a warning."""

@@ -55,7 +55,6 @@ from mis_ext.correction.metrics import (
     KEPT,
     LIVE,
     NUM_VALID,
-    PREFIX,
     SUM_D,
     SUM_LIVE_W,
     SUM_W,
@@ -135,7 +134,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
     judged: dict[str, Judged] = {}
     segments = [] if x.segments_GT is None else [*blocks.of_tokens(x.segments_GT).unbind()]
     # Each gate looks at all valid tokens, whatever the others reject, so that their order does not matter.
-    for label, gate in plan.gates.items():
+    for label, gate in plan.config.all_gates.items():
         if gate.is_of_segments:
             judged[label] = judge(gate, segments.pop(0), t.valid, segments[-1] != 0.0)
         else:
@@ -206,10 +205,10 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
     """Compute the results of responses from the sums over their tokens."""
     config, n, generated = plan.config, of[NUM_VALID], of[GENERATED]
     # The product or mean over a response with an unknown ratio is unknown too.
-    usable = (n > 0.0) & (n == generated) if plan.needs_all_ratios else n > 0.0
+    usable = (n > 0.0) & (n == generated) if config.needs_all_ratios else n > 0.0
     keep, weighted, gates = usable, usable, {}
     for label, key in plan.gate_sums.items():
-        gate, value = plan.gates[label], of[key]
+        gate, value = config.all_gates[label], of[key]
         if gate.reduce == "min":
             value = -value
         elif gate.reduce == "mean":
@@ -333,7 +332,7 @@ class Passed(NamedTuple):
 
 
 def output_pass(
-    s: TokenResults, r: Responses, b: Batch, mask_T: Tensor, blocks: Blocks, plan: Plan, *, token_metrics: bool
+    s: TokenResults, r: Responses, b: Batch, mask_T: Tensor, blocks: Blocks, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute what follows the sums in :class:`Passed`."""
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
@@ -341,7 +340,7 @@ def output_pass(
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
     keep_NB = s.keep & blocks.spread_to_blocks(r.keep)
     metrics_MT = None
-    if token_metrics and plan.rows:
+    if plan.token_metrics and plan.rows:
         rows_MS = response_metrics(r, b, plan.rows.values())
         # Tokens outside the response mask read a column of zeros.
         place_T = torch.where(mask_T != 0.0, blocks.response_T, len(r.n))
@@ -356,14 +355,7 @@ Exchange = Callable[[Tensor], Tensor] | None
 
 
 def run_passes(
-    x: Inputs,
-    blocks: Blocks,
-    plan: Plan,
-    over_cp: Exchange,
-    over_dp: Exchange,
-    *,
-    token_metrics: bool,
-    status: float = -math.inf,
+    x: Inputs, blocks: Blocks, plan: Plan, over_cp: Exchange, over_dp: Exchange, *, status: float = -math.inf
 ) -> Passed:
     """All passes, operation by operation; ``status`` is what this rank sends, see the collectives."""
     s, parts_FS = token_pass(x, blocks, plan, status)
@@ -371,8 +363,7 @@ def run_passes(
     r, own_A = response_pass(merged_FS, plan)
     group_A = own_A if over_dp is None else over_dp(own_A)
     b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
-    outputs = output_pass(s, r, b, x.mask_T, blocks, plan, token_metrics=token_metrics)
-    return Passed(merged_FS, own_A, group_A, *outputs)
+    return Passed(merged_FS, own_A, group_A, *output_pass(s, r, b, x.mask_T, blocks, plan))
 
 
 # --- what a configuration needs
@@ -399,42 +390,33 @@ class Keys(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Plan of a call: the values that its configuration needs.
+    """What a call computes.
 
-    ``gates``: by label, with the one that a weight with ``mode: mask`` implies. ``gate_sums``: of those on responses
-    what decides. ``segment_gates``: those on segments. ``rows``: the metrics that are emitted, by public name.
-    ``needs_all_ratios``: a token without a ratio makes its response unusable. ``of_tokens``: what each response sums up
-    over its tokens. ``of_responses``: what the batch sums up over them. ``needs_group``: the totals of other
-    data-parallel ranks are needed.
+    ``token_metrics``: whether also the metrics of each token. ``rows``: the metrics that are emitted, by public name.
+    ``gate_sums``: of each gate on responses, by label, what it is decided by. ``of_tokens``: what each response sums up
+    over its tokens. ``of_responses``: what the batch sums up over them.
     """
 
     config: CorrectionConfig
-    gates: Mapping[str, Gate]
-    segment_gates: tuple[Gate, ...]
-    gate_sums: Mapping[str, Sum | Max]
+    token_metrics: bool
     rows: Mapping[str, MetricRow]
-    needs_all_ratios: bool
-    needs_group: bool
+    gate_sums: Mapping[str, Sum | Max]
     of_tokens: Keys = Keys()
     of_responses: Keys = Keys()
 
 
 @functools.lru_cache(maxsize=32)
-def plan_of(config: CorrectionConfig) -> Plan:
+def plan_of(config: CorrectionConfig, *, token_metrics: bool = False) -> Plan:
     """The sums, totals, and metrics that a configuration needs: run the formulas once and record which keys they read.
 
     The formulas read no field of a plan that is not known by then.
     """
-    gates, rows = config.all_gates, {PREFIX + row.name: row for row in config.selected_rows}
-    of_segments = tuple(gate for gate in gates.values() if gate.is_of_segments)
-    of_responses = {label: gate_sum(label, gate) for label, gate in gates.items() if not gate.is_of_tokens}
-    needs_group = any(row.over == "group" for row in rows.values())
-    needs_group |= config.is_scaled and config.scope == "data_parallel"
-    plan = Plan(config, gates, of_segments, of_responses, rows, config.needs_whole_sequences, needs_group)
+    gate_sums = {label: gate_sum(label, gate) for label, gate in config.all_gates.items() if not gate.is_of_tokens}
+    plan = Plan(config, token_metrics, config.rows, gate_sums)
     # These record the keys in order. Every value is 1: no formula branches on one, and 1 has a log.
     of, total = (defaultdict[Any, Tensor](lambda: torch.ones(1, dtype=torch.float64, device="cpu")) for _ in range(2))
     r = decide_responses(of, plan)
-    response_metrics(r, Batch.over(total, total, config), rows.values())
+    response_metrics(r, Batch.over(total, total, config), plan.rows.values())
     totals = dict.fromkeys((*WATCHED, *total))
     for key in totals:
         _ = of[key] if isinstance(key, (Sum, Max)) else key.formula(r)
@@ -580,28 +562,28 @@ def correct(
     # No rank waits for one that is alone.
     with contextlib.nullcontext() if is_alone else due.told_of_errors():
         # Each collective below is also in due_of, in this order.
-        plan, mask_R = plan_of(config), streams.response_mask_R.float()
+        plan, mask_R = plan_of(config, token_metrics=token_metrics), streams.response_mask_R.float()
         mask_T = layout.local_part(mask_R)
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
         segments_GT = None
-        if plan.segment_gates:
+        if config.segment_gates:
             gather = functools.partial(due.gather, group=cp_group)
-            segments_GT = segment_values(streams.tokens, plan.segment_gates, layout, mask_R, gather)
+            segments_GT = segment_values(streams.tokens, config.segment_gates, layout, mask_R, gather)
         x = Inputs(*log_probs, mask_T, streams.lag_T, segments_GT)
         over_cp: Exchange = None
         over_dp: Exchange = None
         if cp_group is not None:
             over_cp = functools.partial(due.merge, group=cp_group, num_sums=len(plan.of_tokens.sums))
-        if dp_group is not None and plan.needs_group:
+        if dp_group is not None and config.needs_group:
             over_dp = functools.partial(due.merge, group=dp_group, num_sums=len(plan.of_responses.sums))
         wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
         if wants_graphs and not torch.compiler.is_compiling():
             # Loads the compiler's modules.
             from mis_ext.correction.compiled import graphs_of
 
-            found = graphs_of(config).run(x, layout, over_cp, over_dp, token_metrics=token_metrics)
+            found = graphs_of(config, token_metrics=token_metrics).run(x, layout, over_cp, over_dp)
         else:
-            found = run_passes(x, layout.blocks, plan, over_cp, over_dp, token_metrics=token_metrics)
+            found = run_passes(x, layout.blocks, plan, over_cp, over_dp)
         weights_T, loss_mask_R, status_1 = found.weights_T, mask_R, found.group_A[-1:]
         if config.metrics_only:
             weights_T = torch.ones_like(weights_T)
@@ -639,10 +621,10 @@ def due_of(
     if cp_group is not None:
         num_sequences, num_tokens = len(response_lengths), sum(map(_as_integer, response_lengths))
     messages = []
-    if plan.segment_gates:
-        messages.append(Message((1 + len(plan.segment_gates), num_tokens), torch.float32, cp_group))
+    if config.segment_gates:
+        messages.append(Message((1 + len(config.segment_gates), num_tokens), torch.float32, cp_group))
     messages.append(Message((sum(map(len, plan.of_tokens)) + 1, num_sequences), torch.float64, cp_group))
-    if plan.needs_group:
+    if config.needs_group:
         messages.append(Message((sum(map(len, plan.of_responses)) + 1,), torch.float64, dp_group))
     if config.rejects_single_tokens:
         messages.append(bits_message(num_tokens, cp_group))

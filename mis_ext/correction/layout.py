@@ -127,44 +127,39 @@ class PackedLayout:
         return _context_parallel_layout(responses, totals, padded, chunks, torch.device(device))
 
     @functools.cached_property
-    def places(self) -> tuple[Tensor, BlockSizes]:
-        """Positions of the local tokens of each response, and sizes: see :func:`places_of`."""
-        return places_of(self.local_lengths, self.device)
+    def places(self) -> Places:
+        """Positions of the local tokens of each response."""
+        return Places.of(self.local_lengths, self.device)
 
     @property
     def length_S(self) -> Tensor:
         """``[S]``: local tokens of each response, on the device."""
-        return self.places[0][1, 0]
+        return self.places.count_2S[0]
 
     @functools.cached_property
     def blocks(self) -> Blocks:
         """The local tokens of each response in blocks, for sums over them."""
-        return Blocks(*self.places)
+        return Blocks(self.places)
 
     @functools.cached_property
     def sequence_T(self) -> Tensor:
         """``[T]``: the sequence of each local token; without :attr:`blocks`, which take longer to make."""
         return torch.repeat_interleave(self.length_S, output_size=self.num_local_tokens)
 
-    @property
+    @functools.cached_property
     def sequence_R(self) -> Tensor:
         """``[R]``: the sequence of each token of the whole responses."""
-        return self.sequence_T if self.is_whole else self._whole_places[0]
-
-    @property
-    def position_T(self) -> Tensor:
-        """``[T]``: the place of each local token in the concatenated whole responses."""
-        return self._whole_places[1]
+        if self.is_whole:
+            return self.sequence_T
+        length_S = to_device(torch.tensor(self.response_lengths, dtype=torch.int64), self.device)
+        # Tensors as long as the tokens are built on the device: the CPU would take milliseconds.
+        return torch.repeat_interleave(length_S, output_size=self.num_whole_tokens)
 
     @functools.cached_property
-    def _whole_places(self) -> tuple[Tensor, Tensor]:
-        """The sequence of each token of the whole responses, and the place of each local token among them."""
-        numbers = (self.response_lengths, self.pieces.whole_starts, self.pieces.lengths)
-        together = torch.tensor([*itertools.chain(*numbers)], dtype=torch.int64)
-        length_S, start_P, length_P = torch.split(to_device(together, self.device), [*map(len, numbers)])
-        # Tensors as long as the tokens are built on the device: the CPU would take milliseconds.
-        sequence_R = torch.repeat_interleave(length_S, output_size=self.num_whole_tokens)
-        return sequence_R, runs(start_P, length_P, total=self.num_local_tokens)
+    def position_T(self) -> Tensor:
+        """``[T]``: the place of each local token in the concatenated whole responses."""
+        numbers = torch.tensor([self.pieces.whole_starts, self.pieces.lengths], dtype=torch.int64)
+        return runs(*to_device(numbers, self.device), total=self.num_local_tokens)
 
     def local_part(self, values_R: Tensor) -> Tensor:
         """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local.
@@ -224,12 +219,11 @@ def _context_parallel_layout(
     return PackedLayout(response_lengths=response_lengths, pieces=pieces, is_whole=False, device=device)
 
 
-def runs(first_P: Tensor, length_P: Tensor, *, total: int | None = None) -> Tensor:
+def runs(first_P: Tensor, length_P: Tensor, *, total: int) -> Tensor:
     """The integers ``first, first + 1, ...``, ``length`` of them, run after run; of each row of ``[..., P]``.
 
-    On the device of its arguments. There ``total``, the sum of the lengths, spares waiting for it.
+    ``total`` is the sum of the lengths, for which the CPU need not wait then.
     """
-    total = int(length_P.sum()) if total is None else total
     shift_P = first_P - (length_P.cumsum(0) - length_P)
     return torch.arange(total, device=length_P.device) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
@@ -293,23 +287,24 @@ class PackedStreams(NamedTuple):
 # --- sums over responses
 
 
-class BlockSizes(NamedTuple):
-    """Sizes of :class:`Blocks`, which follow from the lengths on the CPU, so that no size waits for the device."""
+class Places(NamedTuple):
+    """Where the tokens (row 0) and the blocks (row 1) of each response start, and how many it has: ``[2, S]`` int64.
 
+    The numbers of all of them are known on the CPU, so that no size waits for the device.
+    """
+
+    first_2S: Tensor
+    count_2S: Tensor
     num_tokens: int
     num_blocks: int
 
-
-def places_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, BlockSizes]:
-    """``[2, 2, S]`` int64 on ``device``; and sizes. For :class:`Blocks`.
-
-    Of each response of these lengths where its tokens (``[0, 0]``) and blocks (``[0, 1]``) start; and how many it has
-    (``[1]``).
-    """
-    length_S = torch.tensor(lengths, dtype=torch.int64)
-    counts_2S = torch.stack([length_S, (length_S + (Blocks.TOKENS - 1)) // Blocks.TOKENS])
-    sizes = BlockSizes(*counts_2S.sum(-1).tolist())
-    return to_device(torch.stack([counts_2S.cumsum(-1) - counts_2S, counts_2S]), device), sizes
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Places:
+        """Those of responses of these lengths."""
+        length_S = torch.tensor(lengths, dtype=torch.int64)
+        count_2S = torch.stack([length_S, (length_S + (Blocks.TOKENS - 1)) // Blocks.TOKENS])
+        first_2S = count_2S.cumsum(-1) - count_2S
+        return cls(*to_device(torch.stack([first_2S, count_2S]), device), *count_2S.sum(-1).tolist())
 
 
 class Blocks:
@@ -318,28 +313,24 @@ class Blocks:
     Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
     tokens form a matrix ``[N, 64]``: a sum over a block is a sum over a row, and ``torch.segment_reduce`` adds up the
     blocks of each response, one after the other. An empty slot never counts: nothing was generated there.
-
-    Args:
-        places_22S: As :func:`places_of` returns them.
-        sizes: Also.
     """
 
     TOKENS = 64
     """Tokens of a block."""
 
-    def __init__(self, places_22S: Tensor, sizes: BlockSizes) -> None:
-        (start_S, first_block_S), (length_S, self._blocks_S) = map(torch.unbind, places_22S)
+    def __init__(self, places: Places) -> None:
+        (start_S, first_block_S), (length_S, self._blocks_S), num_tokens, num_blocks = places
         # Sums, not views: a compiled search (_owners) in a view reads from the start of its memory before torch 2.13.
         end_S, block_end_S = start_S + length_S, first_block_S + self._blocks_S
-        self.response_T = _owners(length_S, end_S, sizes.num_tokens)
-        self.response_N = _owners(self._blocks_S, block_end_S, sizes.num_blocks)
+        self.response_T = _owners(length_S, end_S, num_tokens)
+        self.response_N = _owners(self._blocks_S, block_end_S, num_blocks)
         # Token t is in slot t + shift of the blocks, one block after the other.
         shift_S = first_block_S * self.TOKENS - start_S
-        self.slot_T = torch.arange(sizes.num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
-        slot_NB = torch.arange(sizes.num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
+        self.slot_T = torch.arange(num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
+        slot_NB = torch.arange(num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
         token_NB = slot_NB - self.spread_to_blocks(shift_S)
         self.is_token_NB = token_NB < self.spread_to_blocks(end_S)
-        self._token_E = token_NB.clamp(max=max(sizes.num_tokens - 1, 0)).flatten()
+        self._token_E = token_NB.clamp(max=max(num_tokens - 1, 0)).flatten()
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
         """``[..., N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
@@ -355,16 +346,15 @@ class Blocks:
 
     def sums(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
-        return self._over_blocks("sum", map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB))
+        sums_N = map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)
+        x_NF = torch.stack([*sums_N], dim=-1)
+        # Unsafe: the device does not wait for a check of the lengths.
+        return torch.segment_reduce(x_NF, "sum", lengths=self._blocks_S, axis=0, unsafe=True).T
 
     def maxima(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the largest value of each row in each response; an empty slot must hold ``-inf``."""
-        return self._over_blocks("max", map(functools.partial(torch.amax, dim=-1), rows_NB))
-
-    def _over_blocks(self, reduction: str, rows_N: Iterable[Tensor]) -> Tensor:
-        x_NF = torch.stack([*rows_N], dim=-1)
-        # Unsafe: the device does not wait for a check of the lengths.
-        return torch.segment_reduce(x_NF, reduction, lengths=self._blocks_S, axis=0, unsafe=True).T.double()
+        x_NF = torch.stack([*map(functools.partial(torch.amax, dim=-1), rows_NB)], dim=-1)
+        return torch.segment_reduce(x_NF, "max", lengths=self._blocks_S, axis=0, unsafe=True).T.double()
 
 
 def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:

@@ -104,7 +104,7 @@ def _weight(values: Mapping[str, Any]) -> Weight | None:
     bound = BOUNDS[values["tis_mode"]]
     return Weight(
         level=values["tis_level"],
-        mode=bound.name,
+        mode=values["tis_mode"],
         low=values["tis_lower_bound"] if bound.has_low else None,
         high=values["tis_upper_bound"] if bound.has_high else None,
         when=values["tis_when"],

@@ -133,7 +133,7 @@ _LEGAL: dict[Check, str] = {
 
 # --- the rows
 
-_MODES = "; ".join(f"{row.name}: {row.text}" for row in config.BOUNDS.values())
+_MODES = "; ".join(f"{mode}: {row.text}" for mode, row in config.BOUNDS.items())
 _defaults = config.CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),

@@ -47,7 +47,7 @@ reducers = pytest.mark.parametrize("per_token", [False, True], ids=["sample mean
 
 def of_samples(keys: dict) -> list[str]:
     """Metrics that are means over samples or tokens."""
-    return [f"mis_{row.name}" for row in mis_ext.config_from_mapping(keys).selected_rows if row.over != "group"]
+    return [f"mis_{row.name}" for row in mis_ext.config_from_mapping(keys).rows.values() if row.over != "group"]
 
 
 def cut(samples: Samples, cuts: list[int]) -> Iterator[Samples]:

@@ -36,7 +36,7 @@ def without(samples: Samples, index: int) -> Samples:
 
 
 def of_samples(keys: dict) -> list[mis_ext.correction.metrics.MetricRow]:
-    return [row for row in mis_ext.config_from_mapping(keys).selected_rows if row.over in ("valid_tokens", "sequences")]
+    return [row for row in mis_ext.config_from_mapping(keys).rows.values() if row.over in ("valid_tokens", "sequences")]
 
 
 @reducers
@@ -129,7 +129,7 @@ def test_a_sample_that_the_host_removed_is_0_in_every_metric() -> None:
         assert found == pytest.approx({name: value * 3 / 4 for name, value in rest.items()}, rel=1e-6)
         # The same at every cut, the removed one alone too.
         cut = logged(keys, samples, slice(0, 1), slice(1, 2), slice(2, 4))
-        names = {f"mis_{row.name}" for row in mis_ext.config_from_mapping(keys).selected_rows if row.over != "group"}
+        names = {f"mis_{row.name}" for row in mis_ext.config_from_mapping(keys).rows.values() if row.over != "group"}
         if "tis_batch_normalize" not in keys:
             assert len(names) > 20
             assert all(cut[name] == pytest.approx(found[name]) for name in names)

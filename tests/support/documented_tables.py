@@ -59,7 +59,7 @@ def bounds_table() -> Table:
     """The modes of a weight, and what each makes of a ratio."""
     return Table(
         ("mode", "weight"),
-        tuple((f"`{row.name}`", row.text) for row in BOUNDS.values()),
+        tuple((f"`{mode}`", row.text) for mode, row in BOUNDS.items()),
     )
 
 
