@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a correction as graphs of ``torch.compile``: the same functions, with fewer launches.
 
-Each configuration has graphs of its own: one of all passes; or, in a call with collectives, one for each pass, of which
-the last computes tokens and responses again, so that only sums leave the others. They hold for calls of any lengths,
-because sizes of 0 and 1, for which torch compiles again, never reach them. Outside of the graphs are:
+Each configuration has graphs of its own: one of all passes (:func:`run_passes`); or, in a call with collectives, one
+for tokens, one for responses, and one for the outputs, which computes tokens and responses again, so that only sums
+leave the others. They hold for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never
+reach them. Outside of the graphs are:
 
 - before: the casts to float32, the places of responses, the values of segments, and padding (:meth:`Graphs.parts`);
 - between: the collectives;

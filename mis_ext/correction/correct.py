@@ -8,11 +8,14 @@ passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operatio
 2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
-To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes it, also without
-``use_rs``, from ``VETOES`` of ``keys/rows.py``: ``Gate(statistic="ratio", reduce="min", low=1e-4)``.
-:func:`token_pass` finds the log-ratio of each token. The largest of minus the log-ratio, :func:`gate_sum`, goes to
-:func:`decide_responses`, which compares the smallest log-ratio of a response with ``log 1e-4``. A response token
-without a finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
+With ``use_tis: true`` alone the weight is ``Weight()``: the ratio of each token, at most 2. That is
+``DEFAULT_UPPER_BOUND`` of ``config.py``, the default of ``tis_upper_bound`` in ``keys/rows.py``.
+
+To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes
+``Gate(statistic="ratio", reduce="min", low=1e-4)`` of it. :func:`token_pass` finds the log-ratio of each token, and
+:func:`gate_sum` says which sum or maximum the filter needs: for the smallest log-ratio the largest of its negative.
+:func:`decide_responses` compares the smallest log-ratio of a response with ``log 1e-4``. A response token without a
+finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
 ``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios: without
@@ -248,9 +251,9 @@ def _weight_in_mean(r: Responses) -> Tensor:
 
 
 IN_MEAN, NUMBER_IN_MEAN = BatchSum(_weight_in_mean), BatchSum(_number_in_mean)
-# What the framework divides by: all response tokens, or all responses (of each response it takes the mean over its
-# response tokens). The kept part of it: kept tokens, or sum over responses of kept tokens / response tokens. Both count
-# tokens, where the framework sums the mask: exact for masks of 0 and 1.
+# TERMS: what the framework divides by. All response tokens; or all responses, as of each it takes the mean over its
+# response tokens. KEPT_TERMS: what mis_denominator: kept divides by. Kept tokens; or the sum over responses of kept
+# tokens / response tokens. Both count tokens, where the framework sums the mask: exact for masks of 0 and 1.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
 

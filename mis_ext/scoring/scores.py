@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy of tokens from their logits: two passes over the logits, and no copy of them.
 
-A token's log-prob is ``z_t - log sum exp z`` and the entropy ``log sum exp z - sum p z``. Three sums over a row of
-logits ``z`` say both, and with them the gradient ``g (1[v = t] - p_v) - h p_v (log p_v + H)``. So the forward pass
+With logits ``z`` divided by the temperature, a token's log-prob is ``z_t - log sum exp z`` and the entropy
+``H = log sum exp z - sum p z``. Three sums over a row say both, and with them the gradient of a loss with
+``g = dL/dlogp`` and ``h = dL/dH``: ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. So the forward pass
 reads the logits once and keeps a few numbers per token; the backward pass reads them once more and writes the gradient.
-Triton kernels do it on a GPU where Triton imports, PyTorch operations elsewhere.
+PyTorch operations do it (``_logit_gradient`` of ``chunked.py``), and on a GPU where Triton imports, kernels
+(``triton_backend.py``).
 """
 
 from __future__ import annotations
