@@ -218,8 +218,9 @@ def _sums(
         totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
 
     # loss = policy + kl_coef kl - entropy_coef entropy, and its derivatives g = dL/dlogp and h = dL/dH. LossOfSlopes
-    # of methods/method.py gives them to autograd, which calls the backward pass of scoring/scores.py (with
-    # mis_loss_scoring: host, that of the framework): dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature.
+    # of methods/method.py gives them to autograd, which calls the backward pass of scoring/scores.py (or with
+    # mis_loss_scoring: host that of the framework). There
+    # dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature.
     totals["loss"], slope_T, entropy_slope_T = totals["pg_loss"], found.slope(policy_share_T), None
     if settings.entropy_coef != 0.0:
         totals["loss"] = totals["loss"].sub(totals["entropy_loss"], alpha=settings.entropy_coef)
