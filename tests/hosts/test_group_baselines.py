@@ -51,9 +51,10 @@ def test_an_advantage_is_over_the_trajectories_of_its_prompt_that_count(leave_on
         expected = torch.tensor(advantages(answers, **settings), dtype=torch.float64)
         # A trajectory counts if one of its samples does.
         torch.testing.assert_close(found[counts], expected[counts])
+        left_out = {} if with_deviation and not leave_one_out else settings
         own = [each._replace(trajectory=place, counts=True) for place, each in enumerate(answers)]
         torch.testing.assert_close(
-            group_advantages(reward, prompt, **settings).double(),
+            group_advantages(reward, prompt, **left_out).double(),
             torch.tensor(advantages(own, **settings), dtype=torch.float64),
             rtol=1e-6,
             atol=1e-6,

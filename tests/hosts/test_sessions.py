@@ -208,7 +208,10 @@ def test_measuring_with_a_configuration_that_corrects_warns() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("keys", [{"get_mismatch_metrics": True}, {"use_tis": False, "get_mismatch_metrics": True}])
 def test_measuring_alone_warns_nothing(keys) -> None:
-    mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **make_batch())
+    batch = make_batch()
+    # Nothing is rejected: no share of it is too large.
+    batch["rollout_log_probs"][0][:] = torch.nan
+    mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**keys), **batch)
 
 
 def test_miles_backend_that_divides_by_survivors_takes_no_kept_denominator() -> None:
