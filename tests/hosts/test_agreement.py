@@ -101,6 +101,11 @@ ERRORS: dict[str, tuple[Callable[[dict], None], type[Exception], str]] = {
         ValueError,
         "Engine log-probs are placeholders",
     ),
+    "log-probs of the next token": (
+        assigned("rollout_log_probs", lambda x: [each.roll(-1) for each in x]),
+        ValueError,
+        "Log-probs are shifted by one token",
+    ),
 }
 
 
@@ -125,7 +130,8 @@ def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, er
     failing = 0 if "tis_level" in keys else cp_size * dp_size - 1
 
     def work(rank: Rank) -> tuple:
-        batch = local_batch(rank)
+        # Enough neighbors for a guard on each rank.
+        batch = local_batch(rank, length=60)
         if rank.number == failing:
             spoil(batch)
         return call(rank, batch, args_of(**keys))

@@ -175,6 +175,14 @@ def test_it_warns_of_kept_denominators_beside_a_function_that_may_split_rollouts
         ({"custom_generate_function_path": "mine.generate"}, True),
         ({"custom_generate_function_path": "mis_ext.rollout.generate"}, False),
         ({}, False),
+        ({"custom_generate_function_path": "mine.generate", "mis_denominator": "fixed"}, False),
+        (
+            {
+                "custom_generate_function_path": "mine.generate",
+                "rollout_data_postprocess_path": "mis_ext.prepare_rollout",
+            },
+            False,
+        ),
     ):
         start(keys | more)
         assert ("several samples of a rollout" in capsys.readouterr().out) == is_warned

@@ -23,6 +23,11 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, *, version: object = VERSION) -> None:
         self.args, self.weight_updater = args, SimpleNamespace(weight_version=version)
 
+    def train(self, data: dict[str, Any], *, is_miles: bool) -> None:
+        rollout_data = {"of": "another frame"}
+        self.train_actor(data, is_miles=is_miles)
+        assert rollout_data == {"of": "another frame"}
+
     def train_actor(self, rollout_data: dict[str, Any], *, is_miles: bool = False) -> None:
         if is_miles:
             prepare_rollout(self.args)
@@ -50,7 +55,7 @@ def micro_batch(batch: dict[str, Any], chosen: list[int]) -> dict[str, Any]:
 def test_the_hook_finds_the_lag_of_each_token_in_any_micro_batch(is_miles) -> None:
     args = argparse.Namespace(**KEYS)
     batch, lags, data = rollout()
-    Trainer(args).train_actor(data, is_miles=is_miles)
+    Trainer(args).train(data, is_miles=is_miles)
     # It is nobody's log-prob, and the host would log it.
     assert "teacher_log_probs" not in data
     for chosen in ([3, 0], [2], [1], [0, 1, 2, 3]):

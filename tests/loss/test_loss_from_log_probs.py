@@ -206,6 +206,10 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
     found, _ = computed({}, given | {"proximal_logprobs": None})
     wanted, _ = computed({}, given | {"proximal_logprobs": proximal})
     assert torch.equal(found.total, wanted.total)
+    # What is only measured may be missing.
+    measured, _ = computed(OPTIONS["measured"], given | {"proximal_logprobs": None, "behavior_logprobs": None})
+    assert torch.equal(measured.total, wanted.total)
+    assert measured.metrics["mis_kl"].value().isnan()
 
 
 @pytest.mark.parametrize(

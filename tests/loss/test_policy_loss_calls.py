@@ -146,7 +146,10 @@ def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:
     assert torch.equal(gradient, full[2])
     measured = called({"get_mismatch_metrics": True, "mis_guard": "warn"}, local(rollout_log_probs=None))
     assert torch.equal(measured[2], gradient)
-    assert all(value.isnan() for name, value in measured[1].items() if name.startswith("mis_"))
+    ones = [torch.ones_like(each) for each in local()["loss_masks"]]
+    unmasked = called({"get_mismatch_metrics": True}, local(rollout_log_probs=None, loss_masks=ones))
+    values = [value for _, found, _ in (measured, unmasked) for name, value in found.items() if name.startswith("mis_")]
+    assert torch.stack(values).isnan().all()
 
 
 def test_a_reducer_gets_the_masks_of_the_framework_where_the_mismatch_is_only_measured() -> None:
