@@ -158,11 +158,7 @@ def preset_path(name: str) -> Path:
     """The file of the preset called ``name``."""
     names = list_presets()
     if name not in names:
-        from mis_ext.keys.removed import sentence
-
-        raise ValueError(
-            sentence(f"preset {name}") or f"no preset {name!r}{did_you_mean(name, names)}; mis-ext presets lists all"
-        )
+        raise ValueError(f"no preset {name!r}{did_you_mean(name, names)}; mis-ext presets lists all")
     return _PRESETS / f"{name}.yaml"
 
 

@@ -29,9 +29,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if f"{package}.{name}" in module_of.values():
             return import_module(f"{package}.{name}")
         if name not in module_of:
-            from mis_ext.keys.removed import sentence
-
-            raise AttributeError(sentence(f"{package}.{name}") or f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         # Kept, so that the next use costs what any other global costs.
         namespace[name] = getattr(import_module(module_of[name]), name)
         return namespace[name]

@@ -29,6 +29,22 @@ OF_OTHERS = {
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
 """Other names that are refused, and what replaces them."""
+REMOVED = {
+    "mis_loss_compile": "remove the key",
+    "rs_gates.level": "write reduce: token, sum (for sequence), mean (geometric), min, or max",
+    "rs_gates.after": "remove the key: a filter judges all tokens of the response mask",
+    "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
+    "rs_gates.target_gain": "remove the key",
+    "rs_gates.statistic: squared_log_ratio": "write statistic: k2, with half of the bound",
+    **{f"mis_lr_multiplier_{kind}": f"take the root of mis_ess_ratio_{kind}" for kind in ("token", "seq")},
+    "mis_ratio_above_2_fraction": "use mis_tis_truncate_fraction, or mis_ratio_max",
+    "mis_ratio_below_half_fraction": "use mis_tis_truncate_fraction_low, or mis_ratio_min",
+    "mis_train_rollout_logprob_abs_diff_invalid": "use mis_nonfinite_token_fraction, which is the same",
+    **dict.fromkeys(("mis_log_ppl_diff_min", "mis_log_ppl_diff_max"), "use mis_log_ppl_diff, or mis_ratio_max"),
+    "mis_tis_weight_std": "use mis_tis_weight_ess: (standard deviation / mean)^2 is 1 / mis_tis_weight_ess - 1",
+    **{f"mis_ess_ratio_token_{age}": f"use mis_k3_kl_{age}" for age in ("fresh", "stale")},
+}
+"""What replaces keys, ``rs_gates.KEY``, ``rs_gates.KEY: value``, and metrics that a file for 0.5 may have."""
 NO_NULL = {"tis_level": "none", "tis_mode": "unbounded", "rs_level": "none"}
 """Keys for which null could mean two things: the default, and this word."""
 
@@ -44,9 +60,18 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     with wrong:
         if hints:
             raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")
-    for key, word in NO_NULL.items():
-        if key in given and given[key] is None:
-            wrong.refuse([f"{key}: null could mean {word} or the default; write {key}: {word}, or remove the key"])
+    wrong.refuse(
+        f"{key}: null could mean {word} or the default; write {key}: {word}, or remove the key"
+        for key, word in NO_NULL.items()
+        if key in given and given[key] is None
+    )
+    gates, inner = given.get("rs_gates"), given.get("mis_metrics")
+    inner = list(inner) if isinstance(inner, (list, tuple)) else []
+    for gate in gates if isinstance(gates, (list, tuple)) else ():
+        for key, value in gate.items() if isinstance(gate, Mapping) else ():
+            inner += [f"rs_gates.{key}", f"rs_gates.{key}: {value}"]
+    gone = [name for name in REMOVED if name in given or name in inner]
+    wrong.refuse(f"{name} was removed in mis_ext 0.6: {REMOVED[name]}" for name in gone)
 
 
 def near_miss(name: str, keys: Collection[str]) -> str | None:

@@ -59,11 +59,6 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     if {*keys} & {*_APPLIED} <= read.keys():
         table = _idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss)
         wrong.refuse(without_effect(table, given))
-    # Whether a metric exists is known later.
-    if wrong.found or isinstance(read.get("mis_metrics"), tuple):
-        from mis_ext.keys.removed import removed_in  # What was removed is wrong: it is named beside other errors.
-
-        wrong.refuse(removed_in(given))
     wrong.raise_all()
     reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in keys}
     reporting |= {"warn_only": read.get("mis_guard", frozenset()), "staleness": read.get("mis_staleness", False)}

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from mis_ext import __version__
 from mis_ext.files import printable, to_jsonable
-from mis_ext.keys.removed import sentence
 from mis_ext.tools.cli import check_rollouts, configurations, equality, report
 from mis_ext.tools.cli.command import Result, require
 from mis_ext.validation import did_you_mean
@@ -49,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    _refuse_removed(parser, arguments)
     if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
         known = ", ".join(commands.choices)
         parser.error(f"no command {arguments[0]!r}{did_you_mean(arguments[0], commands.choices)}; there are {known}")
@@ -72,14 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, MemoryError, RecursionError) as error:
         parser.exit(2, f"{parser.prog} {parsed.command}: {_one_line(error)}\n")
     return code
-
-
-def _refuse_removed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    names = [f"{parser.prog} {each}" for each in arguments[:1]]
-    names += [each.partition("=")[0] for each in arguments if each.startswith("-")]
-    found = [text for text in map(sentence, names) if text is not None]
-    if found:
-        parser.error("; ".join(found))
 
 
 def _run(parsed: argparse.Namespace) -> int:

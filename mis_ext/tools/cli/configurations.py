@@ -81,7 +81,6 @@ def run_explain(parsed: argparse.Namespace) -> Result:
 def _spelt(name: str) -> Spelt:
     """Return the configuration of a file, or of the preset or method of this name."""
     from mis_ext.files import list_presets, preset_path
-    from mis_ext.keys.removed import sentence
     from mis_ext.methods import METHODS
     from mis_ext.tools.method_files import read_file, read_method
     from mis_ext.validation import did_you_mean
@@ -96,10 +95,7 @@ def _spelt(name: str) -> Spelt:
     if Path(name).exists():
         return read_file(name)
     near = did_you_mean(name, (*list_presets(), *METHODS))
-    raise ValueError(
-        sentence(f"preset {name}")
-        or f"no file, no preset and no method {name!r}{near}; mis-ext presets and mis-ext methods list all"
-    )
+    raise ValueError(f"no file, no preset and no method {name!r}{near}; mis-ext presets and mis-ext methods list all")
 
 
 def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -> None:
