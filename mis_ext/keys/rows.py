@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every key of a file in one row: check, default, sentence, unit.
+"""Every key of a file in one row: legal values, default, sentence, unit.
 
-The check has the type and the legal range. The error, the JSON Schema, the reference page, and the output of ``mis-ext
-keys NAME`` follow from the row. Other modules: ``reading`` makes configuration objects from keys and
-refuses combinations, ``names`` refuses names, ``presets`` reads files, ``schema`` writes the rows as JSON Schema.
+The check, the error, the JSON Schema, the reference page, and the output of ``mis-ext keys NAME`` follow from the row.
+Other modules: ``reading`` makes configuration objects from keys and refuses combinations, ``names`` refuses names,
+``presets`` reads files, ``schema`` puts the rows together as JSON Schema.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,50 +26,48 @@ from mis_ext.validation import (
     check_number,
     check_text,
     errors_of,
-    interval,
 )
 
-Check = Callable[[str, Any], Any]
 Baseline = Literal["mean", "leave_one_out"]
 BaselineOver = Literal["all", "trained", "kept"]
 PREFIXES = ("tis_", "rs_", "mis_")
 
 
+class Values(NamedTuple):
+    """Legal values: as a check that gives the value or raises an error about a key, in words, and as JSON Schema."""
+
+    check: Callable[[str, Any], Any]
+    legal: str
+    schema: Mapping[str, Any]
+
+
 class Key(NamedTuple):
-    """One key: ``check`` gives its value or raises an error with key, value, and legal range.
+    """One key. A default of None means unset, or a default that ``text`` describes."""
 
-    A default of None means unset, or a default that ``text`` describes.
-    """
-
-    check: Check
+    values: Values
     default: Any
     text: str
     unit: str = ""
 
-    @property
-    def legal(self) -> str:
-        """Type and range, in words."""
-        if isinstance(self.check, partial):
-            choices = self.check.keywords.get("choices")
-            return f"number in {interval(**self.check.keywords)}" if choices is None else " | ".join(choices)
-        return _LEGAL.get(self.check, "text")
 
-
-def number(legal: str) -> Check:
-    """The check of a number in an interval, such as ``(0, inf]``."""
+def number(legal: str) -> Values:
+    """The numbers in an interval, such as ``(0, inf]``."""
     low, high = map(float, legal[1:-1].split(","))
-    return partial(check_number, low=low, high=high, open_low=legal[0] == "(", open_high=legal[-1] == ")")
+    opens = legal[0] == "(", legal[-1] == ")"
+    ends = {"exclusiveMinimum" if opens[0] else "minimum": low, "exclusiveMaximum" if opens[1] else "maximum": high}
+    # JSON has no infinity: a bound there is none.
+    schema = {"type": "number"} | {end: bound for end, bound in ends.items() if math.isfinite(bound)}
+    check = partial(check_number, low=low, high=high, open_low=opens[0], open_high=opens[1])
+    return Values(check, f"number in {legal}", schema)
 
 
-def words(*choices: Any) -> Check:
-    """The check of words, or of those of a ``Literal``."""
-    return partial(
-        check_choice,
-        choices=[word for each in choices for word in ([each] if isinstance(each, str) else get_args(each))],
-    )
+def words(*choices: Any) -> Values:
+    """Words, or those of a ``Literal``."""
+    legal = [word for each in choices for word in ([each] if isinstance(each, str) else get_args(each))]
+    return Values(partial(check_choice, choices=legal), " | ".join(legal), {"enum": legal})
 
 
-# --- values that are not a single number, word, or switch
+# --- values that are not a single number or word
 
 
 def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
@@ -85,8 +84,7 @@ def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
     return tuple(gates)
 
 
-def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
-    """``core``, ``all``, or the names of a list."""
+def _read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
     if isinstance(value, str) and value in get_args(config.MetricChoice):
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
@@ -95,40 +93,38 @@ def read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
     raise kind(f"{key} must be all, core or a list of names, got {value!r}")
 
 
-def read_guards(key: str, value: Any) -> frozenset[str]:
+def _read_guards(key: str, value: Any) -> frozenset[str]:
     """The guards that only warn."""
     if not isinstance(value, Mapping):
-        return frozenset(config.GUARD_NAMES) if check_choice(key, value, ("error", "warn")) == "warn" else frozenset()
+        return frozenset(config.GUARD_NAMES) if check_choice(key, value, _HOW) == "warn" else frozenset()
     choices = check_mapping(key, value)
     check_known(f"guards in {key}", choices, config.GUARD_NAMES)
-    for name, choice in choices.items():
-        check_choice(f"{key}.{name}", choice, ("error", "warn"))
-    return frozenset(name for name, choice in choices.items() if choice == "warn")
+    return frozenset(name for name in choices if check_choice(f"{key}.{name}", choices[name], _HOW) == "warn")
 
 
-def read_compile(key: str, value: Any) -> Any:
-    """``auto``, or whether graphs of ``torch.compile`` are used."""
+def _read_compile(key: str, value: Any) -> Any:
     if value == "auto" or isinstance(value, bool):
         return value
     raise TypeError(f"{key} must be auto, true or false, got {value!r}")
 
 
-def read_method(key: str, value: Any) -> Any:
-    """The method of this name, or with these parameters."""
+def _read_method(key: str, value: Any) -> Any:
     from mis_ext.methods.catalogue import choose_method  # All methods: a loss without one needs none.
 
     return choose_method(key, value)
 
 
-_LEGAL: dict[Check, str] = {
-    check_bool: "true | false",
-    read_compile: "auto | true | false",
-    read_gates: "list of mappings",
-    read_guards: "error | warn, or mapping from guard to one of them",
-    read_method: "name, or mapping with name and parameters",
-    read_metrics: "core | all, or list of names",
-}
-"""The legal values of what is no number, word, or text."""
+_HOW = ("error", "warn")
+SWITCH = Values(check_bool, "true | false", {"type": "boolean"})
+TEXT = Values(check_text, "text", {"type": "string"})
+COMPILE = Values(_read_compile, "auto | true | false", {"enum": ["auto", True, False]})
+GATES = Values(read_gates, "list of mappings", {"type": "array", "items": {"$ref": "#/definitions/gate"}})
+_GUARD: dict[str, Any] = {"enum": [*_HOW]}
+_OF_GUARDS = {"type": "object", "properties": dict.fromkeys(config.GUARD_NAMES, _GUARD), "additionalProperties": False}
+GUARDS = Values(_read_guards, "error | warn, or mapping from guard to one of them", {"anyOf": [_GUARD, _OF_GUARDS]})
+_NAMES = {"type": "array", "items": {"type": "string"}}
+METRICS = Values(_read_metrics, "core | all, or list of names", {"anyOf": [{"enum": ["core", "all"]}, _NAMES]})
+METHOD = Values(_read_method, "name, or mapping with name and parameters", {"$ref": "#/definitions/method"})
 
 
 # --- the rows
@@ -136,26 +132,26 @@ _LEGAL: dict[Check, str] = {
 _MODES = "; ".join(f"{mode}: {row.text}" for mode, row in config.BOUNDS.items())
 _defaults = config.CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
-    "use_tis": Key(check_bool, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
-    "use_rs": Key(check_bool, False, "Rejects what lies outside of the rs bounds."),
+    "use_tis": Key(SWITCH, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
+    "use_rs": Key(SWITCH, False, "Rejects what lies outside of the rs bounds."),
     "tis_level": Key(words(config.Level, "none"), "token", "What the weight is the ratio of."),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
-    "tis_lower_bound": Key(number("[0,inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
-    "tis_upper_bound": Key(number("(0,inf)"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_lower_bound": Key(number("[0, inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
+    "tis_upper_bound": Key(number("(0, inf)"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
     "tis_when": Key(words(config.When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
     "rs_level": Key(words(config.Level, "none"), "token", "What is compared with the rs bounds; none: rs_gates alone."),
-    "rs_lower_bound": Key(number("[0,inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
-    "rs_upper_bound": Key(number("(0,inf]"), None, "Upper bound of what is kept. Default: the weight's.", "ratio"),
-    "rs_gates": Key(read_gates, (), "Further filters, each a mapping."),
-    "rs_veto_threshold": Key(number("(0,1]"), None, "Rejects a response with any ratio below it.", "ratio"),
-    "rs_veto_upper_threshold": Key(number("[1,inf)"), None, "Rejects a response with any ratio above it.", "ratio"),
-    "rs_veto_probability": Key(number("(0,1]"), None, "Rejects a response with a trainer probability below it."),
-    "rs_veto_requires_rs": Key(check_bool, False, "Applies the vetoes only with use_rs."),
+    "rs_lower_bound": Key(number("[0, inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
+    "rs_upper_bound": Key(number("(0, inf]"), None, "Upper bound of what is kept. Default: the weight's.", "ratio"),
+    "rs_gates": Key(GATES, (), "Further filters, each a mapping."),
+    "rs_veto_threshold": Key(number("(0, 1]"), None, "Rejects a response with any ratio below it.", "ratio"),
+    "rs_veto_upper_threshold": Key(number("[1, inf)"), None, "Rejects a response with any ratio above it.", "ratio"),
+    "rs_veto_probability": Key(number("(0, 1]"), None, "Rejects a response with a trainer probability below it."),
+    "rs_veto_requires_rs": Key(SWITCH, False, "Applies the vetoes only with use_rs."),
     "rs_max_staleness": Key(
-        number(f"[0,{UNKNOWN_LAG})"), None, "Rejects tokens of staler weights. Needs mis_staleness.", "updates"
+        number(f"[0, {UNKNOWN_LAG:g})"), None, "Rejects tokens of staler weights. Needs mis_staleness.", "updates"
     ),
     "rs_staleness_level": Key(words("token", "sequence_max"), "token", "Rejects such a token alone, or its response."),
-    "tis_batch_normalize": Key(check_bool, False, "Divides the weights by their mean."),
+    "tis_batch_normalize": Key(SWITCH, False, "Divides the weights by their mean."),
     "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "The samples of that mean."),
     "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "The tokens of that mean."),
     "mis_denominator": Key(
@@ -164,13 +160,13 @@ CORRECTION_ROWS: dict[str, Key] = {
         "What the loss is divided by. fixed: the framework's divisor, which counts rejected tokens. kept: only kept "
         "tokens count, because weights are multiplied by all / kept of tis_normalize_scope.",
     ),
-    "mis_staleness": Key(check_bool, False, "The rollout stores the weight version of each token."),
-    "mis_metrics": Key(read_metrics, "core", "The metrics that are reported."),
-    "mis_metric_max": Key(number("[0,inf]"), _defaults.metric_max, "Cap of a token in k3_kl, of a response in chi2_*."),
-    "mis_guard": Key(read_guards, "error", "What a guard does, for all or for each."),
-    "mis_compile": Key(read_compile, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
+    "mis_staleness": Key(SWITCH, False, "The rollout stores the weight version of each token."),
+    "mis_metrics": Key(METRICS, "core", "The metrics that are reported."),
+    "mis_metric_max": Key(number("[0, inf]"), _defaults.metric_max, "Cap of a token in k3_kl, a response in chi2_*."),
+    "mis_guard": Key(GUARDS, "error", "What a guard does, for all or for each."),
+    "mis_compile": Key(COMPILE, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
     "mis_max_reject_fraction": Key(
-        number("[0,1]"), _defaults.max_reject_fraction, "Warns when more is rejected.", "share"
+        number("[0, 1]"), _defaults.max_reject_fraction, "Warns when more is rejected.", "share"
     ),
 }
 """Keys of a correction."""
@@ -185,31 +181,31 @@ VETOES: dict[str, tuple[str, config.Reduce, str]] = {
 GROUP_ROWS: dict[str, Key] = {
     "mis_group_baseline": Key(words(Baseline), "mean", "What a reward is compared with."),
     "mis_group_over": Key(words(BaselineOver), "trained", "Which trajectories of a prompt count in it."),
-    "mis_prompt_mean": Key(check_bool, False, "Gives every prompt the same weight."),
+    "mis_prompt_mean": Key(SWITCH, False, "Gives every prompt the same weight."),
 }
 """Keys of what responses to one prompt share. Functions of the whole rollout read them, in slime and Miles."""
 
 DEFAULT_SCORING: Scoring = "fused"
 LOSS_ROWS: dict[str, Key] = {
     "mis_loss_method": Key(
-        read_method, None, "A published method that replaces mis_loss_mode, by its name or with parameters."
+        METHOD, None, "A published method that replaces mis_loss_mode, by its name or with parameters."
     ),
     "mis_loss_mode": Key(words(Mode), "baseline", "What the full policy loss computes."),
     "mis_loss_denominator": Key(words(LossDenominator), "original", "The divisor of a response's sum."),
-    "mis_loss_constant": Key(number("(0,inf)"), None, "The divisor of mis_loss_denominator: constant.", "tokens"),
+    "mis_loss_constant": Key(number("(0, inf)"), None, "The divisor of mis_loss_denominator: constant.", "tokens"),
     "mis_loss_kl_tokens": Key(words(PenaltyTokens), "kept", "Tokens that have a KL penalty."),
     "mis_loss_entropy_tokens": Key(words(PenaltyTokens), "kept", "Tokens that have an entropy bonus."),
-    "mis_loss_unbiased_kl": Key(check_bool, False, "Multiplies the KL penalty by current / behavior."),
+    "mis_loss_unbiased_kl": Key(SWITCH, False, "Multiplies the KL penalty by current / behavior."),
     "mis_loss_proximal": Key(words(Proximal), "stored", "Where the proximal log-probs come from."),
     "mis_loss_scoring": Key(words(Scoring), DEFAULT_SCORING, "Who turns logits into log-probs."),
-    "mis_loss_inplace": Key(check_bool, False, "The gradient replaces the logits in memory."),
+    "mis_loss_inplace": Key(SWITCH, False, "The gradient replaces the logits in memory."),
 }
 """Keys of the full policy loss, which also reads flags of the frameworks."""
 
 FRAMEWORK_ROWS: dict[str, Key] = {
-    "get_mismatch_metrics": Key(check_bool, False, "A flag of the framework: calls mis_ext for its metrics."),
-    "calculate_per_token_loss": Key(check_bool, False, "A flag of the framework: averages over tokens, not samples."),
-    "use_rollout_logprobs": Key(check_bool, False, "A flag of the framework: the engine is the old policy."),
+    "get_mismatch_metrics": Key(SWITCH, False, "A flag of the framework: calls mis_ext for its metrics."),
+    "calculate_per_token_loss": Key(SWITCH, False, "A flag of the framework: averages over tokens, not samples."),
+    "use_rollout_logprobs": Key(SWITCH, False, "A flag of the framework: the engine is the old policy."),
 }
 """Flags of the frameworks that a file of keys may set too."""
 
@@ -221,26 +217,26 @@ TIS_OF_FRAMEWORKS = ("tis_clip", "tis_clip_low")
 GATE_ROWS: dict[str, Key] = {
     "statistic": Key(words(*STATISTICS), "ratio", "What is compared with the bounds."),
     "reduce": Key(words(config.Reduce), "token", "Reduction over the tokens of a response."),
-    "low": Key(number("[-inf,inf]"), None, "Smallest value that is kept."),
-    "high": Key(number("[-inf,inf]"), None, "Largest value that is kept."),
+    "low": Key(number("[-inf, inf]"), None, "Smallest value that is kept."),
+    "high": Key(number("[-inf, inf]"), None, "Largest value that is kept."),
     "action": Key(words(config.Action), "reject", "reject: masks the token; zero: gives it weight 0."),
-    "name": Key(check_text, None, "First part of the names of its metrics."),
+    "name": Key(TEXT, None, "First part of the names of its metrics."),
 }
 """Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
 
 
-def _flags(check: Check, *names: str) -> dict[str, Key]:
-    return dict.fromkeys(names, Key(check, None, "A flag of the framework."))
+def _flags(values: Values, *names: str) -> dict[str, Key]:
+    return dict.fromkeys(names, Key(values, None, "A flag of the framework."))
 
 
 FLAGS: dict[str, Key] = {
-    **_flags(number("[0,inf]"), "eps_clip", "eps_clip_high"),
-    **_flags(number("(-inf,inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS),
-    **_flags(number("(1,inf]"), "eps_clip_c"),
-    **_flags(number("[-inf,inf]"), "opsm_delta"),
+    **_flags(number("[0, inf]"), "eps_clip", "eps_clip_high"),
+    **_flags(number("(-inf, inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS),
+    **_flags(number("(1, inf]"), "eps_clip_c"),
+    **_flags(number("[-inf, inf]"), "opsm_delta"),
     **_flags(words(KlType), "kl_loss_type"),
-    **_flags(number("[0,inf)"), "rollout_temperature"),
-    **_flags(number("(0,1]"), "rollout_top_p"),
+    **_flags(number("[0, inf)"), "rollout_temperature"),
+    **_flags(number("(0, 1]"), "rollout_top_p"),
 }
 """Numbers and words of the frameworks: a file can set them too, so values with which a loss fails or is NaN are
 refused."""
@@ -265,5 +261,5 @@ def read_rows(rows: Mapping[str, Key], given: Mapping[str, Any], wrong: Errors) 
     for key, row in rows.items():
         if given.get(key) is not None:
             with wrong:
-                read[key] = row.check(key, given[key])
+                read[key] = row.values.check(key, given[key])
     return read

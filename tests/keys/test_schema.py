@@ -87,9 +87,9 @@ def test_the_defaults_are_those_of_the_loader() -> None:
 def test_a_row_says_what_is_legal_and_the_error_says_the_same(key: str) -> None:
     assert ROWS[key].text
     with pytest.raises((TypeError, ValueError)) as raised:
-        ROWS[key].check(key, {"a": 1})
+        ROWS[key].values.check(key, {"a": 1})
     assert key in str(raised.value)
-    words = ROWS[key].legal
+    words = ROWS[key].values.legal
     if " | " in words and "," not in words:
         assert all(word in str(raised.value) for word in words.split(" | "))
     elif words.startswith("number in "):
