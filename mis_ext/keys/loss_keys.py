@@ -156,36 +156,25 @@ def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correc
 # --- keys and flags that contradict each other
 
 _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
+_SKIPPED = "compares with the proximal policy, which --use-rollout-logprobs does not score: drop the flag"
 
 
 def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     """Keys and flags that cannot be together."""
-    settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
-    is_current, method, kl = settings.proximal == "current", settings.method, settings.kl
-    if method is None and settings.mode == "decoupled" and settings.use_behavior:
-        yield (
-            f"{of} compares with the proximal policy, --use-rollout-logprobs makes the behavior policy the old one: "
-            "drop the flag, or write mis_loss_mode: bypass"
-        )
-    if method is not None and settings.use_behavior and settings.uses_proximal:
-        yield (
-            f"{of} compares with the proximal policy, --use-rollout-logprobs skips its scoring: drop the flag, or with "
-            "one optimizer step per rollout write mis_loss_proximal: current"
-        )
+    settings, of, denominator, kl = loss.settings, loss.settings.chosen_by, loss.settings.denominator, loss.settings.kl
+    is_current = settings.proximal == "current"
+    if settings.use_behavior and settings.method is not None and settings.uses_proximal:
+        yield f"{of} {_SKIPPED}, or with one optimizer step per rollout write mis_loss_proximal: current"
+    if settings.use_behavior and settings.method is None and settings.mode == "decoupled":
+        yield f"{of} {_SKIPPED}, or write mis_loss_mode: bypass"
     if settings.needs_reference is not None and kl is not None and kl.coefficient != 0.0:
-        yield (
-            f"kl_loss_coef={kl.coefficient!r}: {of} has a penalty against the reference policy of its own; "
-            "write --kl-loss-coef 0, which keeps the reference log-probs"
-        )
+        yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty; write --kl-loss-coef 0 (keeps the reference)"
     if is_current and settings.opsm_delta is not None:
         yield "--use-opsm with mis_loss_proximal: current compares a policy with itself; drop one of them"
-    steps = _steps_per_rollout(given)
-    if is_current and steps > 1:
-        # From the second step on the current policy is no longer the one before the update.
-        yield (
-            f"mis_loss_proximal: current with {steps} optimizer steps per rollout (--num-steps-per-rollout, "
-            "--global-batch-size): the ratio would be 1 in all of them, and nothing clips; use one step"
-        )
+    # From the second step on the current policy is no longer the one before the update.
+    if is_current and (steps := _steps_per_rollout(given)) > 1:
+        flags = "--num-steps-per-rollout, --global-batch-size"
+        yield f"mis_loss_proximal: current with {steps} optimizer steps per rollout ({flags}) clips nothing; use one"
     if denominator == "constant" and settings.constant is None:
         yield "mis_loss_denominator: constant needs mis_loss_constant, a number of tokens"
     if given.get("mis_denominator") == "kept" and denominator in ("kept", "constant"):
@@ -201,10 +190,7 @@ def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     if path != _OUR_HOOK and loss.has_correction:
         yield f"--custom-tis-function-path {path}: mis_ext.policy_loss calls no correction but its own; drop the flag"
     if kl is not None and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"):
-        yield (
-            "mis_loss_unbiased_kl (ratio current / behavior) and --use-unbiased-kl (ratio current / old) are two "
-            "ratios: drop one of them"
-        )
+        yield "mis_loss_unbiased_kl (current / behavior) and --use-unbiased-kl (current / old): drop one of two ratios"
 
 
 def _steps_per_rollout(given: Mapping[str, Any]) -> int:

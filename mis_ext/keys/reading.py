@@ -54,18 +54,16 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     if given.get("tis_upper_bound") == math.inf:
         wrong.refuse(["for a weight without upper bound write tis_mode: unbounded"])
     keys = [key for key in rows.CORRECTION_ROWS if given.get(key) is not None]
+    values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | read
     measures = bool(given.get("get_mismatch_metrics"))
     corrects = bool(given["use_tis"]) if "use_tis" in keys else not measures and not whole_loss
     if {*keys} & {*_APPLIED} <= read.keys():
-        table = _idle_keys(given, corrects=corrects, measures=measures, whole_loss=whole_loss)
+        table = _idle_keys(given, values, corrects=corrects, measures=measures, whole_loss=whole_loss)
         wrong.refuse(without_effect(table, given))
     wrong.raise_all()
-    reporting = {key.removeprefix("mis_"): read[key] for key in _REPORTING if key in keys}
-    reporting |= {"warn_only": read.get("mis_guard", frozenset()), "staleness": read.get("mis_staleness", False)}
-    reporting["per_token_loss"] = read.get("calculate_per_token_loss", False)
+    reporting = {field: read[key] for key, field in REPORTING.items() if key in read}
     if not corrects:
         return CorrectionConfig(weight=None, metrics_only=True, **reporting)
-    values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | {key: read[key] for key in keys}
     weight, gates = None, list[Gate]()
     with wrong, errors_of(", ".join(key for key in keys if key.startswith("tis_"))):
         weight = _weight(values)
@@ -73,7 +71,7 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
         gates = _gates(values)
     wrong.refuse(_contradictions(values))
     wrong.raise_all()
-    if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(given, "lower"):
+    if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(values, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
         warnings.warn(
             f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate; remove it or use "
@@ -90,7 +88,11 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     )
 
 
-_REPORTING = ("mis_metrics", "mis_metric_max", "mis_max_reject_fraction", "mis_compile")
+REPORTING = {
+    **{f"mis_{name}": name for name in ("metrics", "metric_max", "max_reject_fraction", "compile", "staleness")},
+    **{"mis_guard": "warn_only", "calculate_per_token_loss": "per_token_loss"},
+}
+"""Keys that are a field of a :class:`CorrectionConfig` whether it corrects or measures."""
 
 
 def _weight(values: Mapping[str, Any]) -> Weight | None:
@@ -130,12 +132,18 @@ def _gates(values: Mapping[str, Any]) -> list[Gate]:
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
         yield "rs_level: none needs rs_gates; write use_rs: false for no gate"
-    is_of_stale = values["rs_max_staleness"] is not None or values["tis_when"] == "stale"
-    if not values["mis_staleness"] and (is_of_stale or any(gate.statistic == LAG for gate in values["rs_gates"])):
-        yield (
-            "rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true, with which the rollout "
-            "stores the version of each token"
-        )
+    if not values["mis_staleness"] and _reads_lag(values):
+        yield "rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true"
+
+
+def _reads_lag(values: Mapping[str, Any]) -> bool:
+    by_key = values["rs_max_staleness"] is not None or values["tis_when"] == "stale"
+    return by_key or any(gate.statistic == LAG for gate in values["rs_gates"])
+
+
+def _inherits_bound(values: Mapping[str, Any], side: str) -> bool:
+    """Return True if the filter of ``use_rs`` has the ``lower`` or ``upper`` bound of the weight."""
+    return values["use_rs"] and values["rs_level"] != "none" and values[f"rs_{side}_bound"] is None
 
 
 # --- keys without effect
@@ -166,38 +174,37 @@ _WRITE_CLIP = "write tis_mode: clip with tis_lower_bound"
 ALL_KEPT = "nothing rejects a token, so that all are kept"
 
 
-def _idle_keys(args: Mapping[str, Any], *, corrects: bool, measures: bool, whole_loss: bool) -> tuple[Idle, ...]:
+def _idle_keys(
+    given: Mapping[str, Any], values: Mapping[str, Any], *, corrects: bool, measures: bool, whole_loss: bool
+) -> tuple[Idle, ...]:
     """The table for keys of a correction; those of the full policy loss are in ``loss_keys``.
 
     Args:
-        args: The arguments; keys of weights and masks are legal.
+        given: The arguments; keys of weights and masks are legal.
+        values: What is read of them, and defaults.
         corrects: The correction is applied.
         measures: It is only measured, by a flag.
         whole_loss: It is part of the full policy loss, which can be without one.
     """
-    given = {key: args[key] for key in rows.CORRECTION_ROWS if args.get(key) is not None}
-    values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | given
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
     uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
-    low_of_gate, high_of_gate = (_inherits_bound(given, side) for side in ("lower", "upper"))
+    low_of_gate, high_of_gate = (_inherits_bound(values, side) for side in ("lower", "upper"))
     # The lower bound is by default 1 / the upper one.
-    low_follows = "tis_lower_bound" not in given and (uses_low or low_of_gate)
-    is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and "rs_gates" not in given
-    mode_rejects = has_weight and bound.rejects
-    rejects = mode_rejects or values["use_rs"] or any(key in given for key in (*rows.VETOES, "rs_max_staleness"))
-    gates_lag = any(gate.get("statistic") == LAG for gate in values["rs_gates"])
-    judges_lag = gates_lag or "rs_max_staleness" in given or values["tis_when"] == "stale"
-    no_rs, is_scaled = "use_rs" not in given, "tis_batch_normalize" in given
-    is_called = corrects or measures
+    low_follows = values["tis_lower_bound"] is None and (uses_low or low_of_gate)
+    no_rs, is_scaled = given.get("use_rs") is None, given.get("tis_batch_normalize") is not None
+    mode_rejects, is_alone = has_weight and bound.rejects, given.get("rs_gates") is None
+    is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and is_alone
+    has_veto = any(values[key] is not None for key in (*rows.VETOES, "rs_max_staleness"))
+    rejects = mode_rejects or values["use_rs"] or has_veto
+    is_called, names = corrects or measures, values["mis_metrics"]
 
     def reports(*words: str) -> bool:
-        names = values["mis_metrics"]
-        return not isinstance(names, (list, tuple)) or any(word in str(name) for name in names for word in words)
+        return isinstance(names, str) or any(word in name for name in names for word in words)
 
     return (
         Idle(_APPLIED, not corrects, "use_tis is not true", _ON),
         Idle(_REPORTED, whole_loss and not is_called, "neither use_tis nor get_mismatch_metrics is true", _ON),
-        Idle(("mis_staleness",), not judges_lag and not reports("lag_", "fresh", "stale"), _NO_LAG),
+        Idle(("mis_staleness",), not _reads_lag(values) and not reports("lag_", "fresh", "stale"), _NO_LAG),
         Idle(("mis_metric_max",), not reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
         Idle(("tis_mode", "tis_when", "tis_batch_normalize"), not has_weight, "tis_level is none"),
         # Existing files carry a lower bound with truncate, which warns.
@@ -211,18 +218,13 @@ def _idle_keys(args: Mapping[str, Any], *, corrects: bool, measures: bool, whole
         Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
         Idle((*rows.VETOES,), values["rs_veto_requires_rs"] and no_rs, _NO_VETO, _ON_VETO),
         # A veto that was set to null takes its condition with it.
-        Idle(("rs_veto_requires_rs",), not args.keys() & {*rows.VETOES}, "no veto is set"),
-        Idle(("rs_staleness_level",), "rs_max_staleness" not in given, "rs_max_staleness is not set"),
+        Idle(("rs_veto_requires_rs",), not given.keys() & {*rows.VETOES}, "no veto is set"),
+        Idle(("rs_staleness_level",), values["rs_max_staleness"] is None, "rs_max_staleness is not set"),
         Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
         # Their defaults are on every args.
-        Idle(("tis_clip",), is_called and args.get("tis_clip") != 2, _BUILT_IN, "write tis_upper_bound"),
-        Idle(("tis_clip_low",), is_called and args.get("tis_clip_low") != 0, _BUILT_IN, _WRITE_CLIP),
+        Idle(("tis_clip",), is_called and given.get("tis_clip") != 2, _BUILT_IN, "write tis_upper_bound"),
+        Idle(("tis_clip_low",), is_called and given.get("tis_clip_low") != 0, _BUILT_IN, _WRITE_CLIP),
     )
-
-
-def _inherits_bound(given: Mapping[str, Any], side: str) -> bool:
-    """Return True if the filter of ``use_rs`` has the ``lower`` or ``upper`` bound of the weight."""
-    return bool(given.get("use_rs")) and given.get("rs_level") != "none" and f"rs_{side}_bound" not in given
 
 
 def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[str]:
@@ -324,16 +326,14 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
     method = given.get("mis_loss_method")
     method = method.get("name") if isinstance(method, Mapping) else method
     changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
+    changes += [] if estimator in _ESTIMATORS else [f"--advantage-estimator {estimator}"]
     denominators = [
         f"{name}: {given[name]}"
         for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
         if given.get(name) not in (None, "fixed", "original")
     ]
-    if group.over == "kept" and (changes or estimator not in _ESTIMATORS):
-        yield (
-            f"mis_group_over: kept: with {', '.join(changes) or f'--advantage-estimator {estimator}'} an advantage is "
-            "not what the rewards of a prompt say; write trained"
-        )
+    if group.over == "kept" and changes:
+        yield f"mis_group_over: kept: with {', '.join(changes)} advantages are no normalized rewards; write trained"
     if group.prompt_mean and method in _COMPARE_SIZES:
         yield f"mis_prompt_mean: true scales advantages, mis_loss_method: {method} compares their size; remove one"
     if group.prompt_mean and denominators:
@@ -408,26 +408,19 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[str]:
     """Corrections that are wrong with Miles' FSDP backend; ``has_loss``: they are in the full policy loss."""
     if correction.denominator == "kept":
-        yield (
-            "mis_denominator: kept with Miles' FSDP backend corrects twice: its reducer divides by the returned masks; "
-            "remove mis_denominator"
-        )
+        yield "mis_denominator: kept with train_backend: fsdp corrects twice: it divides by kept tokens; remove the key"
+    # Its reducer divides every term by the kept tokens, the loss of mis_ext by the original ones.
     if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
-        yield (
-            "train_backend: fsdp with a configuration that rejects: Miles' FSDP backend divides every term by the kept "
-            "tokens, the loss of mis_ext by the original ones; write action: zero for the gates, or keep the "
-            "framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
-        )
+        hook = "the framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
+        yield f"train_backend: fsdp divides by kept tokens: write action: zero for the gates, or keep {hook}"
 
 
 def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
     """Why loss and correction together count the mismatch twice, or None. A guard: the user can allow it."""
     method = loss and loss.settings.method
     if method and correction.weight is not None and method.method.weighs_behavior:
-        return (
-            f"mis_loss_method: {method.name} already corrects for the behavior policy: a weight counts the mismatch "
-            "twice; write tis_level: none for gates alone, or use_tis: false"
-        )
+        cure = "write tis_level: none for gates alone, or use_tis: false"
+        return f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
     # The other modes of the loss do not count it twice, and say so where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
@@ -435,10 +428,7 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     is_other = loss is None and given.get("loss_type") == "custom_loss" and not given.get("use_tis")
     if is_other or correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
-    return (
-        "--use-tis together with --use-rollout-logprobs (use_tis, use_rollout_logprobs) counts the mismatch "
-        "twice: the PPO ratio already corrects it; drop one of them"
-    )
+    return "use_tis and use_rollout_logprobs, whose PPO ratio corrects it, count the mismatch twice; drop one of them"
 
 
 # --- keys as callers give them

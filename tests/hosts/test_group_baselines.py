@@ -506,7 +506,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mis_group_over": "all", "rewards_normalization": False},
         "because --disable-rewards-normalization",
     ),
-    "whitened": ({"mis_group_over": "kept", "normalize_advantages": True}, "with normalize_advantages an advantage"),
+    "whitened": (
+        {"mis_group_over": "kept", "normalize_advantages": True},
+        "with normalize_advantages advant",
+    ),
     "whitened by name": (
         {"mis_group_over": "kept", "advantage_estimator": "reinforce_plus_plus_baseline"},
         "with --advantage-estimator reinforce_plus_plus_baseline",

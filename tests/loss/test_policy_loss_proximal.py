@@ -93,7 +93,7 @@ def test_the_correction_weighs_the_current_policy_against_the_behavior_policy() 
 def test_the_hook_of_whole_rollouts_counts_nothing_twice_either() -> None:
     flags = {"use_tis": True, "use_rollout_logprobs": True, "loss_type": "custom_loss"}
     session_for(argparse.Namespace(**flags, **CURRENT))
-    with pytest.raises(ValueError, match="counts the mismatch twice"):
+    with pytest.raises(ValueError, match="count the mismatch twice"):
         session_for(argparse.Namespace(**flags))
 
 
