@@ -19,15 +19,24 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import MAX_LOG_RATIO
 
 CALLS_PER_LOOK = 8
+_ASK = (
+    "Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: logprobs). See "
+    "mis_nonfinite_token_fraction"
+)
+_PLACEHOLDERS = (
+    "have a log-prob below -1000, 0 where the other side is below -1, or the same in the whole response. Request "
+    "log-probs from the engine (SGLang: return_logprob=True, vLLM: logprobs=0), or set loss_mask to 0 for these "
+    "tokens. Greedy sampling also returns 0."
+)
+_SHIFT = "Score position p with the logits of position p - 1, on both sides."
+_CAUSES = (
+    "Possible causes: stale engine weights; re-tokenized samples; top-p, top-k, or min-p sampling; very low engine "
+    'precision. Run "mis-ext report" on a rollout dump to identify the cause.'
+)
 
 
 class MismatchWarning(UserWarning):
     """The data or the configuration makes the correction weak, useless, or suspicious."""
-
-
-def is_capturing(values: Tensor) -> bool:
-    """Return True if a CUDA graph is being captured. Nothing can be sent then."""
-    return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Monitor:
@@ -57,7 +66,8 @@ class Monitor:
 
         ``numbers_of`` returns ``[N]`` on the device of ``on``, or None if nothing can be wrong.
         """
-        if self.is_done or is_capturing(on):
+        # Nothing can be sent while a CUDA graph is captured.
+        if self.is_done or (on.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._num_calls += 1
         if self._sent is not None and self._sent[1].query():  # type: ignore[no-untyped-call]
@@ -90,26 +100,18 @@ class Monitor:
 def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
     """Warn if a larger share is rejected than ``max_fraction``; return whether it did."""
     tokens, valid, kept, kept_responses, responses = totals
-    limit = f"(limit: mis_max_reject_fraction={max_fraction:g})"
     unknown, rejected, lost = (
         1.0 - part / whole if whole else 0.0
         for part, whole in ((valid, tokens), (kept, tokens), (kept_responses, responses))
     )
-    if unknown > max_fraction:
-        message = (
-            f"{unknown:.1%} of the response tokens in a micro-batch have a non-finite log-prob and were masked "
-            f"{limit}. Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: "
-            "logprobs). See mis_nonfinite_token_fraction. Shown once."
-        )
-    elif max(rejected, lost) > max_fraction:
-        share = f"{rejected:.1%} of the tokens" if rejected > max_fraction else f"{lost:.1%} of the sequences"
-        message = (
-            f"{share} in a micro-batch were rejected {limit}. Widen the bounds or use the mis preset. See "
-            "mis_kept_token_fraction and mis_kept_seq_fraction. Shown once."
-        )
-    else:
+    if max(unknown, rejected, lost) <= max_fraction:
         return False
-    warnings.warn(message, MismatchWarning, stacklevel=6)
+    said = f"{rejected:.1%} of the tokens" if rejected > max_fraction else f"{lost:.1%} of the sequences"
+    advice = "were rejected. Widen the bounds or use the mis preset. See mis_kept_token_fraction, mis_kept_seq_fraction"
+    if unknown > max_fraction:
+        said, advice = f"{unknown:.1%} of the response tokens", f"have a non-finite log-prob and were masked. {_ASK}"
+    limit = f"Shown once, above mis_max_reject_fraction={max_fraction:g}."
+    warnings.warn(f"{said} in a micro-batch {advice}. {limit}", MismatchWarning, stacklevel=6)
     return True
 
 
@@ -182,33 +184,16 @@ def findings_in(numbers: Sequence[float]) -> Iterator[tuple[GuardName | None, st
     nonfinite = {"engine": no_engine, "trainer": no_trainer}
     side = max(nonfinite, key=nonfinite.__getitem__)
     if response >= ENOUGH and nonfinite[side] > 0.5 * response:
-        yield (
-            "missing_log_probs",
-            f"{nonfinite[side] / response:.1%} of the response tokens have a non-finite {side} log-prob and are "
-            "masked. Check that the engine returns log-probs for sampled tokens (SGLang: return_logprob, vLLM: "
-            "logprobs). See mis_nonfinite_token_fraction.",
-        )
+        share = f"{nonfinite[side] / response:.1%} of the response tokens"
+        yield "missing_log_probs", f"{share} have a non-finite {side} log-prob and are masked. {_ASK}."
     for side, count in (("Engine", of_engine), ("Trainer", of_trainer)):
         if count >= max(_FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS * valid):
-            yield (
-                "degenerate_behavior",
-                f"{side} log-probs are placeholders: {count:.0f} of {valid:.0f} response tokens have a log-prob "
-                "below -1000, 0 where the other side is below -1, or the same in the whole response. Request "
-                "log-probs from the engine (SGLang: return_logprob=True, vLLM: logprobs=0), or set loss_mask to 0 for "
-                "these tokens. Greedy sampling also returns 0.",
-            )
+            share = f"{side} log-probs are placeholders: {count:.0f} of {valid:.0f} response tokens"
+            yield "degenerate_behavior", f"{share} {_PLACEHOLDERS}"
     aligned, shifted = min(first, second), min(earlier, later)
     if pairs >= ENOUGH and shifted < _SHIFT_FACTOR * aligned:
-        yield (
-            "shifted_log_probs",
-            f"Log-probs are shifted by one token: the mean |trainer - engine| difference is {aligned / pairs:.3g} "
-            f"nats, and {shifted / pairs:.3g} when one side is shifted. Score position p with the logits of "
-            "position p - 1, on both sides.",
-        )
+        means = f"mean |trainer - engine| is {aligned / pairs:.3g} nats, {shifted / pairs:.3g} with one side shifted"
+        yield "shifted_log_probs", f"Log-probs are shifted by one token: {means}. {_SHIFT}"
     elif valid >= ENOUGH and gap > _MAX_MEAN_ABS_DIFF * valid:
-        yield (
-            None,
-            f"Mean |trainer - engine| log-prob difference is {gap / valid:.2f} nats per token (limit: "
-            f"{_MAX_MEAN_ABS_DIFF:g}). Possible causes: stale engine weights; re-tokenized samples; top-p, top-k, or "
-            'min-p sampling; very low engine precision. Run "mis-ext report" on a rollout dump to identify the cause.',
-        )
+        mean = f"{gap / valid:.2f} nats per token (limit: {_MAX_MEAN_ABS_DIFF:g})"
+        yield None, f"Mean |trainer - engine| log-prob difference is {mean}. {_CAUSES}"

@@ -160,13 +160,13 @@ class SlowCopies:
 
     @property
     def cuda(self) -> SimpleNamespace:
-        return SimpleNamespace(Event=lambda: SimpleNamespace(record=lambda: None, query=lambda: self.has_arrived))
+        copied = SimpleNamespace(record=lambda: None, query=lambda: self.has_arrived)
+        return SimpleNamespace(Event=lambda: copied, is_current_stream_capturing=lambda: False)
 
 
 @pytest.fixture
 def copies(monkeypatch) -> SlowCopies:
     copies = SlowCopies()
-    monkeypatch.setattr(guards, "is_capturing", lambda _: False)
     monkeypatch.setattr(guards, "torch", copies)
     return copies
 
