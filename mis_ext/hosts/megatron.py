@@ -171,7 +171,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         run.session.check_range(mask_R, refuse_mask)
         tokens = tokens_for(settings, given, groups, missing=MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
-            run.session.report_missing(is_rollout_missing=True)
+            run.session.report_missing("rollout_log_probs")
     found = packed_loss(
         settings,
         tokens,

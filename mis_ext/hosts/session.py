@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -34,10 +34,12 @@ from mis_ext.validation import check_tensors
 if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
 
-_NO_LAGS = (
-    "mis_staleness: nobody gives the lag of the tokens: in slime and Miles --rollout-data-postprocess-path "
-    "mis_ext.prepare_rollout does, elsewhere the argument lag"
-)
+_PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in the function there"
+_NO_LAGS = f"mis_staleness: nobody gives the lag of the tokens: {_PREPARE}, elsewhere give the argument lag"
+_WHO_STORES = {
+    "rollout_log_probs": "the rollout function must store the inference engine's log-probs",
+    "train_log_probs": "the host must score the rollout with the trainer before training",
+}
 
 
 class Session:
@@ -168,29 +170,20 @@ class Session:
         every = 1 if refuse is refuse_divisors else guards.CALLS_PER_LOOK
         self._ranges.setdefault(refuse, guards.Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
 
-    def report(self, guard: GuardName, message: str) -> None:
-        """Raise, or warn if ``mis_guard`` allows it or nothing is corrected."""
-        if self.config.stops(guard):
+    def report(self, guard: GuardName | None, message: str) -> None:
+        """Raise, or warn if ``mis_guard`` allows it, if nothing is corrected, or if no guard stops it."""
+        if guard is not None and self.config.stops(guard):
             raise ValueError(
                 f"{message.rstrip('.')}. To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
             )
-        self.warn(message)
-
-    def report_missing(self, *, is_rollout_missing: bool) -> None:
-        """Report which log-probs a correction lacks; nothing if it only measures."""
-        if self.config.metrics_only:
-            return  # The metrics are then NaN.
-        if is_rollout_missing:
-            message = "rollout_log_probs are missing: the rollout function must store the inference engine's log-probs"
-        else:
-            message = "train_log_probs are missing: the host must score the rollout with the trainer before training"
-        self.report("missing_log_probs", message)
-
-    def warn(self, message: str) -> None:
-        """Issue a ``MismatchWarning``, once."""
         if message not in self._told:
             self._told.add(message)
             warnings.warn(message, guards.MismatchWarning, stacklevel=4)
+
+    def report_missing(self, name: str) -> None:
+        """Report that ``rollout_log_probs`` or ``train_log_probs`` are missing, if they would be corrected."""
+        if not self.config.metrics_only:
+            self.report("missing_log_probs", f"{name} are missing: {_WHO_STORES[name]}")
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
         """Compute the correction without guards and monitors.
@@ -221,11 +214,10 @@ class Session:
 
     def _judge_data(self, numbers: list[float]) -> bool:
         for guard, message in guards.findings_in(numbers):
-            if guard is not None and self.config.stops(guard):
-                self.report(guard, message)
-            elif guard not in self._told and (guard is not None or self._is_first_rank):
+            stops = guard is not None and self.config.stops(guard)
+            if stops or (guard not in self._told and (guard is not None or self._is_first_rank)):
                 self._told.add(guard)
-                self.warn(message)
+                self.report(guard, message)
         return numbers[guards.PAIRS] >= guards.ENOUGH
 
 
@@ -246,10 +238,9 @@ def all_arguments(args: Any) -> dict[str, Any]:
     Includes attributes of classes, properties, and the arguments of a wrapper. Others' properties are not called.
     """
     names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
-    values = {name: read_argument(args, name) for name in ARGUMENTS}
+    values = {name: read_argument(args, name) for name in (*ARGUMENTS, *OF_OTHERS)}
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
-    ours |= {name: read_argument(args, name) for name in names if name in OF_OTHERS}
     # A value that is not read is a word of its own: the name may be a misspelled key.
     return dict.fromkeys(names, "not read") | ours
 
@@ -264,14 +255,11 @@ class Run(NamedTuple):
         """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
         key = self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
-            raise ValueError(
-                f"{key}: mis_ext.prepare_rollout was not called before the loss: give it as "
-                "--rollout-data-postprocess-path, or call it in the function there"
-            )
+            raise ValueError(f"{key}: mis_ext.prepare_rollout was not called before the loss: {_PREPARE}")
 
 
-_runs: dict[int | str, tuple[Run, Any]] = {}
-"""The runs by the identity of their ``args``, or by the content of a mapping; and ``args`` without weak references."""
+_runs: OrderedDict[int | str, tuple[Run, Any]] = OrderedDict()
+"""The runs that were used last, by the identity of their ``args``, which are held, or by the content of a mapping."""
 
 
 def session_for(args: Any) -> Session:
@@ -291,6 +279,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     key = repr(dict(args)) if isinstance(args, Mapping) else id(args)
     before, _ = _runs.get(key, (None, None))
     if before is not None and (before.config.whole_loss is not None or not whole_loss):
+        _runs.move_to_end(key)
         return before
     given = all_arguments(args)
     config = read_config(given, whole_loss=whole_loss)
@@ -299,22 +288,9 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     if config.double_correction is not None:
         session.report("double_correction", config.double_correction)
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
-        session.warn(
-            "--get-mismatch-metrics with a configuration that corrects (use_tis: true) does change loss and masks; "
-            "to measure only, write use_tis: false"
-        )
-    run = Run(config, session)
-    _keep(key, run, args)
-    return run
-
-
-def _keep(key: int | str, run: Run, args: Any) -> None:
-    """Keep the run as long as ``args`` exists; of those without weak references and of mappings, the last ones."""
-    _runs[key] = run, args
-    if isinstance(key, int):
-        with contextlib.suppress(TypeError):
-            weakref.finalize(args, _runs.pop, key, None)
-            _runs[key] = run, None
-    held = [other for other, (_, kept) in _runs.items() if kept is not None]
-    for other in held[:-_MAX_HELD]:
-        del _runs[other]
+        measure = "to measure only, write use_tis: false"
+        session.report(None, f"--get-mismatch-metrics with use_tis: true does change loss and masks; {measure}")
+    _runs[key] = Run(config, session), args
+    if len(_runs) > _MAX_HELD:
+        _runs.popitem(last=False)
+    return _runs[key][0]

@@ -104,7 +104,7 @@ def weigh_batch(
             )
         mask_R = pack("loss_masks", loss_masks, layout.response_lengths, device=device)
         if layout.num_sequences > 0 and (is_absent(train_log_probs) or is_absent(rollout_log_probs)):
-            session.report_missing(is_rollout_missing=is_absent(rollout_log_probs))
+            session.report_missing("rollout_log_probs" if is_absent(rollout_log_probs) else "train_log_probs")
         else:
             proximal_T = pack("train_log_probs", train_log_probs, layout.local_lengths, device=device)
             behavior_T = pack("rollout_log_probs", rollout_log_probs, layout.local_lengths, device=device)
