@@ -171,6 +171,7 @@ _NO_VETO = "rs_veto_requires_rs is true and use_rs is not set"
 _ON_VETO = "set use_rs: true, or remove rs_veto_requires_rs"
 _BUILT_IN = "it belongs to the framework's built-in correction"
 _WRITE_CLIP = "write tis_mode: clip with tis_lower_bound"
+_ON_LOSS = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
 ALL_KEPT = "nothing rejects a token, so that all are kept"
 
 
@@ -245,13 +246,6 @@ GROUPS_ELSEWHERE = Idle(
     "slime and Miles alone show mis_ext the responses to a prompt",
     "compute advantages with mis_ext.group_advantages, and give the loss divisors",
 )
-
-
-def unread_loss_keys(given: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of the full policy loss where the framework's own loss runs."""
-    why = f"--loss-type is {given.get('loss_type') or 'policy_loss'}"
-    advice = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
-    return without_effect([Idle(tuple(rows.LOSS_ROWS), True, why, advice)], given)
 
 
 # --- what responses to one prompt share
@@ -390,7 +384,8 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
-        wrong.refuse(unread_loss_keys(given))
+        row = Idle(tuple(rows.LOSS_ROWS), True, f"--loss-type is {given['loss_type']}", _ON_LOSS)
+        wrong.refuse(without_effect([row], given))
     if correction is not None and given.get("train_backend") == "fsdp":
         wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()

@@ -55,7 +55,10 @@ def test_of_every_method_it_refuses_what_the_first_step_refuses_and_nothing_else
 REFUSED = {
     "state values": (LOSS | {"mis_loss_method": "drift_control"}, "state_values are missing in the batch"),
     "reference": (LOSS | {"mis_loss_method": "grpo_k3"}, r"ref_log_probs are missing \(--use-kl-loss"),
-    "loss keys of the hook": (HOOK | {"mis_loss_mode": "bypass"}, "mis_loss_mode='bypass': no effect"),
+    "loss keys of the hook": (
+        HOOK | {"loss_type": "policy_loss", "mis_loss_mode": "bypass"},
+        "mode='bypass': no eff",
+    ),
     "greedy": (LOSS | {"rollout_temperature": 0.0}, r"rollout_temperature must be in \(0, inf\), got 0"),
     "no scoring": (LOSS | {"mis_loss_scoring": "host"}, "host requires slime or Miles"),
 }

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,18 @@ from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_missing_logits
 from mis_ext.hosts.whole_loss import refuse_missing
 from mis_ext.keys.names import near_miss
-from mis_ext.keys.reading import RunConfig, unread_loss_keys
+from mis_ext.keys.reading import RunConfig
 from mis_ext.keys.rows import ARGUMENTS
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
-from mis_ext.validation import refuse
 
 _FUNCTIONS = {
     "policy_loss": ("custom_tis_function_path", compute_mis_weights_with_cp),
     "custom_loss": ("custom_loss_function_path", policy_loss),
 }
 """The argument with which the framework calls a function of ours, by its loss type."""
-_ROLLOUT, _GENERATE = "rollout_data_postprocess_path", "custom_generate_function_path"
+_ROLLOUT, _PREPARE = "rollout_data_postprocess_path", "mis_ext.prepare_rollout"
+_GENERATE, _OURS = "custom_generate_function_path", "mis_ext.rollout.generate"
 
 
 def check_setup(args: Any) -> None:
@@ -72,26 +72,21 @@ def check_setup(args: Any) -> None:
 
 def _checked(args: Any) -> list[str]:
     """Check this rank and return the lines that rank 0 prints."""
-    loss_type = _called_by(args)
-    config = current_run(args, whole_loss=loss_type == "custom_loss").config
+    config = current_run(args, whole_loss=_called_by(args) == "custom_loss").config
     given, loss = all_arguments(args), config.whole_loss
-    if loss_type == "policy_loss":
-        refuse(unread_loss_keys(given))
     if not is_miles() and given.get("rollout_temperature") == 0:
         raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
     if loss is not None:
         # The frameworks score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, perhaps.
         has_reference = given.get("use_kl_loss") or given.get("kl_coef") or given.get("advantage_estimator") == "ppo"
         refuse_missing(loss.settings, {"behavior", *["reference"] * bool(has_reference)}, MISSING)
-    _refuse_missing_rollout(given, config)
-    said = [_summary(config)]
+    doubts, said = [*_doubts(given, config)], [_summary(config)]
     if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
         said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
     if loss is not None and find_framework() is None:
         refuse_host_scoring(config)
-    said += [f"warning: {found}" for found in _doubts(given, config)]
-    return [*said, *_unread_keys(args)]
+    return [*said, *(f"warning: {found}" for found in (*doubts, *_unread_keys(args)))]
 
 
 # --- the entry point
@@ -138,65 +133,43 @@ def _flag(argument: str) -> str:
 # --- keys that need a launch
 
 
-class _Need(NamedTuple):
-    """A key, and the function of mis_ext without which it does nothing; a rollout function may call it too."""
-
-    key: str
-    argument: str
-    function: str
-    may_be_called_elsewhere: bool = False
-
-
-def _needs(given: Mapping[str, Any], config: RunConfig) -> Iterator[_Need]:
-    group, tokens, is_replayed = config.group, given.get("on_policy_tokens"), given.get("load_debug_rollout_data")
-    if config.correction.staleness:
-        yield _Need("mis_staleness", _ROLLOUT, "mis_ext.prepare_rollout")
-        if not is_replayed:
-            yield _Need("mis_staleness", _GENERATE, "mis_ext.rollout.generate")
-    if group.needs_rollout:
-        yield _Need(group.needs_rollout, _ROLLOUT, "mis_ext.prepare_rollout")
-    if group.of_rewards and group.over != "kept":
-        yield _Need(group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards")
-    if isinstance(tokens, Mapping) and tokens and not is_replayed:
-        keys = f"on_policy_tokens ({', '.join(map(str, tokens))})"  # The function checks them.
-        yield _Need(keys, _GENERATE, "mis_ext.rollout.generate", may_be_called_elsewhere=True)
-
-
-def _refuse_missing_rollout(given: Mapping[str, Any], config: RunConfig) -> None:
-    """Refuse keys that need a function of mis_ext which is not called, or that gets no rollout data, as in Miles."""
-    path, of_prompts = given.get(_ROLLOUT), config.group.needs_rollout
-    if is_miles() and of_prompts:
-        raise ValueError(f"{of_prompts}: Miles passes no rollout data; remove it")
-    if is_miles() and _is_ours(path) and not config.correction.staleness:
-        raise ValueError(f"{_flag(_ROLLOUT)} {path}: Miles passes no rollout data to it; remove the flag")
-    if config.correction.staleness and given.get("use_opd"):
-        raise ValueError("mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one")
-    for need in _needs(given, config):
-        # log_mismatch has the same flag as prepare_rollout, and calls nothing else.
-        is_missing = given.get(need.argument) in (None, "mis_ext.log_mismatch")
-        if is_missing and not need.may_be_called_elsewhere:
-            raise ValueError(f"{need.key} needs {_flag(need.argument)} {need.function}")
-
-
 def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Warnings about functions of the user that may leave something out, and about the schedule of weight updates."""
-    interval, generates = given.get("update_weights_interval") or 1, given.get(_GENERATE)
-    is_foreign = given.get(_ROLLOUT) is None and generates is not None and not _is_ours(generates)
-    if config.correction.denominator == "kept" and is_foreign:
-        yield (
-            f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout; "
-            f"{_flag(_ROLLOUT)} mis_ext.prepare_rollout refuses them"
-        )
-    if config.correction.staleness and interval > 1:
-        yield (
-            f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead of the newest "
-            "version, and a lag of 0 does not mean current weights"
-        )
-    for need in _needs(given, config):
-        path = given.get(need.argument)
+    """Warnings about functions of the user that may leave something out, and about the schedule of weight updates.
+
+    Raises:
+        ValueError: A key needs a function of mis_ext that is not called, or that gets no rollout data, as in Miles.
+    """
+    correction, group, path, generates = config.correction, config.group, given.get(_ROLLOUT), given.get(_GENERATE)
+    interval, tokens = given.get("update_weights_interval") or 1, given.get("on_policy_tokens")
+    if is_miles() and group.needs_rollout:
+        raise ValueError(f"{group.needs_rollout}: Miles passes no rollout data; remove it")
+    if is_miles() and _is_ours(path) and not correction.staleness:
+        raise ValueError(f"{_flag(_ROLLOUT)} {path}: Miles passes no rollout data to it; remove the flag")
+    if correction.staleness and given.get("use_opd"):
+        raise ValueError("mis_staleness: use_opd has the teacher's log-probs where versions are stored; unset one")
+    if correction.denominator == "kept" and path is None and generates is not None and not _is_ours(generates):
+        shared = f"mis_denominator: kept is wrong if {generates} makes several samples of a rollout"
+        yield f"{shared}; {_flag(_ROLLOUT)} {_PREPARE} refuses them"
+    if correction.staleness and interval > 1:
+        ahead = f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead"
+        yield f"{ahead} of the newest version, and a lag of 0 does not mean current weights"
+    # Keys, the argument with the function that may read them, and the function of mis_ext that does.
+    needs = [("mis_staleness", _ROLLOUT, _PREPARE), ("mis_staleness", _GENERATE, _OURS)] * correction.staleness
+    needs += [(str(group.needs_rollout), _ROLLOUT, _PREPARE)] * (group.needs_rollout is not None)
+    if group.of_rewards and group.over != "kept":
+        needs.append((group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards"))
+    if isinstance(tokens, Mapping) and tokens:
+        needs.append((f"on_policy_tokens ({', '.join(map(str, tokens))})", _GENERATE, _OURS))
+    for keys, argument, function in needs:
+        path = given.get(argument)
+        if argument == _GENERATE and given.get("load_debug_rollout_data"):
+            continue  # Nothing is generated.
+        # log_mismatch has the same flag as prepare_rollout, and calls nothing else. A rollout function may generate.
+        if path in (None, "mis_ext.log_mismatch") and not keys.startswith("on_policy_tokens"):
+            raise ValueError(f"{keys} needs {_flag(argument)} {function}")
         if not _is_ours(path):
-            caller = "a custom function" if path is None else f"{_flag(need.argument)} {path}"
-            yield f"{need.key} does nothing unless {caller} calls {need.function}"
+            caller = "a custom function" if path is None else f"{_flag(argument)} {path}"
+            yield f"{keys} does nothing unless {caller} calls {function}"
 
 
 def _is_ours(path: Any) -> bool:
@@ -222,7 +195,7 @@ def _unread_keys(args: Any) -> list[str]:
     meant = {key: near_miss(key, flags) for key in unread}
     hints = [f"{key!a} (did you mean {flag!r}?)" if flag else ascii(key) for key, flag in meant.items()]
     said = f"keys of {path} that neither mis_ext nor the framework has, without effect unless a custom function reads"
-    return [f"warning: {said} them: {', '.join(hints)}"] * bool(hints)
+    return [f"{said} them: {', '.join(hints)}"] * bool(hints)
 
 
 def _summary(config: RunConfig) -> str:
