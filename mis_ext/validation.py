@@ -14,24 +14,22 @@ from typing import Any, TypeVar
 _Choice = TypeVar("_Choice", bound=str)
 
 
-class Errors:
-    """Errors of several keys, which are raised together; a ``with`` block collects one in ``found``."""
-
-    def __init__(self) -> None:
-        self.found: list[Exception] = []
+class Errors(list[Exception]):
+    """Errors of several keys, which are raised together; a ``with`` block collects one."""
 
     def __enter__(self) -> Errors:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if isinstance(error, (TypeError, ValueError)):
-            self.found.append(error)
+            self.append(error)
             return True
         return False
 
-    def refuse(self, reasons: Iterable[str]) -> None:
-        """Collect an error for each reason."""
-        self.found += map(ValueError, reasons)
+    def refuse(self, reasons: Iterable[str]) -> Errors:
+        """Collect an error for each reason; return these errors."""
+        self += map(ValueError, reasons)
+        return self
 
     def raise_all(self) -> None:
         """Raise what was collected, a line for each error; nothing if there is none.
@@ -40,20 +38,9 @@ class Errors:
             ValueError: There are errors, not all of which are of types.
             TypeError: All are of types.
         """
-        if self.found:
-            kind = TypeError if all(isinstance(error, TypeError) for error in self.found) else ValueError
-            raise kind("\n".join(dict.fromkeys(map(str, self.found)))) from None
-
-
-def refuse(reasons: Iterable[str]) -> None:
-    """Raise an error with a line for each reason; nothing without one.
-
-    Raises:
-        ValueError: There are reasons.
-    """
-    wrong = Errors()
-    wrong.refuse(reasons)
-    wrong.raise_all()
+        if self:
+            kind = TypeError if all(isinstance(error, TypeError) for error in self) else ValueError
+            raise kind("\n".join(dict.fromkeys("\n".join(map(str, self)).splitlines()))) from None
 
 
 @contextmanager
@@ -65,16 +52,11 @@ def errors_of(key: str) -> Iterator[None]:
         raise type(error)(f"{key}: {error}") from None
 
 
-def interval(*, low: float, high: float, open_low: bool = False, open_high: bool = False) -> str:
-    """The numbers from ``low`` to ``high``, in brackets."""
-    return f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-
-
 def check_number(
     key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
 ) -> float:
     """``value`` as a float from ``low`` to ``high``, both legal unless said to be open; NaN is never legal."""
-    legal = interval(low=low, high=high, open_low=open_low, open_high=open_high)
+    legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
     if isinstance(value, int) and abs(value) > sys.float_info.max:
@@ -110,18 +92,12 @@ def check_bool(key: str, value: Any) -> bool:
     return value
 
 
-def check_text(key: str, value: Any) -> str:
-    """``value``, which must be a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{key} must be a string, got {value!r}")
-    return value
-
-
-def check_instance(key: str, value: Any, kinds: type | tuple[type, ...]) -> None:
-    """Refuse a ``value`` of another type."""
+def check_instance(key: str, value: Any, kinds: type | tuple[type, ...]) -> Any:
+    """``value``, which must be of a type."""
     if not isinstance(value, kinds):
         names = [kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))]
         raise TypeError(f"{key} must be a {' or '.join(names)}, got {value!r}")
+    return value
 
 
 def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:

@@ -29,7 +29,7 @@ from mis_ext.loss.policy import PolicyLoss, Reducer, compute_policy_loss, groups
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.batch import Policy
 from mis_ext.scoring.hidden import score_hidden
-from mis_ext.validation import check_tensors, refuse
+from mis_ext.validation import Errors, check_tensors
 
 _MISSING = {
     "behavior": "behavior_logprobs are missing",
@@ -108,7 +108,7 @@ def policy_loss_from_log_probs(
     with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         group = run.config.group
         if group.of_rewards or group.prompt_mean:
-            refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args)))
+            Errors().refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args))).raise_all()
         if loss.reducer_path is not None:
             raise ValueError(
                 "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"

@@ -195,9 +195,7 @@ def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
 
 def _steps_per_rollout(given: Mapping[str, Any]) -> int:
     """The optimizer steps of a rollout, 0 where the arguments do not say."""
-    prompts, samples, per_step, steps = (
-        given.get(name) or 0
-        for name in ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
-    )
+    names = "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"
+    prompts, samples, per_step, steps = (given.get(name) or 0 for name in names)
     is_fixed = per_step and not given.get("use_dynamic_global_batch_size")
     return int(steps or (prompts * samples // per_step if is_fixed else 0))

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mis_ext.correction.config import CorrectionConfig, Gate
+from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import preset_path, read_yaml
 from mis_ext.keys.reading import config_from_mapping
 from mis_ext.validation import errors_of
@@ -61,10 +61,12 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
     if weight is not None:
         of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
-        keys |= {f"tis_{name}": value for name, value in of_weight.items() if value is not None}
-        keys |= {"tis_when": weight.when} if weight.when != "always" else {}
+        values = (of_weight | {"when": weight.when}).items()
+        keys |= {f"tis_{name}": value for name, value in values if value not in (None, "always")}
     if config.gates:
-        keys |= {"use_rs": True, "rs_level": "none", "rs_gates": [_gate_keys(gate) for gate in config.gates]}
+        fields = (dataclasses.asdict(gate).items() for gate in config.gates)
+        gates = [{key: value for key, value in each if value not in (None, "reject")} for each in fields]
+        keys |= {"use_rs": True, "rs_level": "none", "rs_gates": gates}
     if config.normalize_over is not None:
         keys["tis_batch_normalize"] = True
         # If nothing is rejected both words mean the same, and valid is refused.
@@ -79,8 +81,3 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     if config.warn_only:
         keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
     return keys
-
-
-def _gate_keys(gate: Gate) -> dict[str, Any]:
-    values = {field.name: getattr(gate, field.name) for field in dataclasses.fields(Gate)}
-    return {key: value for key, value in values.items() if value not in (None, "reject")}

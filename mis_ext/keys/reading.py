@@ -18,12 +18,10 @@ from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate
 from mis_ext.correction.tokens import LAG
 from mis_ext.keys import rows
 from mis_ext.keys.names import refuse_names
-from mis_ext.validation import Errors, check_mapping, errors_of, refuse
+from mis_ext.validation import Errors, check_mapping, errors_of
 
 if TYPE_CHECKING:
-    from mis_ext.keys.loss_keys import WholeLoss
-else:
-    WholeLoss = Any  # The hook has none, and does not load it.
+    from mis_ext.keys.loss_keys import WholeLoss  # The hook has none, and does not load it.
 
 Keys = Mapping[str, Any] | str | Path
 """Keys of a configuration: a mapping, or the path of a YAML file."""
@@ -55,29 +53,27 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
         wrong.refuse(["for a weight without upper bound write tis_mode: unbounded"])
     keys = [key for key in rows.CORRECTION_ROWS if given.get(key) is not None]
     values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | read
-    measures = bool(given.get("get_mismatch_metrics"))
-    corrects = bool(given["use_tis"]) if "use_tis" in keys else not measures and not whole_loss
+    is_default = not given.get("get_mismatch_metrics") and not whole_loss
+    corrects = bool(given["use_tis"]) if "use_tis" in keys else is_default
     if {*keys} & {*_APPLIED} <= read.keys():
-        table = _idle_keys(given, values, corrects=corrects, measures=measures, whole_loss=whole_loss)
-        wrong.refuse(without_effect(table, given))
+        wrong.refuse(without_effect(_idle_keys(given, values, corrects=corrects, whole_loss=whole_loss), given))
     wrong.raise_all()
     reporting = {field: read[key] for key, field in REPORTING.items() if key in read}
     if not corrects:
         return CorrectionConfig(weight=None, metrics_only=True, **reporting)
-    weight, gates = None, list[Gate]()
+    weight, gates, bound = None, list[Gate](), BOUNDS[values["tis_mode"]]
+    sides = ("low", "tis_lower_bound", bound.has_low), ("high", "tis_upper_bound", bound.has_high)
+    bounds = {side: values[key] for side, key, is_used in sides if is_used}
     with wrong, errors_of(", ".join(key for key in keys if key.startswith("tis_"))):
-        weight = _weight(values)
+        if values["tis_level"] != "none":
+            weight = Weight(level=values["tis_level"], mode=values["tis_mode"], when=values["tis_when"], **bounds)
     with wrong, errors_of(", ".join(key for key in keys if key == "use_rs" or key.endswith("_bound"))):
         gates = _gates(values)
-    wrong.refuse(_contradictions(values))
-    wrong.raise_all()
+    wrong.refuse(_contradictions(values)).raise_all()
     if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(values, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
-        warnings.warn(
-            f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate; remove it or use "
-            "tis_mode: clip",
-            stacklevel=2,
-        )
+        said = f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate"
+        warnings.warn(f"{said}; remove it or use tis_mode: clip", stacklevel=2)
     return CorrectionConfig(
         weight=weight,
         gates=tuple(gates),
@@ -93,19 +89,6 @@ REPORTING = {
     **{"mis_guard": "warn_only", "calculate_per_token_loss": "per_token_loss"},
 }
 """Keys that are a field of a :class:`CorrectionConfig` whether it corrects or measures."""
-
-
-def _weight(values: Mapping[str, Any]) -> Weight | None:
-    if values["tis_level"] == "none":
-        return None
-    bound = BOUNDS[values["tis_mode"]]
-    return Weight(
-        level=values["tis_level"],
-        mode=values["tis_mode"],
-        low=values["tis_lower_bound"] if bound.has_low else None,
-        high=values["tis_upper_bound"] if bound.has_high else None,
-        when=values["tis_when"],
-    )
 
 
 def _gates(values: Mapping[str, Any]) -> list[Gate]:
@@ -176,7 +159,7 @@ ALL_KEPT = "nothing rejects a token, so that all are kept"
 
 
 def _idle_keys(
-    given: Mapping[str, Any], values: Mapping[str, Any], *, corrects: bool, measures: bool, whole_loss: bool
+    given: Mapping[str, Any], values: Mapping[str, Any], *, corrects: bool, whole_loss: bool
 ) -> tuple[Idle, ...]:
     """The table for keys of a correction; those of the full policy loss are in ``loss_keys``.
 
@@ -184,7 +167,6 @@ def _idle_keys(
         given: The arguments; keys of weights and masks are legal.
         values: What is read of them, and defaults.
         corrects: The correction is applied.
-        measures: It is only measured, by a flag.
         whole_loss: It is part of the full policy loss, which can be without one.
     """
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
@@ -197,7 +179,7 @@ def _idle_keys(
     is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and is_alone
     has_veto = any(values[key] is not None for key in (*rows.VETOES, "rs_max_staleness"))
     rejects = mode_rejects or values["use_rs"] or has_veto
-    is_called, names = corrects or measures, values["mis_metrics"]
+    is_called, names = corrects or bool(given.get("get_mismatch_metrics")), values["mis_metrics"]
 
     def reports(*words: str) -> bool:
         return isinstance(names, str) or any(word in name for name in names for word in words)
@@ -303,15 +285,14 @@ def read_group(given: Mapping[str, Any]) -> GroupConfig:
         of_rewards=", ".join(f"{key}: {keys[key]}" for key in _OF_REWARDS if key in keys),
     )
     compares = estimator in (*_ESTIMATORS, "reinforce_plus_plus_baseline")
-    is_raw = given.get("rewards_normalization") is False
     reads_rewards = group.over == "kept" or given.get(_REWARDS, "not a flag here") is not None
-    of_estimator = Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards")
+    is_raw = given.get("rewards_normalization") is False
     table = (
-        of_estimator,
+        Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards"),
         Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set"),
         Idle(_OF_REWARDS, not reads_rewards, f"--{_REWARDS.replace('_', '-')} is not set", _ON_REWARDS),
     )
-    refuse([*without_effect(table, given), *_against_group(given, group, estimator)])
+    wrong.refuse(without_effect(table, given)).refuse(_against_group(given, group, estimator)).raise_all()
     return group
 
 
@@ -372,7 +353,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     wrong, correction, loss, group = Errors(), None, None, None
     rows.read_rows(rows.FLAGS, given, wrong)
     of_loss = rows.read_rows(rows.LOSS_ROWS | rows.FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
-    is_legal = not wrong.found
+    is_legal = not wrong
     with wrong:
         correction = _read_correction(check_mapping("the configuration", given), whole_loss=whole_loss)
     if whole_loss and is_legal:
@@ -436,7 +417,8 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
         is_alone = "a correction alone is computed here", "give it to a full policy loss"
-        refuse(without_effect([GROUPS_ELSEWHERE, Idle(tuple(rows.LOSS_ROWS), True, *is_alone)], config))
+        table = GROUPS_ELSEWHERE, Idle(tuple(rows.LOSS_ROWS), True, *is_alone)
+        Errors().refuse(without_effect(table, config)).raise_all()
         return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")
@@ -446,10 +428,7 @@ def read_keys(keys: Keys) -> dict[str, Any]:
     """The keys themselves, or those in the file."""
     from mis_ext.files import read_yaml  # Also loads PyYAML, which the hook does not need.
 
-    found: Any = read_yaml(keys) if isinstance(keys, (str, Path)) else keys
-    if not isinstance(found, Mapping):
-        raise TypeError(f"{keys}: expected a mapping of keys to values, got {type(found).__name__}")
-    return dict(found)
+    return read_yaml(keys) if isinstance(keys, (str, Path)) else check_mapping("the configuration", keys)
 
 
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:

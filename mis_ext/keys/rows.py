@@ -20,11 +20,11 @@ from mis_ext.validation import (
     Errors,
     check_bool,
     check_choice,
+    check_instance,
     check_known,
     check_list,
     check_mapping,
     check_number,
-    check_text,
     errors_of,
 )
 
@@ -116,7 +116,7 @@ def _read_method(key: str, value: Any) -> Any:
 
 _HOW = ("error", "warn")
 SWITCH = Values(check_bool, "true | false", {"type": "boolean"})
-TEXT = Values(check_text, "text", {"type": "string"})
+TEXT = Values(partial(check_instance, kinds=str), "text", {"type": "string"})
 COMPILE = Values(_read_compile, "auto | true | false", {"enum": ["auto", True, False]})
 GATES = Values(read_gates, "list of mappings", {"type": "array", "items": {"$ref": "#/definitions/gate"}})
 _GUARD: dict[str, Any] = {"enum": [*_HOW]}
@@ -225,18 +225,18 @@ GATE_ROWS: dict[str, Key] = {
 """Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
 
 
-def _flags(values: Values, *names: str) -> dict[str, Key]:
-    return dict.fromkeys(names, Key(values, None, "A flag of the framework."))
-
-
 FLAGS: dict[str, Key] = {
-    **_flags(number("[0, inf]"), "eps_clip", "eps_clip_high"),
-    **_flags(number("(-inf, inf)"), "entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS),
-    **_flags(number("(1, inf]"), "eps_clip_c"),
-    **_flags(number("[-inf, inf]"), "opsm_delta"),
-    **_flags(words(KlType), "kl_loss_type"),
-    **_flags(number("[0, inf)"), "rollout_temperature"),
-    **_flags(number("(0, 1]"), "rollout_top_p"),
+    name: Key(values, None, "A flag of the framework.")
+    for values, names in (
+        (number("[0, inf]"), ("eps_clip", "eps_clip_high")),
+        (number("(-inf, inf)"), ("entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS)),
+        (number("(1, inf]"), ("eps_clip_c",)),
+        (number("[-inf, inf]"), ("opsm_delta",)),
+        (words(KlType), ("kl_loss_type",)),
+        (number("[0, inf)"), ("rollout_temperature",)),
+        (number("(0, 1]"), ("rollout_top_p",)),
+    )
+    for name in names
 }
 """Numbers and words of the frameworks: a file can set them too, so values with which a loss fails or is NaN are
 refused."""

@@ -97,12 +97,9 @@ def _called_by(args: Any) -> str:
     loss_type = read_argument(args, "loss_type") or "policy_loss"
     if loss_type not in _FUNCTIONS:
         raise _not_called(f"--loss-type {loss_type} calls no function of mis_ext")
-    measures = read_argument(args, "get_mismatch_metrics")
-    if loss_type == "policy_loss" and not (read_argument(args, "use_tis") or measures):
-        raise _not_called(
-            "neither use_tis nor get_mismatch_metrics is true. To measure only, give --get-mismatch-metrics; "
-            "use_tis: false in the file of --custom-config-path overrides --use-tis"
-        )
+    switches = "use_tis", "get_mismatch_metrics"
+    if loss_type == "policy_loss" and not any(read_argument(args, switch) for switch in switches):
+        raise _not_called("neither use_tis nor get_mismatch_metrics is true (a file can set them to false)")
     argument, function = _FUNCTIONS[loss_type]
     path, flag = read_argument(args, argument), _flag(argument)
     if path is None:
