@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, due_status, global_rank
+from mis_ext.correction.collectives import Group, due_status
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
@@ -131,7 +131,7 @@ class Session:
             # The first error is raised, even if a group fails too.
             with contextlib.suppress(Exception):
                 if corrects and not groups.is_alone:
-                    self.tell_failure(response_lengths, groups=groups, device=device)
+                    due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, device=device).tell()
             with contextlib.suppress(Exception):
                 due_status(status_groups, device=device).tell()
             raise
@@ -194,11 +194,6 @@ class Session:
         with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(streams.response_mask_R)):
             check_streams(streams, self.config, groups.cp_group)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
-
-    def tell_failure(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Tensor:
-        """Join the collectives of a call, and send in them that this rank failed; return its 0-dim status."""
-        due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, device=device).tell()
-        return torch.tensor(global_rank() + 1.0, dtype=torch.float64, device=device)
 
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
         """Join the collectives of a call without tokens."""

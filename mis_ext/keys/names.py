@@ -57,9 +57,7 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
     hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
     hints += [f"{name!r} (write {key})" for name, key in OF_OTHERS.items() if given.get(name) not in (None, False)]
-    with wrong:
-        if hints:
-            raise ValueError(f"no keys of mis_ext: {'; '.join(hints)}")
+    wrong.refuse([f"no keys of mis_ext: {'; '.join(hints)}"] if hints else [])
     wrong.refuse(
         f"{key}: null could mean {word} or the default; write {key}: {word}, or remove the key"
         for key, word in NO_NULL.items()

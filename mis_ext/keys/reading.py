@@ -163,11 +163,7 @@ def _idle_keys(
 ) -> tuple[Idle, ...]:
     """The table for keys of a correction; those of the full policy loss are in ``loss_keys``.
 
-    Args:
-        given: The arguments; keys of weights and masks are legal.
-        values: What is read of them, and defaults.
-        corrects: The correction is applied.
-        whole_loss: It is part of the full policy loss, which can be without one.
+    Keys of weights and masks are legal, with their ``values``. In the full policy loss there may be no correction.
     """
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
     uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
@@ -222,12 +218,8 @@ def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[
             yield f"{shown}: no effect, because {row.because}; {row.advice}"
 
 
-GROUPS_ELSEWHERE = Idle(
-    tuple(rows.GROUP_ROWS),
-    True,
-    "slime and Miles alone show mis_ext the responses to a prompt",
-    "compute advantages with mis_ext.group_advantages, and give the loss divisors",
-)
+_ON_GROUPS = "compute advantages with mis_ext.group_advantages, and give the loss divisors"
+GROUPS_ELSEWHERE = Idle((*rows.GROUP_ROWS,), True, "only slime and Miles show responses to a prompt", _ON_GROUPS)
 
 
 # --- what responses to one prompt share
@@ -416,9 +408,8 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
         return config
     if isinstance(config, Mapping):
         found = config_from_mapping(config)
-        is_alone = "a correction alone is computed here", "give it to a full policy loss"
-        table = GROUPS_ELSEWHERE, Idle(tuple(rows.LOSS_ROWS), True, *is_alone)
-        Errors().refuse(without_effect(table, config)).raise_all()
+        of_loss = Idle((*rows.LOSS_ROWS,), True, "a correction alone is computed here", "give it to a full policy loss")
+        Errors().refuse(without_effect([GROUPS_ELSEWHERE, of_loss], config)).raise_all()
         return found
     hint = "; of an argparse namespace give vars(args)" if hasattr(config, "__dict__") else ""
     raise TypeError(f"config must be a CorrectionConfig or a mapping of keys, got {type(config).__name__}{hint}")

@@ -96,10 +96,10 @@ def _read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
 def _read_guards(key: str, value: Any) -> frozenset[str]:
     """The guards that only warn."""
     if not isinstance(value, Mapping):
-        return frozenset(config.GUARD_NAMES) if check_choice(key, value, _HOW) == "warn" else frozenset()
+        return frozenset(config.GUARD_NAMES) if _HOW.check(key, value) == "warn" else frozenset()
     choices = check_mapping(key, value)
     check_known(f"guards in {key}", choices, config.GUARD_NAMES)
-    return frozenset(name for name in choices if check_choice(f"{key}.{name}", choices[name], _HOW) == "warn")
+    return frozenset(name for name in choices if _HOW.check(f"{key}.{name}", choices[name]) == "warn")
 
 
 def _read_compile(key: str, value: Any) -> Any:
@@ -114,14 +114,14 @@ def _read_method(key: str, value: Any) -> Any:
     return choose_method(key, value)
 
 
-_HOW = ("error", "warn")
 SWITCH = Values(check_bool, "true | false", {"type": "boolean"})
 TEXT = Values(partial(check_instance, kinds=str), "text", {"type": "string"})
 COMPILE = Values(_read_compile, "auto | true | false", {"enum": ["auto", True, False]})
 GATES = Values(read_gates, "list of mappings", {"type": "array", "items": {"$ref": "#/definitions/gate"}})
-_GUARD: dict[str, Any] = {"enum": [*_HOW]}
-_OF_GUARDS = {"type": "object", "properties": dict.fromkeys(config.GUARD_NAMES, _GUARD), "additionalProperties": False}
-GUARDS = Values(_read_guards, "error | warn, or mapping from guard to one of them", {"anyOf": [_GUARD, _OF_GUARDS]})
+_HOW = words("error", "warn")
+_HOWS = dict.fromkeys(config.GUARD_NAMES, _HOW.schema)
+_EACH = {"type": "object", "properties": _HOWS, "additionalProperties": False}
+GUARDS = Values(_read_guards, "error | warn, or mapping from guard to one of them", {"anyOf": [_HOW.schema, _EACH]})
 _NAMES = {"type": "array", "items": {"type": "string"}}
 METRICS = Values(_read_metrics, "core | all, or list of names", {"anyOf": [{"enum": ["core", "all"]}, _NAMES]})
 METHOD = Values(_read_method, "name, or mapping with name and parameters", {"$ref": "#/definitions/method"})
@@ -130,7 +130,7 @@ METHOD = Values(_read_method, "name, or mapping with name and parameters", {"$re
 # --- the rows
 
 _MODES = "; ".join(f"{mode}: {row.text}" for mode, row in config.BOUNDS.items())
-_defaults = config.CorrectionConfig()
+_own = config.CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
     "use_tis": Key(SWITCH, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
     "use_rs": Key(SWITCH, False, "Rejects what lies outside of the rs bounds."),
@@ -162,12 +162,10 @@ CORRECTION_ROWS: dict[str, Key] = {
     ),
     "mis_staleness": Key(SWITCH, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(METRICS, "core", "The metrics that are reported."),
-    "mis_metric_max": Key(number("[0, inf]"), _defaults.metric_max, "Cap of a token in k3_kl, a response in chi2_*."),
+    "mis_metric_max": Key(number("[0, inf]"), _own.metric_max, "Cap of a token in k3_kl, a response in chi2_*."),
     "mis_guard": Key(GUARDS, "error", "What a guard does, for all or for each."),
     "mis_compile": Key(COMPILE, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
-    "mis_max_reject_fraction": Key(
-        number("[0, 1]"), _defaults.max_reject_fraction, "Warns when more is rejected.", "share"
-    ),
+    "mis_max_reject_fraction": Key(number("[0, 1]"), _own.max_reject_fraction, "Warns if more is rejected.", "share"),
 }
 """Keys of a correction."""
 
@@ -187,9 +185,7 @@ GROUP_ROWS: dict[str, Key] = {
 
 DEFAULT_SCORING: Scoring = "fused"
 LOSS_ROWS: dict[str, Key] = {
-    "mis_loss_method": Key(
-        METHOD, None, "A published method that replaces mis_loss_mode, by its name or with parameters."
-    ),
+    "mis_loss_method": Key(METHOD, None, "A published method instead of mis_loss_mode, by name or with parameters."),
     "mis_loss_mode": Key(words(Mode), "baseline", "What the full policy loss computes."),
     "mis_loss_denominator": Key(words(LossDenominator), "original", "The divisor of a response's sum."),
     "mis_loss_constant": Key(number("(0, inf)"), None, "The divisor of mis_loss_denominator: constant.", "tokens"),

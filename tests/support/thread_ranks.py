@@ -127,7 +127,6 @@ def run_ranks(function: Callable[[Rank], Any], *, cp_size: int = 1, dp_size: int
 def _ranks_are_threads() -> Iterator[None]:
     hosts = "mis_ext.hosts"
     with (
-        mock.patch(f"{hosts}.session.global_rank", side_effect=current_rank),
         mock.patch("mis_ext.correction.collectives.global_rank", side_effect=current_rank),
         mock.patch(f"{hosts}.slime_miles.rollout.global_rank", side_effect=current_rank),
         mock.patch(f"{hosts}.slime_miles.rollout.find_groups", side_effect=lambda: _here.rank.groups),

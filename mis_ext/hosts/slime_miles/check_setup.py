@@ -34,6 +34,7 @@ _FUNCTIONS = {
     "custom_loss": ("custom_loss_function_path", policy_loss),
 }
 """The argument with which the framework calls a function of ours, by its loss type."""
+_SWITCHES = "use_tis", "get_mismatch_metrics"
 _ROLLOUT, _PREPARE = "rollout_data_postprocess_path", "mis_ext.prepare_rollout"
 _GENERATE, _OURS = "custom_generate_function_path", "mis_ext.rollout.generate"
 
@@ -94,33 +95,30 @@ def _checked(args: Any) -> list[str]:
 
 def _called_by(args: Any) -> str:
     """The loss type, which says which function of ours the framework will call."""
-    loss_type = read_argument(args, "loss_type") or "policy_loss"
-    if loss_type not in _FUNCTIONS:
-        raise _not_called(f"--loss-type {loss_type} calls no function of mis_ext")
-    switches = "use_tis", "get_mismatch_metrics"
-    if loss_type == "policy_loss" and not any(read_argument(args, switch) for switch in switches):
-        raise _not_called("neither use_tis nor get_mismatch_metrics is true (a file can set them to false)")
-    argument, function = _FUNCTIONS[loss_type]
+    loss_type, why = read_argument(args, "loss_type") or "policy_loss", None
+    argument, function = _FUNCTIONS.get(loss_type, ("loss_type", None))
     path, flag = read_argument(args, argument), _flag(argument)
-    if path is None:
-        raise _not_called(f"{flag} is not set")
-    module, _, name = path.rpartition(".")
-    try:
-        found = inspect.unwrap(getattr(import_module(module), name))
-    except (ImportError, AttributeError) as error:
-        raise type(error)(f"{flag} {path}: {error}") from error
-    if found is not function:
-        wrapped = "a custom function that calls it passes with functools.wraps"
-        raise _not_called(f"{flag} {path} is not mis_ext.{function.__name__} ({wrapped})")
+    if function is None:
+        why = f"{flag} {loss_type} calls no function of mis_ext"
+    elif loss_type == "policy_loss" and not any(read_argument(args, switch) for switch in _SWITCHES):
+        why = "neither use_tis nor get_mismatch_metrics (to measure only) is true, or a file sets them to false"
+    elif path is None:
+        why = f"{flag} is not set"
+    else:
+        module, _, name = path.rpartition(".")
+        try:
+            found = inspect.unwrap(getattr(import_module(module), name))
+        except (ImportError, AttributeError) as error:
+            raise type(error)(f"{flag} {path}: {error}") from error
+        if found is not function:
+            why = f"{flag} {path} is not mis_ext.{function.__name__} (a function around it needs functools.wraps)"
+    if why is not None:
+        raise ValueError(
+            f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "
+            "mis_ext.compute_mis_weights_with_cp, or --loss-type custom_loss --custom-loss-function-path "
+            "mis_ext.policy_loss; slime ignores a misspelt flag without a message"
+        )
     return loss_type
-
-
-def _not_called(why: str) -> ValueError:
-    return ValueError(
-        f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "
-        "mis_ext.compute_mis_weights_with_cp, or --loss-type custom_loss --custom-loss-function-path "
-        "mis_ext.policy_loss; slime ignores a misspelt flag without a message"
-    )
 
 
 def _flag(argument: str) -> str:

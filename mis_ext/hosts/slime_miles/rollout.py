@@ -123,20 +123,16 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     streams: PackedStreams | None = None
     own: dict[str, Tensor] = {}
     try:
-        if refuses_shared:
-            _refuse_shared_denominators(rollout_data, device)
-        if key is not None:
-            num_answers = read_argument(args, "n_samples_per_prompt")
-            own = _samples_of(of_prompts, rollout_data, num_answers=num_answers, key=key, device=device)
-            if not config.metrics_only:
-                streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_UNSCORED)
-                sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
-                streams = streams._replace(lag_T=session.lags_of(*sides, device=device))
-    except Exception:
-        failed = measuring.tell_failure(lengths, groups=alone, device=device)
-        gather_rows(torch.stack([torch.zeros_like(failed), failed]), groups.dp_group)
-        raise
-    try:
+        with measuring.local_work(lengths, groups=alone, device=device):
+            if refuses_shared:
+                _refuse_shared_denominators(rollout_data, device)
+            if key is not None:
+                num_answers = read_argument(args, "n_samples_per_prompt")
+                own = _samples_of(of_prompts, rollout_data, num_answers=num_answers, key=key, device=device)
+                if not config.metrics_only:
+                    streams = pack_rollout(rollout_data, groups, rollout_id, device=device, key=key, remedy=_UNSCORED)
+                    sides = rollout_data["rollout_log_probs"], streams.layout.local_lengths
+                    streams = streams._replace(lag_T=session.lags_of(*sides, device=device))
         if streams is None:
             status = measuring.neutral(lengths, groups=alone, device=device).status
         else:
