@@ -260,6 +260,11 @@ def test_what_needs_the_whole_rollout_is_refused_where_nobody_looks_at_it() -> N
         start(switches | PROMPTS | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"})
 
 
+def test_a_baseline_of_kept_trajectories_needs_no_function_of_rewards() -> None:
+    keys = {"mis_group_over": "kept", "rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
+    start(HOOK | keys | {"mis_group_baseline": "leave_one_out", "custom_reward_post_process_path": None})
+
+
 REWARDS = {"mis_group_baseline": "leave_one_out", "mis_group_over": "all"}
 TOKENS = {"on_policy_tokens": {"cache_by_version": True, "canary": "warn"}}
 

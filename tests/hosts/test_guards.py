@@ -108,6 +108,14 @@ def test_missing_log_probs_with_a_warning_pass_the_loss_through() -> None:
     assert all(values.isnan().all() for values in (metrics["mis_kl"], metrics["mis_ess_ratio_token"]))
 
 
+@pytest.mark.filterwarnings("error")
+def test_measuring_alone_says_nothing_of_missing_log_probs() -> None:
+    batch = make_batch()
+    missing_rollout(batch)
+    _, _, metrics = call(batch, use_tis=False, get_mismatch_metrics=True)
+    assert all(values.isnan().all() for values in metrics.values())
+
+
 @pytest.mark.parametrize("use_tis_from", ["flag", "yaml"])
 def test_counting_the_mismatch_twice_stops_the_first_call(use_tis_from) -> None:
     # The YAML is applied after the hosts' own checks: all that the hook sees is args.

@@ -238,6 +238,7 @@ def test_what_the_hook_and_the_whole_loss_read_is_said_once() -> None:
     args = argparse.Namespace(**keys, mis_guard="warn")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
+        warnings.simplefilter("always", MismatchWarning)
         runs.current_run(args)
         runs.current_run(args, whole_loss=True)
     assert len(said) == 3

@@ -12,6 +12,7 @@ from flat_keys import from_yaml
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Session, Weight, config_from_mapping
+from mis_ext.correction.config import GUARD_NAMES
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -111,6 +112,13 @@ def test_what_is_measured_without_a_correction_has_no_trace_of_it() -> None:
     assert from_yaml("{get_mismatch_metrics: true, tis_batch_normalize: false}") == measured
     assert from_yaml("{get_mismatch_metrics: true, use_tis: true}") == CorrectionConfig()
     assert from_yaml("{calculate_per_token_loss: true}") == CorrectionConfig(per_token_loss=True)
+
+
+def test_every_key_of_what_is_measured_reaches_the_configuration() -> None:
+    keys = "mis_metrics: all, mis_metric_max: 3.0, mis_max_reject_fraction: 0.5, mis_compile: false"
+    text = f"{{use_tis: true, {keys}, mis_staleness: true, mis_guard: warn, calculate_per_token_loss: true}}"
+    fields = {"metrics": "all", "metric_max": 3.0, "max_reject_fraction": 0.5, "compile": False, "staleness": True}
+    assert from_yaml(text) == CorrectionConfig(**fields, warn_only=frozenset(GUARD_NAMES), per_token_loss=True)
 
 
 def test_flags_of_the_hosts_are_not_taken_for_ours() -> None:

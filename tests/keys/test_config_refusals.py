@@ -74,6 +74,7 @@ REFUSED = {
         r"tis_upper_bound=3.0: no effect"
     ),
     "{use_tis: true, use_rs: true, rs_level: none, rs_lower_bound: 0.5, rs_gates: [{high: 2.0}]}": r"rs_level is none",
+    "{tis_level: none, tis_upper_bound: 3.0, use_rs: true, rs_level: none, rs_gates: [{high: 2.0}]}": "no weight",
     "{use_tis: true, tis_mode: mask, use_rs: true}": r"use_rs=True: no effect, because tis_mode rejects the same",
     "{use_tis: true, mis_staleness: true, mis_metrics: [mis_kl]}": r"mis_staleness=True: no effect",
     "{use_tis: true, mis_metric_max: 1.0, mis_metrics: []}": r"mis_metric_max=1.0: no effect",
@@ -154,13 +155,14 @@ def test_all_wrong_keys_of_a_file_are_named_at_once_in_two_lines_each() -> None:
     wrong = {"tis_levl": "token", "tis_mode": "trunc", "tis_upper_bound": "1e-4", "tis_nonsense": 1, "use_rs": "yes"}
     wrong |= {"mis_metrics": "al", "mis_loss_mode": "bypas", "mis_loss_denominator": "all", "entropy_coef": "0"}
     wrong |= {"rs_gates": [{"reduce": "prefix", "low": 0.5}, {"statistic": "rati", "low": 0.5}], "loss_mode": "token"}
-    wrong |= {"mis_group_over": "none", "tis_normalize_over": None, "rs_level": None}
+    wrong |= {"mis_group_over": "none", "tis_normalize_over": None, "rs_level": None, "get_mismatch_metrics": 1}
     with pytest.raises(ValueError, match="tis_levl") as raised:
         read_config({"use_tis": True} | wrong, whole_loss=True)
     text = str(raised.value)
     keys = [*(key for key in wrong if key != "tis_normalize_over"), r"rs_gates\[0\]: reduce", r"rs_gates\[1\]: statis"]
     assert [key for key in keys if not re.search(key, text)] == []
     assert max(map(len, text.splitlines())) < 240
+    assert len({*text.splitlines()}) == len(text.splitlines())
     assert not re.search("prefix|batch", text.replace("'prefix'", ""))
 
 
@@ -384,6 +386,8 @@ def test_bands_of_the_usual_width_and_inherited_ones_of_the_same_level_warn_noth
         "{use_tis: true, tis_level: none, tis_upper_bound: 3.0, use_rs: true, rs_upper_bound: 4.0}",
         "{use_tis: true, tis_mode: mask, use_rs: true, rs_level: sequence}",
         "{use_tis: true, mis_denominator: kept, rs_veto_threshold: 0.1, tis_normalize_scope: micro_batch}",
+        "{use_tis: true, tis_batch_normalize: true, tis_normalize_over: valid, rs_veto_threshold: 0.1}",
+        "{use_tis: true, tis_mode: mask, use_rs: true, rs_gates: [{statistic: k3, high: 0.5}]}",
     ):
         from_yaml(text)
 

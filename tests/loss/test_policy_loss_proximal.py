@@ -90,13 +90,13 @@ def test_the_correction_weighs_the_current_policy_against_the_behavior_policy() 
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_the_hook_of_whole_rollouts_leaves_it_to_the_loss_whether_the_mismatch_counts_twice() -> None:
+def test_the_hook_of_whole_rollouts_counts_nothing_twice_either() -> None:
     flags = {"use_tis": True, "use_rollout_logprobs": True, "loss_type": "custom_loss"}
-    for keys in (flags, flags | CURRENT):
-        session_for(argparse.Namespace(**keys))
-    current_run(argparse.Namespace(**flags, **CURRENT), whole_loss=True)
+    for keys in (CURRENT, {"mis_loss_mode": "bypass"}):
+        session_for(argparse.Namespace(**flags, **keys))
+        current_run(argparse.Namespace(**flags, **keys), whole_loss=True)
     with pytest.raises(ValueError, match="count the mismatch twice"):
-        current_run(argparse.Namespace(**flags), whole_loss=True)
+        session_for(argparse.Namespace(**flags))
 
 
 def test_a_pass_that_is_skipped_or_not_there_is_no_reason_to_warn() -> None:
