@@ -163,7 +163,7 @@ def prompt_factors(
     else:
         scale_N = divisor_N * terms_N
     # Of a prompt without a kept token nothing is left to multiply.
-    share_P = torch.where(kept_P > 0, 1.0 / torch.where(kept_P > 0, prompts_P * kept_P, 1.0), 0.0)
+    share_P = torch.where(kept_P > 0, prompts_P * kept_P, 1.0).reciprocal()
     return scale_N * share_P[place_N]
 
 

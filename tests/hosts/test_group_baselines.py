@@ -205,6 +205,8 @@ def test_equal_rewards_have_no_advantage_and_their_rounding_is_not_refused() -> 
     left = (centered / (centered.std(-1, keepdim=True) + 1e-6)).flatten().double()
     left[8:] = 0.00745
     refuse_uncentered(left, prompt.double(), torch.arange(16.0))
+    # No rank has a sample.
+    refuse_uncentered(*[torch.zeros(0, dtype=torch.float64)] * 3)
     assert group_advantages(left, prompt)[8:].tolist() == [0.0] * 8
     # Had the host compared them with others, or dropped some: raw rewards, deviations, and none of both is rounding.
     for reward in (1.0, 0.75, 2.0, 7**0.5, 0.5**-0.5, 100.1, 12345.6):
