@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from mis_ext.hosts.whole_loss import TotalLoss as TotalLoss
     from mis_ext.hosts.whole_loss import policy_loss_from_hidden as policy_loss_from_hidden
     from mis_ext.hosts.whole_loss import policy_loss_from_log_probs as policy_loss_from_log_probs
-    from mis_ext.keys.presets import load_config as load_config
-    from mis_ext.keys.presets import preset as preset
     from mis_ext.keys.reading import config_from_mapping as config_from_mapping
+    from mis_ext.keys.reading import load_config as load_config
+    from mis_ext.keys.reading import preset as preset
     from mis_ext.loss.groups import group_advantages as group_advantages
     from mis_ext.scoring.hidden import score_hidden as score_hidden
     from mis_ext.scoring.passes import KeptColumns as KeptColumns

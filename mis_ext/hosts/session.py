@@ -26,9 +26,8 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts import guards
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import Refuse, extremes_of, pack, refuse_divisors, refuse_mask
-from mis_ext.keys.names import OF_OTHERS
 from mis_ext.keys.reading import RunConfig, config_given, read_config
-from mis_ext.keys.rows import ARGUMENTS
+from mis_ext.keys.rows import ARGUMENTS, OF_OTHERS
 from mis_ext.validation import check_tensors
 
 if TYPE_CHECKING:

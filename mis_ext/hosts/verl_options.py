@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig, Weight
-from mis_ext.keys.presets import flat_keys
-from mis_ext.keys.reading import config_from_mapping
+from mis_ext.keys.reading import config_from_mapping, flat_keys
 from mis_ext.keys.rows import read_gates
 from mis_ext.validation import check_bool, check_choice, check_known
 

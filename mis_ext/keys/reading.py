@@ -7,6 +7,7 @@ does not load. ``check_setup`` refuses what needs the launch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, Reduce, Weight
 from mis_ext.correction.tokens import LAG
 from mis_ext.keys import rows
-from mis_ext.keys.names import refuse_names
 from mis_ext.validation import Errors, check_mapping, errors_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
 def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> CorrectionConfig:
     """:func:`config_from_mapping`; in the full policy loss nothing is corrected without ``use_tis``."""
     wrong = Errors()
-    refuse_names(given, wrong)
+    rows.refuse_names(given, wrong)
     # Also of features that are off: a misspelling must not wait for its feature.
     read = rows.read_rows(rows.CORRECTION_ROWS | rows.GROUP_ROWS | rows.FRAMEWORK_ROWS, given, wrong)
     if given.get("tis_upper_bound") == math.inf:
@@ -69,7 +69,11 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
             weight = Weight(level=values["tis_level"], mode=values["tis_mode"], when=values["tis_when"], **bounds)
     with wrong, errors_of(", ".join(key for key in keys if key == "use_rs" or key.endswith("_bound"))):
         gates = _gates(values)
-    wrong.refuse(_contradictions(values)).raise_all()
+    if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
+        wrong.refuse(["rs_level: none needs rs_gates; write use_rs: false for no gate"])
+    if not values["mis_staleness"] and _reads_lag(values):
+        wrong.refuse(["rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true"])
+    wrong.raise_all()
     if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(values, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
         said = f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate"
@@ -110,13 +114,6 @@ def _gates(values: Mapping[str, Any]) -> list[Gate]:
         reduce: Reduce = "token" if values["rs_staleness_level"] == "token" else "max"
         gates.append(Gate(statistic=LAG, reduce=reduce, high=values["rs_max_staleness"], name="rs_staleness"))
     return gates
-
-
-def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-    if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
-        yield "rs_level: none needs rs_gates; write use_rs: false for no gate"
-    if not values["mis_staleness"] and _reads_lag(values):
-        yield "rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true"
 
 
 def _reads_lag(values: Mapping[str, Any]) -> bool:
@@ -425,3 +422,77 @@ def read_keys(keys: Keys) -> dict[str, Any]:
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:
     """Return True if a key is of the full policy loss, not of the correction alone."""
     return any(keys.get(key) is not None for key in rows.LOSS_ROWS)
+
+
+def load_config(path: str | Path) -> CorrectionConfig:
+    """The configuration in a YAML file.
+
+    Keys without the prefixes of mis_ext belong to the framework and are ignored.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is no mapping, or one of its values is not legal.
+        TypeError: A value has the wrong type.
+    """
+    content = read_keys(path)
+    with errors_of(str(path)):
+        return config_from_mapping(content)
+
+
+def preset(name: str) -> CorrectionConfig:
+    """The preset called ``name``.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    from mis_ext.files import preset_path
+
+    return load_config(preset_path(name))
+
+
+# --- keys of a configuration
+
+
+def keys_as_yaml(keys: Mapping[str, Any]) -> str:
+    """Keys as YAML, a line for each; the innermost mappings and lists are in one line too."""
+    import yaml
+
+    is_block = {key: None if isinstance(value, (dict, list)) else False for key, value in keys.items()}
+    return "".join(
+        yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=is_block[key], width=120)
+        for key, value in keys.items()
+    )
+
+
+def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
+    """The keys of ``config``, without those at their default.
+
+    Raises:
+        ValueError: It measures only, for which the framework has flags.
+    """
+    if config.metrics_only:
+        raise ValueError("metrics_only is spelled use_tis: false")
+    weight, default = config.weight, CorrectionConfig()
+    keys: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
+    if weight is not None:
+        of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
+        values = (of_weight | {"when": weight.when}).items()
+        keys |= {f"tis_{name}": value for name, value in values if value not in (None, "always")}
+    if config.gates:
+        fields = (dataclasses.asdict(gate).items() for gate in config.gates)
+        gates = [{key: value for key, value in each if value not in (None, "reject")} for each in fields]
+        keys |= {"use_rs": True, "rs_level": "none", "rs_gates": gates}
+    if config.normalize_over is not None:
+        keys["tis_batch_normalize"] = True
+        # If nothing is rejected both words mean the same, and valid is refused.
+        if config.gates or (weight is not None and weight.bound.rejects):
+            keys["tis_normalize_over"] = config.normalize_over
+    if config.is_scaled and config.scope != "data_parallel":
+        keys["tis_normalize_scope"] = config.scope
+    for name in ("denominator", "staleness", "metric_max", "max_reject_fraction", "metrics", "compile"):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value
+    if config.warn_only:
+        keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
+    return keys

@@ -13,8 +13,7 @@ from typing import Any
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.files import read_yaml
-from mis_ext.keys.presets import flat_keys, keys_as_yaml
-from mis_ext.keys.reading import config_from_mapping, read_config, says_whole_loss
+from mis_ext.keys.reading import config_from_mapping, flat_keys, keys_as_yaml, read_config, says_whole_loss
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.catalogue import find_method
 from mis_ext.methods.first_update import as_correction

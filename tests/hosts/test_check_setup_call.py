@@ -14,7 +14,7 @@ from rows import for_each
 
 import mis_ext
 from mis_ext.frameworks import MILES
-from mis_ext.keys.presets import flat_keys
+from mis_ext.keys.reading import flat_keys
 from mis_ext.methods import METHODS
 
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}

@@ -13,9 +13,8 @@ from rows import for_each
 
 from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
-from mis_ext.keys.names import OF_OTHERS
 from mis_ext.keys.reading import read_config
-from mis_ext.keys.rows import FLAT_KEYS, PREFIXES, ROWS
+from mis_ext.keys.rows import FLAT_KEYS, OF_OTHERS, PREFIXES, ROWS
 from mis_ext.methods import METHODS
 
 REFUSED = {

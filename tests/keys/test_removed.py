@@ -7,8 +7,7 @@ import pytest
 
 import mis_ext
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.names import REMOVED
-from mis_ext.keys.rows import GATE_ROWS, ROWS
+from mis_ext.keys.rows import GATE_ROWS, REMOVED, ROWS
 
 
 def file_with(name: str) -> dict[str, Any]:

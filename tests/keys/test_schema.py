@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from rows import for_each
 
 import mis_ext
-from mis_ext.keys.presets import flat_keys
-from mis_ext.keys.rows import FLAT_KEYS, GATE_ROWS, PREFIXES, ROWS
-from mis_ext.keys.schema import json_schema, schema_text
+from mis_ext.keys.reading import flat_keys
+from mis_ext.keys.rows import FLAT_KEYS, GATE_ROWS, PREFIXES, ROWS, json_schema, schema_text
 from mis_ext.methods import METHODS
 from mis_ext.tools.cli import main
 from mis_ext.tools.method_files import method_yaml

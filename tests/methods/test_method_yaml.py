@@ -17,8 +17,7 @@ from method_cases import HOOK, HOOK_PARAMETERS, apply, make_data
 from rows import for_each
 
 import mis_ext
-from mis_ext.keys.presets import flat_keys
-from mis_ext.keys.reading import read_config
+from mis_ext.keys.reading import flat_keys, read_config
 from mis_ext.methods import METHODS, Method, PairGate, PairWeight, Ratio
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.catalogue import choose_method

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mis_ext.correction.config import BOUNDS, CorrectionConfig, Gate, Weight
 from mis_ext.correction.metrics import MetricRow, rows_of
 from mis_ext.correction.tokens import STATISTICS
-from mis_ext.keys.schema import described
+from mis_ext.keys.rows import described
 from mis_ext.methods.catalogue import METHODS
 from mis_ext.tools.diagnosis.table import CAUSES
 

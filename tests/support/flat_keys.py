@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from mis_ext import CorrectionConfig, Weight, config_from_mapping
-from mis_ext.keys.presets import flat_keys
+from mis_ext.keys.reading import flat_keys
 from mis_ext.keys.rows import read_gates
 
 

@@ -23,9 +23,8 @@ from mis_ext.hosts.session import all_arguments, current_run, read_argument
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_missing_logits
 from mis_ext.hosts.whole_loss import refuse_missing
-from mis_ext.keys.names import near_miss
 from mis_ext.keys.reading import RunConfig
-from mis_ext.keys.rows import ARGUMENTS
+from mis_ext.keys.rows import ARGUMENTS, near_miss
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
 

@@ -205,8 +205,7 @@ def run_presets(arguments: argparse.Namespace) -> Result:
 def run_keys(parsed: argparse.Namespace) -> Result:
     """One key, or all."""
     from mis_ext.files import hanging
-    from mis_ext.keys.rows import ROWS
-    from mis_ext.keys.schema import described
+    from mis_ext.keys.rows import ROWS, described
     from mis_ext.validation import check_known
 
     check_known("keys", [parsed.name] if parsed.name else [], ROWS)
@@ -224,7 +223,7 @@ def run_keys(parsed: argparse.Namespace) -> Result:
 
 def run_schema(_: argparse.Namespace) -> Result:
     """The schema."""
-    from mis_ext.keys.schema import json_schema, schema_text
+    from mis_ext.keys.rows import json_schema, schema_text
 
     return Result(json_schema(), lambda: print(schema_text(), end=""))
 
@@ -250,8 +249,7 @@ def run_methods(arguments: argparse.Namespace) -> Result:
 def run_convert(arguments: argparse.Namespace) -> Result:
     """Convert the file."""
     from mis_ext.hosts.verl_options import WHOLE_CONFIGURATION, convert_verl, dtype_remarks, options_in
-    from mis_ext.keys.presets import keys_as_yaml
-    from mis_ext.keys.reading import read_keys
+    from mis_ext.keys.reading import keys_as_yaml, read_keys
 
     try:
         content = read_keys(arguments.file)
