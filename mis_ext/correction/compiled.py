@@ -6,7 +6,7 @@ for tokens, one for responses, and one for the outputs, which computes tokens an
 leave the others. They hold for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never
 reach them. Outside of the graphs are:
 
-- before: the casts to float32, the places of responses, the values of segments, and padding (:meth:`Graphs.parts`);
+- before: the casts to float32, the lengths, the values of segments, and padding (:meth:`Graphs.parts`);
 - between: the collectives;
 - after: removal of the padding, with context parallelism the mask of whole responses, the product with the loss, and
   properties of ``Correction`` such as ``metrics``, which are computed when they are read.
@@ -41,7 +41,7 @@ from mis_ext.correction.correct import (
     run_passes,
     token_pass,
 )
-from mis_ext.correction.layout import Blocks, PackedLayout, Places
+from mis_ext.correction.layout import Blocks, PackedLayout
 
 _LOG = logging.getLogger("mis_ext")
 _ANY_SIZES = symbols.patch(use_duck_shape=False)
@@ -107,29 +107,30 @@ class Graphs:
 
     def parts(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
         """The passes as one graph; or as three, with the exchanges between them."""
-        plan, places, num_responses = self._plan, layout.places, layout.num_sequences
+        plan, length_S, num_blocks = self._plan, layout.length_S, layout.num_blocks
+        num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
         # No size of a graph is 0 or 1: two responses of a token that nothing generated are added, and cut off again.
-        if num_responses < 2 or places.num_blocks < 2:
-            places = Places.of((*layout.local_lengths, 1, 1), x.mask_T.device)
+        if num_responses < 2 or num_blocks < 2:
+            length_S, num_blocks = torch.nn.functional.pad(length_S, (0, 2), value=1), num_blocks + 2
             x = Inputs._make(None if row is None else torch.nn.functional.pad(row, (0, 2)) for row in x)
         if over_cp is None and over_dp is None:
-            found = self._graph_of_all(x, places, plan)
+            found = self._graph_of_all(x, length_S, num_blocks, plan)
         else:
-            merged_FS = self._token_graph(x, places, plan)
+            merged_FS = self._token_graph(x, length_S, num_blocks, plan)
             if over_cp is not None:
                 own_FS, added_FS = merged_FS.tensor_split([num_responses], dim=1)
                 merged_FS = torch.cat([over_cp(own_FS), added_FS], dim=1)
             own_A = self._response_graph(merged_FS, plan)
             group_A = own_A if over_dp is None else over_dp(own_A)
-            found = self._output_graph(x, places, (merged_FS, own_A, group_A), plan)
+            found = self._output_graph(x, length_S, num_blocks, (merged_FS, own_A, group_A), plan)
         return Passed(
             found.merged_FS[:, :num_responses],
             found.own_A,
             found.group_A,
-            found.weights_T[: layout.num_local_tokens],
-            found.loss_mask_T[: layout.num_local_tokens],
+            found.weights_T[:num_tokens],
+            found.loss_mask_T[:num_tokens],
             found.keep_S[:num_responses],
-            None if found.metrics_MT is None else found.metrics_MT[:, : layout.num_local_tokens],
+            None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
         )
 
     def _parts_or_none(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed | None:
@@ -173,21 +174,21 @@ def _check_equal(found: Passed, expected: Passed) -> None:
 
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
-def _all_passes(x: Inputs, places: Places, plan: Plan) -> Passed:
-    return run_passes(x, Blocks(places), plan, None, None)
+def _all_passes(x: Inputs, length_S: Tensor, num_blocks: int, plan: Plan) -> Passed:
+    return run_passes(x, Blocks(length_S, len(x.mask_T), num_blocks), plan, None, None)
 
 
-def _tokens(x: Inputs, places: Places, plan: Plan) -> Tensor:
-    return token_pass(x, Blocks(places), plan)[1]
+def _tokens(x: Inputs, length_S: Tensor, num_blocks: int, plan: Plan) -> Tensor:
+    return token_pass(x, Blocks(length_S, len(x.mask_T), num_blocks), plan)[1]
 
 
 def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
     return response_pass(merged_FS, plan)[1]
 
 
-def _outputs(x: Inputs, places: Places, sums: tuple[Tensor, ...], plan: Plan) -> Passed:
+def _outputs(x: Inputs, length_S: Tensor, num_blocks: int, sums: tuple[Tensor, ...], plan: Plan) -> Passed:
     merged_FS, own_A, group_A = sums
-    blocks = Blocks(places)
+    blocks = Blocks(length_S, len(x.mask_T), num_blocks)
     s, _ = token_pass(x, blocks, plan)
     r = decide_responses(plan.of_tokens.named(merged_FS), plan)
     b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)

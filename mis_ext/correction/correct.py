@@ -235,22 +235,18 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
 # --- 3. batch
 
 
-def _number_in_mean(r: Responses) -> Tensor:
-    """Number of weights of each response in the mean that divides all weights: of its tokens, or 1."""
+def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
+    """Of each response the weights in the mean that divides all weights: their sum, and how many: per token, or 1."""
     over_kept = r.config.normalize_over == "kept"
-    tokens = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
-    return tokens if r.config.has_token_weights else (tokens > 0.0).double()
-
-
-def _weight_in_mean(r: Responses) -> Tensor:
-    """The sum of these weights."""
-    number, weight = _number_in_mean(r), r.weight
+    number = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
     if r.config.has_token_weights:
-        weight = r.of[SUM_LIVE_W if r.config.normalize_over == "kept" else SUM_W]
-    return torch.where(number > 0.0, weight, 0.0)
+        weight = r.of[SUM_LIVE_W if over_kept else SUM_W]
+    else:
+        weight, number = r.weight, (number > 0.0).double()
+    return torch.where(number > 0.0, weight, 0.0), number
 
 
-IN_MEAN, NUMBER_IN_MEAN = BatchSum(_weight_in_mean), BatchSum(_number_in_mean)
+IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
 # TERMS: what the framework divides by. All response tokens; or all responses, as of each it takes the mean over its
 # response tokens. KEPT_TERMS: what mis_denominator: kept divides by. Kept tokens; or the sum over responses of kept
 # tokens / response tokens. Both count tokens, where the framework sums the mask: exact for masks of 0 and 1.

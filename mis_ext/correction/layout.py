@@ -127,19 +127,19 @@ class PackedLayout:
         return _context_parallel_layout(responses, totals, padded, chunks, torch.device(device))
 
     @functools.cached_property
-    def places(self) -> Places:
-        """Positions of the local tokens of each response."""
-        return Places.of(self.local_lengths, self.device)
-
-    @property
     def length_S(self) -> Tensor:
         """``[S]``: local tokens of each response, on the device."""
-        return self.places.count_2S[0]
+        return to_device(torch.tensor(self.local_lengths, dtype=torch.int64), self.device)
+
+    @property
+    def num_blocks(self) -> int:
+        """``N``, the :class:`Blocks` of the local tokens."""
+        return sum(-(-length // Blocks.TOKENS) for length in self.local_lengths)
 
     @functools.cached_property
     def blocks(self) -> Blocks:
         """The local tokens of each response in blocks, for sums over them."""
-        return Blocks(self.places)
+        return Blocks(self.length_S, self.num_local_tokens, self.num_blocks)
 
     @functools.cached_property
     def sequence_T(self) -> Tensor:
@@ -287,45 +287,28 @@ class PackedStreams(NamedTuple):
 # --- sums over responses
 
 
-class Places(NamedTuple):
-    """Where the tokens (row 0) and the blocks (row 1) of each response start, and how many it has: ``[2, S]`` int64.
-
-    The numbers of all of them are known on the CPU, so that no size waits for the device.
-    """
-
-    first_2S: Tensor
-    count_2S: Tensor
-    num_tokens: int
-    num_blocks: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Places:
-        """Those of responses of these lengths."""
-        length_S = torch.tensor(lengths, dtype=torch.int64)
-        count_2S = torch.stack([length_S, (length_S + (Blocks.TOKENS - 1)) // Blocks.TOKENS])
-        first_2S = count_2S.cumsum(-1) - count_2S
-        return cls(*to_device(torch.stack([first_2S, count_2S]), device), *count_2S.sum(-1).tolist())
-
-
 class Blocks:
     """Positions of the tokens of each response, and float64 sums over them with the same bits in every run.
 
     Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
     tokens form a matrix ``[N, 64]``: a sum over a block is a sum over a row, and ``torch.segment_reduce`` adds up the
     blocks of each response, one after the other. An empty slot never counts: nothing was generated there.
+
+    Args:
+        length_S: Tokens of each response, int64.
+        num_tokens: ``T``, their sum; and
+        num_blocks: ``N``, known on the CPU, so that no size waits for the device.
     """
 
     TOKENS = 64
     """Tokens of a block."""
 
-    def __init__(self, places: Places) -> None:
-        (start_S, first_block_S), (length_S, self._blocks_S), num_tokens, num_blocks = places
-        # Sums, not views: a compiled search (_owners) in a view reads from the start of its memory before torch 2.13.
-        end_S, block_end_S = start_S + length_S, first_block_S + self._blocks_S
-        self.response_T = _owners(length_S, end_S, num_tokens)
-        self.response_N = _owners(self._blocks_S, block_end_S, num_blocks)
+    def __init__(self, length_S: Tensor, num_tokens: int, num_blocks: int) -> None:
+        self._blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
+        self.response_T, self.response_N = _owners(length_S, num_tokens), _owners(self._blocks_S, num_blocks)
         # Token t is in slot t + shift of the blocks, one block after the other.
-        shift_S = first_block_S * self.TOKENS - start_S
+        end_S = length_S.cumsum(0)
+        shift_S = (self._blocks_S.cumsum(0) - self._blocks_S) * self.TOKENS - (end_S - length_S)
         self.slot_T = torch.arange(num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
         slot_NB = torch.arange(num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
         token_NB = slot_NB - self.spread_to_blocks(shift_S)
@@ -357,11 +340,11 @@ class Blocks:
         return torch.segment_reduce(x_NF, "max", lengths=self._blocks_S, axis=0, unsafe=True).T.double()
 
 
-def _owners(count_S: Tensor, end_S: Tensor, total: int) -> Tensor:
-    """``[total]``: the response of each token or block, of which each has ``count`` that end before ``end``."""
+def _owners(count_S: Tensor, total: int) -> Tensor:
+    """``[total]``: the response of each token or block, of which each response has ``count``."""
     if torch.compiler.is_compiling():
         # A search is part of a kernel; repeat_interleave is some of its own.
-        return torch.bucketize(torch.arange(total, device=end_S.device), end_S, right=True)
+        return torch.bucketize(torch.arange(total, device=count_S.device), count_S.cumsum(0), right=True)
     return torch.repeat_interleave(count_S, output_size=total)
 
 
