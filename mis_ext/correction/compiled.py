@@ -26,21 +26,10 @@ import torch
 import torch.fx.experimental._config as symbols
 from torch import Tensor
 
+from mis_ext.correction import correct
 from mis_ext.correction.collectives import global_rank
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.correction.correct import (
-    Batch,
-    Exchange,
-    Inputs,
-    Passed,
-    Plan,
-    decide_responses,
-    output_pass,
-    plan_of,
-    response_pass,
-    run_passes,
-    token_pass,
-)
+from mis_ext.correction.correct import Exchange, Inputs, Passed, Plan
 from mis_ext.correction.layout import Blocks, PackedLayout
 
 _LOG = logging.getLogger("mis_ext")
@@ -53,7 +42,7 @@ _FIXED_BOUNDS = torch._dynamo.config.patch(specialize_float=True)
 @functools.lru_cache(maxsize=32)
 def graphs_of(config: CorrectionConfig, *, token_metrics: bool) -> Graphs:
     """The graphs of a configuration; equal ones share them."""
-    return Graphs(plan_of(config, token_metrics=token_metrics))
+    return Graphs(correct.plan_of(config, token_metrics=token_metrics))
 
 
 class Graphs:
@@ -89,7 +78,7 @@ class Graphs:
             return self._agree(x, layout, over_cp, over_dp)
         elif self.obstacle is None:
             return self.parts(x, layout, over_cp, over_dp)
-        return run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
+        return correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
 
     def _agree(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
         """The first call of ranks: without graphs, so that its status can say whether they were compiled."""
@@ -97,7 +86,7 @@ class Graphs:
         copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
         self._parts_or_none(x, layout, *copies)
         own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
-        found = run_passes(x, layout.blocks, self._plan, over_cp, over_dp, status=own_status)
+        found = correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp, status=own_status)
         self.is_agreed = True
         # No other call waits for its status.
         status = float(found.group_A[-1])
@@ -114,7 +103,7 @@ class Graphs:
             length_S, num_blocks = torch.nn.functional.pad(length_S, (0, 2), value=1), num_blocks + 2
             x = Inputs._make(None if row is None else torch.nn.functional.pad(row, (0, 2)) for row in x)
         if over_cp is None and over_dp is None:
-            found = self._graph_of_all(x, length_S, num_blocks, plan)
+            found: Passed = self._graph_of_all(x, length_S, num_blocks, plan)
         else:
             merged_FS = self._token_graph(x, length_S, num_blocks, plan)
             if over_cp is not None:
@@ -123,14 +112,12 @@ class Graphs:
             own_A = self._response_graph(merged_FS, plan)
             group_A = own_A if over_dp is None else over_dp(own_A)
             found = self._output_graph(x, length_S, num_blocks, (merged_FS, own_A, group_A), plan)
-        return Passed(
-            found.merged_FS[:, :num_responses],
-            found.own_A,
-            found.group_A,
-            found.weights_T[:num_tokens],
-            found.loss_mask_T[:num_tokens],
-            found.keep_S[:num_responses],
-            None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
+        return found._replace(
+            merged_FS=found.merged_FS[:, :num_responses],
+            weights_T=found.weights_T[:num_tokens],
+            loss_mask_T=found.loss_mask_T[:num_tokens],
+            keep_S=found.keep_S[:num_responses],
+            metrics_MT=None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
         )
 
     def _parts_or_none(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed | None:
@@ -140,7 +127,7 @@ class Graphs:
         try:
             found = self.parts(x, layout, over_cp, over_dp)
             if not self.is_compared:
-                expected = run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
+                expected = correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
                 _check_equal(found, expected)
                 self.is_compared = True
         except torch.cuda.OutOfMemoryError:
@@ -175,24 +162,22 @@ def _check_equal(found: Passed, expected: Passed) -> None:
 
 # The argument must be named ``plan``: _guards_of_call drops torch's checks of it by this name.
 def _all_passes(x: Inputs, length_S: Tensor, num_blocks: int, plan: Plan) -> Passed:
-    return run_passes(x, Blocks(length_S, len(x.mask_T), num_blocks), plan, None, None)
+    return correct.run_passes(x, Blocks(length_S, len(x.mask_T), num_blocks), plan, None, None)
 
 
 def _tokens(x: Inputs, length_S: Tensor, num_blocks: int, plan: Plan) -> Tensor:
-    return token_pass(x, Blocks(length_S, len(x.mask_T), num_blocks), plan)[1]
+    return correct.token_pass(x, Blocks(length_S, len(x.mask_T), num_blocks), plan)[1]
 
 
 def _responses(merged_FS: Tensor, plan: Plan) -> Tensor:
-    return response_pass(merged_FS, plan)[1]
+    return correct.response_pass(merged_FS, plan)[1]
 
 
 def _outputs(x: Inputs, length_S: Tensor, num_blocks: int, sums: tuple[Tensor, ...], plan: Plan) -> Passed:
-    merged_FS, own_A, group_A = sums
     blocks = Blocks(length_S, len(x.mask_T), num_blocks)
-    s, _ = token_pass(x, blocks, plan)
-    r = decide_responses(plan.of_tokens.named(merged_FS), plan)
-    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
-    return Passed(merged_FS, own_A, group_A, *output_pass(s, r, b, x.mask_T, blocks, plan))
+    s, _ = correct.token_pass(x, blocks, plan)
+    r = correct.decide_responses(plan.of_tokens.named(sums[0]), plan)
+    return correct.output_pass(s, r, sums, x.mask_T, blocks, plan)
 
 
 def _compiled(function: Any) -> Callable[..., Any]:
@@ -200,12 +185,7 @@ def _compiled(function: Any) -> Callable[..., Any]:
     # torch counts the graphs of a code object, up to 8: this one has a code object of its own.
     alone = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     graph = torch.compile(alone, dynamic=True, fullgraph=True, options={"guard_filter_fn": _guards_of_call})
-
-    def run(*arguments: Any) -> Any:
-        with _ANY_SIZES, _FIXED_BOUNDS:
-            return graph(*arguments)
-
-    return run
+    return _ANY_SIZES(_FIXED_BOUNDS(graph))  # type: ignore[no-any-return]
 
 
 def _guards_of_call(guards: Sequence[Any]) -> list[bool]:

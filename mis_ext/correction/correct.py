@@ -331,9 +331,11 @@ class Passed(NamedTuple):
 
 
 def output_pass(
-    s: TokenResults, r: Responses, b: Batch, mask_T: Tensor, blocks: Blocks, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute what follows the sums in :class:`Passed`."""
+    s: TokenResults, r: Responses, sums: tuple[Tensor, ...], mask_T: Tensor, blocks: Blocks, plan: Plan
+) -> Passed:
+    """Compute what follows the ``sums`` in :class:`Passed`."""
+    merged_FS, own_A, group_A = sums
+    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
     # w_t = (weight of the token) * (weight of its response) * scale, 0 without a ratio, or where a gate sets it to 0.
     factor_S = torch.where(r.weighted, r.weight * b.scale, 0.0).float()
     weight_NB = torch.where(s.weighted, s.weight * blocks.spread_to_blocks(factor_S), 0.0)
@@ -346,7 +348,7 @@ def output_pass(
         metrics_MT = torch.nn.functional.pad(rows_MS, (0, 1)).index_select(-1, place_T)
     # A kept token counts as much as its mask: a mask of 0.25 stays one.
     loss_mask_T = torch.where(blocks.to_tokens(keep_NB), mask_T, 0.0)
-    return blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT
+    return Passed(merged_FS, own_A, group_A, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
 
 
 Exchange = Callable[[Tensor], Tensor] | None
@@ -361,8 +363,7 @@ def run_passes(
     merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
     r, own_A = response_pass(merged_FS, plan)
     group_A = own_A if over_dp is None else over_dp(own_A)
-    b = Batch.over(plan.of_responses.named(group_A), plan.of_responses.named(own_A), plan.config)
-    return Passed(merged_FS, own_A, group_A, *output_pass(s, r, b, x.mask_T, blocks, plan))
+    return output_pass(s, r, (merged_FS, own_A, group_A), x.mask_T, blocks, plan)
 
 
 # --- what a configuration needs

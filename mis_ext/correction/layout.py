@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -34,7 +32,6 @@ class Pieces(NamedTuple):
     whole_starts: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
     """``T`` local tokens of ``S`` sequences; ``R`` tokens in the whole responses, equal on all context-parallel ranks.
 
@@ -49,22 +46,14 @@ class PackedLayout:
         num_sequences: ``S``, the sequences of this call, also those without a token here.
     """
 
-    response_lengths: tuple[int, ...]
-    pieces: Pieces
-    is_whole: bool
-    device: torch.device
-    local_lengths: tuple[int, ...] = field(init=False)
-    num_local_tokens: int = field(init=False)
-    num_whole_tokens: int = field(init=False)
-    num_sequences: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        count, lengths, _ = self.pieces
+    def __init__(
+        self, response_lengths: tuple[int, ...], pieces: Pieces, *, is_whole: bool, device: torch.device
+    ) -> None:
+        self.response_lengths, self.pieces, self.is_whole, self.device = response_lengths, pieces, is_whole, device
+        count, lengths, _ = pieces
         local = lengths if count == 1 else tuple(map(sum, zip(*(lengths[k::count] for k in range(count)), strict=True)))
-        object.__setattr__(self, "local_lengths", local)
-        object.__setattr__(self, "num_local_tokens", sum(local))
-        object.__setattr__(self, "num_whole_tokens", sum(self.response_lengths))
-        object.__setattr__(self, "num_sequences", len(self.response_lengths))
+        self.local_lengths, self.num_local_tokens = local, sum(local)
+        self.num_whole_tokens, self.num_sequences = sum(response_lengths), len(response_lengths)
 
     @classmethod
     def whole(cls, response_lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
@@ -77,7 +66,7 @@ class PackedLayout:
         # Where responses are whole, no other rank has these.
         lengths, count = () if self.is_whole else self.response_lengths, self.pieces.per_sequence
         nothing = (0,) * (count * len(lengths))
-        return dataclasses.replace(self, response_lengths=lengths, pieces=Pieces(count, nothing, nothing))
+        return PackedLayout(lengths, Pieces(count, nothing, nothing), is_whole=self.is_whole, device=self.device)
 
     @classmethod
     def context_parallel(
@@ -191,7 +180,7 @@ class PackedLayout:
 def _whole_layout(response_lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
     starts = tuple(itertools.accumulate(response_lengths, initial=0))[:-1]
     pieces = Pieces(1, response_lengths, starts)
-    return PackedLayout(response_lengths=response_lengths, pieces=pieces, is_whole=True, device=device)
+    return PackedLayout(response_lengths, pieces, is_whole=True, device=device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -216,7 +205,7 @@ def _context_parallel_layout(
             whole_starts.append(whole_start + begin)
         whole_start += response
     pieces = Pieces(len(chunks.owned), tuple(lengths), tuple(whole_starts))
-    return PackedLayout(response_lengths=response_lengths, pieces=pieces, is_whole=False, device=device)
+    return PackedLayout(response_lengths, pieces, is_whole=False, device=device)
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int) -> Tensor:

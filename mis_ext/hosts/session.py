@@ -8,7 +8,6 @@ anything, so it is kept here and not on ``args``: Megatron pickles ``args`` into
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,7 +196,8 @@ class Session:
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
         """Join the collectives of a call without tokens."""
         whole = PackedLayout.whole(response_lengths, device=device)
-        layout = dataclasses.replace(whole, is_whole=groups.cp_group is None).emptied
+        is_whole = groups.cp_group is None
+        layout = PackedLayout(whole.response_lengths, whole.pieces, is_whole=is_whole, device=device).emptied
         nothing_T = torch.empty(0, device=device)
         mask_R = torch.zeros(layout.num_whole_tokens, device=device)
         streams = PackedStreams(nothing_T, nothing_T, mask_R, layout)

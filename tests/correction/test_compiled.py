@@ -12,7 +12,7 @@ from thread_ranks import run_ranks
 
 import mis_ext
 from mis_ext.correction import compiled
-from mis_ext.correction.correct import plan_of
+from mis_ext.correction.correct import plan_of, run_passes
 from mis_ext.correction.layout import PackedLayout
 
 CONFIGS = {
@@ -112,7 +112,7 @@ WRONG = {
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_graphs_with_other_numbers_are_not_used(change, monkeypatch) -> None:
     def parts(self, x, layout, *exchanges):
-        return change(compiled.run_passes(x, layout.blocks, self._plan, *exchanges))
+        return change(run_passes(x, layout.blocks, self._plan, *exchanges))
 
     monkeypatch.setattr(compiled, "graphs_of", lambda *config, **more: compiled.Graphs(plan_of(*config, **more)))
     monkeypatch.setattr(compiled.Graphs, "parts", parts)
