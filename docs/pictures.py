@@ -36,9 +36,9 @@ def draw_bounds(path: Path) -> None:
     """Draw the weight against the ratio, for each mode, and what a mode rejects."""
     ratios = torch.linspace(0.01, END, 600)
     figure, axes = plt.subplots(1, len(BOUNDS), figsize=(10, 2.9), sharey=True, constrained_layout=True)
-    for axis, bound in zip(axes, BOUNDS.values(), strict=True):
+    for axis, (mode, bound) in zip(axes, BOUNDS.items(), strict=True):
         edges = ({"low": LOW} if bound.has_low else {}) | ({"high": HIGH} if bound.has_high else {})
-        weights = Weight(mode=bound.name, **edges).bounded(ratios.log())
+        weights = Weight(mode=mode, **edges).bounded(ratios.log())
         if bound.rejects:
             weights[(ratios < LOW) | (ratios > HIGH)] = math.nan
             for begin, end in ((0.0, LOW), (HIGH, END)):
@@ -46,7 +46,7 @@ def draw_bounds(path: Path) -> None:
             axis.text((HIGH + END) / 2, 0.2, "rejected", ha="center", color="C3", fontsize=9)
         axis.plot(ratios, ratios, ":", color="0.6", linewidth=1)
         axis.plot(ratios, weights, color="C0", linewidth=2.4)
-        axis.set(title=bound.name, xlabel="ratio", xlim=(0, END), ylim=(0, END), aspect="equal")
+        axis.set(title=mode, xlabel="ratio", xlim=(0, END), ylim=(0, END), aspect="equal")
     axes[0].set_ylabel("weight")
     save(figure, path)
 
