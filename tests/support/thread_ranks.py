@@ -127,8 +127,9 @@ def run_ranks(function: Callable[[Rank], Any], *, cp_size: int = 1, dp_size: int
 def _ranks_are_threads() -> Iterator[None]:
     hosts = "mis_ext.hosts"
     with (
-        mock.patch("mis_ext.correction.collectives.global_rank", side_effect=current_rank),
+        # Imported first, while the collectives still have their own.
         mock.patch(f"{hosts}.slime_miles.rollout.global_rank", side_effect=current_rank),
+        mock.patch("mis_ext.correction.collectives.global_rank", side_effect=current_rank),
         mock.patch(f"{hosts}.slime_miles.rollout.find_groups", side_effect=lambda: _here.rank.groups),
         mock.patch(f"{hosts}.groups._place", side_effect=lambda group: (0, 1) if group is None else group.place),
     ):
