@@ -118,7 +118,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     with loss_work(run, lengths, groups=groups, device=device, extra_metrics=host.metrics):
         check_entries("batch", batch, _NEEDED)
         check_tensors({"logits": logits})
-        if logits.ndim < 2:
+        if logits.ndim != 3:
             raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
         run.check_rollout()
         layout = batch_layout(

@@ -85,7 +85,7 @@ def compute_policy_loss(
     token_metrics: Mapping[str, Tensor] | None = None,
     reducer: Reducer | None = None,
     extra_metrics: frozenset[str] = frozenset(),
-    telling: contextlib.AbstractContextManager[None] | None = None,
+    telling: contextlib.AbstractContextManager[None],
     failed: Exception | None = None,
 ) -> PolicyLoss:
     """Loss and metrics of a micro-batch.
@@ -102,7 +102,7 @@ def compute_policy_loss(
     """
     dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
-    with telling or contextlib.nullcontext():
+    with telling:
         try:
             if failed is not None:
                 raise failed

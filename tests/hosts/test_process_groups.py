@@ -43,7 +43,7 @@ def check_process_groups(rank: int) -> None:
     of_dp = Groups.of_process_groups(dp_group=everyone, cp_group=alone)
     assert places(of_dp) == (0, 1, rank, 2)
     assert (of_dp.cp_group, of_dp.dp_group) == (None, everyone)
-    assert of_dp.without_data_parallelism.is_alone
+    assert of_dp.without_data_parallelism == Groups()
     of_cp = Groups.of_process_groups(cp_group=everyone)
     assert places(of_cp) == (rank, 2, 0, 1)
     assert of_cp.without_data_parallelism == of_cp

@@ -170,6 +170,8 @@ def test_a_host_that_skips_its_pass_has_the_current_policy_as_proximal_one() -> 
 def test_lengths_that_disagree_are_named() -> None:
     with pytest.raises(ValueError, match="advantages has samples of"):
         called({}, local(advantages=[torch.ones(3)] * len(loss_cases.RESPONSES)))
+    with pytest.raises(ValueError, match=r"logits must be .* got shape \[\d+, 8\]"):
+        called({}, local(logits=local()["logits"][0]))
     with pytest.raises(ValueError, match=r"rollout_mask_sums has shape \[2\], there are 6 samples"):
         called({}, local(rollout_mask_sums=torch.ones(2)))
 
