@@ -51,6 +51,12 @@ class Groups(NamedTuple):
         return self._replace(dp_rank=0, dp_size=1, dp_group=None)
 
     @property
+    def started_together(self) -> tuple[Group, ...]:
+        """The groups whose ranks make their first call together: not those of Miles that a replica can join later."""
+        groups = (self.cp_group, self.dp_group)
+        return tuple(group for group in groups if group is not None and not is_fault_tolerant(group))
+
+    @property
     def is_alone(self) -> bool:
         """True if no other rank waits for this one."""
         return self.cp_group is None and self.dp_group is None
@@ -78,6 +84,11 @@ def device_of(*candidates: Any) -> torch.device:
             return candidate.device
     uses_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
+
+
+def is_fault_tolerant(group: Group) -> bool:
+    """True if replicas can leave and join the group while it is in use, as in Miles."""
+    return hasattr(group, "_replica_id")
 
 
 def _place(group: Group | None) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from mis_ext.hosts.packing import (
     stack_mask_sums,
     unpack,
 )
-from mis_ext.hosts.session import Run, current_run
+from mis_ext.hosts.session import Run, shared_run
 from mis_ext.hosts.whole_loss import loss_work, packed_loss, present, tokens_for
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import RunConfig
@@ -83,7 +83,7 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
         correction count only the samples in which they were measured.
     """
     host = Host(find_groups() if groups is None else groups, plain_scores)
-    run, cp_size = current_run(args, whole_loss=True), host.groups.cp_size
+    run, cp_size = shared_run(args, host.groups, device=device_of(), whole_loss=True), host.groups.cp_size
     per_token = run.config.correction.per_token_loss
 
     def loss_func(output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

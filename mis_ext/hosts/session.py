@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Group, due_status
 from mis_ext.correction.config import CorrectionConfig, GuardName
-from mis_ext.correction.correct import Correction, check_streams, correct, due_of
+from mis_ext.correction.correct import Correction, check_streams, correct, due_of, plan_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts import guards
 from mis_ext.hosts.groups import ALONE, Groups, device_of
@@ -50,6 +50,8 @@ class Session:
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
         self.config = config_given(config)
+        # A rank whose memory is full must know already in which collectives it reports its error.
+        plan_of(self.config)
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
         self._data = guards.Monitor(self._judge_data, every=1, merge=torch.add)
@@ -58,6 +60,7 @@ class Session:
         self._ranges: dict[Refuse, guards.Monitor] = {}
         self._is_first_rank = True
         self._told: set[str | None] = set()
+        self._met: set[tuple[Group, ...]] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -158,6 +161,25 @@ class Session:
         except Exception as error:
             return error
         return None
+
+    def meet(self, groups: Groups, *, device: torch.device) -> None:
+        """Learn in the first call with these groups whether all ranks could read their keys.
+
+        Raises:
+            RankFailed: Another rank could not.
+        """
+        shared = groups.started_together
+        if shared in self._met:
+            return
+        self._met.add(shared)
+        due = due_status(shared, device=device)
+        with due.told_of_errors():
+            status = torch.full((1,), -torch.inf, device=device)
+            for group in shared:
+                status = due.gather(status, group).amax(0)
+        # Nothing can be read while a CUDA graph is captured.
+        if not (status.is_cuda and torch.cuda.is_current_stream_capturing()):
+            guards.raise_if_failed(status.tolist())
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
         """Refuse values by the smallest and largest of them; masks in the first and some later calls.
@@ -288,3 +310,21 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     if len(_runs) > _MAX_HELD:
         _runs.popitem(last=False)
     return _runs[key][0]
+
+
+def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
+    """:func:`current_run` of ranks that share a call: all raise in the first one if one of them cannot read its keys.
+
+    Raises:
+        ValueError: A key is wrong.
+        TypeError: A key has the wrong type.
+        RankFailed: Another rank failed.
+    """
+    try:
+        run = current_run(args, whole_loss=whole_loss)
+    except Exception:
+        due_status(groups.started_together, device=device).tell()
+        raise
+    if not groups.is_alone:
+        run.session.meet(groups, device=device)
+    return run

@@ -21,7 +21,7 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
-from mis_ext.hosts.session import Run, Session, all_arguments, current_run, read_argument
+from mis_ext.hosts.session import Run, Session, all_arguments, read_argument, shared_run
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import GROUPS_ELSEWHERE, without_effect
 from mis_ext.loss.objective import LossTokens
@@ -103,7 +103,7 @@ def policy_loss_from_log_probs(
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     device = device_of(response_mask, current_logprobs)
-    run = current_run(args, whole_loss=True)
+    run = shared_run(args, groups, device=device, whole_loss=True)
     loss, settings = run.config.loss, run.config.loss.settings
     with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         group = run.config.group
@@ -224,7 +224,7 @@ def policy_loss_from_hidden(
             :func:`~mis_ext.score_hidden` refuses; after an earlier error they wait, as no message has their size yet.
     """
     device = device_of(hidden, weight)
-    run = current_run(args, whole_loss=True)
+    run = shared_run(args, groups, device=device, whole_loss=True)
     loss = run.config.loss
     with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
         check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})

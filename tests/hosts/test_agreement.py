@@ -182,19 +182,47 @@ def _loss_from_hidden(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
     return mis_ext.policy_loss_from_hidden(keys, weight=weight, token_ids=ids, groups=groups, **given | more)
 
 
+MISSPELLED = {"tis_levle": "token"}
+
+
 @for_each("compute, keys, more, kind, message", [
+    (_loss, MISSPELLED, {}, ValueError, "tis_levle"),
     (_loss, {"mis_loss_inplace": True}, {}, ValueError, "mis_loss_inplace"),
     (_loss, {}, {"response_mask": None}, TypeError, "response_mask"),
+    (_loss_from_hidden, MISSPELLED, {}, ValueError, "tis_levle"),
     (_loss_from_hidden, {}, {"hidden": None}, TypeError, "hidden"),
     (_loss_from_hidden, {}, {"nonsense": 1}, TypeError, "nonsense"),
 ])  # fmt: skip
-def test_an_argument_that_one_rank_cannot_read_is_told(compute, keys, more, kind, message) -> None:
+def test_a_key_or_an_argument_that_one_rank_cannot_read_is_told(compute, keys, more, kind, message) -> None:
     def work(rank: Rank) -> Any:
         fails = rank.number == 1
         given = {"use_tis": True, "tis_batch_normalize": True} | (keys if fails else {})
         return compute(given, rank.groups, **more if fails else {})
 
     assert_agreement(run_ranks(work, dp_size=2), 1, kind, message)
+
+
+@layouts
+def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
+    cp_size, dp_size = layout
+
+    def work(rank: Rank) -> tuple:
+        return call(rank, local_batch(rank), args_of(**MISSPELLED if rank.number == 1 else {}))
+
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
+
+
+def test_no_status_is_exchanged_in_later_calls_or_with_replicas_that_join_later() -> None:
+    def work(rank: Rank) -> list[int]:
+        args, counts = args_of(tis_batch_normalize=True), [0]
+        for _ in range(2):
+            call(rank, local_batch(rank), args)
+            counts.append(rank.num_collectives)
+        return [counts[1] - counts[0], counts[2] - counts[1]]
+
+    assert run_ranks(work, dp_size=2) == [[2, 1], [2, 1]]
+    replicas = SimpleNamespace(_replica_id=0)
+    assert Groups.of_places(0, 2, "cp", 0, 2, replicas).started_together == ("cp",)
 
 
 def said_on_ranks(keys: dict[str, Any], **settings: Any) -> list[str]:
@@ -268,7 +296,7 @@ def test_a_rank_that_nobody_needs_fails_alone() -> None:
         call(rank, batch, args)
         output = call(rank, batch, args)
         # In the first call they hear that all of them could read their keys.
-        assert rank.num_collectives == 0
+        assert rank.num_collectives == 1
         return output
 
     outcomes = run_ranks(work, dp_size=2)

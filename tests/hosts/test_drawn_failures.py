@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank fails somewhere in a call: all ranks end soon, and those that needed it name it.
 
-A scenario draws ranks, a call, its keys, the rank that fails, and where: in its data, in the reducer of a
+A scenario draws ranks, a call, its keys, the rank that fails, and where: in its keys, in its data, in the reducer of a
 user, or in any tensor operation of the call, so also in a metric, in the sums of a method, and between collectives.
 
     pytest -m long_run tests/hosts/test_drawn_failures.py    # 200 scenarios
@@ -27,7 +27,7 @@ from zigzag import take
 import mis_ext
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, VocabularyPart, batch_loss, fused_scores, plain_scores
-from mis_ext.hosts.session import current_run
+from mis_ext.hosts.session import shared_run
 from mis_ext.loss.policy import MILES_METRICS
 
 WORLD = 4
@@ -63,6 +63,7 @@ OF_LOSS = [
     *({"eps_clip": 0.2, "eps_clip_high": None, "mis_loss_method": name} for name in ("segment_rs", "ctpo", "trm")),
     {"eps_clip": 0.2, "eps_clip_high": None, "use_rollout_logprobs": True, "mis_loss_method": "p3o"},
 ]
+MISSPELLED = {"tis_levle": "token"}
 SPOILED = {
     "a length that is no integer": ("response_lengths", lambda x: [*x[:-1], x[-1] + 0.5]),
     "lengths as tensors": ("loss_masks", lambda x: x[:-1]),
@@ -94,14 +95,15 @@ def drawn(seed: int) -> Scenario:
     keys = draw.choice(OF_LOSS if is_loss else OF_HOOK)
     # An operation more often than not: it may be any.
     tp, cp, dp = TOPOLOGIES[topology]
-    faults = [*(name for name in SPOILED if cp == 1 or name not in ALONE_WITH_LENGTHS), *["operation"] * 8]
+    faults = ["keys", *(name for name in SPOILED if cp == 1 or name not in ALONE_WITH_LENGTHS), *["operation"] * 8]
     if tp > 1:
-        # Lengths are read before the scores.
+        # Keys and lengths are read before the scores.
         faults = ["no list", "operation"]
     if is_loss and REDUCER in keys:
         faults += ["loss_cases.refuse_masks", "loss_cases.refuse_loss"] * 3
     fault, failing = draw.choice(faults), draw.randrange(tp * cp * dp)
-    is_first_call = draw.random() < 0.5 or fault.startswith("loss_cases")
+    # Keys are read in the first call alone.
+    is_first_call = draw.random() < 0.5 or fault == "keys" or fault.startswith("loss_cases")
     return Scenario(topology, is_loss, keys, failing, fault, draw.random(), is_first_call)
 
 
@@ -165,7 +167,7 @@ def call(scenario: Scenario, args: Any, batch: dict[str, Any], groups: Groups, p
         return
     given = dict(batch)
     logits = given.pop("logits")
-    run = current_run(args, whole_loss=True)
+    run = shared_run(args, groups, device=torch.device("cpu"), whole_loss=True)
     score = plain_scores if part.group is None else partial(fused_scores, part=part, temperature=1.0)
     batch_loss(run, Host(groups, score, MILES_METRICS if part.group is None else frozenset()), given, logits)
 
@@ -216,6 +218,8 @@ def outcome_of(scenario: Scenario, ranks: Ranks) -> Outcome | None:
         # Tensor-parallel ranks learn of no error before the scores: see the page of limits.
         first = 0 if place[1].group is None else good.first[place[1].group.group_name]
         watched = Watched(1 + first + int(scenario.place * (good.num_operations - first)))
+    elif is_failing and scenario.fault == "keys":
+        args = make_args(**MISSPELLED)
     elif is_failing and scenario.fault in SPOILED:
         name, spoil = SPOILED[scenario.fault]
         batch[name] = spoil(batch[name])
@@ -223,6 +227,9 @@ def outcome_of(scenario: Scenario, ranks: Ranks) -> Outcome | None:
             batch["response_lengths"] = [*map(torch.tensor, batch["response_lengths"])]
     elif is_failing:
         args = make_args(**{REDUCER: scenario.fault})
+    if scenario.fault in SPOILED and scenario.is_first_call:
+        # In the first one ranks hear first that all of them could read their keys.
+        watched.joined.update([group.group_name for group in place[0].started_together])
     if scenario.fault in SPOILED and SPOILED[scenario.fault][0] == "loss_masks" and place[1].group is not None:
         # Masks are read behind the scores.
         watched.joined[place[1].group.group_name] = good.collectives[place[1].group.group_name]

@@ -17,6 +17,7 @@ from hook_batches import make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
+from mis_ext.correction.correct import plan_of
 from mis_ext.hosts import session as runs
 from mis_ext.hosts.session import all_arguments, read_argument, session_for
 
@@ -276,3 +277,9 @@ def test_a_session_and_what_it_gives_can_be_copied_and_a_new_configuration_is_us
         assert torch.equal(mis_ext.correct_padded(same, **streams).weights, expected.weights)
     session.config = mis_ext.preset("mis").replace(weight=mis_ext.Weight(high=1.5))
     assert mis_ext.correct_padded(session, **streams).weights.max() == 1.5
+
+
+def test_a_session_knows_its_collectives_before_its_first_call() -> None:
+    plan_of.cache_clear()
+    session_for(argparse.Namespace(**KEYS))
+    assert plan_of.cache_info().currsize == 1

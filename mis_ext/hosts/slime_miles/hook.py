@@ -12,7 +12,7 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
-from mis_ext.hosts.session import Run, current_run
+from mis_ext.hosts.session import Run, shared_run
 
 
 def compute_mis_weights_with_cp(
@@ -58,7 +58,7 @@ def compute_mis_weights_with_cp(
     """
     groups = find_groups(kwargs.get("parallel_state"))
     return weigh_batch(
-        current_run(args),
+        shared_run(args, groups, device=device_of(pg_loss)),
         groups,
         pg_loss=pg_loss,
         train_log_probs=train_log_probs,

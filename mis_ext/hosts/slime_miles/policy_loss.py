@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.frameworks import MILES, SLIME, find_framework
-from mis_ext.hosts.groups import Groups, find_groups
+from mis_ext.hosts.groups import Groups, device_of, find_groups
 from mis_ext.hosts.megatron import (
     Batch,
     Host,
@@ -35,7 +35,7 @@ from mis_ext.hosts.megatron import (
     positive_temperature,
 )
 from mis_ext.hosts.packing import batch_layout, pack
-from mis_ext.hosts.session import current_run, read_argument
+from mis_ext.hosts.session import current_run, read_argument, shared_run
 from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.scoring import KeptColumns, Scores
@@ -72,7 +72,7 @@ def policy_loss(
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     groups, part = find_ranks()
-    run = current_run(args, whole_loss=True)
+    run = shared_run(args, groups, device=device_of(logits), whole_loss=True)
     found = batch_loss(run, find_host(args, run.config, groups, part), batch, logits)
     return found.loss, on_host(found.metrics)
 
