@@ -23,9 +23,10 @@ one the response is masked. A veto masks it too, or with ``action: zero`` sets i
 nothing.
 In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
 
-Context-parallel ranks agree on the keep mask in two steps. They gather the sums of each response, and decide alike on
-responses. Where single tokens can be rejected, they also gather one bit per token, which its owner sets. Before both,
-gates on segments gather the values of the tokens.
+Context-parallel ranks agree on the keep mask in two steps, both in ``collectives.py``. They gather the sums of each
+response and add them up in rank order (``Due.merge``), so all decide alike on responses. Where single tokens can be
+rejected, they also gather one bit per token, which its owner sets (``Due.gather_bits``). Before both, gates on segments
+gather the values of the tokens.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask

@@ -168,13 +168,13 @@ def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     if settings.use_behavior and settings.method is None and settings.mode == "decoupled":
         yield f"{of} {_SKIPPED}, or write mis_loss_mode: bypass"
     if settings.needs_reference is not None and kl is not None and kl.coefficient != 0.0:
-        yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty; write --kl-loss-coef 0 (keeps the reference)"
+        yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty itself; write --kl-loss-coef 0"
     if is_current and settings.opsm_delta is not None:
         yield "--use-opsm with mis_loss_proximal: current compares a policy with itself; drop one of them"
     # From the second step on the current policy is no longer the one before the update.
     if is_current and (steps := _steps_per_rollout(given)) > 1:
         flags = "--num-steps-per-rollout, --global-batch-size"
-        yield f"mis_loss_proximal: current with {steps} optimizer steps per rollout ({flags}) clips nothing; use one"
+        yield f"mis_loss_proximal: current with {steps} optimizer steps per rollout ({flags}) clips nothing; use 1"
     if denominator == "constant" and settings.constant is None:
         yield "mis_loss_denominator: constant needs mis_loss_constant, a number of tokens"
     if given.get("mis_denominator") == "kept" and denominator in ("kept", "constant"):
@@ -190,7 +190,7 @@ def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     if path != _OUR_HOOK and loss.has_correction:
         yield f"--custom-tis-function-path {path}: mis_ext.policy_loss calls no correction but its own; drop the flag"
     if kl is not None and given.get("use_unbiased_kl") and given.get("mis_loss_unbiased_kl"):
-        yield "mis_loss_unbiased_kl (current / behavior) and --use-unbiased-kl (current / old): drop one of two ratios"
+        yield "mis_loss_unbiased_kl (current / behavior) and --use-unbiased-kl (current / old) are two ratios; drop one"
 
 
 def _steps_per_rollout(given: Mapping[str, Any]) -> int:

@@ -297,7 +297,7 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
         if given.get(name) not in (None, "fixed", "original")
     ]
     if group.over == "kept" and changes:
-        yield f"mis_group_over: kept: with {', '.join(changes)} advantages are no normalized rewards; write trained"
+        yield f"mis_group_over: kept: with {', '.join(changes)}, advantages are not normalized rewards; write trained"
     if group.prompt_mean and method in _COMPARE_SIZES:
         yield f"mis_prompt_mean: true scales advantages, mis_loss_method: {method} compares their size; remove one"
     if group.prompt_mean and denominators:
@@ -373,7 +373,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[str]:
     """Corrections that are wrong with Miles' FSDP backend; ``has_loss``: they are in the full policy loss."""
     if correction.denominator == "kept":
-        yield "mis_denominator: kept with train_backend: fsdp corrects twice: it divides by kept tokens; remove the key"
+        yield "mis_denominator: kept with train_backend: fsdp corrects twice: FSDP divides by kept tokens too; drop it"
     # Its reducer divides every term by the kept tokens, the loss of mis_ext by the original ones.
     if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
         hook = "the framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
@@ -393,7 +393,7 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     is_other = loss is None and given.get("loss_type") == "custom_loss" and not given.get("use_tis")
     if is_other or correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
-    return "use_tis and use_rollout_logprobs, whose PPO ratio corrects it, count the mismatch twice; drop one of them"
+    return "use_tis with use_rollout_logprobs corrects the mismatch twice, as the PPO ratio does too; drop one of them"
 
 
 # --- keys as callers give them

@@ -10,7 +10,7 @@ read on the host.
 With ``D_i`` what the framework divides sample ``i`` by (the sum of the mask of its rollout, which several samples and
 micro-batches can share), ``n_i`` the sum of its own mask and ``k_i`` that over its kept tokens:
 
-| denominator | divides by | a rejected token |
+| ``mis_loss_denominator`` | divides by | a rejected token |
 |---|---|---|
 | ``original`` | ``D_i`` | counts in the denominator: rejection lowers the gradient |
 | ``kept`` | ``D_i k_i / n_i`` | leaves it: the mean over kept tokens, in the sample's old share of its rollout |

@@ -510,7 +510,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "whitened": (
         {"mis_group_over": "kept", "normalize_advantages": True},
-        "with normalize_advantages advant",
+        "with normalize_advantages, advant",
     ),
     "whitened by name": (
         {"mis_group_over": "kept", "advantage_estimator": "reinforce_plus_plus_baseline"},

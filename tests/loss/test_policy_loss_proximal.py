@@ -95,7 +95,7 @@ def test_the_hook_of_whole_rollouts_counts_nothing_twice_either() -> None:
     for keys in (CURRENT, {"mis_loss_mode": "bypass"}):
         session_for(argparse.Namespace(**flags, **keys))
         current_run(argparse.Namespace(**flags, **keys), whole_loss=True)
-    with pytest.raises(ValueError, match="count the mismatch twice"):
+    with pytest.raises(ValueError, match="corrects the mismatch twice"):
         session_for(argparse.Namespace(**flags))
 
 

@@ -148,8 +148,11 @@ def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
         ahead = f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead"
         yield f"{ahead} of the newest version, and a lag of 0 does not mean current weights"
     # Keys, the argument with the function that may read them, and the function of mis_ext that does.
-    needs = [("mis_staleness", _ROLLOUT, _PREPARE), ("mis_staleness", _GENERATE, _OURS)] * correction.staleness
-    needs += [(str(group.needs_rollout), _ROLLOUT, _PREPARE)] * (group.needs_rollout is not None)
+    needs = []
+    if correction.staleness:
+        needs += [("mis_staleness", _ROLLOUT, _PREPARE), ("mis_staleness", _GENERATE, _OURS)]
+    if group.needs_rollout:
+        needs.append((group.needs_rollout, _ROLLOUT, _PREPARE))
     if group.of_rewards and group.over != "kept":
         needs.append((group.of_rewards, "custom_reward_post_process_path", "mis_ext.group_rewards"))
     if isinstance(tokens, Mapping) and tokens:
