@@ -110,7 +110,7 @@ def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
     advice = "were rejected. Widen the bounds or use the mis preset. See mis_kept_token_fraction, mis_kept_seq_fraction"
     if unknown > max_fraction:
         said, advice = f"{unknown:.1%} of the response tokens", f"have a non-finite log-prob and were masked. {_ASK}"
-    limit = f"Shown once, above mis_max_reject_fraction={max_fraction:g}."
+    limit = f"Limit: mis_max_reject_fraction={max_fraction:g}. Shown once."
     warnings.warn(f"{said} in a micro-batch {advice}. {limit}", MismatchWarning, stacklevel=6)
     return True
 

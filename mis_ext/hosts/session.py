@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
 
 _PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in the function there"
-_NO_LAGS = f"mis_staleness: nobody gives the lag of the tokens: {_PREPARE}, elsewhere give the argument lag"
+_NO_LAGS = f"mis_staleness: the tokens have no lag: in slime and Miles {_PREPARE}; elsewhere give the argument lag"
 _WHO_STORES = {
     "rollout_log_probs": "the rollout function must store the inference engine's log-probs",
     "train_log_probs": "the host must score the rollout with the trainer before training",
@@ -301,10 +301,12 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     config = read_config(given, whole_loss=whole_loss)
     session = Session(config.correction) if before is None else before.session
     session.config = config.correction
-    if config.double_correction is not None:
+    # prepare_rollout reads these keys before a custom loss, which corrects with use_tis only. The hook reports itself.
+    is_other = not whole_loss and given.get("loss_type") == "custom_loss" and not given.get("use_tis")
+    if config.double_correction is not None and not is_other:
         session.report("double_correction", config.double_correction)
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
-        measure = "to measure only, write use_tis: false"
+        measure = "to measure only, drop --use-tis, or write use_tis: false"
         session.report(None, f"--get-mismatch-metrics with use_tis: true does change loss and masks; {measure}")
     _runs[key] = Run(config, session), args
     if len(_runs) > _MAX_HELD:

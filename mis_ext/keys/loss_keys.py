@@ -168,7 +168,8 @@ def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     if settings.use_behavior and settings.method is None and settings.mode == "decoupled":
         yield f"{of} {_SKIPPED}, or write mis_loss_mode: bypass"
     if settings.needs_reference is not None and kl is not None and kl.coefficient != 0.0:
-        yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty itself; write --kl-loss-coef 0"
+        cure = "write --kl-loss-coef 0, and keep --use-kl-loss, which scores the reference"
+        yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty itself; {cure}"
     if is_current and settings.opsm_delta is not None:
         yield "--use-opsm with mis_loss_proximal: current compares a policy with itself; drop one of them"
     # From the second step on the current policy is no longer the one before the update.

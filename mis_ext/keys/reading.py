@@ -8,7 +8,6 @@ does not load. ``check_setup`` refuses what needs the launch.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,8 +48,6 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     rows.refuse_names(given, wrong)
     # Also of features that are off: a misspelling must not wait for its feature.
     read = rows.read_rows(rows.CORRECTION_ROWS | rows.GROUP_ROWS | rows.FRAMEWORK_ROWS, given, wrong)
-    if given.get("tis_upper_bound") == math.inf:
-        wrong.refuse(["for a weight without upper bound write tis_mode: unbounded"])
     keys = [key for key in rows.CORRECTION_ROWS if given.get(key) is not None]
     values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | read
     is_default = not given.get("get_mismatch_metrics") and not whole_loss
@@ -215,8 +212,15 @@ def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[
             yield f"{shown}: no effect, because {row.because}; {row.advice}"
 
 
+def unread_by(loss_type: str) -> Idle:
+    """Keys of the full policy loss where a loss of the framework runs."""
+    return Idle((*rows.LOSS_ROWS,), True, f"--loss-type is {loss_type}", _ON_LOSS)
+
+
 _ON_GROUPS = "compute advantages with mis_ext.group_advantages, and give the loss divisors"
-GROUPS_ELSEWHERE = Idle((*rows.GROUP_ROWS,), True, "only slime and Miles show responses to a prompt", _ON_GROUPS)
+GROUPS_ELSEWHERE = Idle(
+    (*rows.GROUP_ROWS,), True, "only slime and Miles give mis_ext the responses to a prompt", _ON_GROUPS
+)
 
 
 # --- what responses to one prompt share
@@ -290,7 +294,7 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
     method = given.get("mis_loss_method")
     method = method.get("name") if isinstance(method, Mapping) else method
     changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
-    changes += [] if estimator in _ESTIMATORS else [f"--advantage-estimator {estimator}"]
+    changes += [f"--advantage-estimator {estimator}"] if estimator == "reinforce_plus_plus_baseline" else []
     denominators = [
         f"{name}: {given[name]}"
         for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
@@ -354,8 +358,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
-        row = Idle(tuple(rows.LOSS_ROWS), True, f"--loss-type is {given['loss_type']}", _ON_LOSS)
-        wrong.refuse(without_effect([row], given))
+        wrong.refuse(without_effect([unread_by(given["loss_type"])], given))
     if correction is not None and given.get("train_backend") == "fsdp":
         wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()
@@ -376,8 +379,9 @@ def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[s
         yield "mis_denominator: kept with train_backend: fsdp corrects twice: FSDP divides by kept tokens too; drop it"
     # Its reducer divides every term by the kept tokens, the loss of mis_ext by the original ones.
     if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
-        hook = "the framework's loss with --custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
-        yield f"train_backend: fsdp divides by kept tokens: write action: zero for the gates, or keep {hook}"
+        cure = "write the filter in rs_gates with action: zero and rs_level: none, or keep the framework's loss"
+        hook = "--custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
+        yield f"train_backend: fsdp divides by kept tokens: {cure} with {hook}"
 
 
 def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
@@ -385,13 +389,13 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     method = loss and loss.settings.method
     if method and correction.weight is not None and method.method.weighs_behavior:
         cure = "write tis_level: none for gates alone, or use_tis: false"
-        return f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
+        return (
+            f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
+        )
     # The other modes of the loss do not count it twice, and say so where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
-    # prepare_rollout reads these keys before a custom loss, which corrects with use_tis only.
-    is_other = loss is None and given.get("loss_type") == "custom_loss" and not given.get("use_tis")
-    if is_other or correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
+    if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
     return "use_tis with use_rollout_logprobs corrects the mismatch twice, as the PPO ratio does too; drop one of them"
 

@@ -64,6 +64,13 @@ def number(legal: str) -> Values:
     return Values(check, f"number in {legal}", schema)
 
 
+def _read_upper_bound(key: str, value: Any) -> float:
+    if isinstance(value, float) and value == math.inf:
+        advice = "write tis_mode: unbounded for the weight, rs_upper_bound: .inf for the filter"
+        raise ValueError(f"{key} must be in (0, inf), got inf ({advice})")
+    return check_number(key, value, low=0.0, high=math.inf, open_low=True, open_high=True)
+
+
 def words(*choices: Any) -> Values:
     """Words, or those of a ``Literal``."""
     legal = [word for each in choices for word in ([each] if isinstance(each, str) else get_args(each))]
@@ -121,6 +128,7 @@ def _read_method(key: str, value: Any) -> Any:
     return choose_method(key, value)
 
 
+UPPER_BOUND = number("(0, inf)")._replace(check=_read_upper_bound)
 SWITCH = Values(check_bool, "true | false", {"type": "boolean"})
 TEXT = Values(partial(check_instance, kinds=str), "text", {"type": "string"})
 COMPILE = Values(_read_compile, "auto | true | false", {"enum": ["auto", True, False]})
@@ -143,7 +151,7 @@ CORRECTION_ROWS: dict[str, Key] = {
     "tis_level": Key(words(config.Level, "none"), "token", "What the weight is the ratio of."),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(number("[0, inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
-    "tis_upper_bound": Key(number("(0, inf)"), config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
+    "tis_upper_bound": Key(UPPER_BOUND, config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
     "tis_when": Key(words(config.When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
     "rs_level": Key(words(config.Level, "none"), "token", "What is compared with the rs bounds; none: rs_gates alone."),
     "rs_lower_bound": Key(number("[0, inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
@@ -310,7 +318,7 @@ NO_NULL = {"tis_level": "none", "tis_mode": "unbounded", "rs_level": "none"}
 
 def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     """Collect names that are no keys but mean mis_ext. Another framework's option may be null or false."""
-    names = [name for name in given if name not in ROWS and name not in TIS_OF_FRAMEWORKS]
+    names = [name for name in given if name not in (*ROWS, *TIS_OF_FRAMEWORKS, *REMOVED)]
     with wrong:
         check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
     meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
@@ -369,15 +377,16 @@ def json_schema() -> dict[str, Any]:
     from mis_ext.methods.catalogue import METHODS
 
     ours = "|".join([*ROWS, *TIS_OF_FRAMEWORKS])
-    gate = {key: _node(row.values.schema, row) for key, row in GATE_ROWS.items()}
+    gate = {
+        key: _node(_or_null(row) if row.default is None else row.values.schema, row) for key, row in GATE_ROWS.items()
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of mis_ext",
         "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are the framework's.",
         "type": "object",
         "properties": {
-            key: _node(row.values.schema if key in NO_NULL else {"anyOf": [row.values.schema, {"type": "null"}]}, row)
-            for key, row in ROWS.items()
+            key: _node(row.values.schema if key in NO_NULL else _or_null(row), row) for key, row in ROWS.items()
         },
         "patternProperties": {
             f"^(?!({ours})$)({'|'.join(PREFIXES)})": {"not": {}, "errorMessage": "mis_ext has no such key"}
@@ -409,6 +418,10 @@ def described(name: str) -> dict[str, Any]:
     (_, legal, _), default, text, unit = ROWS[name]
     default = json.dumps(default) if isinstance(default, bool) else default
     return {"key": name, "legal": legal, "default": default or None, "unit": unit or None, "what": text}
+
+
+def _or_null(row: Key) -> dict[str, Any]:
+    return {"anyOf": [row.values.schema, {"type": "null"}]}
 
 
 def _node(values: Mapping[str, Any], row: Key) -> dict[str, Any]:

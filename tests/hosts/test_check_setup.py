@@ -452,3 +452,8 @@ def test_it_warns_of_a_trainer_that_is_ahead_of_every_version(capsys, interval, 
     }
     start(HOOK | given | {"update_weights_interval": interval})
     assert ("up to 3 rollouts ahead" in capsys.readouterr().out) == is_warned
+
+
+def test_keys_of_the_loss_have_no_effect_without_a_loss_type_either() -> None:
+    with pytest.raises(ValueError, match=r"mis_loss_mode='bypass': no effect, because --loss-type is policy_loss"):
+        mis_ext.check_setup(argparse.Namespace(**HOOK, mis_loss_mode="bypass"))

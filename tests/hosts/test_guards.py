@@ -12,6 +12,7 @@ from hook_batches import call, make_batch
 
 import mis_ext
 from mis_ext import MismatchWarning
+from mis_ext.hosts.session import session_for
 
 
 def zeros(batch: dict) -> None:
@@ -125,6 +126,14 @@ def test_counting_the_mismatch_twice_stops_the_first_call(use_tis_from) -> None:
     with pytest.raises(ValueError, match=r"use_tis with use_rollout_logprobs corrects the mismatch twice") as error:
         mis_ext.compute_mis_weights_with_cp(args, **make_batch())
     assert len(str(error.value)) <= 240
+
+
+def test_a_custom_loss_that_calls_the_hook_counts_the_mismatch_twice_too() -> None:
+    args = argparse.Namespace(loss_type="custom_loss", use_rollout_logprobs=True)
+    # As prepare_rollout does, which does not know the loss.
+    session_for(args)
+    with pytest.raises(ValueError, match="corrects the mismatch twice"):
+        mis_ext.compute_mis_weights_with_cp(args, **make_batch())
 
 
 def test_counting_the_mismatch_twice_can_be_a_warning() -> None:

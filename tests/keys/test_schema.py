@@ -126,6 +126,12 @@ def test_the_file_of_a_method_validates_and_an_unknown_parameter_does_not(name: 
         assert not validates({"mis_loss_method": {"name": name, f"{key}_": 1.0}})
 
 
+def test_bounds_and_name_of_a_filter_may_be_null() -> None:
+    keys = {"use_rs": True, "rs_gates": [{"high": 2.0, "low": None, "name": None}]}
+    assert validates(keys)
+    assert loads(keys)
+
+
 @for_each("key", FLAT_KEYS)
 def test_a_wrong_word_a_wrong_type_and_a_misspelling_are_refused(key: str) -> None:
     for wrong in ({key: "no such word"}, {key: {"a": 1}}):

@@ -23,10 +23,11 @@ from mis_ext.hosts.session import all_arguments, current_run, read_argument
 from mis_ext.hosts.slime_miles.hook import compute_mis_weights_with_cp
 from mis_ext.hosts.slime_miles.policy_loss import is_miles, policy_loss, refuse_missing_logits
 from mis_ext.hosts.whole_loss import refuse_missing
-from mis_ext.keys.reading import RunConfig
+from mis_ext.keys.reading import RunConfig, unread_by, without_effect
 from mis_ext.keys.rows import ARGUMENTS, near_miss
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.tools.explain.words import steps_of
+from mis_ext.validation import Errors
 
 _FUNCTIONS = {
     "policy_loss": ("custom_tis_function_path", compute_mis_weights_with_cp),
@@ -74,6 +75,9 @@ def _checked(args: Any) -> list[str]:
     """Check this rank and return the lines that rank 0 prints."""
     config = current_run(args, whole_loss=_called_by(args) == "custom_loss").config
     given, loss = all_arguments(args), config.whole_loss
+    if loss is None:
+        # Without loss_type the first step is silent about them, because prepare_rollout reads them for a custom loss.
+        Errors().refuse(without_effect([unread_by("policy_loss")], given)).raise_all()
     if not is_miles() and given.get("rollout_temperature") == 0:
         raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
     if loss is not None:
@@ -100,17 +104,17 @@ def _called_by(args: Any) -> str:
     if function is None:
         why = f"{flag} {loss_type} calls no function of mis_ext"
     elif loss_type == "policy_loss" and not any(read_argument(args, switch) for switch in _SWITCHES):
-        why = "neither use_tis nor get_mismatch_metrics (to measure only) is true, or a file sets them to false"
+        why = "neither use_tis nor get_mismatch_metrics is true (a file with use_tis: false overrides --use-tis)"
     elif path is None:
         why = f"{flag} is not set"
     else:
         module, _, name = path.rpartition(".")
         try:
             found = inspect.unwrap(getattr(import_module(module), name))
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             raise type(error)(f"{flag} {path}: {error}") from error
         if found is not function:
-            why = f"{flag} {path} is not mis_ext.{function.__name__} (a function around it needs functools.wraps)"
+            why = f"{flag} {path} is not mis_ext.{function.__name__} (a function that calls it needs functools.wraps)"
     if why is not None:
         raise ValueError(
             f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "

@@ -87,6 +87,8 @@ def weigh_batch(
     streams = None
     with session.local_work(response_lengths, groups=groups, device=device):
         run.check_rollout()
+        if run.config.double_correction is not None:
+            session.report("double_correction", run.config.double_correction)
         layout = batch_layout(
             is_padded=run.config.is_padded,
             groups=groups,
