@@ -389,9 +389,7 @@ def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, l
     method = loss and loss.settings.method
     if method and correction.weight is not None and method.method.weighs_behavior:
         cure = "write tis_level: none for gates alone, or use_tis: false"
-        return (
-            f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
-        )
+        return f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
     # The other modes of the loss do not count it twice, and say so where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"

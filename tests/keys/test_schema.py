@@ -128,8 +128,8 @@ def test_the_file_of_a_method_validates_and_an_unknown_parameter_does_not(name: 
 
 def test_bounds_and_name_of_a_filter_may_be_null() -> None:
     keys = {"use_rs": True, "rs_gates": [{"high": 2.0, "low": None, "name": None}]}
+    assert mis_ext.config_from_mapping(keys).gates[1] == mis_ext.Gate(high=2.0)
     assert validates(keys)
-    assert loads(keys)
 
 
 @for_each("key", FLAT_KEYS)
