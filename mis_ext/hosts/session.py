@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -60,7 +61,6 @@ class Session:
         self._ranges: dict[Refuse, guards.Monitor] = {}
         self._is_first_rank = True
         self._told: set[str | None] = set()
-        self._met: set[tuple[Group, ...]] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -162,25 +162,6 @@ class Session:
             return error
         return None
 
-    def meet(self, groups: Groups, *, device: torch.device) -> None:
-        """Learn in the first call with these groups whether all ranks could read their keys.
-
-        Raises:
-            RankFailed: Another rank could not.
-        """
-        shared = groups.started_together
-        if shared in self._met:
-            return
-        self._met.add(shared)
-        due = due_status(shared, device=device)
-        with due.told_of_errors():
-            status = torch.full((1,), -torch.inf, device=device)
-            for group in shared:
-                status = due.gather(status, group).amax(0)
-        # Nothing can be read while a CUDA graph is captured.
-        if not (status.is_cuda and torch.cuda.is_current_stream_capturing()):
-            guards.raise_if_failed(status.tolist())
-
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
         """Refuse values by the smallest and largest of them; masks in the first and some later calls.
 
@@ -241,6 +222,7 @@ class Session:
 
 
 _MAX_HELD = 64
+_READ = dict.fromkeys((*ARGUMENTS, *OF_OTHERS))
 
 
 def read_argument(args: Any, name: str) -> Any:
@@ -254,7 +236,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
     Includes attributes of classes, properties, and the arguments of a wrapper. Others' properties are not called.
     """
     names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
-    values = {name: read_argument(args, name) for name in (*ARGUMENTS, *OF_OTHERS)}
+    values = {name: read_argument(args, name) for name in _READ}
     # A wrapper may say None for whatever it does not have: that is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
     # A value that is not read is a word of its own: the name may be a misspelled key.
@@ -292,7 +274,10 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     """
     # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
-    key = repr(dict(args)) if isinstance(args, Mapping) else id(args)
+    key: int | str = id(args)
+    if isinstance(args, Mapping):
+        # What is not read may change, also on one rank alone.
+        key = repr({name: args[name] if name in _READ else None for name in args})
     before, _ = _runs.get(key, (None, None))
     if before is not None and (before.config.whole_loss is not None or not whole_loss):
         _runs.move_to_end(key)
@@ -306,7 +291,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     if config.double_correction is not None and not is_other:
         session.report("double_correction", config.double_correction)
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
-        measure = "to measure only, drop --use-tis, or write use_tis: false"
+        measure = "to measure only, use the preset metrics_only"
         session.report(None, f"--get-mismatch-metrics with use_tis: true does change loss and masks; {measure}")
     _runs[key] = Run(config, session), args
     if len(_runs) > _MAX_HELD:
@@ -314,19 +299,38 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     return _runs[key][0]
 
 
+_met: WeakKeyDictionary[Session, set[tuple[Group, ...]]] = WeakKeyDictionary()
+"""Of each session the groups whose ranks have all read their keys. Beside the session, which can be copied."""
+
+
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
-    """:func:`current_run` of ranks that share a call: all raise in the first one if one of them cannot read its keys.
+    """:func:`current_run` of ranks that share a call.
+
+    In the first call of a run with these groups, all ranks raise an error if one of them cannot read its keys.
 
     Raises:
         ValueError: A key is wrong.
         TypeError: A key has the wrong type.
         RankFailed: Another rank failed.
     """
+    together = groups.started_together
     try:
         run = current_run(args, whole_loss=whole_loss)
     except Exception:
-        due_status(groups.started_together, device=device).tell()
+        # The first error is raised, even if a group fails too.
+        with contextlib.suppress(Exception):
+            due_status(together, device=device).tell()
         raise
-    if not groups.is_alone:
-        run.session.meet(groups, device=device)
+    met = _met.setdefault(run.session, set())
+    if not together or together in met:
+        return run
+    due = due_status(together, device=device)
+    with due.told_of_errors():
+        status = torch.full((1,), -torch.inf, device=device)
+        for group in together:
+            status = due.gather(status, group).amax(0)
+    # Nothing can be read while a CUDA graph is captured.
+    if not (status.is_cuda and torch.cuda.is_current_stream_capturing()):
+        guards.raise_if_failed(status.tolist())
+    met.add(together)
     return run

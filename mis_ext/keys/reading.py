@@ -376,7 +376,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[str]:
     """Corrections that are wrong with Miles' FSDP backend; ``has_loss``: they are in the full policy loss."""
     if correction.denominator == "kept":
-        yield "mis_denominator: kept with train_backend: fsdp corrects twice: FSDP divides by kept tokens too; drop it"
+        yield "mis_denominator: kept with train_backend: fsdp corrects twice: FSDP divides by kept tokens; remove it"
     # Its reducer divides every term by the kept tokens, the loss of mis_ext by the original ones.
     if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
         cure = "write the filter in rs_gates with action: zero and rs_level: none, or keep the framework's loss"

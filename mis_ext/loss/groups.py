@@ -162,8 +162,8 @@ def prompt_factors(
         scale_N = of_step_P[place_N]
     else:
         scale_N = divisor_N * terms_N
-    # Of a prompt without a kept token nothing is left to multiply.
-    share_P = torch.where(kept_P > 0, prompts_P * kept_P, 1.0).reciprocal()
+    # 0 of a prompt without a kept token: with the current policy the loss may keep tokens that the rollout did not.
+    share_P = torch.where(kept_P > 0, 1.0 / torch.where(kept_P > 0, prompts_P * kept_P, 1.0), 0.0)
     return scale_N * share_P[place_N]
 
 

@@ -212,6 +212,18 @@ def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
 
 
+def test_ranks_call_again_when_the_keys_of_one_are_corrected() -> None:
+    def work(rank: Rank) -> int:
+        args = args_of(tis_batch_normalize=True)
+        first = args_of(**MISSPELLED) if rank.number == 1 else args
+        with pytest.raises((ValueError, RankFailed)):
+            call(rank, local_batch(rank), first)
+        # The same args on rank 0: it has not yet heard that all could read their keys.
+        return len(call(rank, local_batch(rank), args))
+
+    assert run_ranks(work, dp_size=2) == [3, 3]
+
+
 def test_no_status_is_exchanged_in_later_calls_or_with_replicas_that_join_later() -> None:
     def work(rank: Rank) -> list[int]:
         args, counts = args_of(tis_batch_normalize=True), [0]

@@ -18,7 +18,7 @@ import mis_ext
 from mis_ext import group_advantages, group_rewards, prepare_rollout
 from mis_ext.hosts.slime_miles import rollout as rollout_hook
 from mis_ext.keys.reading import read_config
-from mis_ext.loss.groups import refuse_uncentered
+from mis_ext.loss.groups import prompt_factors, refuse_uncentered
 
 LAYOUTS = {"one rank": (1, 1), "DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -561,3 +561,17 @@ def test_a_file_alone_is_not_asked_for_flags_and_a_loop_of_ones_own_is_told_that
 def _loss() -> dict[str, torch.Tensor]:
     names = ("current_logprobs", "behavior_logprobs", "advantages", "response_mask")
     return {name: torch.ones(1, 3) for name in names}
+
+
+def test_a_prompt_without_a_kept_token_has_no_weight() -> None:
+    """With the current policy the loss may keep tokens that prepare_rollout rejected."""
+    two = torch.tensor([500.0, 500.0])
+    factor_N = prompt_factors(
+        group_N=torch.tensor([0.0, 1.0]),
+        step_N=torch.zeros(2),
+        kept_N=torch.tensor([0.0, 400.0]),
+        tokens_N=two,
+        divisor_N=two,
+        terms_N=torch.tensor([2.0, 2.0]),
+    )
+    assert factor_N.tolist() == [0.0, 2.5]

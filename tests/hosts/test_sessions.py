@@ -222,6 +222,9 @@ def test_mappings_with_the_same_content_are_one_run() -> None:
     first = session_for({"use_tis": True, "rs_veto_threshold": 1e-3})
     assert session_for({"use_tis": True, "rs_veto_threshold": 1e-3}) is first
     assert session_for({"use_tis": True, "rs_veto_threshold": 1e-4}) is not first
+    # What is not read may change in each call.
+    timed = session_for({"use_tis": True, "seconds": 1.0})
+    assert session_for({"use_tis": True, "seconds": 2.0}) is timed
 
 
 def test_reading_the_whole_loss_later_keeps_the_session() -> None:
