@@ -313,6 +313,8 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
         TypeError: A key has the wrong type.
         RankFailed: Another rank failed.
     """
+    if groups.is_alone:
+        return current_run(args, whole_loss=whole_loss)
     together = groups.started_together
     try:
         run = current_run(args, whole_loss=whole_loss)
@@ -322,7 +324,7 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
             due_status(together, device=device).tell()
         raise
     met = _met.setdefault(run.session, set())
-    if not together or together in met:
+    if together in met:
         return run
     due = due_status(together, device=device)
     with due.told_of_errors():
