@@ -148,12 +148,7 @@ class Session:
         """
         if not groups:
             return None
-        due = due_status(groups, device=device)
-        with due.told_of_errors():
-            status = torch.full((1,), -torch.inf, device=device)
-            for group in groups[:-1]:
-                status = due.gather(status, group).amax(0)
-            statuses = due.gather(status, groups[-1])
+        statuses = _statuses_of_ranks(groups, device)
         try:
             self._hear(statuses.amax())
         except guards.RankFailed:
@@ -216,6 +211,16 @@ class Session:
                 self._told.add(guard)
                 self.report(guard, message)
         return numbers[guards.PAIRS] >= guards.ENOUGH
+
+
+def _statuses_of_ranks(groups: Sequence[Group], device: torch.device) -> Tensor:
+    """``[W, 1]``: the statuses of the ranks of the last group, each the highest of its other groups."""
+    due = due_status(groups, device=device)
+    with due.told_of_errors():
+        status = torch.full((1,), -torch.inf, device=device)
+        for group in groups[:-1]:
+            status = due.gather(status, group).amax(0)
+        return due.gather(status, groups[-1])
 
 
 # --- the run of each args
@@ -324,15 +329,11 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
             due_status(together, device=device).tell()
         raise
     met = _met.setdefault(run.session, set())
-    if together in met:
+    if not together or together in met:
         return run
-    due = due_status(together, device=device)
-    with due.told_of_errors():
-        status = torch.full((1,), -torch.inf, device=device)
-        for group in together:
-            status = due.gather(status, group).amax(0)
+    statuses = _statuses_of_ranks(together, device)
     # Nothing can be read while a CUDA graph is captured.
-    if not (status.is_cuda and torch.cuda.is_current_stream_capturing()):
-        guards.raise_if_failed(status.tolist())
+    if not (statuses.is_cuda and torch.cuda.is_current_stream_capturing()):
+        guards.raise_if_failed([float(statuses.amax())])
     met.add(together)
     return run
