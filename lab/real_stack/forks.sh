@@ -9,7 +9,8 @@
 #
 # A machine that is taken back when no command runs loses every state: leave less than 30 seconds between commands, and
 # poll for as long as one command may take. A process that dies begins again, from its alert if it had one. ONLY at the
-# start: names of runs, else all of the study. STUDY, SMOKE, GPUS, PLACE and DEVICE are for tests.
+# start: names of runs, else all of the study. STUDY=fp8_training, SMOKE=fp8_smoke and REPORT=fp8 run that study; SHARE is
+# the part of a GPU's memory for a run. GPUS, PLACE and DEVICE are for tests.
 set -euo pipefail
 place="${PLACE:-${TMPDIR:-/tmp}/fork}" study="${STUDY:-alert_forks}" smoke="${SMOKE:-alert_smoke}"
 code="$place/code" python="${PYTHON:-python3}"
@@ -46,8 +47,8 @@ run_all() {
 
 groups_of() {
     (cd "$code/lab/studies" && "$python" -c "import sys, evidence
-from evidence.pretrained.fork import FORK_STUDIES
-print(*[group.name for study in FORK_STUDIES if study.name == sys.argv[1] for group in study.groups])" "$1")
+from evidence.pretrained import fork, fp8
+print(*[group.name for study in fork.FORK_STUDIES + fp8.FP8_STUDIES if study.name == sys.argv[1] for group in study.groups])" "$1")
 }
 
 case "$1" in
@@ -92,7 +93,7 @@ case "$1" in
     go)
         # What the trial still holds of the GPUs.
         [[ -e "$place/tried" || ! -e "$place/trying" ]] || kill -KILL -- "-$(cat "$place/trying")" || true
-        run_all "$place/results" "$place/qwen" "$study" 0.47 "${ONLY:-}"
+        run_all "$place/results" "$place/qwen" "$study" "${SHARE:-0.47}" "${ONLY:-}"
         touch "$place/ended"
         ;;
     poll)
@@ -101,7 +102,7 @@ case "$1" in
         grep -h "^== \|kept in\|Error" "$place/logs/$study"*.log | tail -n 24 || true
         ls -l "$place/results" 2> /dev/null | awk '/state/ {print $5, $9}' || true
         df -h "$place" | tail -n 1
-        "$python" "$code/lab/studies/evidence.py" forks --results "$place/results" | tee "$3/table.md"
+        "$python" "$code/lab/studies/evidence.py" "${REPORT:-forks}" --results "$place/results" | tee "$3/table.md"
         # They are written all the while, of which tar complains.
         (cd "$place" && find results smoke -name '*.zip') | tar -C "$place" -czf "$3/results.tar.gz" --files-from - || true
         tar -C "$place" -czf "$3/logs.tar.gz" logs || true

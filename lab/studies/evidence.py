@@ -9,6 +9,7 @@
     python lab/studies/evidence.py report                                 # pages and pictures of the collapse studies
     python lab/studies/evidence.py alert                                  # when would an alert on k3 have fired?
     python lab/studies/evidence.py forks                                  # the pairs that forked at the alert, so far
+    python lab/studies/evidence.py fp8                                    # the runs with an fp8 engine, so far
 
 Results lie in ``lab/evidence/results``: a file per group of runs until ``compact``. What a killed process had of
 a group lies in ``unfinished`` there; ``list`` says how far it got, and the page shows it. Several
@@ -35,6 +36,8 @@ from evidence.archives import Row
 from evidence.pretrained.collapse import COLLAPSE_STUDIES, CORRECTION, LADDER, alert_at, is_over
 from evidence.pretrained.fork import FORK_STUDIES
 from evidence.pretrained.fork import report as fork_report
+from evidence.pretrained.fp8 import FP8_STUDIES
+from evidence.pretrained.fp8 import report as fp8_report
 from evidence.pretrained.group import PretrainedGroup
 from evidence.results import Keeping, Results
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
 
-STUDIES = {study.name: study for study in (*COLLAPSE_STUDIES, *FORK_STUDIES)}
+STUDIES = {study.name: study for study in (*COLLAPSE_STUDIES, *FORK_STUDIES, *FP8_STUDIES)}
 FOLDER = Path(__file__).parents[1] / "evidence"
 USABLE_MEMORY = 0.95
 """Of a GPU: contexts and NCCL take some that torch does not count."""
@@ -54,9 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     texts = {"list": "what has run", "run": "run what is missing", "compact": "a file per study of what ran"}
-    for name, text in (
-        texts | {"report": "pages and pictures", "forks": "the pairs that forked at the alert, so far"}
-    ).items():
+    texts |= {"report": "pages and pictures", "forks": "the pairs that forked at the alert, so far"}
+    texts |= {"fp8": "the runs with an fp8 engine, so far"}
+    for name, text in texts.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all by default")
         command.add_argument("--results", type=Path, default=FOLDER / "results")
@@ -87,8 +90,8 @@ def main() -> None:
 
         alert.report(STUDIES[LADDER], STUDIES[CORRECTION], Results(FOLDER / "results"), FOLDER)
         return
-    if options.command == "forks":
-        print(fork_report(Results(options.results)))
+    if options.command in ("forks", "fp8"):
+        print((fork_report if options.command == "forks" else fp8_report)(Results(options.results)))
         return
     unknown = [name for name in options.studies if name not in STUDIES]
     if unknown:

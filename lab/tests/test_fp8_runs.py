@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with an fp8 engine: what the rule that was fixed beforehand says of them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evidence.pretrained import fp8
+from evidence.results import Results
+
+
+def _run(last: int, k3: float, *, other: float = 0.01) -> list[dict[str, Any]]:
+    """k3 starts at 0.01; the ten steps before the last have another one."""
+    rows = [{"step": step, "k3": 0.01 if step < 10 else other} for step in range(last + 1)]
+    for row in rows[-10:]:
+        row["k3"] = k3
+    return [row | {"reward": 0.5, "seconds": 8.0} | ({} if row["step"] % 40 else {"own_reward": 0.6}) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("k3", "said"),
+    [
+        ((0.0161, 0.05), "k3 grows: times 1.61 and 5.00 by step 130"),
+        ((0.0134, 0.008), "k3 does not grow: times 1.34 and 0.80 by step 130"),
+        ((0.0159, 0.05), "k3 is not resolved: times 1.59 and 5.00 by step 130"),
+        ((0.0136, 0.008), "k3 is not resolved: times 1.36 and 0.80 by step 130"),
+    ],
+)
+def test_two_runs_without_a_correction_decide(k3: tuple[float, float], said: str) -> None:
+    assert fp8.verdict([_run(130, value) for value in k3]) == said
+    # Steps after 130 do not count.
+    longer = [[*_run(130, value), *_run(150, 9.0)[131:]] for value in k3]
+    assert fp8.verdict(longer) == said
+
+
+def test_runs_that_were_stopped_are_compared_at_the_last_step_of_both_or_not_at_all() -> None:
+    assert fp8.verdict([_run(115, 0.02), [*_run(115, 0.02), *_run(150, 9.0)[116:]]]).endswith("by step 115")
+    assert fp8.verdict([_run(99, 0.02), _run(130, 0.02)]).startswith("not judged")
+    assert fp8.verdict([_run(130, 0.02)]).startswith("not judged")
+
+
+def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> None:
+    results, groups = Results(tmp_path), fp8.FP8_STUDIES[1].groups
+    done = argparse.Namespace(device=torch.device("cpu"), record={}, sampling_seconds=1.0)
+    (tmp_path / "unfinished").mkdir()
+    results._write(groups[0], done, _run(150, 0.02, other=0.06), {})
+    Results(tmp_path / "unfinished")._write(groups[4], done, _run(130, 0.02), {})
+    _, _, first, second, _, said = fp8.report(results).splitlines()
+    start = "| fp8 products, none, 1 | 150 | 1.00e-02 | 6.00 | step 14 | 0.500, 0.500 | "
+    assert first == f"{start}0.600, 0.600, 0.600, 0.600 | 8.0 |"
+    assert second.startswith("| fp8 products, none, 2 | 130 | 1.00e-02 | 2.00 | no |")
+    assert said == "**fp8 products: k3 grows: times 6.00 and 2.00 by step 130.**"
