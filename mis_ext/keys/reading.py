@@ -53,7 +53,9 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     is_default = not given.get("get_mismatch_metrics") and not whole_loss
     corrects = bool(given["use_tis"]) if "use_tis" in keys else is_default
     if {*keys} & {*_APPLIED} <= read.keys():
-        wrong.refuse(without_effect(_idle_keys(given, values, corrects=corrects, whole_loss=whole_loss), given))
+        # Nothing more is said of a key whose value is not legal.
+        legal = {key: given.get(key) for key in (*read, *rows.TIS_OF_FRAMEWORKS)}
+        wrong.refuse(without_effect(_idle_keys(given, values, corrects=corrects, whole_loss=whole_loss), legal))
     wrong.raise_all()
     reporting = {field: read[key] for key, field in REPORTING.items() if key in read}
     if not corrects:
@@ -358,7 +360,8 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
-        wrong.refuse(without_effect([unread_by(given["loss_type"])], given))
+        legal = {key: given[key] for key in of_loss} if whole_loss else given
+        wrong.refuse(without_effect([unread_by(given["loss_type"])], legal))
     if correction is not None and given.get("train_backend") == "fsdp":
         wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()

@@ -240,7 +240,7 @@ FLAGS: dict[str, Key] = {
     name: Key(values, None, "A flag of the framework.")
     for values, names in (
         (number("[0, inf]"), ("eps_clip", "eps_clip_high")),
-        (number("(-inf, inf)"), ("entropy_coef", "kl_coef", "kl_loss_coef", *TIS_OF_FRAMEWORKS)),
+        (number("(-inf, inf)"), ("entropy_coef", "kl_coef", "kl_loss_coef")),
         (number("(1, inf]"), ("eps_clip_c",)),
         (number("[-inf, inf]"), ("opsm_delta",)),
         (words(KlType), ("kl_loss_type",)),
@@ -262,7 +262,7 @@ _OTHERS = (
     *("use_opsm", "use_score_centering", "use_unbiased_kl"),
 )
 """Arguments that the parsers of the frameworks check."""
-ARGUMENTS = (*ROWS, *FLAGS, *_OTHERS)
+ARGUMENTS = (*ROWS, *FLAGS, *TIS_OF_FRAMEWORKS, *_OTHERS)
 """Every argument that is read. The names of others are only compared with these."""
 
 

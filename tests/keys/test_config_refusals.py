@@ -14,7 +14,7 @@ from rows import for_each
 from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.reading import read_config
-from mis_ext.keys.rows import FLAT_KEYS, OF_OTHERS, PREFIXES, ROWS
+from mis_ext.keys.rows import FLAT_KEYS, OF_OTHERS, PREFIXES, ROWS, TIS_OF_FRAMEWORKS
 from mis_ext.methods import METHODS
 
 REFUSED = {
@@ -170,6 +170,17 @@ def test_a_wrong_flag_is_named_alone_without_what_follows_from_it(flags: dict[st
     with pytest.raises((TypeError, ValueError), match=f"^{next(iter(flags))} must be .*") as raised:
         read_config({"use_tis": False, "mis_loss_method": "icepop", **flags}, whole_loss=True)
     assert len(str(raised.value).splitlines()) == 1
+
+
+@for_each("key", [*ROWS, *TIS_OF_FRAMEWORKS])
+def test_a_key_whose_value_is_not_legal_has_one_error(key: str) -> None:
+    corrects = {"use_tis": True, "loss_type": "policy_loss"}
+    for given, whole_loss in ((corrects, False), (corrects, True), ({"use_rs": False}, True)):
+        # Without a correction of ours the bounds of the framework's are its own.
+        if given is corrects or key in ROWS:
+            with pytest.raises((TypeError, ValueError), match=key) as raised:
+                read_config(given | {key: {"a": 1}}, whole_loss=whole_loss)
+            assert len(str(raised.value).splitlines()) == 1
 
 
 def test_all_keys_without_effect_are_named_at_once() -> None:
