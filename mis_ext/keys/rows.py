@@ -91,9 +91,13 @@ def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
         where = f"{key}[{place}]"
         with wrong:
             given = check_mapping(where, fields)
-            check_known(f"keys of {where}", given, GATE_ROWS)
-            with errors_of(where):
-                gates.append(config.Gate(**given))
+            names = [f"rs_gates.{name}" for name in given]
+            gone = _removed(names + [f"rs_gates.{name}: {given[name]}" for name in given])
+            wrong.refuse(gone)
+            check_known(f"keys of {where}", [name for name in given if f"rs_gates.{name}" not in REMOVED], GATE_ROWS)
+            if not gone:
+                with errors_of(where):
+                    gates.append(config.Gate(**given))
     wrong.raise_all()
     return tuple(gates)
 
@@ -102,6 +106,7 @@ def _read_metrics(key: str, value: Any) -> str | tuple[str, ...]:
     if isinstance(value, str) and value in get_args(config.MetricChoice):
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        Errors().refuse(_removed(value)).raise_all()
         return tuple(value)
     kind = ValueError if isinstance(value, str) else TypeError
     raise kind(f"{key} must be all, core or a list of names, got {value!r}")
@@ -330,13 +335,11 @@ def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
         for key, word in NO_NULL.items()
         if key in given and given[key] is None
     )
-    gates, inner = given.get("rs_gates"), given.get("mis_metrics")
-    inner = list(inner) if isinstance(inner, (list, tuple)) else []
-    for gate in gates if isinstance(gates, (list, tuple)) else ():
-        for key, value in gate.items() if isinstance(gate, Mapping) else ():
-            inner += [f"rs_gates.{key}", f"rs_gates.{key}: {value}"]
-    gone = [name for name in REMOVED if name in given or name in inner]
-    wrong.refuse(f"{name} was removed in mis_ext 0.6: {REMOVED[name]}" for name in gone)
+    wrong.refuse(_removed(given))
+
+
+def _removed(names: Collection[str]) -> list[str]:
+    return [f"{name} was removed in mis_ext 0.6: {cure}" for name, cure in REMOVED.items() if name in names]
 
 
 def near_miss(name: str, keys: Collection[str]) -> str | None:

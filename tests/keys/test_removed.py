@@ -21,7 +21,12 @@ def file_with(name: str) -> dict[str, Any]:
 def test_one_error_names_the_version_and_what_to_write(name) -> None:
     with pytest.raises(ValueError, match=r"0\.6") as error:
         mis_ext.config_from_mapping({"use_tis": True, **file_with(name)})
-    assert f"{name} was removed in mis_ext 0.6: {REMOVED[name]}" in str(error.value).splitlines()
+    assert str(error.value) == f"{name} was removed in mis_ext 0.6: {REMOVED[name]}"
+
+
+def test_other_wrong_keys_of_the_filter_are_named_too() -> None:
+    with pytest.raises(ValueError, match=r"rs_gates\.level was removed.*\n.*rs_gates\[0\]: 'hihg'"):
+        mis_ext.config_from_mapping({"use_rs": True, "rs_gates": [{"level": "token", "hihg": 2.0}]})
 
 
 def test_what_is_left_is_not_in_the_table() -> None:
