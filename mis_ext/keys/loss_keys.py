@@ -9,7 +9,7 @@ from typing import Any
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.keys.reading import ALL_KEPT, Idle
-from mis_ext.keys.rows import DEFAULT_SCORING
+from mis_ext.keys.rows import DEFAULT_SCORING, STEPS_OF_ROLLOUT
 from mis_ext.loss.settings import KlPenalty, KlRatio, LossSettings, Ratios
 from mis_ext.loss.words import EPS_CLIP, Scoring
 
@@ -196,7 +196,6 @@ def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
 
 def _steps_per_rollout(given: Mapping[str, Any]) -> int:
     """The optimizer steps of a rollout, 0 where the arguments do not say."""
-    names = "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout"
-    prompts, samples, per_step, steps = (given.get(name) or 0 for name in names)
+    prompts, samples, per_step, steps = (given.get(name) or 0 for name in STEPS_OF_ROLLOUT)
     is_fixed = per_step and not given.get("use_dynamic_global_batch_size")
     return int(steps or (prompts * samples // per_step if is_fixed else 0))

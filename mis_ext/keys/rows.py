@@ -240,7 +240,7 @@ GATE_ROWS: dict[str, Key] = {
 }
 """Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
 
-
+STEPS_OF_ROLLOUT = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
 FLAGS: dict[str, Key] = {
     name: Key(values, None, "A flag of the framework.")
     for values, names in (
@@ -249,22 +249,21 @@ FLAGS: dict[str, Key] = {
         (number("(1, inf]"), ("eps_clip_c",)),
         (number("[-inf, inf]"), ("opsm_delta",)),
         (words(KlType), ("kl_loss_type",)),
-        (number("[0, inf)"), ("rollout_temperature",)),
+        (number("[0, inf)"), ("rollout_temperature", "update_weights_interval", *STEPS_OF_ROLLOUT)),
         (number("(0, 1]"), ("rollout_top_p",)),
+        (TEXT, ("advantage_estimator", "loss_type", "qkv_format", "train_backend")),
+        (TEXT, ("custom_pg_loss_reducer_function_path", "custom_tis_function_path")),
     )
     for name in names
 }
 """Numbers and words of the frameworks: a file can set them too, so values with which a loss fails or is NaN are
 refused."""
 _OTHERS = (
-    *("advantage_estimator", "allgather_cp", "context_parallel_size", "custom_advantage_function_path"),
-    *("custom_generate_function_path", "custom_pg_loss_reducer_function_path", "custom_reward_post_process_path"),
-    *("custom_tis_function_path", "global_batch_size", "grpo_std_normalization", "load_debug_rollout_data"),
-    *("loss_type", "n_samples_per_prompt", "normalize_advantages", "num_steps_per_rollout", "on_policy_tokens"),
-    *("observe_training_entropy", "qkv_format", "recompute_loss_function", "rewards_normalization"),
-    *("rollout_batch_size", "rollout_data_postprocess_path", "skip_actor_forward_only", "train_backend"),
-    *("true_on_policy_mode", "update_weights_interval", "use_dynamic_global_batch_size", "use_kl_loss", "use_opd"),
-    *("use_opsm", "use_score_centering", "use_unbiased_kl"),
+    *("allgather_cp", "context_parallel_size", "custom_advantage_function_path", "custom_generate_function_path"),
+    *("custom_reward_post_process_path", "grpo_std_normalization", "load_debug_rollout_data", "normalize_advantages"),
+    *("on_policy_tokens", "observe_training_entropy", "recompute_loss_function", "rewards_normalization"),
+    *("rollout_data_postprocess_path", "skip_actor_forward_only", "true_on_policy_mode"),
+    *("use_dynamic_global_batch_size", "use_kl_loss", "use_opd", "use_opsm", "use_score_centering", "use_unbiased_kl"),
 )
 """Arguments that the parsers of the frameworks check."""
 ARGUMENTS = (*ROWS, *FLAGS, *TIS_OF_FRAMEWORKS, *_OTHERS)

@@ -217,6 +217,19 @@ def test_it_refuses_a_launch_that_would_not_call_mis_ext(capsys, keys, messages)
     assert capsys.readouterr().out == ""
 
 
+WORDS_AND_NUMBERS = ("loss_type", "advantage_estimator", "qkv_format", "global_batch_size", "update_weights_interval")
+PATHS = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
+
+
+@pytest.mark.parametrize("argument", [*WORDS_AND_NUMBERS, *PATHS])
+def test_a_list_or_a_mapping_for_a_word_or_a_number_is_refused_by_name(argument) -> None:
+    for launch in (HOOK | {"mis_staleness": True}, LOSS | {"mis_loss_proximal": "current", "rollout_batch_size": 4}):
+        for value in (["a"], {"a": 1}):
+            said = f"({argument} must be|{flag_of(argument)}) .*{re.escape(str(value))}"
+            with pytest.raises((TypeError, ValueError), match=said):
+                start(launch | {argument: value})
+
+
 def test_names_of_the_hosts_are_no_misspellings(capsys) -> None:
     with pytest.raises(ValueError, match="would not be called") as raised:
         start({})

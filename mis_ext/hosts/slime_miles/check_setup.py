@@ -99,7 +99,7 @@ def _checked(args: Any) -> list[str]:
 def _called_by(args: Any) -> str:
     """The loss type, which says which function of ours the framework will call."""
     loss_type, why = read_argument(args, "loss_type") or "policy_loss", None
-    argument, function = _FUNCTIONS.get(loss_type, ("loss_type", None))
+    argument, function = _FUNCTIONS.get(str(loss_type), ("loss_type", None))
     path, flag = read_argument(args, argument), _flag(argument)
     if function is None:
         why = f"{flag} {loss_type} calls no function of mis_ext"
@@ -108,7 +108,7 @@ def _called_by(args: Any) -> str:
     elif path is None:
         why = f"{flag} is not set"
     else:
-        module, _, name = path.rpartition(".")
+        module, _, name = str(path).rpartition(".")
         try:
             found = inspect.unwrap(getattr(import_module(module), name))
         except (ImportError, AttributeError, ValueError) as error:
