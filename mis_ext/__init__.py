@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mis_ext.correction.tokens import STATISTICS as STATISTICS
     from mis_ext.files import list_presets as list_presets
     from mis_ext.hosts.groups import Groups as Groups
-    from mis_ext.hosts.guards import MismatchWarning as MismatchWarning
     from mis_ext.hosts.megatron import hand_over_hidden_states as hand_over_hidden_states
     from mis_ext.hosts.megatron import make_loss_func as make_loss_func
     from mis_ext.hosts.own_trainer import compute_mis_weights as compute_mis_weights
@@ -49,5 +48,6 @@ if TYPE_CHECKING:
     from mis_ext.scoring.passes import KeptColumns as KeptColumns
     from mis_ext.scoring.scores import score_tokens as score_tokens
     from mis_ext.tools.report.online import log_mismatch as log_mismatch
+    from mis_ext.validation import MismatchWarning as MismatchWarning
 else:
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of configuration values; every message names the key, the value and what is legal."""
+"""Checks of configuration values, whose errors name key, value, and legal values; and the class of all warnings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from numbers import Real
 from typing import Any, TypeVar
 
 _Choice = TypeVar("_Choice", bound=str)
+
+
+class MismatchWarning(UserWarning):
+    """Data, configuration, or setup make the correction weak, useless, suspicious, or slow."""
 
 
 class Errors(list[Exception]):

@@ -31,6 +31,7 @@ from mis_ext.correction.collectives import global_rank
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.correct import Exchange, Inputs, Passed, Plan
 from mis_ext.correction.layout import Blocks, PackedLayout
+from mis_ext.validation import MismatchWarning
 
 _LOG = logging.getLogger("mis_ext")
 _ANY_SIZES = symbols.patch(use_duck_shape=False)
@@ -145,6 +146,7 @@ class Graphs:
         warnings.warn(
             "mis_compile: the correction runs without torch.compile, with the same numbers up to rounding and more "
             f"launches ({obstacle}); mis_compile: false ends this warning",
+            MismatchWarning,
             stacklevel=2,
         )
 

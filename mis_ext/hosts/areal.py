@@ -14,6 +14,7 @@ from mis_ext.hosts.own_trainer import scalars
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys
+from mis_ext.validation import MismatchWarning
 
 
 class MisLoss:
@@ -82,5 +83,6 @@ class MisLoss:
             warnings.warn(
                 "proximal_logprobs and old_logprobs are identical, so nothing is corrected: set "
                 "actor.use_decoupled_loss: true, unless engine and trainer agree exactly",
+                MismatchWarning,
                 stacklevel=3,
             )

@@ -17,6 +17,7 @@ from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import GuardName
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import MAX_LOG_RATIO
+from mis_ext.validation import MismatchWarning
 
 CALLS_PER_LOOK = 8
 _ASK = (
@@ -33,10 +34,6 @@ _CAUSES = (
     "Possible causes: stale engine weights; re-tokenized samples; top-p, top-k, or min-p sampling; very low engine "
     'precision. Run "mis-ext report" on a rollout dump to identify the cause.'
 )
-
-
-class MismatchWarning(UserWarning):
-    """The data or the configuration makes the correction weak, useless, or suspicious."""
 
 
 class Monitor:

@@ -37,7 +37,7 @@ from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.objective import LossTokens
 from mis_ext.loss.policy import PolicyLoss, Reducer, num_tokens
 from mis_ext.scoring import EntropyUse, KeptColumns, Scores, score_hidden, score_tokens
-from mis_ext.validation import check_entries, check_number, check_tensors
+from mis_ext.validation import MismatchWarning, check_entries, check_number, check_tensors
 
 Batch = Mapping[str, Any]
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -112,6 +112,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         warnings.warn(
             f"{reason} does not use the trainer's own pass over the rollout: the framework "
             "skips it with --use-rollout-logprobs",
+            MismatchWarning,
             stacklevel=4,
         )
     lengths, device = batch.get("response_lengths") or (), device_of(logits)

@@ -28,7 +28,7 @@ from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import Refuse, extremes_of, pack, refuse_divisors, refuse_mask
 from mis_ext.keys.reading import RunConfig, config_given, read_config
 from mis_ext.keys.rows import ARGUMENTS, OF_OTHERS
-from mis_ext.validation import check_tensors
+from mis_ext.validation import MismatchWarning, check_tensors
 
 if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
@@ -174,7 +174,7 @@ class Session:
             )
         if message not in self._told:
             self._told.add(message)
-            warnings.warn(message, guards.MismatchWarning, stacklevel=4)
+            warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def report_missing(self, name: str) -> None:
         """Report that ``rollout_log_probs`` or ``train_log_probs`` are missing, if they would be corrected."""

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mis_ext.correction.metrics import PREFIX, Mean, Metric
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.guards import MismatchWarning
 from mis_ext.hosts.own_trainer import correct_padded
 from mis_ext.hosts.session import Session, current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
+from mis_ext.validation import MismatchWarning
 
 _TOKEN_SUMS = ("bnpo", "dapo", "dr_grpo", "luspo")
 _LOST = {

@@ -16,7 +16,7 @@ from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys, says_whole_loss
 from mis_ext.methods.catalogue import choose_method
-from mis_ext.validation import check_choice
+from mis_ext.validation import MismatchWarning, check_choice
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 _SEQUENCES = "seq-mean-token-mean"
@@ -117,6 +117,7 @@ def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
     warnings.warn(
         f"loss_agg_mode={said} affects entropy and KL, not this policy loss: the loss of verl is a mean over "
         f"sequences ({_SEQUENCES}) in this version, and so is that of mis_ext",
+        MismatchWarning,
         stacklevel=3,
     )
     return _SEQUENCES

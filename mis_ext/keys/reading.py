@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mis_ext.correction.config import BOUNDS, REDUCTIONS, CorrectionConfig, Gate, Reduce, Weight
 from mis_ext.correction.tokens import LAG
 from mis_ext.keys import rows
-from mis_ext.validation import Errors, check_mapping, errors_of
+from mis_ext.validation import Errors, MismatchWarning, check_mapping, errors_of
 
 if TYPE_CHECKING:
     from mis_ext.keys.loss_keys import WholeLoss  # The hook has none, and does not load it.
@@ -76,7 +76,7 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(values, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
         said = f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate"
-        warnings.warn(f"{said}; remove it or use tis_mode: clip", stacklevel=2)
+        warnings.warn(f"{said}; remove it or use tis_mode: clip", MismatchWarning, stacklevel=2)
     return CorrectionConfig(
         weight=weight,
         gates=tuple(gates),

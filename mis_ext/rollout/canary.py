@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mis_ext.validation import MismatchWarning
+
 Verdict = Literal["first", "arrived", "old", "unknown"]
 _KEPT_VERSIONS = 8
 # Two scorings of the same weights differ by about the noise.
@@ -18,7 +20,7 @@ _NOISE_FACTOR = 2.0
 _MIN_MOVEMENT = 1e-2
 
 
-class StaleWeightsWarning(UserWarning):
+class StaleWeightsWarning(MismatchWarning):
     """An engine names a version of its weights, and its log-probs are those of an earlier one."""
 
 

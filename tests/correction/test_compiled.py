@@ -118,7 +118,7 @@ def test_graphs_with_other_numbers_are_not_used(change, monkeypatch) -> None:
     monkeypatch.setattr(compiled.Graphs, "parts", parts)
     config = CONFIGS["weights of tokens"]
     expected = correction_of(config.replace(compile=False), [3, 50], seed=0)
-    with pytest.warns(UserWarning, match="mis_compile: .*differ without graphs"):
+    with pytest.warns(mis_ext.MismatchWarning, match="mis_compile: .*differ without graphs"):
         found = correction_of(config.replace(compile=True), [3, 50], seed=0)
     assert torch.equal(found.weights_T, expected.weights_T)
     assert torch.equal(found.loss_mask_R, expected.loss_mask_R)
@@ -134,7 +134,7 @@ def test_what_keeps_torch_from_compiling_is_told_and_the_call_has_its_numbers(mo
     monkeypatch.setattr(torch, "compile", lambda function, **more: compiles(function, backend=backend, **more))
     monkeypatch.setattr(compiled, "graphs_of", lambda *config, **more: compiled.Graphs(plan_of(*config, **more)))
     config = CONFIGS["weights of tokens"]
-    with pytest.warns(UserWarning, match="mis_compile: .* no compiler for this machine"):
+    with pytest.warns(mis_ext.MismatchWarning, match="mis_compile: .* no compiler for this machine"):
         found = correction_of(config.replace(compile=True), [3, 5], seed=0)
     assert torch.equal(found.weights_T, correction_of(config.replace(compile=False), [3, 5], seed=0).weights_T)
 

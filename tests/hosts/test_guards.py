@@ -2,8 +2,10 @@
 """Mistakes that the first call must catch, and doubts that it must voice."""
 
 import argparse
+import ast
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from hook_batches import call, make_batch
 import mis_ext
 from mis_ext import MismatchWarning
 from mis_ext.hosts.session import session_for
+from mis_ext.rollout import StaleWeightsWarning
+from mis_ext.rollout.custom_generate.host import LogProbDefinitionWarning
 
 
 def zeros(batch: dict) -> None:
@@ -244,3 +248,15 @@ def test_a_session_leaves_args_as_they_were() -> None:
     mis_ext.compute_mis_weights_with_cp(args, **make_batch())
     assert vars(args) == before
     assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_every_warning_of_the_package_has_the_class_that_a_user_filters() -> None:
+    assert issubclass(StaleWeightsWarning, MismatchWarning)
+    assert issubclass(LogProbDefinitionWarning, MismatchWarning)
+    legal, num_calls = ("MismatchWarning", "StaleWeightsWarning", "LogProbDefinitionWarning"), 0
+    for path in Path(mis_ext.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                num_calls += 1
+                assert [*map(ast.unparse, node.args[1:])] in ([name] for name in legal), path
+    assert num_calls >= 9

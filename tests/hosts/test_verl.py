@@ -128,7 +128,7 @@ def test_where_verls_own_loss_follows_its_setting_ours_does_and_says_so_where_no
     of_sequences, of_tokens = (RECORD["losses"][f"gspo{words}"]["plain"]["apart"]["loss"] for words in ("", ", tokens"))
     assert of_tokens == of_sequences
     given = {"info": {}, "is_bypass": False}
-    with pytest.warns(UserWarning, match="loss_agg_mode=token-mean affects entropy .*seq-mean-token-mean"):
+    with pytest.warns(mis_ext.MismatchWarning, match="loss_agg_mode=token-mean affects entropy .*seq-mean-token-mean"):
         found = loss_of(keys, BATCHES["apart"], mode="token-mean", own=own_loss(follows=False), **given)
     assert float(found["loss"]) == pytest.approx(of_sequences, rel=1e-5)
     # Version 0.9.1 of verl has a gspo that follows.

@@ -11,7 +11,7 @@ import pytest
 from flat_keys import from_yaml
 from rows import for_each
 
-from mis_ext import CorrectionConfig, Gate, Weight, config_from_mapping, load_config, session_for
+from mis_ext import CorrectionConfig, Gate, MismatchWarning, Weight, config_from_mapping, load_config, session_for
 from mis_ext.correction.config import GUARD_NAMES
 from mis_ext.keys.reading import read_config
 from mis_ext.keys.rows import FLAT_KEYS, OF_OTHERS, PREFIXES, ROWS, TIS_OF_FRAMEWORKS
@@ -378,7 +378,7 @@ WARNED = {
 @pytest.mark.parametrize(("text", "message"), WARNED.items(), ids=WARNED)
 @pytest.mark.filterwarnings("ignore")
 def test_legal_but_doubtful_settings_warn(text: str, message: str) -> None:
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(MismatchWarning, match=message):
         from_yaml(text)
 
 

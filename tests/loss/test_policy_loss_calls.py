@@ -189,7 +189,7 @@ def test_denominators_come_as_a_tensor_or_a_list_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("mode", ["bypass", "reinforce"])
 def test_a_pass_that_nobody_needs_is_said(mode) -> None:
-    with pytest.warns(UserWarning, match=f"mis_loss_mode: {mode} does not use .* --use-rollout-logprobs"):
+    with pytest.warns(mis_ext.MismatchWarning, match=f"mis_loss_mode: {mode} does not use .* --use-rollout-logprobs"):
         with_pass = called(HOOK | {"mis_loss_mode": mode})
     without = called(HOOK | BEHAVIOR | {"mis_loss_mode": mode})
     assert torch.equal(with_pass[2], without[2])

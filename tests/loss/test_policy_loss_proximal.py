@@ -42,7 +42,7 @@ def assert_equal(found: tuple, wanted: tuple) -> None:
 def test_it_is_the_loss_of_a_host_that_has_scored_nothing(name) -> None:
     keys = OPTIONS[name]
     wanted = called(keys, local(log_probs=None))
-    with pytest.warns(UserWarning, match="mis_loss_proximal: current does not use .* skips it with --use"):
+    with pytest.warns(mis_ext.MismatchWarning, match="mis_loss_proximal: current does not use .* skips it with --use"):
         assert_equal(called(keys | CURRENT, local()), wanted)
     # What is stored says something else, and is not looked at.
     assert not torch.equal(called(keys, local())[2], wanted[2])

@@ -27,7 +27,7 @@ from mis_ext.rollout.custom_generate.routed_experts import check_replayable
 from mis_ext.rollout.definition import LogProbsMode, define_log_probs
 from mis_ext.rollout.generation import Tokenizer
 from mis_ext.rollout.sampling_parameters import SamplingParameters
-from mis_ext.validation import check_bool, check_known, check_number
+from mis_ext.validation import MismatchWarning, check_bool, check_known, check_number
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the frameworks' ``--custom-config-path`` file."""
@@ -175,7 +175,7 @@ _SPECULATION = (
 )
 
 
-class LogProbDefinitionWarning(UserWarning):
+class LogProbDefinitionWarning(MismatchWarning):
     """The server's log-probs are of another distribution than the one that it draws from."""
 
 
