@@ -83,9 +83,10 @@ def test_a_compacted_group_is_done_and_its_settings_are_still_compared(tmp_path:
 def test_the_results_of_the_repository_are_one_archive_per_study() -> None:
     folder = Path(__file__).parents[1] / "evidence" / "results"
     # Questions that somebody prepared lie there too.
-    files = [path for path in folder.iterdir() if path.suffix != ".json"]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".json"]
     assert {path.suffix for path in files} == {".zip"}
-    archives = Archives(folder)
-    assert len(archives.names()) > 500
+    finished, stopped = Archives(folder), Archives(folder / "unfinished")
+    assert len(finished.names()) > 500
+    assert not {*finished.names()} & {*stopped.names()}
     # The rows of every run are there, also where its log-probs are those of 16a265ec.
-    assert all(archives.rows(name) for name in archives.names())
+    assert all(archives.rows(name) for archives in (finished, stopped) for name in archives.names())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from evidence.pretrained import fp8
+from evidence.pretrained import fp8, fp8_page
 from evidence.results import Results
 
 
@@ -54,3 +54,22 @@ def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> Non
     assert first == f"{start}0.600, 0.600, 0.600, 0.600 | 8.0 |"
     assert second.startswith("| fp8 products, none, 2 | 130 | 1.00e-02 | 2.00 | no |")
     assert said == "**fp8 products: k3 grows: times 6.00 and 2.00 by step 130.**"
+
+
+def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judged(tmp_path: Path) -> None:
+    results = Results(Path(__file__).parents[1] / "evidence" / "results")
+    lines = fp8_page.section(results, tmp_path)
+    runs = [rows for group, rows in fp8.seen(results) if group.run[0] == fp8.NONE]
+    step = fp8.judged_at(runs)
+    assert step >= fp8.FEWEST_STEPS
+    (row,) = (line for line in lines if line.startswith("| fp8 products | "))
+    low, high = sorted(fp8.growth(rows, step) for rows in runs)
+    assert f"| {low:.2f} to {high:.2f} |" in row
+    assert [line.split(" |")[0] for line in lines if line.startswith(("| int4", "| fp8 products |", "| bf16"))] == [
+        "| int4 weights",
+        "| int4 weights, token TIS",
+        "| fp8 products",
+        "| bf16",
+    ]
+    assert (tmp_path / "fp8_training.png").exists()
+    assert fp8_page.section(Results(tmp_path), tmp_path) == ["Nothing has run yet.", ""]

@@ -58,12 +58,12 @@ FP8_STUDIES = (
 
 def growth(rows: Rows, step: int = JUDGED_AT) -> float:
     """k3 over the ten steps up to a step, as a multiple of the first ten."""
-    return _mean(rows[: step + 1][-WINDOW:], "k3") / _mean(rows[:WINDOW], "k3")
+    return mean_of(rows[: step + 1][-WINDOW:], "k3") / mean_of(rows[:WINDOW], "k3")
 
 
 def verdict(runs: Sequence[Rows]) -> str:
     """What the uncorrected runs of one engine say by the rule above."""
-    step = min(JUDGED_AT, *(rows[-1]["step"] for rows in runs)) if len(runs) == 2 else 0
+    step = judged_at(runs)
     if step < FEWEST_STEPS:
         return f"not judged: it takes two runs of {FEWEST_STEPS} steps"
     grown = [growth(rows, step) for rows in runs]
@@ -71,11 +71,16 @@ def verdict(runs: Sequence[Rows]) -> str:
     return f"k3 {word}: times {' and '.join(f'{value:.2f}' for value in grown)} by step {step}"
 
 
+def judged_at(runs: Sequence[Rows]) -> int:
+    """The last step that both uncorrected runs of an engine saw, 130 at most; 0 if there are not two."""
+    return min(JUDGED_AT, *(rows[-1]["step"] for rows in runs)) if len(runs) == 2 else 0
+
+
 def report(results: Results) -> str:
     """A line per run, and what those without a correction say."""
     lines = [
-        "| engine, method, seed | last step | k3, first ten steps | growth by step 130 | alert | reward of rollouts, "
-        "first and last ten steps | trainer policy at each evaluation | s a step |",
+        "| engine, method, seed | last step | k3, first ten steps | growth to the last step, at most 130 | alert "
+        "| reward of rollouts, first and last ten steps | trainer policy at each evaluation | s a step |",
         "|---" * 8 + "|",
     ]
     uncorrected: dict[str, list[Rows]] = {}
@@ -86,10 +91,10 @@ def report(results: Results) -> str:
             uncorrected.setdefault(name, []).append(rows)
         alert = alert_at([row["k3"] for row in rows])
         own = ", ".join(f"{row['own_reward']:.3f}" for row in rows if "own_reward" in row)
-        reward = f"{_mean(rows[:WINDOW], 'reward'):.3f}, {_mean(rows[-WINDOW:], 'reward'):.3f}"
-        cells = [f"{name}, {method.name}, {seed}", str(rows[-1]["step"]), f"{_mean(rows[:WINDOW], 'k3'):.2e}"]
+        reward = f"{mean_of(rows[:WINDOW], 'reward'):.3f}, {mean_of(rows[-WINDOW:], 'reward'):.3f}"
+        cells = [f"{name}, {method.name}, {seed}", str(rows[-1]["step"]), f"{mean_of(rows[:WINDOW], 'k3'):.2e}"]
         cells += [f"{growth(rows):.2f}", "no" if alert is None else f"step {alert}", reward, own]
-        lines.append(f"| {' | '.join(cells)} | {_mean(rows, 'seconds'):.1f} |")
+        lines.append(f"| {' | '.join(cells)} | {mean_of(rows, 'seconds'):.1f} |")
     return "\n".join([*lines, "", *(f"**{name}: {verdict(runs)}.**" for name, runs in uncorrected.items())])
 
 
@@ -100,5 +105,6 @@ def seen(results: Results) -> list[tuple[PretrainedGroup, Rows]]:
     return [(group, where.rows(group)) for group, where in found]
 
 
-def _mean(rows: Rows, name: str) -> float:
+def mean_of(rows: Rows, name: str) -> float:
+    """Over the steps."""
     return sum(row[name] for row in rows) / len(rows)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs with an fp8 engine beside those with int4 weights and with bf16: a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from evidence.pictures import plt, save
+from evidence.results import Results
+from evidence.study import NONE
+
+from .collapse import COLLAPSE_STUDIES, CORRECTION, WINDOW
+from .collapse_runs import arm_of, runs_seen
+from .fp8 import ENGINE_NAMES, FP8, Rows, growth, judged_at, mean_of, report, seen
+
+BESIDE = {"int4": "int4 weights", "int4, token_tis 2": "int4 weights, token TIS", "bf16": "bf16"}
+
+Arms = dict[str, list[Rows]]
+
+
+def section(results: Results, output: Path) -> list[str]:
+    """What ran, and what it says at the last step that both runs without a correction saw."""
+    arms = _arms(results)
+    judged = arms.get(ENGINE_NAMES["fp8_products"], [])
+    if not judged_at(judged) or not all(name in arms for name in BESIDE.values()):
+        return ["Nothing has run yet.", ""]
+    _draw(arms, output / f"{FP8}.png")
+    return [
+        f"![k3 as a multiple of its start, and the reward of rollouts]({FP8}.png)",
+        "",
+        *_table(arms, judged_at(judged)),
+        "",
+        *report(results).splitlines(),
+        "",
+    ]
+
+
+def _arms(results: Results) -> Arms:
+    """Runs without a correction, and those of int4 with token TIS: the largest mismatch first."""
+    (study,) = (study for study in COLLAPSE_STUDIES if study.name == CORRECTION)
+    runs: Arms = {}
+    for group, rows in runs_seen(study, results):
+        if name := BESIDE.get(arm_of(study, group)):
+            runs.setdefault(name, []).append(rows)
+    for group, rows in seen(results):
+        if group.run[0] == NONE:
+            runs.setdefault(ENGINE_NAMES[group.condition.removeprefix(f"{FP8}_")], []).append(rows)
+    return dict(sorted(runs.items(), key=lambda arm: -mean_of(arm[1][0][:WINDOW], "k3")))
+
+
+def _table(arms: Arms, step: int) -> list[str]:
+    """Growth of k3 and reward at one step, of every run that saw it."""
+    lines = [
+        f"| engine | runs | k3, first ten steps | growth of k3 by step {step} | reward, ten steps to {step} |",
+        "|---" * 5 + "|",
+    ]
+    for name, runs in arms.items():
+        whole = [rows for rows in runs if rows[-1]["step"] >= step]
+        if not whole:
+            continue
+        grown = [growth(rows, step) for rows in whole]
+        rewards = [mean_of(rows[step + 1 - WINDOW : step + 1], "reward") for rows in whole]
+        k3 = np.mean([mean_of(rows[:WINDOW], "k3") for rows in whole])
+        ends = (f"{min(values):.2f} to {max(values):.2f}" for values in (grown, rewards))
+        lines.append(f"| {name} | {len(whole)} | {k3:.1e} | {' | '.join(ends)} |")
+    return lines
+
+
+def _draw(arms: Mapping[str, Sequence[Rows]], path: Path) -> None:
+    """Means of ten steps: k3 as a multiple of its start, and the reward of rollouts."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    for color, (name, runs) in enumerate(arms.items()):
+        for number, rows in enumerate(runs):
+            for axis, column in zip(axes, ("k3", "reward"), strict=True):
+                means = np.convolve([row[column] for row in rows], np.ones(WINDOW) / WINDOW, "valid")
+                values = means / means[0] if column == "k3" else means
+                look = {"color": f"C{color}", "label": name if number == 0 else None}
+                # The runs in question are drawn above those beside them.
+                width = 1.0 if name in BESIDE.values() else 2.4
+                axis.plot(range(WINDOW - 1, len(rows)), values, linewidth=width, zorder=2 + width, **look)
+    axes[0].set(title="k3, as a multiple of its first ten steps", xlabel="step", yscale="log")
+    axes[1].set(title="reward of rollouts, means of ten steps", xlabel="step")
+    axes[0].legend()
+    save(figure, path)
