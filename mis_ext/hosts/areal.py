@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.own_trainer import scalars
+from mis_ext.hosts.own_trainer import measured_scalars
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys
@@ -69,9 +69,7 @@ class MisLoss:
             response_mask=loss_mask,
             layout=layout,
         )
-        # AReaL averages what it gets, so that what was not measured must not be among it.
-        measured = {name: value for name, value in scalars(found.metrics, prefix="").items() if value == value}
-        stats_tracker.scalar(**measured)
+        stats_tracker.scalar(**measured_scalars(found.metrics))
         return found.mean, statistics
 
     def _compare_once(self, proximal: Tensor, behavior: Tensor) -> None:

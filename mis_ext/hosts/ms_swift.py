@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import correct_padded, scalars, session_beside
+from mis_ext.hosts.own_trainer import correct_padded, measured_scalars, session_beside
 from mis_ext.keys.reading import Keys
 
 
@@ -34,10 +34,8 @@ def register(keys: Keys) -> None:
         streams = {"proximal_logprobs": old_per_token_logps, "behavior_logprobs": rollout_per_token_logps}
         found = correct_padded(session, **streams, response_mask=completion_mask)
         log = self._metrics["train" if self.model.training else "eval"]
-        for name, value in scalars(found.metrics, prefix="").items():
-            # ms-swift averages what it gets.
-            if value == value:
-                log[name].append(value)
+        for name, value in measured_scalars(found.metrics).items():
+            log[name].append(value)
         log_ratio = old_per_token_logps - rollout_per_token_logps
         return log_ratio, torch.where(found.keep_mask, found.weights, 0.0)
 

@@ -59,6 +59,7 @@ class MisLoss:
         share = float(found.num_terms / size)
         ours = {}
         for name, value in scalars(found.metrics, prefix="").items():
-            # NeMo-RL adds up the shares over mini-batches, and divides by their number, but not what has these parts.
-            ours[name.replace("_max", "_highest").replace("_min", "_lowest")] = value * share
+            # NeMo-RL adds up the shares over mini-batches, and divides by their number, but not what has these parts. A
+            # sample that it left out measures nothing, and has no share.
+            ours[name.replace("_max", "_highest").replace("_min", "_lowest")] = value * share if share else 0.0
         return found.total / size, metrics | ours

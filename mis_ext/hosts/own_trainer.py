@@ -174,6 +174,11 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
     return {f"{prefix}{name}": total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
+def measured_scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """:func:`scalars` of one call that were measured, for a framework that averages what it gets."""
+    return {name: value for name, value in scalars(metrics, prefix="").items() if value == value}
+
+
 def _terms(calls: Iterable[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:
     """Return the names of the metrics, with their terms of total and count."""
     metrics = [each for call in calls for each in call.items()]

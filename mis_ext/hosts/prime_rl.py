@@ -7,7 +7,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mis_ext.correction.layout import PackedLayout
+from mis_ext.hosts.own_trainer import measured_scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys
 
@@ -36,9 +39,11 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
         response_mask=mask,
         layout=PackedLayout.whole([len(mask)], device=mask.device),
     )
-    # prime-rl puts its own loss of a micro-batch under this name, in one list with ours.
-    metrics = {name: metric.value() for name, metric in found.metrics.items() if name != "loss"}
-    return LossOutputs(loss=found.total, metrics=metrics)
+    # prime-rl averages over samples, of which those of its empty micro-batches have no token.
+    numbers = measured_scalars(found.metrics)
+    # It puts its own loss of a micro-batch under this name, in one list with ours.
+    numbers.pop("loss", None)
+    return LossOutputs(loss=found.total, metrics={name: torch.tensor(value) for name, value in numbers.items()})
 
 
 _keys_of_file = functools.cache(read_keys)

@@ -22,6 +22,7 @@ def register(keys: Keys) -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
     given = read_keys(keys) | {"calculate_per_token_loss": True}
+    latest: dict[str, float] = {}
 
     def loss(
         log_probs: Tensor,
@@ -44,7 +45,11 @@ def register(keys: Keys) -> None:
         )
         # SkyRL reports its loss itself. What is called a loss it adds up over micro-batches, which no mean is for.
         metrics = {name: metric for name, metric in found.metrics.items() if not name.endswith("loss")}
-        return found.total, scalars(metrics, prefix="")
+        numbers = scalars(metrics, prefix="")
+        # It averages over micro-batches, also those that it fills up with. They repeat what was measured before: all
+        # ranks must report the same names.
+        latest.update({name: number for name, number in numbers.items() if number == number})
+        return found.total, numbers | latest
 
     if "mis_ext" in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister("mis_ext")

@@ -115,6 +115,16 @@ def test_the_loss_is_that_of_skyrl(name, registered) -> None:
         assert not any(key.endswith("loss") for key in metrics)
 
 
+def test_a_micro_batch_of_padding_does_not_blank_the_metrics_of_skyrl(registered) -> None:
+    loss_fn, batch = registered("skyrl", {"mis_loss_method": "ppo", "use_tis": True}), BATCHES["close"]
+    streams = batch["log_prob"], batch["old_log_prob"], batch["advantages"], None
+    _, measured = loss_fn(*streams, batch["response_mask"], batch["rollout_log_prob"])
+    padding, repeated = loss_fn(*streams, torch.zeros_like(batch["response_mask"]), batch["rollout_log_prob"])
+    assert measured["mis_k3_kl"] > 0.0
+    # SkyRL averages both, and the names must be those of the other ranks.
+    assert (float(padding), repeated) == (0.0, measured)
+
+
 def test_skyrl_gets_the_last_keys_and_must_give_a_mask(registered) -> None:
     first, second = (registered("skyrl", {"mis_loss_method": name}) for name in ("ppo", "reinforce"))
     assert first is not second

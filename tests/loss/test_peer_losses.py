@@ -114,8 +114,10 @@ def test_the_loss_of_samples_is_that_of_prime_rl(name, prime_rl) -> None:
         total.backward()
         assert_close((total.detach(), current.grad), wanted)
         assert all(value.dim() == 0 for output in outputs for value in output.metrics.values())
-        # prime-rl has a "loss" of its own in the same lists.
-        assert all("pg_loss" in output.metrics and "loss" not in output.metrics for output in outputs)
+        # prime-rl has a "loss" of its own in the same lists, of which it takes means: one NaN would blank them.
+        assert not any("loss" in output.metrics for output in outputs)
+        assert ["pg_loss" in output.metrics for output in outputs] == batch["response_mask"].any(1).tolist()
+        assert all(value.isfinite() for output in outputs for value in output.metrics.values())
 
 
 def test_prime_rl_has_no_proximal_policy_and_a_method_that_looks_at_it_is_refused(prime_rl) -> None:
@@ -167,6 +169,19 @@ def test_metrics_add_up_over_micro_batches_as_the_loss_does(name) -> None:
     total = sum(float(value) for (value, _), _ in found)
     assert sum(metrics["loss"] for _, metrics in found) == pytest.approx(total, rel=1e-5)
     assert all(metrics["gen_kl_error"] == 0.25 for _, metrics in found)
+
+
+def test_a_sample_that_nemo_rl_leaves_out_adds_nothing_to_a_metric() -> None:
+    loss_fn = MisLoss(HostLoss({}), {"mis_loss_method": "ppo", "use_tis": True})
+    data = peer_cases.nemo_data(BATCHES["close"])
+    (left_out,) = (data["sample_mask"] == 0.0).nonzero().flatten().tolist()
+    row = slice(left_out, left_out + 1)
+    # With sequence packing, NeMo-RL calls the loss of each sample, and adds up.
+    one = {name: values[row] for name, values in data.items()}
+    _, metrics = loss_fn(BATCHES["close"]["log_prob"][row], one, **peer_cases.SIZES)
+    del metrics["gen_kl_error"]
+    assert {"pg_loss", "mis_k3_kl", "mis_ess_ratio_token"} <= metrics.keys()
+    assert {*metrics.values()} == {0.0}
 
 
 @pytest.mark.parametrize("name", ["reference_policy_kl_penalty", "positive_example_nll_weight"])
