@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.hosts.own_trainer import correct_padded, measured_scalars, session_beside
@@ -32,9 +33,10 @@ def register(keys: Keys) -> None:
                 "rollout_importance_sampling_mode is None: ms-swift would drop the weights; write token_truncate"
             )
         streams = {"proximal_logprobs": old_per_token_logps, "behavior_logprobs": rollout_per_token_logps}
-        found = correct_padded(session, **streams, response_mask=completion_mask)
+        # Every rank corrects a micro-batch here, or none, and the first one logs.
+        found = correct_padded(session, **streams, response_mask=completion_mask, dp_group=dist.group.WORLD)
         log = self._metrics["train" if self.model.training else "eval"]
-        for name, value in measured_scalars(found.metrics).items():
+        for name, value in measured_scalars(found.metrics, group=dist.group.WORLD).items():
             log[name].append(value)
         log_ratio = old_per_token_logps - rollout_per_token_logps
         return log_ratio, torch.where(found.keep_mask, found.weights, 0.0)

@@ -174,9 +174,9 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
     return {f"{prefix}{name}": total / count if count else math.nan for name, (total, count) in sums.items()}
 
 
-def measured_scalars(metrics: Mapping[str, Metric]) -> dict[str, float]:
+def measured_scalars(metrics: Mapping[str, Metric], *, group: Group | None = None) -> dict[str, float]:
     """:func:`scalars` of one call that were measured, for a framework that averages what it gets."""
-    return {name: value for name, value in scalars(metrics, prefix="").items() if value == value}
+    return {name: value for name, value in scalars(metrics, prefix="", group=group).items() if value == value}
 
 
 def _terms(calls: Iterable[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:

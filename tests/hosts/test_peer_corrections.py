@@ -16,9 +16,11 @@ import peer_correction_cases as cases
 import pytest
 import torch
 from flat_keys import keys_of
+from process_ranks import run_checks
 
 from mis_ext.hosts import areal, ms_swift, roll, skyrl
 from mis_ext.hosts.openrlhf import MisLoss
+from mis_ext.hosts.own_trainer import correct_padded, scalars
 
 with lzma.open(Path(__file__).parents[1] / "data" / "peer_corrections" / "numbers.json.xz", "rt") as file:
     RECORD = json.load(file)
@@ -247,21 +249,46 @@ class SwiftTrainer:
     """Stands for ms-swift's ``GRPOTrainer``."""
 
 
+SWIFT_MODULES = ("swift", "swift.rlhf_trainers", "swift.rlhf_trainers.grpo_trainer")
+
+
+def weights_in_swift(keys: dict, trainer: SwiftTrainer, batch: dict) -> tuple:
+    ms_swift.register(keys)
+    streams = batch["old_log_prob"], batch["rollout_log_prob"], batch["response_mask"]
+    return trainer._get_rollout_is_correction(*streams)
+
+
 @pytest.fixture
 def swift_weights(monkeypatch):
     """Its correction after registration; the module stands in."""
     module = types.SimpleNamespace(GRPOTrainer=SwiftTrainer)
-    names = ("swift", "swift.rlhf_trainers", "swift.rlhf_trainers.grpo_trainer")
-    for name in names:
+    for name in SWIFT_MODULES:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(SwiftTrainer, "_get_rollout_is_correction", None, raising=False)
+    return weights_in_swift
 
-    def weights(keys: dict, trainer: SwiftTrainer, batch: dict) -> tuple:
-        ms_swift.register(keys)
-        streams = batch["old_log_prob"], batch["rollout_log_prob"], batch["response_mask"]
-        return trainer._get_rollout_is_correction(*streams)
 
-    return weights
+def check_all_ranks(rank: int) -> None:
+    sys.modules.update(dict.fromkeys(SWIFT_MODULES, types.SimpleNamespace(GRPOTrainer=SwiftTrainer)))
+    keys, batch = {"use_tis": True, "tis_batch_normalize": True, "mis_guard": "warn"}, BATCHES["apart"]
+    own = {name: values[rank::2] for name, values in batch.items()}
+    trainer = cases.swift_trainer(SwiftTrainer(), "token_truncate")
+    _, weights = weights_in_swift(keys, trainer, own)
+    found = {name: value for name, (value,) in trainer._metrics["train"].items()}
+    whole = correct_padded(
+        keys,
+        proximal_logprobs=batch["old_log_prob"],
+        behavior_logprobs=batch["rollout_log_prob"],
+        response_mask=batch["response_mask"],
+    )
+    torch.testing.assert_close(weights, whole.weights[rank::2], **TOLERANCE)
+    assert found == pytest.approx(scalars(whole.metrics, prefix=""), rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_weights_and_metrics_in_ms_swift_are_those_of_all_ranks(tmp_path) -> None:
+    for report in run_checks({"ranks": check_all_ranks}, folder=tmp_path, world_size=2, seconds=60):
+        assert report["ranks"] == ""
 
 
 @pytest.mark.parametrize("mode", cases.MS_SWIFT)
