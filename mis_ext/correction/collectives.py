@@ -113,24 +113,23 @@ class Due:
         self._due = [message for message in messages if message.group is not None]
         self._device = device
 
-    def gather(self, row: Tensor, group: Group | None) -> Tensor:
-        """:func:`gather_rows`, of the next collective."""
-        rows = gather_rows(row, group)
-        if group is not None:
-            del self._due[0]
+    def gather(self, row: Tensor) -> Tensor:
+        """:func:`gather_rows` over the group of the next collective."""
+        rows = gather_rows(row, self._due[0].group)
+        del self._due[0]
         return rows
 
-    def merge(self, own: Tensor, group: Group, num_sums: int) -> Tensor:
-        """``[F, ...]`` of all ranks of a group: sums, and after ``num_sums`` rows maxima."""
-        parts = self.gather(own, group)
+    def merge(self, own: Tensor, num_sums: int) -> Tensor:
+        """``[F, ...]`` of all ranks: sums, and after ``num_sums`` rows maxima."""
+        parts = self.gather(own)
         return torch.cat([parts[:, :num_sums].sum(0), parts[:, num_sums:].amax(0)])
 
-    def gather_bits(self, flags_R: Tensor, status_1: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
+    def gather_bits(self, flags_R: Tensor, status_1: Tensor) -> tuple[Tensor, Tensor]:
         """``[R]`` bool, the flags of all ranks, each True on at most one of them; and the status of all ranks."""
         places = torch.arange(_BITS, dtype=torch.uint8, device=flags_R.device)
         flags = torch.nn.functional.pad(flags_R.byte(), (0, -len(flags_R) % _BITS)).view(-1, _BITS)
         own = torch.cat([(flags << places).sum(1, dtype=torch.uint8), status_1.float().view(torch.uint8)])
-        bytes_W, status_W = self.gather(own, group).tensor_split([-_STATUS_BYTES], dim=1)
+        bytes_W, status_W = self.gather(own).tensor_split([-_STATUS_BYTES], dim=1)
         # At most one rank sets a bit: a sum has no carries.
         bits = (bytes_W.sum(0, dtype=torch.uint8)[:, None] >> places) & 1
         status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))

@@ -568,15 +568,11 @@ def correct(
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
         segments_GT = None
         if config.segment_gates:
-            gather = functools.partial(due.gather, group=cp_group)
-            segments_GT = segment_values(streams.tokens, config.segment_gates, layout, mask_R, gather)
+            segments_GT = segment_values(streams.tokens, config.segment_gates, layout, mask_R, due.gather)
         x = Inputs(*log_probs, mask_T, streams.lag_T, segments_GT)
-        over_cp: Exchange = None
-        over_dp: Exchange = None
-        if cp_group is not None:
-            over_cp = functools.partial(due.merge, group=cp_group, num_sums=len(plan.of_tokens.sums))
-        if dp_group is not None and config.needs_group:
-            over_dp = functools.partial(due.merge, group=dp_group, num_sums=len(plan.of_responses.sums))
+        over_cp = None if cp_group is None else functools.partial(due.merge, num_sums=len(plan.of_tokens.sums))
+        is_over_dp = dp_group is not None and config.needs_group
+        over_dp = functools.partial(due.merge, num_sums=len(plan.of_responses.sums)) if is_over_dp else None
         wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
         if wants_graphs and not torch.compiler.is_compiling():
             # Loads the compiler's modules.
@@ -596,7 +592,7 @@ def correct(
         else:
             # Only the rank that has a token knows whether it stays.
             own_R = torch.zeros_like(mask_R, dtype=torch.bool).index_copy(0, layout.position_T, found.loss_mask_T != 0)
-            keep_R, status_1 = due.gather_bits(own_R, status_1, cp_group)
+            keep_R, status_1 = due.gather_bits(own_R, status_1)
             loss_mask_R = torch.where(keep_R, mask_R, 0.0)
         metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
         return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found, plan)

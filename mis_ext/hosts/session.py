@@ -218,9 +218,9 @@ def _statuses_of_ranks(groups: Sequence[Group], device: torch.device) -> Tensor:
     due = due_status(groups, device=device)
     with due.told_of_errors():
         status = torch.full((1,), -torch.inf, device=device)
-        for group in groups[:-1]:
-            status = due.gather(status, group).amax(0)
-        return due.gather(status, groups[-1])
+        for _ in groups[:-1]:
+            status = due.gather(status).amax(0)
+        return due.gather(status)
 
 
 # --- the run of each args
