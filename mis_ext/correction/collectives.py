@@ -171,8 +171,3 @@ def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:
 
 def _is_wrapped(group: Group) -> bool:
     return hasattr(group, "_replica_id")
-
-
-def failed_rank(status: float) -> int | None:
-    """The rank that a status names, or None: no rank failed."""
-    return round(status) - 1 if status > 0.0 else None

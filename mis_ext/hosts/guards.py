@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import failed_rank
 from mis_ext.correction.config import GuardName
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import MAX_LOG_RATIO
@@ -117,10 +116,10 @@ class RankFailed(RuntimeError):
 
 
 def raise_if_failed(statuses: Sequence[float]) -> None:
-    """Raise an error if a status names a rank on which a call failed."""
-    rank = failed_rank(max(statuses))
-    if rank is not None:
-        raise RankFailed(f"a call failed on rank {rank}; the error of that rank says why")
+    """Raise an error if a status names a rank on which a call failed: see :mod:`mis_ext.correction.collectives`."""
+    status = max(statuses)
+    if status > 0.0:
+        raise RankFailed(f"a call failed on rank {round(status) - 1}; the error of that rank says why")
 
 
 # --- the data of the first calls
