@@ -158,11 +158,6 @@ class Due:
             raise
 
 
-def due_status(groups: Sequence[Group], *, device: torch.device) -> Due:
-    """A status of ranks alone, where no correction exchanges it; in every call of one shape."""
-    return Due([Message((1,), torch.float32, group) for group in groups], device)
-
-
 def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:
     """Since torch 2.13 it has a new name. Of slime's and Miles' own groups only the function of the old name knows."""
     new = getattr(dist, renamed, None) if type(group) is dist.ProcessGroup else None

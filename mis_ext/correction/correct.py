@@ -609,14 +609,8 @@ def due_of(
     *,
     device: torch.device,
 ) -> Due:
-    """The collectives of a call, in the order in which :func:`correct` joins them.
-
-    A rank that could not read its lengths knows the right ones only as far as they are numbers. With other lengths, or
-    fewer, than on the other context-parallel ranks, its messages have another shape than theirs.
-    """
-    plan, num_sequences, num_tokens = plan_of(config), 0, 0
-    if cp_group is not None:
-        num_sequences, num_tokens = len(response_lengths), sum(map(_as_integer, response_lengths))
+    """The collectives of a call, in the order in which :func:`correct` joins them."""
+    plan, num_sequences, num_tokens = plan_of(config), len(response_lengths), sum(response_lengths)
     messages = []
     if config.segment_gates:
         messages.append(Message((1 + len(config.segment_gates), num_tokens), torch.float32, cp_group))
@@ -626,13 +620,6 @@ def due_of(
     if config.rejects_single_tokens:
         messages.append(bits_message(num_tokens, cp_group))
     return Due(messages, device)
-
-
-def _as_integer(length: Any) -> int:
-    try:
-        return int(length)
-    except (TypeError, ValueError, OverflowError):
-        return 0
 
 
 def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None) -> None:

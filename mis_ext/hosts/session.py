@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, due_status
+from mis_ext.correction.collectives import Due, Group, Message
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of, plan_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
@@ -132,9 +132,11 @@ class Session:
             # The first error is raised, even if a group fails too.
             with contextlib.suppress(Exception):
                 if corrects and not groups.is_alone:
-                    due_of(self.config, response_lengths, groups.cp_group, groups.dp_group, device=device).tell()
+                    # Only context-parallel ranks have messages as long as those of this rank.
+                    lengths = () if groups.cp_group is None else tuple(map(_as_integer, response_lengths))
+                    due_of(self.config, lengths, groups.cp_group, groups.dp_group, device=device).tell()
             with contextlib.suppress(Exception):
-                due_status(status_groups, device=device).tell()
+                _due_status(status_groups, device).tell()
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> Exception | None:
@@ -213,9 +215,25 @@ class Session:
         return numbers[guards.PAIRS] >= guards.ENOUGH
 
 
+def _as_integer(length: Any) -> int:
+    """A length that a rank could not read may be wrong: it knows the right one only as far as it is a number.
+
+    With other lengths than on the other context-parallel ranks, its messages have another shape than theirs.
+    """
+    try:
+        return int(length)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _due_status(groups: Sequence[Group], device: torch.device) -> Due:
+    """A status of ranks alone, where no correction exchanges it; in every call of one shape."""
+    return Due([Message((1,), torch.float32, group) for group in groups], device)
+
+
 def _statuses_of_ranks(groups: Sequence[Group], device: torch.device) -> Tensor:
     """``[W, 1]``: the statuses of the ranks of the last group, each the highest of its other groups."""
-    due = due_status(groups, device=device)
+    due = _due_status(groups, device)
     with due.told_of_errors():
         status = torch.full((1,), -torch.inf, device=device)
         for _ in groups[:-1]:
@@ -326,7 +344,7 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     except Exception:
         # The first error is raised, even if a group fails too.
         with contextlib.suppress(Exception):
-            due_status(together, device=device).tell()
+            _due_status(together, device).tell()
         raise
     met = _met.setdefault(run.session, set())
     if not together or together in met:
