@@ -53,7 +53,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Due, Group, Message, bits_message, group_size
 from mis_ext.correction.config import CorrectionConfig, Gate
-from mis_ext.correction.layout import Blocks, PackedLayout, PackedStreams, segment_values
+from mis_ext.correction.layout import Blocks, PackedLayout, PackedStreams, segment_sums, whole_rows
 from mis_ext.correction.metrics import (
     GENERATED,
     KEPT,
@@ -81,7 +81,7 @@ from mis_ext.validation import check_instance, check_tensors
 class Inputs(NamedTuple):
     """``[T]`` float32 each: log-probs of the local tokens, their response mask, their lags if they are needed.
 
-    ``segments_GT``: the result of :func:`~mis_ext.correction.layout.segment_values`; None without gates on segments.
+    ``segments_GT``: the result of :func:`segment_values`; None without gates on segments.
     """
 
     proximal_T: Tensor
@@ -89,6 +89,22 @@ class Inputs(NamedTuple):
     mask_T: Tensor
     lag_T: Tensor | None
     segments_GT: Tensor | None
+
+
+def segment_values(streams: PackedStreams, gates: Sequence[Gate], gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """``[G + 1, T]``: the statistic of each gate in each token's segment; and 1 where all its tokens have a ratio.
+
+    The statistics are over tokens that have one. A rank may hold any part of a segment. So the values of all ranks are
+    first laid out as whole responses, in one gather; then every rank adds up the same numbers in the same order.
+    """
+    t, layout, generated_R = streams.tokens, streams.layout, streams.response_mask_R != 0
+    rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates)]
+    rows_FR = whole_rows(torch.stack(rows), layout, gather)
+    size_R, count_R, *totals = segment_sums([generated_R, *rows_FR], generated_R, layout.sequence_R)
+    for index, gate in enumerate(gates):
+        if gate.reduce == "segment_mean":
+            totals[index] = totals[index] / count_R.clamp(min=1.0)
+    return layout.local_part(torch.stack([*totals, count_R == size_R]).float())
 
 
 class Judged(NamedTuple):
@@ -566,9 +582,8 @@ def correct(
         plan, mask_R = plan_of(config, token_metrics=token_metrics), streams.response_mask_R.float()
         mask_T = layout.local_part(mask_R)
         log_probs = streams.proximal_logprobs_T.detach().float(), streams.behavior_logprobs_T.detach().float()
-        segments_GT = None
-        if config.segment_gates:
-            segments_GT = segment_values(streams.tokens, config.segment_gates, layout, mask_R, due.gather)
+        segment_gates = config.segment_gates
+        segments_GT = segment_values(streams, segment_gates, due.gather) if segment_gates else None
         x = Inputs(*log_probs, mask_T, streams.lag_T, segments_GT)
         over_cp = None if cp_group is None else functools.partial(due.merge, num_sums=len(plan.of_tokens.sums))
         is_over_dp = dp_group is not None and config.needs_group

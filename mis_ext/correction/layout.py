@@ -6,17 +6,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.tokens import Tokens
 from mis_ext.validation import check_lengths
-
-if TYPE_CHECKING:
-    from mis_ext.correction.config import Gate
 
 Partition = Literal["zigzag", "contiguous"]
 
@@ -354,30 +351,6 @@ def segment_sums(rows_FR: Sequence[Tensor], mask_R: Tensor, sequence_R: Tensor) 
     length_N = torch.zeros_like(segment_R).index_add(0, segment_R, torch.ones_like(segment_R))
     sum_of = functools.partial(torch.segment_reduce, reduce="sum", lengths=length_N, unsafe=True)
     return [sum_of(row_R.double()).index_select(0, segment_R) for row_R in rows_FR]
-
-
-def segment_values(
-    t: Tokens,
-    gates: Collection[Gate],
-    layout: PackedLayout,
-    mask_R: Tensor,
-    gather: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """``[G + 1, T]``: the statistic of each gate in each token's segment; and 1 where all its tokens have a ratio.
-
-    The statistics count those that have one.
-
-    A rank may hold any part of a segment. So the values of all ranks are first laid out as whole responses, in one
-    gather; then every rank adds up the same numbers in the same order, whatever the number of ranks.
-    """
-    rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates)]
-    rows_FR = whole_rows(torch.stack(rows), layout, gather)
-    generated_R = mask_R != 0
-    size_R, count_R, *totals = segment_sums([generated_R, *rows_FR], generated_R, layout.sequence_R)
-    for index, gate in enumerate(gates):
-        if gate.reduce == "segment_mean":
-            totals[index] = totals[index] / count_R.clamp(min=1.0)
-    return layout.local_part(torch.stack([*totals, count_R == size_R]).float())
 
 
 def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor], Tensor]) -> Tensor:
