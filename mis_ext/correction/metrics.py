@@ -2,11 +2,8 @@
 """All metrics: one row each, with its formula as code and in words.
 
 Mismatch metrics look at the original response mask, whatever the correction does. ``d = log pi_prox - log mu`` of a
-token; ``sum d`` and ``mean d`` are over the tokens of a response.
-
-The value of a row is a sum over the tokens of a response (:class:`Sum`), a function of what responses decide
-(:class:`~mis_ext.correction.correct.Responses`), or, of the group, of the totals of the batch
-(:class:`~mis_ext.correction.correct.Batch`). A call computes only the sums and totals that its rows read.
+token; ``sum d`` and ``mean d`` are over the tokens of a response. A call computes only the sums and totals that its
+rows read.
 """
 
 from __future__ import annotations
@@ -125,8 +122,8 @@ class MetricRow:
         name: Without prefix.
         over: What it is a mean over.
         text: What it measures, for the documentation.
-        value: Of the group, a function of :class:`Batch`. Else ``[S]``, as a :class:`Sum` or a function of
-            :class:`Responses`: over tokens the sum in each response, over sequences or responses the value of each.
+        value: Of the group, a function of ``Batch`` in ``correct.py``. Else ``[S]``, as a :class:`Sum` or a function of
+            ``Responses`` there: over tokens the sum in each response, over sequences or responses the value of each.
         is_core: Whether it is on the short list to watch.
         count: The number of tokens that count; a response without one was not measured.
         is_scaled: Whether the value is multiplied by the scale of the weights, which is known after the totals.
@@ -245,9 +242,9 @@ of that age.
 """
 
 
-def _value(formula: Callable[[TokenResults | Responses], Tensor], *, of_tokens: bool) -> Any:
-    """A value of each valid token, or of each response: both have a weight and judged gates under the same names."""
-    return Sum(lambda t, s: _valid(t, formula(s))) if of_tokens else formula
+def _row_of(over: Population, name: str, text: str, formula: Callable[[TokenResults | Responses], Tensor]) -> MetricRow:
+    """A row over valid tokens or sequences, whose results have a weight and judged gates under the same names."""
+    return _Row(name, over, text, Sum(lambda t, s: _valid(t, formula(s))) if over == "valid_tokens" else formula)
 
 
 def weight_rows(weight: Weight) -> Iterator[MetricRow]:
@@ -258,17 +255,15 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
         # Nothing clips from below: a ratio below 1 / high counts as low.
         low = -high
     over: Population = "valid_tokens" if of_tokens else "sequences"
-    ratio = _value(lambda x: bounded_exp(x.log_ratio), of_tokens=of_tokens)
-    below = _value(lambda x: x.log_ratio < low, of_tokens=of_tokens)
-    above = _value(lambda x: x.log_ratio > high, of_tokens=of_tokens)
-    bounded = SUM_W if of_tokens else lambda r: r.weight
-    yield _Row("tis_weight_before_bound", over, "the ratio at `tis_level`", ratio)
+    row = functools.partial(_row_of, over)
+    yield row("tis_weight_before_bound", "the ratio at `tis_level`", lambda x: bounded_exp(x.log_ratio))
     if weight.bound.has_low:
-        yield _Row(f"tis_{mode}_fraction_low", over, "weights below the lower bound", below)
-        yield _Row(f"tis_{mode}_fraction_high", over, "weights above the upper bound", above)
+        yield row(f"tis_{mode}_fraction_low", "weights below the lower bound", lambda x: x.log_ratio < low)
+        yield row(f"tis_{mode}_fraction_high", "weights above the upper bound", lambda x: x.log_ratio > high)
     elif weight.bound.has_high:
-        yield _Row(f"tis_{mode}_fraction", over, "weights above the upper bound", above)
-        yield _Row(f"tis_{mode}_fraction_low", over, "weights below 1 / the upper bound", below)
+        yield row(f"tis_{mode}_fraction", "weights above the upper bound", lambda x: x.log_ratio > high)
+        yield row(f"tis_{mode}_fraction_low", "weights below 1 / the upper bound", lambda x: x.log_ratio < low)
+    bounded = SUM_W if of_tokens else lambda r: r.weight
     yield _Row("tis_weight_after_bound", over, "the bounded weight", bounded)
     yield _Row("is_ratio_mean_after_tis_rs", over, "the same, under the reference's name", bounded)
     if of_tokens:
@@ -281,24 +276,18 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
 
 def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
     """Rows of values outside the bounds of a filter, independent of other filters."""
-
-    # The statistic as its bounds are written: of a ratio, not of its log.
-    def shown(x: TokenResults | Responses) -> Tensor:
-        return bounded_exp(x.gates[label].value) if gate.row.is_log else x.gates[label].value
-
-    over: Population = "valid_tokens" if gate.is_of_tokens else "sequences"
+    row = functools.partial(_row_of, "valid_tokens" if gate.is_of_tokens else "sequences")
     if gate.is_veto:
         vetoing = Sum(lambda t, s: s.gates[label].below | s.gates[label].above | (t.generated & ~t.valid))
         yield _Row(f"{label}_token_fraction", "response_tokens", _VETO, vetoing)
         vetoed = "sequences with such a token"
         yield _Row(f"{label}_seq_fraction", "responses", vetoed, lambda r: ~r.gates[label].passes)
     else:
-        below = _value(lambda x: x.gates[label].below, of_tokens=gate.is_of_tokens)
-        above = _value(lambda x: x.gates[label].above, of_tokens=gate.is_of_tokens)
-        yield _Row(f"{label}_fraction_low", over, "below the band", below)
-        yield _Row(f"{label}_fraction_high", over, "above the band", above)
-    value = _value(shown, of_tokens=gate.is_of_tokens)
-    yield _Row(f"{label}_value", over, "the statistic itself", value)
+        yield row(f"{label}_fraction_low", "below the band", lambda x: x.gates[label].below)
+        yield row(f"{label}_fraction_high", "above the band", lambda x: x.gates[label].above)
+    # As its bounds are written: of a ratio, not of its log.
+    as_bound = bounded_exp if gate.row.is_log else lambda value: value
+    yield row(f"{label}_value", "the statistic itself", lambda x: as_bound(x.gates[label].value))
 
 
 def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
@@ -361,8 +350,9 @@ def measure(rows: Collection[MetricRow], r: Responses, b: Batch) -> tuple[Tensor
 def response_metrics(r: Responses, b: Batch, rows: Collection[MetricRow]) -> Tensor:
     """``[M, S]`` float32: the value that each token of a response gets of each metric.
 
-    The framework averages over all responses, or over all their tokens. So a response that was not measured gets the
-    mean of the others of this call: NaN where there are none.
+    The mean over responses is the metric, or with a loss per token the mean over all response tokens. The framework
+    divides by all of them. So a response that was not measured, because it has no token of the metric's population,
+    gets the mean of the others of this call: NaN where there are none.
     """
     sum_MS, count_MS = measure(rows, r, b)
     value_MS, is_measured_MS = sum_MS / count_MS.clamp(min=1.0), count_MS > 0.0
