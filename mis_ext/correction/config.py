@@ -13,12 +13,10 @@ from torch import Tensor
 
 from mis_ext.correction.metrics import PREFIX, MetricRow, rows_of
 from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, STATISTICS, Statistic
-from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number, did_you_mean
+from mis_ext.validation import check_bool, check_choice, check_instance, check_known, check_number
 
 Action = Literal["reject", "zero"]
 Reduce = Literal["token", "sum", "mean", "max", "min", "segment_sum", "segment_mean"]
-"""The value at a token: its own; the sum, mean, maximum, or minimum over its response; the sum or mean over its
-segment, a run of tokens of the mask."""
 OF_SEGMENTS = ("segment_sum", "segment_mean")
 Level = Literal["token", "sequence", "geometric"]
 When = Literal["always", "stale"]
@@ -82,9 +80,8 @@ class Gate:
             raise ValueError("a gate needs low or high: an open band rejects nothing")
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
-        if self.name is not None and not (
-            isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
-        ):
+        is_word = isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
+        if self.name is not None and not is_word:
             raise ValueError(f"name must be made of letters, digits and underscores, got {self.name!r}")
 
     @property
@@ -269,8 +266,6 @@ class CorrectionConfig:
         for gate in self.gates:
             check_instance("each of gates", gate, Gate)
         check_instance("warn_only", self.warn_only, (frozenset, set, tuple, list))
-        for guard in self.warn_only:
-            check_instance("each of warn_only", guard, str)
         check_known("guards", self.warn_only, GUARD_NAMES)
         if self.normalize_over is not None:
             check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
@@ -360,12 +355,7 @@ class CorrectionConfig:
             return available
         if self.metrics == "core":
             return {name: row for name, row in available.items() if row.is_core}
-        for name in self.metrics:
-            if name not in available:
-                raise ValueError(
-                    f"metrics: {name!r} is not emitted by this configuration{did_you_mean(name, available)}. "
-                    "metrics: all emits every metric"
-                )
+        check_known("metrics of this configuration", self.metrics, available)
         return {name: row for name, row in available.items() if name in self.metrics}
 
     @property
