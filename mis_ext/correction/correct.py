@@ -370,6 +370,8 @@ def output_pass(
 
 Exchange = Callable[[Tensor], Tensor] | None
 """From the sums or totals of this rank to those of all ranks; None for a rank alone."""
+_ALONE = Due((), torch.device("cpu"))
+"""The collectives of a rank alone: none."""
 
 
 def run_passes(
@@ -384,7 +386,6 @@ def run_passes(
 
 
 # --- what a configuration needs
-
 
 BatchKey = Sum | Max | BatchSum
 
@@ -448,19 +449,13 @@ class Correction:
     """Weights, keep masks, and metrics of one call, detached.
 
     Attributes:
-        config: The configuration.
-        layout: Which local token belongs to which response.
         weights_T: ``[T]`` float32, what multiplies the loss of each local token. A rejected token keeps its weight,
             because the mask removes it. The weight is 0 for a token outside the response mask, for a token without a
             finite ratio, and where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
         loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0: what the framework
             multiplies by. Equal on all context-parallel ranks. With ``metrics_only`` the given mask.
-        token_metrics: ``[T]`` per selected metric, the number of the token's response; empty unless asked for.
-
-            0 outside the response mask. Its mean over the response tokens of a response, and of that over responses,
-            is the metric; with a loss per token, its mean over all response tokens. So that this holds where a
-            framework divides by all of them, a response without a token of the metric's population has the mean of the
-            others of this call: NaN where there are none.
+        token_metrics: ``[T]`` per selected metric, the value of the token's response, 0 outside the response mask:
+            see :func:`~mis_ext.correction.metrics.response_metrics`. Empty unless asked for.
         status: 0-dim, whether a rank failed whose data this call needed: see :mod:`mis_ext.correction.collectives`.
     """
 
@@ -474,19 +469,10 @@ class Correction:
     _plan: Plan
 
     @functools.cached_property
-    def responses(self) -> Responses:
-        """Numbers of each response ``[S]``, equal on all context-parallel ranks."""
-        return decide_responses(self._plan.of_tokens.named(self._found.merged_FS), self._plan)
-
-    @functools.cached_property
     def batch(self) -> Batch:
         """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
-        return Batch.over(self._plan.of_responses.named(self._found.group_A), self.totals, self.config)
-
-    @property
-    def totals(self) -> dict[BatchKey, Tensor]:
-        """Sums and maxima over the responses of this call on this data-parallel rank, 0-dim."""
-        return self._plan.of_responses.named(self._found.own_A)
+        of_group, own = map(self._plan.of_responses.named, (self._found.group_A, self._found.own_A))
+        return Batch.over(of_group, own, self.config)
 
     @property
     def watched(self) -> Tensor:
@@ -503,21 +489,24 @@ class Correction:
         """``[R]`` bool, the same for whole responses."""
         return self.loss_mask_R != 0
 
+    @functools.cached_property
+    def _sums_and_counts(self) -> tuple[Tensor, Tensor]:
+        r = decide_responses(self._plan.of_tokens.named(self._found.merged_FS), self._plan)
+        return measure(self._plan.rows.values(), r, self.batch)
+
     @property
     def measured(self) -> dict[str, Tensor]:
         """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
-        rows = self._plan.rows
-        _, count_MS = measure(rows.values(), self.responses, self.batch)
-        return dict(zip(rows, (count_MS > 0.0).unbind(), strict=True))
+        _, count_MS = self._sums_and_counts
+        return dict(zip(self._plan.rows, (count_MS > 0.0).unbind(), strict=True))
 
     @property
     def metrics(self) -> dict[str, Metric]:
         """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
-        rows = self._plan.rows
-        sum_M, count_M = (x_MS.sum(-1).float() for x_MS in measure(rows.values(), self.responses, self.batch))
+        sum_M, count_M = (x_MS.sum(-1).float() for x_MS in self._sums_and_counts)
         return {
             name: GroupNumber(row.value(self.batch).float()) if row.over == "group" else Mean(total, count)
-            for (name, row), total, count in zip(rows.items(), sum_M, count_M, strict=True)
+            for (name, row), total, count in zip(self._plan.rows.items(), sum_M, count_M, strict=True)
         }
 
     def weigh(self, loss_T: Tensor) -> Tensor:
@@ -525,7 +514,6 @@ class Correction:
         return torch.where(self.weights_T != 0.0, loss_T * self.weights_T, 0.0)
 
 
-@torch.no_grad()
 def compute_correction(
     *,
     proximal_logprobs_T: Tensor,
@@ -611,9 +599,6 @@ def correct(
             loss_mask_R = torch.where(keep_R, mask_R, 0.0)
         metrics = {} if found.metrics_MT is None else dict(zip(plan.rows, found.metrics_MT.unbind(), strict=True))
         return Correction(config, layout, weights_T, loss_mask_R, metrics, status_1.squeeze(0), found, plan)
-
-
-_ALONE = Due((), torch.device("cpu"))
 
 
 def due_of(

@@ -109,7 +109,7 @@ class WhatIf:
             self._add_advantages(part, factor_T)
         self._add_removed(part, kept_T, passed_T)
         step = self._steps.setdefault(part.step, Counter())
-        step.update({key: float(value) for key, value in correction.totals.items()})
+        step.update({key: float(value) for key, value in correction.batch.of.items()})
         step.update({"factor": total, "squared": squared})
         return correction
 
