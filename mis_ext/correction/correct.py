@@ -633,20 +633,13 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
     for name, size in sizes.items():
         values = getattr(streams, name)
         check_tensors({name: values})
-        if values.dim() != 1:
-            raise ValueError(f"{name} must be a 1-D tensor, got shape {list(values.shape)}")
-        if len(values) != size:
-            raise ValueError(f"{name} has {len(values)} tokens, the layout says {size}")
+        if values.shape != (size,):
+            raise ValueError(f"{name} must be a 1-D tensor of {size} tokens, got shape {list(values.shape)}")
     ranks = 1 if cp_group is None else group_size(cp_group)
     if layout.is_whole != (ranks == 1):
-        what = "whole responses" if layout.is_whole else "a part of each response"
         raise ValueError(
-            f"the layout says that a rank holds {what}, and cp_group has {ranks} rank(s): "
-            "PackedLayout.context_parallel needs a cp_group, and PackedLayout.whole must have none"
+            f"cp_group has {ranks} rank(s): PackedLayout.context_parallel needs more, PackedLayout.whole must have one"
         )
     # A rank without tokens has no lags.
     if config.staleness and streams.lag_T is None and num_local > 0:
-        raise ValueError(
-            "staleness, a gate on the lag, or a weight with when: stale: nobody gives the lag of the tokens. In slime "
-            "and Miles mis_ext.rollout.generate and mis_ext.prepare_rollout do, elsewhere lag_T of the streams"
-        )
+        raise ValueError("staleness, a gate on the lag, and when: stale need lag_T, the lags of the tokens")

@@ -104,9 +104,7 @@ class PackedLayout:
             raise ValueError("there are {} response_lengths, {} total_lengths and {} padded_lengths".format(*numbers))
         for index, (length, total) in enumerate(zip(padded, totals, strict=True)):
             if length < total:
-                raise ValueError(
-                    f"padded_lengths[{index}] must be at least total_lengths[{index}], which is {total}, got {length}"
-                )
+                raise ValueError(f"padded_lengths[{index}] must be at least {total}, its total length, got {length}")
         if cp_size == 1:
             return _whole_layout(responses, torch.device(device))
         chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size, partition=partition)

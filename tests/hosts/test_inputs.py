@@ -94,7 +94,7 @@ def test_a_loss_of_another_shape_is_refused(change, message) -> None:
 
 
 def test_the_pipeline_checks_lengths_too() -> None:
-    with pytest.raises(ValueError, match=r"behavior_logprobs_T has 3 tokens, the layout says 4"):
+    with pytest.raises(ValueError, match=r"behavior_logprobs_T must be a 1-D tensor of 4 tokens, got shape \[3\]"):
         mis_ext.compute_correction(
             proximal_logprobs_T=torch.zeros(4),
             behavior_logprobs_T=torch.zeros(3),
@@ -111,9 +111,9 @@ GROUP_OF_ONE, GROUP_OF_TWO = (SimpleNamespace(_replica_id=0, size=lambda size=si
 @pytest.mark.parametrize(
     ("layout", "cp_group", "message"),
     [
-        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "holds whole responses, and cp_group has 2 rank"),
-        (PART, None, "a part of each response, and cp_group has 1 rank"),
-        (PART, GROUP_OF_ONE, "a part of each response, and cp_group has 1 rank"),
+        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "cp_group has 2 rank.*PackedLayout.whole must have one"),
+        (PART, None, "cp_group has 1 rank.*PackedLayout.context_parallel needs more"),
+        (PART, GROUP_OF_ONE, "cp_group has 1 rank.*PackedLayout.context_parallel needs more"),
     ],
 )
 def test_a_layout_of_other_ranks_than_the_groups_is_refused(layout, cp_group, message) -> None:
@@ -137,7 +137,7 @@ def test_context_parallelism_needs_a_total_length_for_every_response() -> None:
 def test_a_padded_length_covers_the_sequence_on_every_rank(cp_rank, cp_size) -> None:
     given = {"total_lengths": [7, 4], "cp_rank": cp_rank, "cp_size": cp_size}
     mis_ext.PackedLayout.context_parallel([4, 2], padded_lengths=[7, 4], **given)
-    with pytest.raises(ValueError, match=r"padded_lengths\[0\] must be at least .* 7, got 6"):
+    with pytest.raises(ValueError, match=r"padded_lengths\[0\] must be at least 7, its total length, got 6"):
         mis_ext.PackedLayout.context_parallel([4, 2], padded_lengths=[6, 4], **given)
 
 

@@ -144,7 +144,7 @@ def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -
         copied.held = others
 
     assert "copied its rollout_log_probs" in message(copied)
-    with pytest.raises(ValueError, match="nobody gives the lag of the tokens"):
+    with pytest.raises(ValueError, match="need lag_T, the lags of the tokens"):
         mis_ext.correct_padded(
             KEYS,
             proximal_logprobs=torch.zeros(1, 2),
