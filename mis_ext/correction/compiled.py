@@ -72,12 +72,10 @@ class Graphs:
     def run(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
         """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
         if over_cp is None and over_dp is None:
-            found = self._parts_or_none(x, layout, None, None)
-            if found is not None:
-                return found
-        elif not self.is_agreed:
+            return self._parts_if_possible(x, layout, None, None)
+        if not self.is_agreed:
             return self._agree(x, layout, over_cp, over_dp)
-        elif self.obstacle is None:
+        if self.obstacle is None:
             return self.parts(x, layout, over_cp, over_dp)
         return correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
 
@@ -85,7 +83,7 @@ class Graphs:
         """The first call of ranks: without graphs, so that its status can say whether they were compiled."""
         # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
         copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
-        self._parts_or_none(x, layout, *copies)
+        self._parts_if_possible(x, layout, *copies)
         own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
         found = correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp, status=own_status)
         self.is_agreed = True
@@ -121,16 +119,15 @@ class Graphs:
             metrics_MT=None if found.metrics_MT is None else found.metrics_MT[:, :num_tokens],
         )
 
-    def _parts_or_none(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed | None:
-        """The passes with graphs; None where they cannot be compiled or differ, after which no call has graphs."""
-        if self.obstacle is not None:
-            return None
+    def _parts_if_possible(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
+        """The passes with graphs; without, once they could not be compiled or gave other numbers."""
         try:
-            found = self.parts(x, layout, over_cp, over_dp)
-            if not self.is_compared:
-                expected = correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
-                _check_equal(found, expected)
-                self.is_compared = True
+            if self.obstacle is None:
+                found = self.parts(x, layout, over_cp, over_dp)
+                if not self.is_compared:
+                    _check_equal(found, correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp))
+                    self.is_compared = True
+                return found
         except torch.cuda.OutOfMemoryError:
             raise
         # Another error than one of the compiler is raised again by the passes without graphs.
@@ -138,8 +135,7 @@ class Graphs:
             # torch says which backend raised, and in the next line what.
             said = " ".join(str(error).strip().splitlines()[:2])
             self._give_up(f"{type(error).__name__}: {said}" if said else repr(error))
-            return None
-        return found
+        return correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
 
     def _give_up(self, obstacle: str) -> None:
         self.obstacle = obstacle
