@@ -146,11 +146,7 @@ class PackedLayout:
         return runs(*to_device(numbers, self.device), total=self.num_local_tokens)
 
     def local_part(self, values_R: Tensor) -> Tensor:
-        """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local.
-
-        Raises:
-            ValueError: ``values_R`` has another number of tokens than the responses.
-        """
+        """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
         if values_R.shape[-1] != self.num_whole_tokens:
             raise ValueError(f"values_R has {values_R.shape[-1]} tokens, the responses have {self.num_whole_tokens}")
         return values_R if self.is_whole else values_R.index_select(-1, self.position_T)
@@ -285,7 +281,6 @@ class Blocks:
     """
 
     TOKENS = 64
-    """Tokens of a block."""
 
     def __init__(self, length_S: Tensor, num_tokens: int, num_blocks: int) -> None:
         self._blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS

@@ -77,7 +77,7 @@ class Tokens:
     generated: Tensor
     valid: Tensor
     lag: Any = None
-    # Kept, because several sums read them.
+    # Kept, because several sums read them. torch.compile traces no cached_property before Python 3.12.
     _ratio: Tensor | None = None
     _excess: Tensor | None = None
 
@@ -163,12 +163,12 @@ def _gain(t: Tokens) -> Tensor:
 
 
 LAG = "lag"
-"""The statistic of :attr:`Tokens.lag`."""
 _K1_TEXT = "behavior minus proximal log-prob: a KL estimate of any sign"
 _KL_TEXT = "KL from trainer to sampler, of this token against all others"
 _REVERSE_KL_TEXT = "KL from sampler to trainer, of this token against all others"
 _EXCESS_TEXT = "half the distance of the ratio from 1, whose expectation is the total variation"
 _EXP_TEXT = "the larger of ratio and 1 / ratio: an error in both directions, which a geometric mean cancels"
+_GAIN_TEXT = "the trainer's probability minus the sampler's"
 _DIFFERENCE_TEXT = "absolute difference of the probabilities (total variation on the sampled token)"
 _LAG_TEXT = "weight updates since the weights that sampled the token; if unknown, above every bound"
 _P = "probability"
@@ -180,9 +180,7 @@ _ROWS = (
     Statistic("k3", lambda t: k3(t.d, t.excess), "rho_t - 1 - d_t", "nats", "`exp d - 1 - d`: an unbiased KL estimate"),
     Statistic("exp_abs_log_ratio", lambda t: bounded_exp(t.d.abs()), "exp |d_t|", "ratio", _EXP_TEXT, low=1.0),
     Statistic("half_abs_ratio_excess", lambda t: t.excess.abs() / 2.0, "|rho_t - 1| / 2", _P, _EXCESS_TEXT),
-    Statistic(
-        "probability_gain", _gain, "pi_t - mu_t", _P, f"the trainer's {_P} minus the sampler's", low=-1.0, high=1.0
-    ),
+    Statistic("probability_gain", _gain, "pi_t - mu_t", _P, _GAIN_TEXT, low=-1.0, high=1.0),
     Statistic("probability_difference", lambda t: _gain(t).abs(), "|pi_t - mu_t|", _P, _DIFFERENCE_TEXT, high=1.0),
     Statistic("binary_kl", lambda t: binary_kl(t.log_pi, t.log_mu), "KL(pi_t, mu_t)", "nats", _KL_TEXT),
     Statistic("reverse_binary_kl", lambda t: binary_kl(t.log_mu, t.log_pi), "KL(mu_t, pi_t)", "nats", _REVERSE_KL_TEXT),
