@@ -13,11 +13,10 @@ from mis_ext.tools.diagnosis.evidence import Evidence
 from mis_ext.tools.diagnosis.groups import OTHER_CONTEXT, PACKED
 from mis_ext.tools.diagnosis.places import more_words
 from mis_ext.tools.diagnosis.sampling import OLD_WEIGHTS, PENALTIES, stale_words
-from mis_ext.tools.diagnosis.steps import NOT_SENT, OTHER_PRECISION, agree, change_words, stale
+from mis_ext.tools.diagnosis.steps import NOT_SENT, OTHER_PRECISION, change_words, stale_by_size
 
 SMALL_PRECISION = "low precision that hardly shows: an fp8 cache in e4m3 gave 1e-3 in a small model"
 OTHER_KERNELS = "kernels in bfloat16 of a model that rounding moves more than the largest of the lab, 2.2e-3"
-OTHER_TOKENS = "log-probs of other tokens: shifted by several, or of other samples"
 BF16 = (
     "bfloat16 on both sides gave 1e-5 to 1e-4 in small models, 1.7e-3 to 2.2e-3 in SmolLM2-135M, "
     "2e-4 in Qwen2.5-Coder-1.5B; yours may differ"
@@ -121,7 +120,7 @@ def size(left: Left) -> Found | None:
         return None
     if "temperature" not in left.found and (found := _broken(tokens)):
         return found
-    if found := _stale_by_size(left):
+    if found := stale_by_size(left):
         return found
     row = next(each for each in SIZES if left.k3 < each.below)
     # Steps that differ are never nothing.
@@ -160,22 +159,6 @@ def _others(left: Left, row: Size, *, is_quiet: bool) -> tuple[str, ...]:
         return (*old, mixture, *possible, PENALTIES, OTHER_CONTEXT, PACKED, *more, OTHER_KERNELS)
     beside = (f"{mixture} in low precision", "low precision beside one of these")
     return (OLD_WEIGHTS, OTHER_PRECISION, OTHER_CONTEXT, PACKED, PENALTIES, *beside, *more)
-
-
-def _stale_by_size(left: Left) -> Found | None:
-    """Stale weights by a mean difference that no kernels give; ``steps.stale`` has the other evidence of them."""
-    gap = float(left.tokens.d_T.abs().mean())
-    if gap <= limit.MAX_MEAN_ABS_DIFF or left.explained > limit.MAX_EXPLAINED_OF_WEIGHTS:
-        return None
-    cuts = "top-p or top-k that cut off much"
-    return stale.found(
-        confidence="possible",
-        evidence=f"the log-probs differ by {gap:.2g} nats per token on average, more than {limit.MAX_MEAN_ABS_DIFF:g} "
-        f"and far more than kernels gave in any model of the lab (at most 0.1 in bfloat16){agree(left.tokens)}",
-        k3_share=1.0 - left.explained,
-        is_up_to=True,
-        alternatives=(OTHER_PRECISION, OTHER_CONTEXT, OTHER_TOKENS, PACKED, PENALTIES, cuts, *more_words(left)),
-    )
 
 
 def _broken(tokens: Evidence) -> Found | None:

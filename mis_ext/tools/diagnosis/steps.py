@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a mismatch: k3 of each step compared with the first ones, and of each weight version with current ones."""
+"""Start of a mismatch: k3 of each step compared with the first ones, and of each weight version with current ones.
+
+All rules of the cause ``stale_weights`` are here.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from torch import Tensor
 from mis_ext.tools.diagnosis import thresholds as limit
 from mis_ext.tools.diagnosis.cause import Found, Left, cause
 from mis_ext.tools.diagnosis.evidence import Evidence, t_quantile
-from mis_ext.tools.diagnosis.groups import MIXED_UP, groups_of, of_weights
+from mis_ext.tools.diagnosis.groups import MIXED_UP, OTHER_CONTEXT, PACKED, groups_of, of_weights
+from mis_ext.tools.diagnosis.places import more_words
+from mis_ext.tools.diagnosis.sampling import PENALTIES
 
+OTHER_TOKENS = "log-probs of other tokens: shifted by several, or of other samples"
 OTHER_PRECISION = "low precision of another model: a cache in e4m3 gave 0.3 to 0.4 in Qwen2.5-Coder-1.5B"
 NOT_SENT = (
     "a tensor that the sync leaves out",
@@ -220,8 +226,8 @@ def change_words(tokens: Evidence) -> str:
 def stale(left: Left) -> Found | None:
     """Weights of other steps: the canary first, then recorded versions.
 
-    Steps and files count only where recorded versions do not tell. The rule of sizes names this cause a second time,
-    for a mean difference that no kernels give (``size.py``, ``_stale_by_size``).
+    Steps and files count only where recorded versions do not tell. After all other causes :func:`stale_by_size` names
+    this one a second time.
     """
     tokens = left.tokens.without_samples(left.tokens.num_S > 0)
     if not len(tokens):
@@ -248,7 +254,7 @@ def _by_canary(tokens: Evidence, old_S: Tensor) -> Found | None:
     return stale.found(
         confidence="likely" if len(others) else "possible",
         evidence=f"{int(old_S.sum())} of {len(old_S)} samples are of an engine that scored a fixed text as with "
-        f"earlier weights (the canary){agree(tokens)}; their k3 is {old.k3:.2g}"
+        f"earlier weights (the canary){_agree(tokens)}; their k3 is {old.k3:.2g}"
         + (f", and {others.k3:.2g} in the others" if len(others) else ""),
         k3_share=share,
         is_up_to=not len(others),
@@ -256,7 +262,7 @@ def _by_canary(tokens: Evidence, old_S: Tensor) -> Found | None:
     )
 
 
-def agree(tokens: Evidence) -> str:
+def _agree(tokens: Evidence) -> str:
     """The contradiction, where there is one: log-probs are old, and what the engine names is not."""
     return ", although the weight versions agree" if bool((tokens["versions_behind"] == 0.0).all()) else ""
 
@@ -305,9 +311,9 @@ def _by_step(tokens: Evidence) -> Found | None:
     is_return = story is not None and story.is_return
     return stale.found(
         confidence="possible",
-        evidence=evidence + agree(tokens),
+        evidence=evidence + _agree(tokens),
         k3_share=above / float(tokens.k3_T.sum()),
-        advice=stale.advice if is_return or story is None else COMPARE + ("" if agree(tokens) else stale.advice),
+        advice=stale.advice if is_return or story is None else COMPARE + ("" if _agree(tokens) else stale.advice),
         alternatives=(*text, *(() if is_return or story is None else NOT_SENT)),
     )
 
@@ -320,7 +326,23 @@ def _by_group(tokens: Evidence) -> Found | None:
     near = tokens.of_samples(~groups.far_S)
     return stale.found(
         confidence="possible",
-        evidence=f"{groups.evidence}; {groups.told}{agree(tokens)}",
+        evidence=f"{groups.evidence}; {groups.told}{_agree(tokens)}",
         k3_share=1.0 - near.k3 * len(tokens) / float(tokens.k3_T.sum()),
         alternatives=("another setting or precision of that rank's engine", *NOT_SENT[:2]),
+    )
+
+
+def stale_by_size(left: Left) -> Found | None:
+    """A mean difference that no kernels give, where nothing else explains it: ``size`` of ``size.py`` asks."""
+    gap = float(left.tokens.d_T.abs().mean())
+    if gap <= limit.MAX_MEAN_ABS_DIFF or left.explained > limit.MAX_EXPLAINED_OF_WEIGHTS:
+        return None
+    cuts = "top-p or top-k that cut off much"
+    return stale.found(
+        confidence="possible",
+        evidence=f"the log-probs differ by {gap:.2g} nats per token on average, more than {limit.MAX_MEAN_ABS_DIFF:g} "
+        f"and far more than kernels gave in any model of the lab (at most 0.1 in bfloat16){_agree(left.tokens)}",
+        k3_share=1.0 - left.explained,
+        is_up_to=True,
+        alternatives=(OTHER_PRECISION, OTHER_CONTEXT, OTHER_TOKENS, PACKED, PENALTIES, cuts, *more_words(left)),
     )
