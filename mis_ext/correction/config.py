@@ -24,7 +24,8 @@ REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric
 """Reduction of log-ratios by level: the sum is the product of ratios, the mean is the geometric mean."""
 
 DEFAULT_UPPER_BOUND = 2.0
-"""The cap of a weight that is given none: the default of ``Weight(high=...)`` and of the key ``tis_upper_bound``."""
+"""The cap of a weight that is given none. With ``use_tis: true`` alone the weight is ``Weight()``: the ratio of each
+token, at most 2. The row of the key ``tis_upper_bound`` in ``keys/rows.py`` has the same default."""
 
 Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]
@@ -180,7 +181,6 @@ class Weight:
         if not bound.has_low and low is not None:
             raise ValueError(f"mode: {self.mode} has no low bound, got low={low}; write mode: clip")
         if bound.has_high:
-            # For a Weight made by hand. A YAML has the same default, from the row of tis_upper_bound.
             high = DEFAULT_UPPER_BOUND if high is None else high
             high = check_number("high", high, low=0.0, high=math.inf, open_low=True, open_high=True)
             if bound.has_low:

@@ -8,9 +8,6 @@ passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operatio
 2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
-With ``use_tis: true`` alone the weight is ``Weight()``: the ratio of each token, at most 2. That is
-``DEFAULT_UPPER_BOUND`` of ``config.py``, the default of ``tis_upper_bound`` in ``keys/rows.py``.
-
 To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes
 ``Gate(statistic="ratio", reduce="min", low=1e-4)`` of it. :func:`token_pass` finds the log-ratio of each token, and
 :func:`gate_sum` says which sum or maximum the filter needs: for the smallest log-ratio the largest of its negative.

@@ -81,7 +81,10 @@ def _logit_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the logits, but for their scale, and the rows ``[T, 1]`` where one comes in.
 
-    ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy.
+    ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy. The caller
+    divides by the temperature, of which ``scale`` is the inverse: ``p = softmax(scale z)``. Autograd brings
+    ``g = dL/dlogp`` and ``h = dL/dH`` of each token from the loss: the slopes at the end of ``_sums`` in
+    ``loss/policy.py``.
     """
     slope_TV = torch.zeros_like(rows_TV)
     is_wanted_T1 = torch.zeros(len(rows_TV), 1, dtype=torch.bool, device=rows_TV.device)
