@@ -60,7 +60,7 @@ class Session:
         self._status = guards.Monitor(guards.raise_if_failed, every=1, merge=torch.maximum)
         self._ranges: dict[Refuse, guards.Monitor] = {}
         self._is_first_rank = True
-        self._told: set[str | None] = set()
+        self._told: set[str] = set()
 
     @torch.no_grad()
     def correct(self, streams: PackedStreams, *, groups: Groups = ALONE, token_metrics: bool = False) -> Correction:
@@ -140,13 +140,9 @@ class Session:
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> Exception | None:
-        """Exchange with other ranks whether a call failed, if no correction does.
+        """Exchange with other ranks whether a call failed, if no correction does; raise if it did.
 
-        Returns:
-            An error of this rank after the exchange, of which the others do not know.
-
-        Raises:
-            RankFailed: Another rank failed.
+        Returns an error of this rank after the exchange, of which the others do not know.
         """
         if not groups:
             return None
@@ -160,22 +156,20 @@ class Session:
         return None
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
-        """Refuse values by the smallest and largest of them; masks in the first and some later calls.
-
-        Raises:
-            ValueError: A value is not legal.
-        """
+        """Refuse values by the smallest and largest of them; masks in the first and some later calls."""
         every = 1 if refuse is refuse_divisors else guards.CALLS_PER_LOOK
         self._ranges.setdefault(refuse, guards.Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
 
-    def report(self, guard: GuardName | None, message: str) -> None:
-        """Raise, or warn if ``mis_guard`` allows it, if nothing is corrected, or if no guard stops it."""
+    def report(self, guard: GuardName | None, message: str, *, once: str | None = None) -> None:
+        """Raise, or warn if ``mis_guard`` allows it, if nothing is corrected, or if no guard stops it.
+
+        The warning is given once, by default by its text.
+        """
         if guard is not None and self.config.stops(guard):
-            raise ValueError(
-                f"{message.rstrip('.')}. To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
-            )
-        if message not in self._told:
-            self._told.add(message)
+            cure = f"To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
+            raise ValueError(f"{message.rstrip('.')}. {cure}")
+        if (once or message) not in self._told:
+            self._told.add(once or message)
             warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def report_missing(self, name: str) -> None:
@@ -184,11 +178,7 @@ class Session:
             self.report("missing_log_probs", f"{name} are missing: {_WHO_STORES[name]}")
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
-        """Compute the correction without guards and monitors.
-
-        Raises:
-            ValueError: An argument is wrong.
-        """
+        """Compute the correction without guards and monitors."""
         with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(streams.response_mask_R)):
             check_streams(streams, self.config, groups.cp_group)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
@@ -208,10 +198,8 @@ class Session:
 
     def _judge_data(self, numbers: list[float]) -> bool:
         for guard, message in guards.findings_in(numbers):
-            stops = guard is not None and self.config.stops(guard)
-            if stops or (guard not in self._told and (guard is not None or self._is_first_rank)):
-                self._told.add(guard)
-                self.report(guard, message)
+            if guard is not None or self._is_first_rank:
+                self.report(guard, message, once=guard or "mean difference")
         return numbers[guards.PAIRS] >= guards.ENOUGH
 
 
@@ -330,22 +318,12 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     """:func:`current_run` of ranks that share a call.
 
     In the first call of a run with these groups, all ranks raise an error if one of them cannot read its keys.
-
-    Raises:
-        ValueError: A key is wrong.
-        TypeError: A key has the wrong type.
-        RankFailed: Another rank failed.
     """
     if groups.is_alone:
         return current_run(args, whole_loss=whole_loss)
     together = groups.started_together
-    try:
+    with _due_status(together, device).told_of_errors():
         run = current_run(args, whole_loss=whole_loss)
-    except Exception:
-        # The first error is raised, even if a group fails too.
-        with contextlib.suppress(Exception):
-            _due_status(together, device).tell()
-        raise
     met = _met.setdefault(run.session, set())
     if not together or together in met:
         return run
