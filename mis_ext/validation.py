@@ -36,12 +36,7 @@ class Errors(list[Exception]):
         return self
 
     def raise_all(self) -> None:
-        """Raise what was collected, a line for each error; nothing if there is none.
-
-        Raises:
-            ValueError: There are errors, not all of which are of types.
-            TypeError: All are of types.
-        """
+        """Raise what was collected, a line for each: a ``TypeError`` if all are of this type, else a ``ValueError``."""
         if self:
             kind = TypeError if all(isinstance(error, TypeError) for error in self) else ValueError
             raise kind("\n".join(dict.fromkeys("\n".join(map(str, self)).splitlines()))) from None
@@ -90,8 +85,7 @@ def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
 def check_bool(key: str, value: Any) -> bool:
     """``value``, which must be ``True`` or ``False``."""
     if not isinstance(value, bool):
-        is_quoted = isinstance(value, str) and value.lower() in ("true", "false")
-        hint = " (remove the quotes)" if is_quoted else ""
+        hint = " (remove the quotes)" if str(value).lower() in ("true", "false") else ""
         raise TypeError(f"{key} must be true or false, got {value!r}{hint}")
     return value
 

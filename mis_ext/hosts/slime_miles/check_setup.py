@@ -78,12 +78,12 @@ def _checked(args: Any) -> list[str]:
     if loss is None:
         # Without loss_type the first step is silent about them, because prepare_rollout reads them for a custom loss.
         Errors().refuse(without_effect([unread_by("policy_loss")], given)).raise_all()
-    if not is_miles() and given.get("rollout_temperature") == 0:
-        raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
-    if loss is not None:
+    else:
         # The frameworks score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, perhaps.
         has_reference = given.get("use_kl_loss") or given.get("kl_coef") or given.get("advantage_estimator") == "ppo"
         refuse_missing(loss.settings, {"behavior", *["reference"] * bool(has_reference)}, MISSING)
+    if not is_miles() and given.get("rollout_temperature") == 0:
+        raise ValueError("rollout_temperature must be in (0, inf), got 0: slime divides logits by it")
     doubts, said = [*_doubts(given, config)], [_summary(config)]
     if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
@@ -98,7 +98,7 @@ def _checked(args: Any) -> list[str]:
 
 def _called_by(args: Any) -> str:
     """The loss type, which says which function of ours the framework will call."""
-    loss_type, why = read_argument(args, "loss_type") or "policy_loss", None
+    loss_type = read_argument(args, "loss_type") or "policy_loss"
     argument, function = _FUNCTIONS.get(str(loss_type), ("loss_type", None))
     path, flag = read_argument(args, argument), _flag(argument)
     if function is None:
@@ -113,15 +113,14 @@ def _called_by(args: Any) -> str:
             found = inspect.unwrap(getattr(import_module(module), name))
         except (ImportError, AttributeError, ValueError) as error:
             raise type(error)(f"{flag} {path}: {error}") from error
-        if found is not function:
-            why = f"{flag} {path} is not mis_ext.{function.__name__} (a function that calls it needs functools.wraps)"
-    if why is not None:
-        raise ValueError(
-            f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "
-            "mis_ext.compute_mis_weights_with_cp, or --loss-type custom_loss --custom-loss-function-path "
-            "mis_ext.policy_loss; slime ignores a misspelt flag without a message"
-        )
-    return loss_type
+        if found is function:
+            return loss_type
+        why = f"{flag} {path} is not mis_ext.{function.__name__} (a function that calls it needs functools.wraps)"
+    raise ValueError(
+        f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "
+        "mis_ext.compute_mis_weights_with_cp, or --loss-type custom_loss --custom-loss-function-path "
+        "mis_ext.policy_loss; slime ignores a misspelt flag without a message"
+    )
 
 
 def _flag(argument: str) -> str:
@@ -132,11 +131,7 @@ def _flag(argument: str) -> str:
 
 
 def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Warnings about functions of the user that may leave something out, and about the schedule of weight updates.
-
-    Raises:
-        ValueError: A key needs a function of mis_ext that is not called, or that gets no rollout data, as in Miles.
-    """
+    """Warnings about functions of the user and the schedule of weight updates; refuse keys that nothing would read."""
     correction, group, path, generates = config.correction, config.group, given.get(_ROLLOUT), given.get(_GENERATE)
     interval, tokens = given.get("update_weights_interval") or 1, given.get("on_policy_tokens")
     if is_miles() and group.needs_rollout:
