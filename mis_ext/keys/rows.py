@@ -379,33 +379,28 @@ def json_schema() -> dict[str, Any]:
     from mis_ext.methods.catalogue import METHODS
 
     ours = "|".join([*ROWS, *TIS_OF_FRAMEWORKS])
-    gate = {
-        key: _node(_or_null(row) if row.default is None else row.values.schema, row) for key, row in GATE_ROWS.items()
+    methods = {
+        f"method_{name}": _object(
+            {"name": {"const": name}} | {key: {"description": f"In {row.legal[key]}."} for key in row.defaults},
+            description=row.formula,
+            required=["name"],
+        )
+        for name, row in METHODS.items()
     }
+    gate = {key: _node(row, or_null=row.default is None) for key, row in GATE_ROWS.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of mis_ext",
         "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are the framework's.",
         "type": "object",
-        "properties": {
-            key: _node(row.values.schema if key in NO_NULL else _or_null(row), row) for key, row in ROWS.items()
-        },
+        "properties": {key: _node(row, or_null=key not in NO_NULL) for key, row in ROWS.items()},
         "patternProperties": {
             f"^(?!({ours})$)({'|'.join(PREFIXES)})": {"not": {}, "errorMessage": "mis_ext has no such key"}
         },
         "definitions": {
             "gate": _object(gate, description="A filter: what lies outside of its bounds is dropped."),
-            "method": {
-                "anyOf": [{"enum": [*METHODS]}, *({"$ref": f"#/definitions/method_{name}"} for name in METHODS)]
-            },
-            **{
-                f"method_{name}": _object(
-                    {"name": {"const": name}} | {key: {"description": f"In {row.legal[key]}."} for key in row.defaults},
-                    description=row.formula,
-                    required=["name"],
-                )
-                for name, row in METHODS.items()
-            },
+            "method": {"anyOf": [{"enum": [*METHODS]}, *({"$ref": f"#/definitions/{name}"} for name in methods)]},
+            **methods,
         },
     }
 
@@ -422,10 +417,7 @@ def described(name: str) -> dict[str, Any]:
     return {"key": name, "legal": legal, "default": default or None, "unit": unit or None, "what": text}
 
 
-def _or_null(row: Key) -> dict[str, Any]:
-    return {"anyOf": [row.values.schema, {"type": "null"}]}
-
-
-def _node(values: Mapping[str, Any], row: Key) -> dict[str, Any]:
+def _node(row: Key, *, or_null: bool) -> dict[str, Any]:
+    values = {"anyOf": [row.values.schema, {"type": "null"}]} if or_null else row.values.schema
     text = f"{row.text} In {row.unit}." if row.unit else row.text
     return {**values, "description": text} | ({} if row.default in (None, ()) else {"default": row.default})
