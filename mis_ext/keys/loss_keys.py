@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.reading import ALL_KEPT, Idle
+from mis_ext.keys.reading import ALL_KEPT, Idle, without_effect
 from mis_ext.keys.rows import DEFAULT_SCORING, STEPS_OF_ROLLOUT
 from mis_ext.loss.settings import KlPenalty, KlRatio, LossSettings, Ratios
 from mis_ext.loss.words import EPS_CLIP, Scoring
+from mis_ext.validation import Errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +54,18 @@ _FIELDS = (
 """Keys and flags that are fields of :class:`LossSettings`, without their prefix."""
 
 
-def read_whole_loss(given: Mapping[str, Any]) -> WholeLoss:
-    """Read what only the full policy loss needs. Each argument is legal, and ``mis_loss_method`` is a method."""
+def read_whole_loss(given: Mapping[str, Any], correction: CorrectionConfig | None, wrong: Errors) -> WholeLoss:
+    """Read what only the full policy loss needs, and collect which of its keys contradict others or have no effect.
+
+    Each argument is legal, and ``mis_loss_method`` is a method. ``correction`` is None if its own keys are wrong.
+    """
     settings, asked = _loss_settings(given), given.get("mis_loss_scoring")
     needs_framework = scores_of_framework(given, compares_with_stored=settings.reads_stored) is not None
+    wrong.refuse(_contradictions(given, loss))
+    wrong.refuse(without_effect(_idle_keys(given, loss, correction), given))
+    return loss
     temperature = given.get("rollout_temperature")
-    return WholeLoss(
+    loss = WholeLoss(
         settings=settings,
         has_correction=bool(given.get("use_tis")) or bool(given.get("get_mismatch_metrics")),
         skips_scoring=bool(given.get("skip_actor_forward_only")),
@@ -119,8 +126,8 @@ _KEPT_PER_TOKEN = "for kept tokens there, write mis_denominator: kept"
 _REDUCER = "--custom-pg-loss-reducer-function-path reduces the policy loss"
 
 
-def idle_loss_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> tuple[Idle, ...]:
-    """The table for keys of the loss, and for flags that it replaces; None: keys of the correction are wrong."""
+def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> tuple[Idle, ...]:
+    """The table for keys of the loss, and for flags that it replaces."""
     settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
     is_mode, has_denominator = settings.method is None, denominator != "original"
     is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
@@ -159,7 +166,7 @@ _OUR_HOOK = "mis_ext.compute_mis_weights_with_cp"
 _SKIPPED = "compares with the proximal policy, which --use-rollout-logprobs does not score: drop the flag"
 
 
-def contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
+def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
     """Keys and flags that cannot be together."""
     settings, of, denominator, kl = loss.settings, loss.settings.chosen_by, loss.settings.denominator, loss.settings.kl
     is_current = settings.proximal == "current"

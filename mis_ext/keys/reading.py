@@ -352,11 +352,9 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     with wrong:
         correction = _read_correction(check_mapping("the configuration", given), whole_loss=whole_loss)
     if whole_loss and is_legal:
-        from mis_ext.keys.loss_keys import contradictions, idle_loss_keys, read_whole_loss  # Loads the loss.
+        from mis_ext.keys.loss_keys import read_whole_loss  # Loads the loss.
 
-        loss = read_whole_loss({**given, **of_loss})
-        wrong.refuse(contradictions(given, loss))
-        wrong.refuse(without_effect(idle_loss_keys(given, loss, correction), given))
+        loss = read_whole_loss({**given, **of_loss}, correction, wrong)
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
