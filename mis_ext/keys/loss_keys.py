@@ -17,33 +17,19 @@ from mis_ext.validation import Errors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeLoss:
-    """Keys that only the full policy loss reads.
-
-    Attributes:
-        settings: What it computes.
-        has_correction: Whether a correction is applied or measured (``use_tis``, ``get_mismatch_metrics``).
-        skips_scoring: The framework has no scoring pass (``skip_actor_forward_only``): its log-probs are stale.
-        is_told_to_skip: The framework was told to skip that pass (``use_rollout_logprobs``).
-        scoring: Which function turns logits into log-probs: that of mis_ext, or that of slime or Miles.
-        asked_scoring: The value of ``mis_loss_scoring``, or None.
-        inplace: The gradient overwrites the logits.
-        observes_entropy: Miles reports the entropy even if it is no part of the loss (``observe_training_entropy``).
-        replays_top_p: slime normalizes over the tokens that top-p kept (``rollout_top_p`` is not 1).
-        temperature: Divides the logits (``rollout_temperature``). At 0, greedy sampling, Miles does not divide.
-        reducer_path: ``custom_pg_loss_reducer_function_path``, or None.
-    """
+    """Keys and flags that only the full policy loss reads."""
 
     settings: LossSettings
-    has_correction: bool
-    skips_scoring: bool
-    is_told_to_skip: bool
-    scoring: Scoring
-    asked_scoring: Scoring | None
-    inplace: bool
-    observes_entropy: bool
-    replays_top_p: bool
-    temperature: float
-    reducer_path: str | None
+    has_correction: bool  # A correction is applied or measured (use_tis, get_mismatch_metrics).
+    skips_scoring: bool  # The framework has no scoring pass (skip_actor_forward_only): its log-probs are stale.
+    is_told_to_skip: bool  # The framework was told to skip that pass (use_rollout_logprobs).
+    scoring: Scoring  # Which function turns logits into log-probs: that of mis_ext, or that of slime or Miles.
+    asked_scoring: Scoring | None  # The value of mis_loss_scoring.
+    inplace: bool  # The gradient overwrites the logits.
+    observes_entropy: bool  # Miles reports the entropy even if it is no part of the loss (observe_training_entropy).
+    replays_top_p: bool  # slime normalizes over the tokens that top-p kept (rollout_top_p is not 1).
+    temperature: float  # Divides the logits (rollout_temperature). At 0, greedy sampling, Miles does not divide.
+    reducer_path: str | None  # The function of custom_pg_loss_reducer_function_path.
 
 
 _RATIOS: dict[str, Ratios] = {"gspo": "sequence", "cispo": "detached"}

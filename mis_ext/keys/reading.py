@@ -237,22 +237,13 @@ _REWARDS, _ON_REWARDS = "custom_reward_post_process_path", "give it mis_ext.grou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """The baseline and the weight of the responses to one prompt, in slime and Miles.
+    """The baseline and the weight of the responses to one prompt, in slime and Miles."""
 
-    Attributes:
-        baseline: ``mis_group_baseline``: what a reward is compared with.
-        over: ``mis_group_over``: which trajectories count in it: ``all``, those that are ``trained``, or those of
-            which the correction has ``kept`` a token.
-        prompt_mean: ``mis_prompt_mean``: every prompt weighs the same.
-        with_deviation: The difference is divided by the standard deviation (``grpo_std_normalization``).
-        of_rewards: The keys of the baseline that were given, with their values.
-    """
-
-    baseline: rows.Baseline
-    over: rows.BaselineOver
-    prompt_mean: bool
-    with_deviation: bool
-    of_rewards: str
+    baseline: rows.Baseline  # What a reward is compared with.
+    over: rows.BaselineOver  # Which trajectories count in it. kept: those of which the correction keeps a token.
+    prompt_mean: bool  # Every prompt weighs the same.
+    with_deviation: bool  # The difference is divided by the standard deviation (grpo_std_normalization).
+    of_rewards: str  # The keys of the baseline that were given, with their values.
 
     @property
     def needs_rollout(self) -> str | None:
@@ -315,21 +306,13 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """One run of slime, Miles, or a loop with their names.
-
-    Attributes:
-        correction: What the correction computes.
-        is_padded: Logits are ``[B, L, V]`` (``qkv_format: bshd``), not packed.
-        whole_loss: The full policy loss; None if the framework's loss runs, which calls the hook.
-        group: What responses to one prompt share.
-        double_correction: Why loss and correction together count the mismatch twice, or None.
-    """
+    """One run of slime, Miles, or a loop with their names."""
 
     correction: CorrectionConfig
-    is_padded: bool
-    whole_loss: WholeLoss | None
+    is_padded: bool  # Logits are [B, L, V] (qkv_format: bshd), not packed.
+    whole_loss: WholeLoss | None  # None if the framework's loss runs, which calls the hook.
     group: GroupConfig
-    double_correction: str | None
+    double_correction: str | None  # Why loss and correction together count the mismatch twice.
 
     @property
     def loss(self) -> WholeLoss:
