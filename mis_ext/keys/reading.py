@@ -48,11 +48,11 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     rows.refuse_names(given, wrong)
     # Also of features that are off: a misspelling must not wait for its feature.
     read = rows.read_rows(rows.CORRECTION_ROWS | rows.GROUP_ROWS | rows.FRAMEWORK_ROWS, given, wrong)
-    keys = [key for key in rows.CORRECTION_ROWS if given.get(key) is not None]
     values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | read
-    is_default = not given.get("get_mismatch_metrics") and not whole_loss
-    corrects = bool(given["use_tis"]) if "use_tis" in keys else is_default
-    if {*keys} & {*_APPLIED} <= read.keys():
+    corrects = given.get("use_tis")
+    if corrects is None:
+        corrects = not given.get("get_mismatch_metrics") and not whole_loss
+    if all(key in read for key in _APPLIED if given.get(key) is not None):
         # Nothing more is said of a key whose value is not legal.
         legal = {key: given.get(key) for key in (*read, *rows.TIS_OF_FRAMEWORKS)}
         wrong.refuse(without_effect(_idle_keys(given, values, corrects=corrects, whole_loss=whole_loss), legal))
@@ -63,17 +63,17 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
     weight, gates, bound = None, list[Gate](), BOUNDS[values["tis_mode"]]
     sides = ("low", "tis_lower_bound", bound.has_low), ("high", "tis_upper_bound", bound.has_high)
     bounds = {side: values[key] for side, key, is_used in sides if is_used}
-    with wrong, errors_of(", ".join(key for key in keys if key.startswith("tis_"))):
+    with wrong, errors_of(", ".join(key for key in read if key.startswith("tis_"))):
         if values["tis_level"] != "none":
             weight = Weight(level=values["tis_level"], mode=values["tis_mode"], when=values["tis_when"], **bounds)
-    with wrong, errors_of(", ".join(key for key in keys if key == "use_rs" or key.endswith("_bound"))):
+    with wrong, errors_of(", ".join(key for key in read if key == "use_rs" or key.endswith("_bound"))):
         gates = _gates(values)
     if values["use_rs"] and values["rs_level"] == "none" and not values["rs_gates"]:
         wrong.refuse(["rs_level: none needs rs_gates; write use_rs: false for no gate"])
     if not values["mis_staleness"] and _reads_lag(values):
         wrong.refuse(["rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true"])
     wrong.raise_all()
-    if values["tis_mode"] == "truncate" and "tis_lower_bound" in keys and not _inherits_bound(values, "lower"):
+    if values["tis_mode"] == "truncate" and "tis_lower_bound" in read and not _inherits_bound(values, "lower"):
         # Existing files carry it with truncate, where it never had an effect.
         said = f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate"
         warnings.warn(f"{said}; remove it or use tis_mode: clip", MismatchWarning, stacklevel=2)
@@ -254,11 +254,7 @@ class GroupConfig:
 
 
 def read_group(given: Mapping[str, Any]) -> GroupConfig:
-    """Read the keys of responses to one prompt.
-
-    Raises:
-        ValueError: A key is wrong, or wrong or without effect with a flag of the framework.
-    """
+    """Read the keys of responses to one prompt; refuse those that are wrong or without effect with other flags."""
     wrong = Errors()
     keys = rows.read_rows(rows.GROUP_ROWS, given, wrong)
     wrong.raise_all()
@@ -322,12 +318,7 @@ class RunConfig:
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
-    """Read the configuration of a run from its arguments.
-
-    Raises:
-        ValueError: A key or flag is wrong, or has no effect with the others; a line for each of them.
-        TypeError: A value has the wrong type.
-    """
+    """Read the configuration of a run from its arguments; all that is wrong is one error, with a line for each key."""
     wrong, correction, loss, group = Errors(), None, None, None
     rows.read_rows(rows.FLAGS, given, wrong)
     of_loss = rows.read_rows(rows.LOSS_ROWS | rows.FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
