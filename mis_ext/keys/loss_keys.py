@@ -47,9 +47,6 @@ def read_whole_loss(given: Mapping[str, Any], correction: CorrectionConfig | Non
     """
     settings, asked = _loss_settings(given), given.get("mis_loss_scoring")
     needs_framework = scores_of_framework(given, compares_with_stored=settings.reads_stored) is not None
-    wrong.refuse(_contradictions(given, loss))
-    wrong.refuse(without_effect(_idle_keys(given, loss, correction), given))
-    return loss
     temperature = given.get("rollout_temperature")
     loss = WholeLoss(
         settings=settings,
@@ -64,6 +61,9 @@ def read_whole_loss(given: Mapping[str, Any], correction: CorrectionConfig | Non
         temperature=1.0 if temperature is None else float(temperature),
         reducer_path=given.get("custom_pg_loss_reducer_function_path"),
     )
+    wrong.refuse(_contradictions(given, loss))
+    wrong.refuse(without_effect(_idle_keys(given, loss, correction), given))
+    return loss
 
 
 def _loss_settings(given: Mapping[str, Any]) -> LossSettings:
@@ -128,7 +128,7 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
     is_scored_twice = settings.proximal == "current" and not settings.uses_proximal
     is_whole = denominator == "kept" and correction is not None and not correction.rejects_single_tokens
     of_denominator = ("mis_loss_denominator",)
-    as_parameters = f"remove it, and write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
+    as_parameters = f"write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
     return (
         Idle(("mis_loss_proximal",), is_scored_twice, f"{of} does not compare with the proximal policy"),
         Idle(("mis_loss_mode",), not is_mode, f"{of} says what the policy gradient is"),
@@ -136,7 +136,7 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
         Idle(("mis_loss_constant",), denominator != "constant", f"mis_loss_denominator is {denominator}"),
         Idle(("mis_loss_unbiased_kl", "mis_loss_kl_tokens"), settings.kl is None, "--use-kl-loss is not set"),
         Idle(of_denominator, settings.per_token_loss and has_denominator, _PER_TOKEN, _KEPT_PER_TOKEN),
-        Idle(of_denominator, loss.reducer_path is not None and has_denominator, _REDUCER, "drop one of them"),
+        Idle(of_denominator, loss.reducer_path is not None and has_denominator, _REDUCER),
         Idle(of_denominator, is_whole, "no response keeps some of its tokens and loses others"),
         Idle((*clips, *estimator), not is_mode, f"{of} defines the loss", as_parameters),
         Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),

@@ -129,12 +129,12 @@ def _inherits_bound(values: Mapping[str, Any], side: str) -> bool:
 
 
 class Idle(NamedTuple):
-    """Keys without effect, if ``when`` holds: the reason, and what to do."""
+    """Keys without effect, if ``when`` holds: the reason, and what to do other than to remove them."""
 
     keys: tuple[str, ...]
     when: bool
     because: str
-    advice: str = "remove it"
+    advice: str = ""
 
 
 _REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
@@ -142,14 +142,8 @@ _REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis
 _APPLIED = tuple(key for key in rows.CORRECTION_ROWS if key not in (*_REPORTED, "use_tis"))
 """Keys of what changes weights and masks."""
 _OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound")
-_ON, _ON_RS = "set use_tis: true (the flag --use-tis), or remove it", "set use_rs: true, or remove it"
-_ON_GATES = "set use_rs: true, with rs_level: none for these gates alone, or remove it"
 _NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
-_NO_LAG = "mis_metrics has none of its metrics, and neither weight nor gate looks at the lag"
-_NO_VETO = "rs_veto_requires_rs is true and use_rs is not set"
-_ON_VETO = "set use_rs: true, or remove rs_veto_requires_rs"
-_BUILT_IN = "it belongs to the framework's built-in correction"
-_WRITE_CLIP = "write tis_mode: clip with tis_lower_bound"
+_ON, _BUILT_IN = "set use_tis: true (the flag --use-tis)", "it belongs to the framework's built-in correction"
 _ON_LOSS = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
 ALL_KEPT = "nothing rejects a token, so that all are kept"
 
@@ -169,17 +163,20 @@ def _idle_keys(
     no_rs, is_scaled = given.get("use_rs") is None, given.get("tis_batch_normalize") is not None
     mode_rejects, is_alone = has_weight and bound.rejects, given.get("rs_gates") is None
     is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and is_alone
-    has_veto = any(values[key] is not None for key in (*rows.VETOES, "rs_max_staleness"))
+    clip, clip_low = map(given.get, rows.TIS_OF_FRAMEWORKS)
+    vetoes = tuple(rows.VETOES)
+    has_veto = any(values[key] is not None for key in (*vetoes, "rs_max_staleness"))
     rejects = mode_rejects or values["use_rs"] or has_veto
     is_called, names = corrects or bool(given.get("get_mismatch_metrics")), values["mis_metrics"]
 
     def reports(*words: str) -> bool:
         return isinstance(names, str) or any(word in name for name in names for word in words)
 
+    reads_lag = _reads_lag(values) or reports("lag_", "fresh", "stale")
     return (
         Idle(_APPLIED, not corrects, "use_tis is not true", _ON),
         Idle(_REPORTED, whole_loss and not is_called, "neither use_tis nor get_mismatch_metrics is true", _ON),
-        Idle(("mis_staleness",), not _reads_lag(values) and not reports("lag_", "fresh", "stale"), _NO_LAG),
+        Idle(("mis_staleness",), not reads_lag, "no weight, gate, or metric reads the lag"),
         Idle(("mis_metric_max",), not reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
         Idle(("tis_mode", "tis_when", "tis_batch_normalize"), not has_weight, "tis_level is none"),
         # Existing files carry a lower bound with truncate, which warns.
@@ -188,17 +185,17 @@ def _idle_keys(
         Idle(("tis_normalize_over",), not is_scaled, _NO_MEAN),
         Idle(("tis_normalize_scope",), not is_scaled and values["mis_denominator"] != "kept", _NO_MEAN),
         Idle(("use_rs",), mode_rejects and is_repeated, "tis_mode rejects the same tokens"),
-        Idle(_OF_RS, no_rs, "use_rs is not set", _ON_RS),
-        Idle(("rs_gates",), no_rs, "use_rs is not set", _ON_GATES),
+        Idle(_OF_RS, no_rs, "use_rs is not set", "set use_rs: true"),
+        Idle(("rs_gates",), no_rs, "use_rs is not set", "set use_rs: true, with rs_level: none for these gates alone"),
         Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
-        Idle((*rows.VETOES,), values["rs_veto_requires_rs"] and no_rs, _NO_VETO, _ON_VETO),
+        Idle(vetoes, values["rs_veto_requires_rs"] and no_rs, "rs_veto_requires_rs is true", "set use_rs: true"),
         # A veto that was set to null takes its condition with it.
-        Idle(("rs_veto_requires_rs",), not given.keys() & {*rows.VETOES}, "no veto is set"),
+        Idle(("rs_veto_requires_rs",), not given.keys() & {*vetoes}, "no veto is set"),
         Idle(("rs_staleness_level",), values["rs_max_staleness"] is None, "rs_max_staleness is not set"),
         Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
         # Their defaults are on every args.
-        Idle(("tis_clip",), is_called and given.get("tis_clip") != 2, _BUILT_IN, "write tis_upper_bound"),
-        Idle(("tis_clip_low",), is_called and given.get("tis_clip_low") != 0, _BUILT_IN, _WRITE_CLIP),
+        Idle(("tis_clip",), is_called and clip != 2, _BUILT_IN, "write tis_upper_bound"),
+        Idle(("tis_clip_low",), is_called and clip_low != 0, _BUILT_IN, "write tis_mode: clip with tis_lower_bound"),
     )
 
 
@@ -211,7 +208,8 @@ def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[
         if row.when and idle:
             named |= {*idle}
             shown = ", ".join(f"{key}={given[key]!r}" for key in idle)
-            yield f"{shown}: no effect, because {row.because}; {row.advice}"
+            advice = f"{row.advice}, or remove it" if row.advice else "remove it"
+            yield f"{shown}: no effect, because {row.because}; {advice}"
 
 
 def unread_by(loss_type: str) -> Idle:
@@ -232,7 +230,6 @@ _COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
 _ESTIMATORS = ("grpo", "gspo", "cispo")
 """Of the frameworks, those in which the advantage of every token is the normalized reward."""
 _OF_REWARDS = ("mis_group_baseline", "mis_group_over")
-_REWARDS, _ON_REWARDS = "custom_reward_post_process_path", "give it mis_ext.group_rewards, or remove the key"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,12 +264,12 @@ def read_group(given: Mapping[str, Any]) -> GroupConfig:
         of_rewards=", ".join(f"{key}: {keys[key]}" for key in _OF_REWARDS if key in keys),
     )
     compares = estimator in (*_ESTIMATORS, "reinforce_plus_plus_baseline")
-    reads_rewards = group.over == "kept" or given.get(_REWARDS, "not a flag here") is not None
-    is_raw = given.get("rewards_normalization") is False
+    reads_rewards = group.over == "kept" or given.get("custom_reward_post_process_path", "not a flag here") is not None
+    flag = "--custom-reward-post-process-path"
     table = (
         Idle(_OF_REWARDS, not compares, f"--advantage-estimator {estimator} compares no rewards"),
-        Idle(_OF_REWARDS, is_raw, "--disable-rewards-normalization is set"),
-        Idle(_OF_REWARDS, not reads_rewards, f"--{_REWARDS.replace('_', '-')} is not set", _ON_REWARDS),
+        Idle(_OF_REWARDS, given.get("rewards_normalization") is False, "--disable-rewards-normalization is set"),
+        Idle(_OF_REWARDS, not reads_rewards, f"{flag} is not set", "give it mis_ext.group_rewards"),
     )
     wrong.refuse(without_effect(table, given)).refuse(_against_group(given, group, estimator)).raise_all()
     return group
