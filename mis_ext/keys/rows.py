@@ -405,11 +405,6 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def schema_text() -> str:
-    """The schema as JSON."""
-    return json.dumps(json_schema(), indent=1) + "\n"
-
-
 def described(name: str) -> dict[str, Any]:
     """The row of a key, for ``mis-ext keys``."""
     (_, legal, _), default, text, unit = ROWS[name]

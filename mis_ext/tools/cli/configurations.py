@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -223,9 +224,10 @@ def run_keys(parsed: argparse.Namespace) -> Result:
 
 def run_schema(_: argparse.Namespace) -> Result:
     """The schema."""
-    from mis_ext.keys.rows import json_schema, schema_text
+    from mis_ext.keys.rows import json_schema
 
-    return Result(json_schema(), lambda: print(schema_text(), end=""))
+    schema = json_schema()
+    return Result(schema, lambda: print(json.dumps(schema, indent=1)))
 
 
 def run_methods(arguments: argparse.Namespace) -> Result:
