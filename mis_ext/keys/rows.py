@@ -322,11 +322,11 @@ NO_NULL = {"tis_level": "none", "tis_mode": "unbounded", "rs_level": "none"}
 
 def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
     """Collect names that are no keys but mean mis_ext. Another framework's option may be null or false."""
-    names = [name for name in given if name not in (*ROWS, *TIS_OF_FRAMEWORKS, *REMOVED)]
+    known = {*ROWS, *TIS_OF_FRAMEWORKS, *REMOVED}
+    names = [name for name in given if name not in known]
     with wrong:
         check_known("keys", [name for name in names if name.startswith(PREFIXES)], FLAT_KEYS)
-    meant = {name: near_miss(name, ROWS) for name in names if not name.startswith(PREFIXES)}
-    hints = [f"{name!a} (did you mean {key!r}?)" for name, key in meant.items() if key is not None]
+    hints = [f"{name!a}{hint}" for name in names if not name.startswith(PREFIXES) and (hint := near_miss(name, ROWS))]
     hints += [f"{name!r} (write {key})" for name, key in OF_OTHERS.items() if given.get(name) not in (None, False)]
     wrong.refuse([f"no keys of mis_ext: {'; '.join(hints)}"] if hints else [])
     wrong.refuse(
@@ -341,17 +341,15 @@ def _removed(names: Collection[str]) -> list[str]:
     return [f"{name} was removed in mis_ext 0.6: {cure}" for name, cure in REMOVED.items() if name in names]
 
 
-def near_miss(name: str, keys: Collection[str]) -> str | None:
-    """The key that ``name`` probably means: misspelled, or without its prefix."""
+def near_miss(name: str, keys: Collection[str]) -> str:
+    """The key that ``name`` probably means, misspelled or without its prefix, to append to an error; empty if none."""
     spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
-    if spelled in keys:
-        return spelled
-    if spelled.startswith("misc_"):
-        return None
-    slips = (key for key in keys if _is_slip(spelled, key))
+    exact = [spelled] if spelled in keys else []
+    slips = [] if spelled.startswith("misc_") else [key for key in keys if _is_slip(spelled, key)]
     # A single word may belong to anyone.
-    bare = (prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys)
-    return next(slips, next(bare, None))
+    bare = [prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys]
+    meant = [*exact, *slips, *bare]
+    return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
 def _is_slip(name: str, key: str) -> bool:

@@ -188,8 +188,7 @@ def _unread_keys(args: Any) -> list[str]:
     flags = names[: names.index("custom_config_path")]
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
     unread = [str(key) for key in keys if key not in known and not str(key).startswith(("sglang_", "vllm_"))]
-    meant = {key: near_miss(key, flags) for key in unread}
-    hints = [f"{key!a} (did you mean {flag!r}?)" if flag else ascii(key) for key, flag in meant.items()]
+    hints = [f"{key!a}{near_miss(key, flags)}" for key in unread]
     said = f"keys of {path} that neither mis_ext nor the framework has, without effect unless a custom function reads"
     return [f"{said} them: {', '.join(hints)}"] * bool(hints)
 
