@@ -70,9 +70,8 @@ class Session:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
             RuntimeError: Another rank failed.
         """
-        layout = streams.layout
         mask_R = streams.response_mask_R
-        with self.local_work(layout.response_lengths, groups=groups, device=device_of(mask_R)):
+        with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(mask_R)):
             check_tensors({"response_mask_R": mask_R})
             self.check_range(mask_R, refuse_mask)
             check_streams(streams, self.config, groups.cp_group)
@@ -178,7 +177,7 @@ class Session:
             self.report("missing_log_probs", f"{name} are missing: {_WHO_STORES[name]}")
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
-        """Compute the correction without guards and monitors."""
+        """Compute the correction without guards and monitors; refuse wrong arguments."""
         with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(streams.response_mask_R)):
             check_streams(streams, self.config, groups.cp_group)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
@@ -189,8 +188,7 @@ class Session:
         is_whole = groups.cp_group is None
         layout = PackedLayout(whole.response_lengths, whole.pieces, is_whole=is_whole, device=device).emptied
         nothing_T = torch.empty(0, device=device)
-        mask_R = torch.zeros(layout.num_whole_tokens, device=device)
-        streams = PackedStreams(nothing_T, nothing_T, mask_R, layout)
+        streams = PackedStreams(nothing_T, nothing_T, torch.zeros(layout.num_whole_tokens, device=device), layout)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def _hear(self, status: Tensor) -> None:
@@ -279,9 +277,7 @@ def session_for(args: Any) -> Session:
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     """The run of this ``args`` object, or of mappings with this content, which is read once.
 
-    Args:
-        args: A namespace, a dataclass, or a wrapper, the same object for all micro-batches of a run; or a mapping.
-        whole_loss: Whether to read and check the full policy loss too.
+    The object is the same for all micro-batches of a run. ``whole_loss``: read and check the full policy loss too.
     """
     # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.

@@ -108,14 +108,12 @@ def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool)
 # --- keys without effect
 
 _PER_TOKEN = "--calculate-per-token-loss divides by all tokens of the batch outside of the loss"
-_KEPT_PER_TOKEN = "for kept tokens there, write mis_denominator: kept"
-_REDUCER = "--custom-pg-loss-reducer-function-path reduces the policy loss"
 
 
 def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> tuple[Idle, ...]:
     """The table for keys of the loss, and for flags that it replaces."""
     settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
-    is_mode, has_denominator = settings.method is None, denominator != "original"
+    is_mode, has_reducer = settings.method is None, loss.reducer_path is not None
     is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
     # A default of the framework looks like a user's value: only other values are the user's.
     clips = tuple(key for key in ("eps_clip", "eps_clip_high", "eps_clip_c") if given.get(key) not in (None, EPS_CLIP))
@@ -127,7 +125,7 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
         actions += [factor.action for factor in settings.method.method.factors if factor.action]
     is_scored_twice = settings.proximal == "current" and not settings.uses_proximal
     is_whole = denominator == "kept" and correction is not None and not correction.rejects_single_tokens
-    of_denominator = ("mis_loss_denominator",)
+    of_denominator = ("mis_loss_denominator",) if denominator != "original" else ()
     as_parameters = f"write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
     return (
         Idle(("mis_loss_proximal",), is_scored_twice, f"{of} does not compare with the proximal policy"),
@@ -135,8 +133,8 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
         Idle(("mis_loss_inplace",), loss.scoring == "host", f"the framework's function scores ({host})"),
         Idle(("mis_loss_constant",), denominator != "constant", f"mis_loss_denominator is {denominator}"),
         Idle(("mis_loss_unbiased_kl", "mis_loss_kl_tokens"), settings.kl is None, "--use-kl-loss is not set"),
-        Idle(of_denominator, settings.per_token_loss and has_denominator, _PER_TOKEN, _KEPT_PER_TOKEN),
-        Idle(of_denominator, loss.reducer_path is not None and has_denominator, _REDUCER),
+        Idle(of_denominator, settings.per_token_loss, _PER_TOKEN, "for kept tokens there, write mis_denominator: kept"),
+        Idle(of_denominator, has_reducer, "--custom-pg-loss-reducer-function-path reduces the policy loss"),
         Idle(of_denominator, is_whole, "no response keeps some of its tokens and loses others"),
         Idle((*clips, *estimator), not is_mode, f"{of} defines the loss", as_parameters),
         Idle(estimator, is_reinforce, "mis_loss_mode: reinforce has no ratio with gradient", "write grpo"),

@@ -32,8 +32,7 @@ Keys = Mapping[str, Any] | str | Path
 def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     """The configuration in ``mapping``.
 
-    A key with value None counts as unset. Keys without the prefixes of mis_ext belong to the framework and are ignored,
-    except for ``FRAMEWORK_ROWS``.
+    A key with value None counts as unset. Of keys without the prefixes of mis_ext only ``FRAMEWORK_ROWS`` are read.
 
     Raises:
         ValueError: A key is unknown, misspelt, in the wrong place or without effect, or its value is out of range.
@@ -141,7 +140,6 @@ _REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis
 """Keys of what is measured and watched."""
 _APPLIED = tuple(key for key in rows.CORRECTION_ROWS if key not in (*_REPORTED, "use_tis"))
 """Keys of what changes weights and masks."""
-_OF_RS = ("rs_level", "rs_lower_bound", "rs_upper_bound")
 _NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
 _ON, _BUILT_IN = "set use_tis: true (the flag --use-tis)", "it belongs to the framework's built-in correction"
 _ON_LOSS = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
@@ -151,10 +149,7 @@ ALL_KEPT = "nothing rejects a token, so that all are kept"
 def _idle_keys(
     given: Mapping[str, Any], values: Mapping[str, Any], *, corrects: bool, whole_loss: bool
 ) -> tuple[Idle, ...]:
-    """The table for keys of a correction; those of the full policy loss are in ``loss_keys``.
-
-    Keys of weights and masks are legal, with their ``values``. In the full policy loss there may be no correction.
-    """
+    """The table for keys of a correction, with legal ``values``; those of the full policy loss are in ``loss_keys``."""
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
     uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
     low_of_gate, high_of_gate = (_inherits_bound(values, side) for side in ("lower", "upper"))
@@ -185,7 +180,7 @@ def _idle_keys(
         Idle(("tis_normalize_over",), not is_scaled, _NO_MEAN),
         Idle(("tis_normalize_scope",), not is_scaled and values["mis_denominator"] != "kept", _NO_MEAN),
         Idle(("use_rs",), mode_rejects and is_repeated, "tis_mode rejects the same tokens"),
-        Idle(_OF_RS, no_rs, "use_rs is not set", "set use_rs: true"),
+        Idle(("rs_level", "rs_lower_bound", "rs_upper_bound"), no_rs, "use_rs is not set", "set use_rs: true"),
         Idle(("rs_gates",), no_rs, "use_rs is not set", "set use_rs: true, with rs_level: none for these gates alone"),
         Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
         Idle(vetoes, values["rs_veto_requires_rs"] and no_rs, "rs_veto_requires_rs is true", "set use_rs: true"),
@@ -203,8 +198,7 @@ def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[
     """Why keys have no effect, and what to write. A key that is false never counts, and a key in one row only."""
     named = set[str]()
     for row in table:
-        is_set = [key for key in row.keys if key not in named and given.get(key) is not None]
-        idle = [key for key in is_set if given[key] is not False]
+        idle = [key for key in row.keys if key not in named and given.get(key) is not None and given[key] is not False]
         if row.when and idle:
             named |= {*idle}
             shown = ", ".join(f"{key}={given[key]!r}" for key in idle)
@@ -218,9 +212,7 @@ def unread_by(loss_type: str) -> Idle:
 
 
 _ON_GROUPS = "compute advantages with mis_ext.group_advantages, and give the loss divisors"
-GROUPS_ELSEWHERE = Idle(
-    (*rows.GROUP_ROWS,), True, "only slime and Miles give mis_ext the responses to a prompt", _ON_GROUPS
-)
+GROUPS_ELSEWHERE = Idle((*rows.GROUP_ROWS,), True, "only slime and Miles pass the responses to a prompt", _ON_GROUPS)
 
 
 # --- what responses to one prompt share
@@ -325,7 +317,7 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     if whole_loss and is_legal:
         from mis_ext.keys.loss_keys import read_whole_loss  # Loads the loss.
 
-        loss = read_whole_loss({**given, **of_loss}, correction, wrong)
+        loss = read_whole_loss({**given, "mis_loss_method": of_loss.get("mis_loss_method")}, correction, wrong)
     with wrong:
         group = read_group(given)
     if given.get("loss_type") not in (None, "custom_loss"):
@@ -431,11 +423,8 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
     """Keys as YAML, a line for each; the innermost mappings and lists are in one line too."""
     import yaml
 
-    is_block = {key: None if isinstance(value, (dict, list)) else False for key, value in keys.items()}
-    return "".join(
-        yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=is_block[key], width=120)
-        for key, value in keys.items()
-    )
+    is_nested = any(isinstance(value, (dict, list)) for value in keys.values())
+    return yaml.safe_dump(keys, sort_keys=False, default_flow_style=None if is_nested else False, width=120)
 
 
 def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
@@ -449,9 +438,8 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
     weight, default = config.weight, CorrectionConfig()
     keys: dict[str, Any] = {"use_tis": True, "tis_level": "none"}
     if weight is not None:
-        of_weight = {"level": weight.level, "mode": weight.mode, "lower_bound": weight.low, "upper_bound": weight.high}
-        values = (of_weight | {"when": weight.when}).items()
-        keys |= {f"tis_{name}": value for name, value in values if value not in (None, "always")}
+        keys |= {"tis_level": weight.level, "tis_mode": weight.mode}
+        keys |= {"tis_lower_bound": weight.low, "tis_upper_bound": weight.high, "tis_when": weight.when}
     if config.gates:
         fields = (dataclasses.asdict(gate).items() for gate in config.gates)
         gates = [{key: value for key, value in each if value not in (None, "reject")} for each in fields]
@@ -469,4 +457,4 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
             keys[f"mis_{name}"] = list(value) if isinstance(value, tuple) else value
     if config.warn_only:
         keys["mis_guard"] = dict.fromkeys(sorted(config.warn_only), "warn")
-    return keys
+    return {key: value for key, value in keys.items() if value not in (None, "always")}

@@ -91,8 +91,7 @@ def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
         where = f"{key}[{place}]"
         with wrong:
             given = check_mapping(where, fields)
-            names = [f"rs_gates.{name}" for name in given]
-            gone = _removed(names + [f"rs_gates.{name}: {given[name]}" for name in given])
+            gone = _removed([f"rs_gates.{old}" for name in given for old in (name, f"{name}: {given[name]}")])
             wrong.refuse(gone)
             check_known(f"keys of {where}", [name for name in given if f"rs_gates.{name}" not in REMOVED], GATE_ROWS)
             if not gone:
@@ -256,8 +255,7 @@ FLAGS: dict[str, Key] = {
     )
     for name in names
 }
-"""Numbers and words of the frameworks: a file can set them too, so values with which a loss fails or is NaN are
-refused."""
+"""Flags of the frameworks that a file can set too: values with which a loss fails or is NaN are refused."""
 _OTHERS = (
     *("allgather_cp", "context_parallel_size", "custom_advantage_function_path", "custom_generate_function_path"),
     *("custom_reward_post_process_path", "grpo_std_normalization", "load_debug_rollout_data", "normalize_advantages"),
