@@ -131,6 +131,30 @@ def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, content, r
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"log_probs": ["-1", "-2"]}, r"log_probs must be numbers, got \['-1', '-2'\]"),
+        ({"rollout_log_probs": [[-1.0], [-2.0]]}, r"rollout_log_probs must be numbers, got \[\[-1.0\], \[-2.0\]\]"),
+        ({"advantage": "high"}, "advantages must be numbers, got 'high'"),
+        ({"sample_index": "a"}, "sample_indices must be an integer, got 'a'"),
+        ({"rollout_id": [1]}, r"rollout_id must be an integer, got \[1\]"),
+    ],
+)
+def test_what_is_no_number_is_named_by_its_key(tmp_path, values, reason) -> None:
+    path = tmp_path / "words.jsonl"
+    path.write_text(json.dumps({"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0]} | values))
+    with pytest.raises(ValueError, match=rf"words\.jsonl: {reason}"):
+        read(path)
+
+
+def test_an_advantage_may_be_null(tmp_path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0], "advantages": [0.5, null]}')
+    (sample,) = read(path)
+    assert sample.advantages.isnan().tolist() == [False, True]
+
+
 def test_a_file_given_twice_counts_once(tmp_path) -> None:
     path = one_file_of_all_ranks(tmp_path / "7.pt")
     lines = tmp_path / "lines.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -300,21 +301,22 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
     samples = []
     for index in range(max(lengths.values(), default=1)):
         row = {key: column[index] for key, column in per_sample.items()}
+        row["rollout_id"] = rollout_ids[index] if isinstance(rollout_ids, list) else rollout_ids
         samples.append(
             DumpedSample(
-                proximal_log_probs=_to_tensor(row.get("log_probs"), dtype),
-                behavior_log_probs=_to_tensor(row.get("rollout_log_probs"), dtype),
+                proximal_log_probs=_numbers(row, "log_probs", dtype),
+                behavior_log_probs=_numbers(row, "rollout_log_probs", dtype),
                 response_mask=_mask(row, index),
-                response_length=_integer(row.get("response_lengths")),
+                response_length=_integer(row, "response_lengths"),
                 token_ids=row.get("tokens"),
                 response_ids=_response_ids(row),
                 sampled_ids=row.get("rollout_token_ids"),
                 proximal_weight_version=row.get(VERSION_OF_FILE, of_file),
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
-                rollout_id=_integer(rollout_ids[index] if isinstance(rollout_ids, Sequence) else rollout_ids),
-                sample_index=_integer(row.get("sample_indices")),
+                rollout_id=_integer(row, "rollout_id"),
+                sample_index=_integer(row, "sample_indices"),
                 # One number per token, or one for the sample.
-                advantages=None if row.get("advantages") is None else torch.as_tensor(row["advantages"]).float(),
+                advantages=_numbers(row, "advantages", torch.float32),
                 reward=_reward(row.get("rewards")),
                 group_index=row.get("group_indices"),
                 canary=metadata.get(CANARY) if isinstance(metadata := row.get("metadata"), Mapping) else None,
@@ -337,8 +339,11 @@ def _problem_of_mask(mask: Any) -> str | None:
     return None if bool(((values >= 0) & (values <= 1)).all()) else "loss_mask has values that are not in [0, 1]"
 
 
-def _integer(value: Any) -> int | None:
-    return None if value is None else int(value)
+def _integer(row: Mapping[str, Any], key: str) -> int | None:
+    try:
+        return None if row.get(key) is None else int(row[key])
+    except _OF_CONTENT as error:
+        raise ValueError(f"{key} must be an integer, got {reprlib.repr(row[key])}") from error
 
 
 def _reward(value: Any) -> float | None:
@@ -348,8 +353,8 @@ def _reward(value: Any) -> float | None:
 def _part(row: Mapping[str, Any], content: Columns) -> ContextPart | None:
     if content.cp_size == 1:
         return None
-    total_length = _integer(row.get("total_lengths"))
-    laid_out_length = _integer(row.get("max_seq_lens")) if content.is_padded else total_length
+    total_length = _integer(row, "total_lengths")
+    laid_out_length = _integer(row, "max_seq_lens") if content.is_padded else total_length
     if total_length is None or laid_out_length is None or row.get("response_lengths") is None:
         needed = f"response_lengths, total_lengths{' and max_seq_lens' if content.is_padded else ''}"
         raise ValueError(f"has parts of responses (cp_size {content.cp_size}) and needs {needed} to join them")
@@ -358,7 +363,7 @@ def _part(row: Mapping[str, Any], content: Columns) -> ContextPart | None:
 
 def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:
     lists = [
-        _to_tensor(values, torch.float64)
+        _numbers({key: values}, key, torch.float64)
         for key in ("log_probs", "rollout_log_probs")
         for values in columns.get(key, ())
         if values is not None and not isinstance(values, Tensor)
@@ -368,11 +373,20 @@ def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:
     return torch.float32 if torch.equal(flat.float().double(), flat.double()) else torch.float64
 
 
-def _to_tensor(values: Any, dtype: torch.dtype) -> Any:
-    # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
+def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype) -> Any:
+    """A tensor as it is; a list, or one number, in this type."""
+    values = row.get(key)
     if values is None or isinstance(values, Tensor):
         return values
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
+    try:
+        # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
+        rows = [math.nan if value is None else value for value in values] if isinstance(values, Iterable) else values
+        found = torch.tensor(rows, dtype=dtype)
+    except _OF_CONTENT:
+        found = None
+    if found is None or found.dim() > 1:
+        raise ValueError(f"{key} must be numbers, got {reprlib.repr(values)}")
+    return found
 
 
 def _mask(row: Mapping[str, Any], index: int) -> Any:
