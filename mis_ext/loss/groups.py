@@ -52,7 +52,7 @@ def group_advantages(
         with_deviation: Whether the difference is divided by the deviation of all that count.
 
     Raises:
-        ValueError: Samples of a trajectory that count have different rewards, or a shape is wrong.
+        ValueError: Samples of a trajectory that count have different rewards, one is not finite, or a shape is wrong.
 
     References:
         Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; Ahmadian et al., Back to Basics (RLOO), arXiv:2402.14740.
@@ -68,6 +68,11 @@ def group_advantages(
     pairs_K, trajectory_N = _distinct(groups, own_N)
     (prompts_G,), prompt_K = _distinct(pairs_K[0])
     counted_N = torch.ones_like(rewards_N) if counted is None else (counted != 0).double()
+    (wrong_M,) = ((counted_N > 0.0) & ~rewards_N.isfinite()).nonzero(as_tuple=True)
+    if len(wrong_M):
+        raise ValueError(
+            f"rewards must be finite, got {float(rewards_N[wrong_M[0]])} of samples {wrong_M[:8].tolist()}"
+        )
 
     def of_trajectories(values_N: Tensor, how: str) -> Tensor:
         found_K = values_N.new_zeros(len(prompt_K))

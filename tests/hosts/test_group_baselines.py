@@ -2,6 +2,7 @@
 """What the answers to one prompt share: their baseline before and after rejection, and the weight of their prompt."""
 
 import argparse
+import math
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -74,6 +75,13 @@ def test_what_another_baseline_has_left_gives_the_same() -> None:
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"must be \[N\], got \[\[2\], \[3\]\]"):
         group_advantages(torch.zeros(2), torch.zeros(3))
+
+
+def test_an_infinite_reward_that_counts_is_refused() -> None:
+    rewards, groups, counted = torch.tensor([1.0, math.inf, 0.0]), torch.zeros(3), torch.tensor([True, False, True])
+    assert group_advantages(rewards, groups, counted=counted).isfinite().all()
+    with pytest.raises(ValueError, match=r"rewards must be finite, got inf of samples \[1\]"):
+        group_advantages(rewards, groups)
 
 
 # --- rewards, as a host hands them over
@@ -189,6 +197,10 @@ def test_rewards_that_cannot_be_compared_are_refused() -> None:
         group_rewards(host_args(), [Sample(0, 1.0), Sample(None, 1.0)])
     with pytest.raises(ValueError, match=r"samples \[0, 2\] have no reward: the reward function must give each"):
         group_rewards(host_args(), [Sample(0, None), Sample(0, 1.0), Sample(0, None, remove_sample=True)])
+    with pytest.raises(ValueError, match=r"samples \[1\] have no reward: .* --reward-key names that of a mapping"):
+        group_rewards(host_args(), [Sample(0, 1.0), Sample(0, {"accuracy": 1.0})])
+    with pytest.raises(ValueError, match=r"rewards must be finite, got nan of samples \[2\]"):
+        group_rewards(host_args(), [Sample(0, 1.0), Sample(0, math.inf, remove_sample=True), Sample(0, math.nan)])
     for flag in ({"advantage_estimator": "ppo"}, {"rewards_normalization": False}):
         with pytest.raises(ValueError, match=r"mis_group_baseline='mean': no effect, because --(advantage|disable)"):
             group_rewards(host_args(**flag), [Sample(0, 1.0), Sample(0, 0.0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,10 +48,14 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
     rewards = [sample.get_reward_value(args) for sample in samples]
     needed = {
         "group_index": ([sample.group_index for sample in samples], "the rollout function must keep the data source's"),
-        "reward": (rewards, "the reward function must give each a number, also one that is not trained"),
+        "reward": (
+            rewards,
+            "the reward function must give each a number, also one that is not trained; --reward-key names that of a "
+            "mapping",
+        ),
     }
     for name, (values, remedy) in needed.items():
-        unknown = [place for place, value in enumerate(values) if value is None]
+        unknown = [place for place, value in enumerate(values) if not isinstance(value, (Real, Tensor))]
         if unknown:
             raise ValueError(f"mis_ext.group_rewards: samples {unknown[:8]} have no {name}: {remedy}")
     # By index as in Miles, unless that is another one's rollout_id in its prompt: then each is its own, as in slime.
