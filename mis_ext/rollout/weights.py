@@ -27,7 +27,7 @@ class WeightDifference(NamedTuple):
 
     Attributes:
         name: As the engine calls it; it joins some of the trainer's, such as q, k, and v.
-        max_abs_diff: Largest difference. NaN: not measured, because vLLM compares checksums.
+        max_abs_diff: Largest difference, infinite where a value is NaN. NaN: not measured, as vLLM compares checksums.
     """
 
     name: str
@@ -89,6 +89,8 @@ def compare_weights(engine: str, trainer: str | Path | Callable[[], object]) -> 
         return [WeightDifference(name, math.nan) for name in sorted({e.rpartition(":")[2] for e in said["mismatches"]})]
     status, said = _post(checker, {"action": "compare"})
     found = [(name, float(largest)) for name, largest in _DIFFERENCE.findall(str(said.get("message")))]
+    # A NaN has no place in an order.
+    found = [(name, math.inf if math.isnan(largest) else largest) for name, largest in found]
     if status != 200 and not found:
         raise _refused(checker, said)
     # Of a tensor that several ranks name, the last counts.

@@ -47,6 +47,12 @@ def test_the_tensors_that_sglang_names_come_with_the_largest_difference_first() 
     assert requests == [actions[0], load, actions[1], load, actions[2]]
 
 
+def test_a_tensor_with_a_nan_comes_first_whatever_another_rank_has_of_it() -> None:
+    message = MESSAGE.replace("max_abs_err=0.5", "max_abs_err=nan")
+    with sglang([*UP_TO_COMPARE, (400, {"success": False, "message": message})]) as (url, _):
+        assert compare_weights(url, "/models/step_7")[0] == ("model.norm.weight", math.inf)
+
+
 def test_the_trainer_may_be_a_function_and_equal_weights_give_nothing() -> None:
     sent = []
     with sglang([OK] * 3) as (url, _):
