@@ -209,6 +209,9 @@ def _read_logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
     # JSON has no integers as keys.
+    for key in value:
+        if not str(key).isdecimal():
+            raise ValueError(f"keys of logit_bias must be token ids, integers of at least 0, got {key!r}")
     return {int(key): check_number(f"logit_bias[{key}]", bias, low=-1e30, high=1e30) for key, bias in value.items()}
 
 

@@ -235,6 +235,8 @@ def test_what_constrains_the_tokens_is_read() -> None:
         ({"top_k": 1.0}, TypeError, "top_k must be a whole number"),
         ({"top_k": True}, TypeError, "top_k must be a whole number"),
         ({"logit_bias": [1]}, TypeError, r"logit_bias must map token ids to numbers, got \[1\]"),
+        ({"logit_bias": {"yes": 1.0}}, ValueError, "keys of logit_bias must be token ids, .* got 'yes'"),
+        ({"logit_bias": {"-1": 1.0}}, ValueError, "keys of logit_bias must be token ids, .* got '-1'"),
         ({"logit_bias": {"1": math.nan}}, ValueError, r"logit_bias\[1\] must be in"),
     ],
 )
