@@ -2,14 +2,14 @@
 """The passes of a correction as graphs of ``torch.compile``: the same functions, with fewer launches.
 
 Each configuration has graphs of its own: one of all passes (:func:`run_passes`); or, in a call with collectives, one
-for tokens, one for responses, and one for the outputs, which computes tokens and responses again, so that only sums
-leave the others. They hold for calls of any lengths, because sizes of 0 and 1, for which torch compiles again, never
-reach them. Outside of the graphs are:
+for tokens, one for responses, and one for the outputs. The last computes tokens and responses again, so that only sums
+pass from graph to graph. The graphs hold for calls of any lengths: padding keeps away sizes of 0 and 1, for which torch
+compiles again. Outside of the graphs are:
 
-- before: the casts to float32, the lengths, the values of segments, and padding (:meth:`Graphs.parts`);
-- between: the collectives;
-- after: removal of the padding, with context parallelism the mask of whole responses, the product with the loss, and
-  properties of ``Correction`` such as ``metrics``, which are computed when they are read.
+- before: the casts to float32, the lengths, the gathered values of segments, and padding (:meth:`Graphs.parts`);
+- between: the collectives of sums;
+- after: removal of the padding, with context parallelism the gathered mask, the product with the loss, and properties
+  of ``Correction`` such as ``metrics``, which are computed when they are read.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ REDUCTIONS: dict[str, Reduce] = {"token": "token", "sequence": "sum", "geometric
 """Reduction of log-ratios by level: the sum is the product of ratios, the mean is the geometric mean."""
 
 DEFAULT_UPPER_BOUND = 2.0
-"""The cap of a weight that is given none. With ``use_tis: true`` alone the weight is ``Weight()``: the ratio of each
-token, at most 2. The row of the key ``tis_upper_bound`` in ``keys/rows.py`` has the same default."""
+"""The default of the key ``tis_upper_bound`` (its row in ``keys/rows.py``), and so the cap of the ratio of each token
+with ``use_tis: true`` alone. In Python it is the cap of ``Weight()``."""
 
 Scope = Literal["micro_batch", "data_parallel"]
 NormalizeOver = Literal["kept", "valid"]

@@ -8,22 +8,22 @@ passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operatio
 2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
-To follow one filter, take ``rs_veto_threshold: 1e-4``. ``_gates`` of ``keys/reading.py`` makes
-``Gate(statistic="ratio", reduce="min", low=1e-4)`` of it. :func:`token_pass` finds the log-ratio of each token, and
-:func:`gate_sum` says which sum or maximum the filter needs: for the smallest log-ratio the largest of its negative.
-:func:`decide_responses` compares the smallest log-ratio of a response with ``log 1e-4``. A response token without a
-finite ratio vetoes too. ``keep`` of the response is then False, and :func:`output_pass` masks it.
+To follow one filter, take ``rs_veto_threshold: 1.0e-4``. By ``VETOES`` of ``keys/rows.py``, ``_gates`` of
+``keys/reading.py`` makes ``Gate(statistic="ratio", reduce="min", low=1e-4)`` of it. :func:`token_pass` finds the
+log-ratio ``d`` of each token, and :func:`gate_sum` asks for the maximum of ``-d`` in each response.
+:func:`decide_responses` compares the minimum of ``d`` with ``log 1e-4``. A response token without a finite ratio vetoes
+too. ``keep`` of the response is then False, and :func:`output_pass` masks the response.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
-``nonfinite_token_fraction`` counts it. A weight of responses, or a gate on their sum or mean, needs all ratios: without
-one the response is masked. A veto masks it too, or with ``action: zero`` sets its weights to 0. ``metrics_only`` masks
-nothing.
-In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens have no finite log-prob.
+``nonfinite_token_fraction`` counts it. Its whole response is masked if the weight is one of responses, or if a filter
+is a veto or on the sum or mean of a response. A veto with ``action: zero`` sets the weights of the response to 0
+instead. ``metrics_only`` masks nothing. In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens
+have no finite log-prob.
 
-Context-parallel ranks agree on the keep mask in two steps, both in ``collectives.py``. They gather the sums of each
-response and add them up in rank order (``Due.merge``), so all decide alike on responses. Where single tokens can be
-rejected, they also gather one bit per token, which its owner sets (``Due.gather_bits``). Before both, gates on segments
-gather the values of the tokens.
+Context-parallel ranks agree on the keep mask through ``collectives.py``. For filters on segments they first gather the
+values of the tokens. Then they gather the sums of each response and add them up in rank order (``Due.merge``), so all
+decide alike on responses. Last, they gather one bit per token, which the rank that has the token sets
+(``Due.gather_bits``). Only a configuration that masks whole responses alone, also for a NaN, needs no bits.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask
@@ -261,9 +261,9 @@ def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
 
 
 IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
-# TERMS: what the framework divides by. All response tokens; or all responses, as of each it takes the mean over its
-# response tokens. KEPT_TERMS: what mis_denominator: kept divides by. Kept tokens; or the sum over responses of kept
-# tokens / response tokens. Both count tokens, where the framework sums the mask: exact for masks of 0 and 1.
+# TERMS is what the framework divides by: with a per-token loss the number of response tokens, else the number of
+# responses. KEPT_TERMS is what mis_denominator: kept divides by: with a per-token loss the number of kept tokens, else
+# the sum over responses of kept tokens / response tokens. The framework sums the mask: equal for masks of 0 and 1.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
 

@@ -172,8 +172,8 @@ _PHANTOM = (
     "advantage has that sign"
 )
 _RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
-_ESS_TOKEN = "`(sum w)^2 / (n sum w^2)` of the token ratios, `d` within +-20: 1 on-policy"
-_ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` within +-20"
+_ESS_TOKEN = "`(sum w)^2 / (n sum w^2)` of the token ratios, `d` clamped to +-20: 1 on-policy"
+_ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` clamped to +-20"
 _UNDATED = "tokens with a ratio, and weights of unknown age"
 _UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
 _NO_RATIO = "response tokens without a finite ratio"

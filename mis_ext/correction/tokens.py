@@ -85,7 +85,7 @@ class Tokens:
     def read(cls, log_pi: Tensor, log_mu: Tensor, generated: Tensor, lag: Tensor | None = None) -> Tokens:
         """Subtract in float32. A token without a finite difference is not ``valid``, and its three values are 0.
 
-        Its ratio would then be 1, which is on-policy: read ``valid`` before a value is used.
+        A difference of 0 looks like an on-policy token: read ``valid`` before you use a value.
         """
         log_pi, log_mu = log_pi.detach().float(), log_mu.detach().float()
         # d = log pi - log mu

@@ -79,12 +79,10 @@ def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
 def _logit_gradient(
     rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the logits, but for their scale, and the rows ``[T, 1]`` where one comes in.
+    """The gradient of the scaled logits, which the caller multiplies by ``scale``; and which rows ``[T, 1]`` have one.
 
-    ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy. The caller
-    divides by the temperature, of which ``scale`` is the inverse: ``p = softmax(scale z)``. Autograd brings
-    ``g = dL/dlogp`` and ``h = dL/dH`` of each token from the loss: the slopes at the end of ``_sums`` in
-    ``loss/policy.py``.
+    ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy, with
+    ``p = softmax(scale z)``: see :mod:`mis_ext.scoring.scores`.
     """
     slope_TV = torch.zeros_like(rows_TV)
     is_wanted_T1 = torch.zeros(len(rows_TV), 1, dtype=torch.bool, device=rows_TV.device)

@@ -6,7 +6,8 @@ With logits ``z`` divided by the temperature, a token's log-prob is ``z_t - log 
 ``g = dL/dlogp`` and ``h = dL/dH``: ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. So the forward pass
 reads the logits once and keeps a few numbers per token; the backward pass reads them once more and writes the gradient.
 PyTorch operations do it (``_logit_gradient`` of ``chunked.py``), and on a GPU where Triton imports, kernels
-(``triton_backend.py``).
+(``gradient_kernel`` of ``triton_backend.py``). ``_sums`` of ``loss/policy.py`` computes ``g`` and ``h`` of the full
+policy loss.
 """
 
 from __future__ import annotations

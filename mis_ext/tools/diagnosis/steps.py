@@ -226,8 +226,8 @@ def change_words(tokens: Evidence) -> str:
 def stale(left: Left) -> Found | None:
     """Weights of other steps: the canary first, then recorded versions.
 
-    Steps and files count only where recorded versions do not tell. After all other causes :func:`stale_by_size` names
-    this one a second time.
+    Steps and files count only where recorded versions do not tell. If this rule finds nothing, :func:`stale_by_size`
+    can still name the cause, after all other rules.
     """
     tokens = left.tokens.without_samples(left.tokens.num_S > 0)
     if not len(tokens):
