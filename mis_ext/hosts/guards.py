@@ -150,9 +150,8 @@ def data_sums(streams: PackedStreams) -> Tensor:
     tokens = streams.tokens
     layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid, tokens.log_pi, tokens.log_mu
     response_T = layout.local_part(streams.response_mask_R) != 0
-    pair_T = valid_T[1:] & valid_T[:-1] & (layout.sequence_T[1:] == layout.sequence_T[:-1])
-    if not layout.is_whole:
-        pair_T = pair_T & (layout.position_T[1:] == layout.position_T[:-1] + 1)
+    neighbors_T = layout.position_T[1:] == layout.position_T[:-1] + 1
+    pair_T = valid_T[1:] & valid_T[:-1] & (layout.sequence_T[1:] == layout.sequence_T[:-1]) & neighbors_T
     before, after = slice(None, -1), slice(1, None)
     shifts = ((before, before), (after, after), (after, before), (before, after))
     gaps = [(valid_T, tokens.d), *((pair_T, trainer_T[a] - engine_T[b]) for a, b in shifts)]

@@ -296,3 +296,12 @@ def test_one_token_answers_arm_the_check_for_shifts_for_good() -> None:
     for _ in range(3):
         call([torch.tensor([-0.5 - i / 1000]) for i in range(40)], [torch.tensor([-0.5])] * 40, args=args)
     assert not session_for(args)._data.is_done
+
+
+def test_neighbors_are_tokens_of_one_response_with_nothing_between_them() -> None:
+    layout = mis_ext.PackedLayout.context_parallel([13, 9], total_lengths=[16, 12], cp_rank=0, cp_size=2)
+    log_probs_T = torch.full((layout.num_local_tokens,), -1.0)
+    streams = mis_ext.PackedStreams(log_probs_T, log_probs_T, torch.ones(layout.num_whole_tokens), layout)
+    parts = [length for length in layout.pieces.lengths if length > 0]
+    assert len(parts) == 4
+    assert guards.data_sums(streams)[guards.PAIRS] == sum(parts) - len(parts)
