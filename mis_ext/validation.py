@@ -127,13 +127,6 @@ def check_mapping(key: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def check_list(key: str, value: Any) -> list[Any]:
-    """A copy of ``value``, which must be a list or a tuple."""
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{key} must be a list, got {value!r}")
-    return list(value)
-
-
 def check_tensors(given: Mapping[str, Any]) -> None:
     """Refuse what is no tensor, by its name."""
     from torch import Tensor  # Where keys alone are checked, torch need not be loaded.

@@ -25,7 +25,6 @@ from mis_ext.validation import (
     check_choice,
     check_instance,
     check_known,
-    check_list,
     check_mapping,
     check_number,
     errors_of,
@@ -87,7 +86,7 @@ def _object(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
 def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
     """The filters of a list of mappings."""
     gates, wrong = [], Errors()
-    for place, fields in enumerate(check_list(key, value)):
+    for place, fields in enumerate(check_instance(key, value, (list, tuple))):
         where = f"{key}[{place}]"
         with wrong:
             given = check_mapping(where, fields)

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from mis_ext.methods.method import Method
-from mis_ext.validation import check_choice, check_known, check_list, check_number
+from mis_ext.validation import check_choice, check_instance, check_known, check_number
 
 SYMBOLS = (
     "A: advantage. rho = proximal / behavior, r = current / proximal, w = current / behavior, of a token. "
@@ -168,7 +168,7 @@ def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any], *, infi
     if words := words_of(hint):
         return check_choice(key, value, words)
     if get_origin(hint) is tuple:
-        kinds, values = get_args(hint), check_list(key, value)
+        kinds, values = get_args(hint), check_instance(key, value, (list, tuple))
         if len(values) != len(kinds):
             raise ValueError(f"{key} must be a list of {len(kinds)} numbers, got {value!r}")
         pairs = enumerate(zip(values, kinds, strict=True))

@@ -21,7 +21,7 @@ from mis_ext.hosts.session import Session, all_arguments, current_run, read_argu
 from mis_ext.keys.reading import GroupConfig, RunConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
-from mis_ext.validation import check_lengths, check_list
+from mis_ext.validation import check_instance, check_lengths
 
 _UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_loss"
 
@@ -289,10 +289,8 @@ def _samples_of(
 def _schedule(rollout_data: Mapping[str, Any], num_samples: int) -> tuple[list[int], list[int]]:
     """Of each sample its optimizer step, and how many terms of the loss that step has."""
     numbers, sizes = (check_lengths(name, rollout_data[name]) for name in ("num_microbatches", "global_batch_sizes"))
-    batches = [
-        check_lengths(f"micro_batch_indices[{index}]", each)
-        for index, each in enumerate(check_list("micro_batch_indices", rollout_data["micro_batch_indices"]))
-    ]
+    indices = check_instance("micro_batch_indices", rollout_data["micro_batch_indices"], (list, tuple))
+    batches = [check_lengths(f"micro_batch_indices[{index}]", each) for index, each in enumerate(indices)]
     if len(sizes) != len(numbers) or len(batches) != sum(numbers):
         raise ValueError(
             f"num_microbatches has {len(numbers)} steps with {sum(numbers)} micro-batches, global_batch_sizes "

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mis_ext.rollout.generation import Contradiction, CountMismatch, Generation, MalformedResponse
-from mis_ext.validation import check_choice, check_integer, check_list, check_mapping
+from mis_ext.validation import check_choice, check_instance, check_integer, check_mapping
 
 if TYPE_CHECKING:
     from numpy import int32
@@ -52,7 +52,7 @@ def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It was.
     """
-    spans = check_list("weight_versions", meta_info.get("weight_versions") or [])
+    spans = check_instance("weight_versions", meta_info.get("weight_versions") or [], (list, tuple))
     versions = [*dict.fromkeys(str(check_mapping("weight_versions", span).get("version")) for span in spans)]
     count = meta_info.get("num_retractions")
     count = max(len(versions) - 1, 0) if count is None else check_integer("num_retractions", count, low=0)
