@@ -158,7 +158,7 @@ def _idle_keys(
     no_rs, is_scaled = given.get("use_rs") is None, given.get("tis_batch_normalize") is not None
     mode_rejects, is_alone = has_weight and bound.rejects, given.get("rs_gates") is None
     is_repeated = values["rs_level"] == values["tis_level"] and low_of_gate and high_of_gate and is_alone
-    clip, clip_low = map(given.get, rows.TIS_OF_FRAMEWORKS)
+    replaced = tuple(key for key, default in rows.TIS_OF_FRAMEWORKS.items() if given.get(key) != default)
     vetoes = tuple(rows.VETOES)
     has_veto = any(values[key] is not None for key in (*vetoes, "rs_max_staleness"))
     rejects = mode_rejects or values["use_rs"] or has_veto
@@ -188,9 +188,7 @@ def _idle_keys(
         Idle(("rs_veto_requires_rs",), not given.keys() & {*vetoes}, "no veto is set"),
         Idle(("rs_staleness_level",), values["rs_max_staleness"] is None, "rs_max_staleness is not set"),
         Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
-        # Their defaults are on every args.
-        Idle(("tis_clip",), is_called and clip != 2, _BUILT_IN, "write tis_upper_bound"),
-        Idle(("tis_clip_low",), is_called and clip_low != 0, _BUILT_IN, "write tis_mode: clip with tis_lower_bound"),
+        Idle(replaced, is_called, _BUILT_IN, "write tis_upper_bound, or tis_mode: clip with tis_lower_bound"),
     )
 
 
@@ -428,11 +426,7 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
 
 
 def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
-    """The keys of ``config``, without those at their default.
-
-    Raises:
-        ValueError: It measures only, for which the framework has flags.
-    """
+    """The keys of ``config``, without those at their default. What measures only is refused: it has a flag."""
     if config.metrics_only:
         raise ValueError("metrics_only is spelled use_tis: false")
     weight, default = config.weight, CorrectionConfig()

@@ -224,8 +224,8 @@ FRAMEWORK_ROWS: dict[str, Key] = {
 
 ROWS = CORRECTION_ROWS | GROUP_ROWS | LOSS_ROWS | FRAMEWORK_ROWS
 FLAT_KEYS = (*CORRECTION_ROWS, *GROUP_ROWS, *LOSS_ROWS)
-TIS_OF_FRAMEWORKS = ("tis_clip", "tis_clip_low")
-"""Bounds of the frameworks' built-in correction, which mis_ext replaces."""
+TIS_OF_FRAMEWORKS = {"tis_clip": 2, "tis_clip_low": 0}
+"""Bounds of the frameworks' built-in correction, which mis_ext replaces, and their defaults, which every args has."""
 
 _KINDS = "; ".join(f"{row.name}: {row.text}" for row in STATISTICS.values())
 GATE_ROWS: dict[str, Key] = {

@@ -95,7 +95,7 @@ REFUSED = {
     "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(did you mean 'tis_normalize_over'\?\)",
     # The host's built-in correction, in whose place ours runs.
     "{use_tis: true, tis_clip: 5.0}": r"tis_clip=5.0: no effect, because it belongs to .* write tis_upper_bound",
-    "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.* write tis_mode: clip with tis_",
+    "{get_mismatch_metrics: true, tis_clip_low: 0.5}": r"tis_clip_low=0.5: no effect.*, or tis_mode: clip with tis_",
     "{use_tis: true, tis_level: null}": r"tis_level: null .* write tis_level: none, or remove the key",
     "{use_tis: true, tis_mode: null}": r"tis_mode: null .* write tis_mode: unbounded, or remove the key",
     "{use_tis: true, rs_level: null}": r"rs_level: null .* write rs_level: none, or remove the key",

@@ -196,9 +196,8 @@ def _unread_keys(args: Any) -> list[str]:
 def _summary(config: RunConfig) -> str:
     """Describe the active configuration in one line: hook or full policy loss, weight, filters, number of metrics."""
     correction, loss, group = config.correction, config.whole_loss, config.group
-    parts = ["the framework's loss calls compute_mis_weights_with_cp"]
-    if loss is not None:
-        parts = [f"policy_loss replaces the framework's loss, {loss.settings.chosen_by}"]
+    hook = "the framework's loss calls compute_mis_weights_with_cp"
+    parts = [hook if loss is None else f"policy_loss replaces the framework's loss, {loss.settings.chosen_by}"]
     parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
     parts += ["every prompt weighs the same"] * group.prompt_mean
     if loss is not None and not loss.has_correction:
