@@ -303,15 +303,10 @@ def measured_totals(
     """``[total, count]`` of each metric of a correction, over the samples in which it was measured; 0 without any."""
     if correction is None:
         return {name: share_T.new_zeros(2) for name in token_metrics}
-    layout = correction.layout
-    masks_T: dict[int, Tensor] = {}
     found = {}
     for name, is_measured_S in correction.measured.items():
-        key = id(is_measured_S)
-        if key not in masks_T:
-            masks_T[key] = response_T & layout.spread(is_measured_S)
         # A number of the group is NaN where nothing of it was measured.
-        known_T = masks_T[key] & ~token_metrics[name].isnan()
+        known_T = response_T & correction.layout.spread(is_measured_S) & ~token_metrics[name].isnan()
         pair_2T = torch.stack([token_metrics[name], torch.ones_like(share_T)])
         found[name] = (torch.where(known_T, pair_2T, 0.0) * share_T).sum(-1)
     return found
