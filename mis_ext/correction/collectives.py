@@ -32,7 +32,7 @@ def group_size(group: Group | None) -> int:
     """The number of ranks of a group; 1 without one."""
     if group is None:
         return 1
-    return int(group.size()) if _is_wrapped(group) else dist.get_world_size(group)
+    return int(group.size()) if is_fault_tolerant(group) else dist.get_world_size(group)
 
 
 def global_rank() -> int:
@@ -46,7 +46,7 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
         return row.unsqueeze(0)
     row = row.contiguous()
     rows = row.new_empty((group_size(group), *row.shape))
-    if _is_wrapped(group):
+    if is_fault_tolerant(group):
         if not group.allgather([list(rows.unbind(0))], [row], AllgatherOptions()).wait():
             raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")
     else:
@@ -61,7 +61,7 @@ def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
     """The sum of large tensors of all ranks, in place: not gathered first, so not in rank order."""
     if group is None:
         return states
-    if _is_wrapped(group):
+    if is_fault_tolerant(group):
         return gather_rows(states, group).sum(0)
     dist.all_reduce(states, group=group)
     return states
@@ -70,7 +70,7 @@ def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
 def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
     """Of the sum of large tensors of all ranks, this rank's equal part of the rows."""
     num_rows = len(states) // group_size(group)
-    if _is_wrapped(group):
+    if is_fault_tolerant(group):
         return gather_rows(states, group).sum(0)[rank * num_rows : (rank + 1) * num_rows]
     part = states.new_empty(num_rows, *states.shape[1:])
     scatter = _function(group, name="reduce_scatter_tensor", renamed="reduce_scatter_single")
@@ -82,7 +82,7 @@ def gather_objects(value: Any, group: Group | None) -> list[Any]:
     """The values of all ranks, in rank order; pickled, so for reports and not for training steps."""
     if group is None:
         return [value]
-    if _is_wrapped(group):
+    if is_fault_tolerant(group):
         raise TypeError(f"objects are gathered over a torch.distributed process group, got a {type(group).__name__}")
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -164,5 +164,6 @@ def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:
     return new or getattr(dist, name)  # type: ignore[no-any-return]
 
 
-def _is_wrapped(group: Group) -> bool:
+def is_fault_tolerant(group: Group) -> bool:
+    """True if replicas can leave and join the group while it is in use, as in Miles."""
     return hasattr(group, "_replica_id")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group
+from mis_ext.correction.collectives import Group, is_fault_tolerant
 from mis_ext.correction.collectives import global_rank as global_rank
 
 
@@ -84,11 +84,6 @@ def device_of(*candidates: Any) -> torch.device:
             return candidate.device
     uses_nccl = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if uses_nccl else torch.device("cpu")
-
-
-def is_fault_tolerant(group: Group) -> bool:
-    """True if replicas can leave and join the group while it is in use, as in Miles."""
-    return hasattr(group, "_replica_id")
 
 
 def _place(group: Group | None) -> tuple[int, int]:
