@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.own_trainer import measured_scalars
+from mis_ext.hosts.own_trainer import keys_in, measured_scalars
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, read_keys
+from mis_ext.keys.reading import Keys
 from mis_ext.validation import MismatchWarning
 
 
@@ -27,7 +27,7 @@ class MisLoss:
     """
 
     def __init__(self, loss_fn: Any, keys: Keys) -> None:
-        self.host, self.keys = loss_fn, read_keys(keys) | {"calculate_per_token_loss": True}
+        self.host, self.keys = loss_fn, keys_in("AReaL", keys, calculate_per_token_loss=True)
         self._has_compared = False
 
     def __call__(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import scalars
+from mis_ext.hosts.own_trainer import keys_in, scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, read_keys
+from mis_ext.keys.reading import Keys
 
 
 class MisLoss:
@@ -31,8 +31,8 @@ class MisLoss:
                 raise ValueError(
                     f"loss_fn.{name}={getattr(loss_fn, name)}: the loss of mis_ext has no such term; set it to 0"
                 )
-        self.host, self.keys = loss_fn, read_keys(keys)
-        self.is_of_tokens = loss_fn.loss_type.value == "token_level"
+        self.host, self.is_of_tokens = loss_fn, loss_fn.loss_type.value == "token_level"
+        self.keys = keys_in("NeMo-RL", keys, calculate_per_token_loss=self.is_of_tokens)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("host", "__setstate__", "__getstate__"):
@@ -47,7 +47,7 @@ class MisLoss:
             _, metrics = self.host(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         reference = data.get("reference_policy_logprobs")
         found = policy_loss_from_log_probs(
-            {**self.keys, "calculate_per_token_loss": self.is_of_tokens},
+            self.keys,
             current_logprobs=next_token_logprobs,
             proximal_logprobs=None if self.host.force_on_policy_ratio else data["prev_logprobs"][:, 1:],
             behavior_logprobs=data["generation_logprobs"][:, 1:],

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.hosts.own_trainer import keys_in
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, read_keys
+from mis_ext.keys.reading import Keys
 
 
 class MisLoss:
@@ -23,7 +24,7 @@ class MisLoss:
     """
 
     def __init__(self, loss_fn: Any, keys: Keys) -> None:
-        self.host, self.keys = loss_fn, read_keys(keys)
+        self.host, self.keys = loss_fn, keys_in("OpenRLHF", keys, calculate_per_token_loss=loss_fn.token_level_loss)
         self.metrics: dict[str, Tensor] = {}
         """Of the last call, each 0-dim: for ``experience.info``."""
 
@@ -44,10 +45,8 @@ class MisLoss:
         streams = log_probs, old_log_probs, advantages, action_mask, rollout_log_probs
         with torch.no_grad():
             _, *metrics = self.host(*streams, **sizes)
-        is_of_tokens = self.host.token_level_loss
-        keys = {**self.keys, "calculate_per_token_loss": is_of_tokens}
         if rollout_log_probs is None:
-            loss = current_run(keys, whole_loss=True).config.loss
+            loss = current_run(self.keys, whole_loss=True).config.loss
             if loss.has_correction or loss.settings.needs_behavior:
                 raise ValueError(
                     "OpenRLHF asks its engine for log-probs only while its own correction is on, which has no "
@@ -55,7 +54,7 @@ class MisLoss:
                     "and newer --algo.advantage.is_correction_level token"
                 )
         found = policy_loss_from_log_probs(
-            keys,
+            self.keys,
             current_logprobs=log_probs,
             proximal_logprobs=old_log_probs,
             behavior_logprobs=rollout_log_probs,
@@ -63,5 +62,5 @@ class MisLoss:
             response_mask=action_mask,
         )
         self.metrics = {name: metric.value() for name, metric in found.metrics.items()}
-        size = sizes.get("batch_num_tokens" if is_of_tokens else "global_batch_size")
+        size = sizes.get("batch_num_tokens" if self.host.token_level_loss else "global_batch_size")
         return found.mean if size is None else found.total / size * sizes.get("dp_size", 1), *metrics

@@ -131,6 +131,15 @@ def compute_mis_weights(
     return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics
 
 
+def keys_in(host: str, keys: Keys, **said: Any) -> dict[str, Any]:
+    """The keys with what a framework says in their place: a key that says otherwise is an error."""
+    given = read_keys(keys)
+    for name, value in said.items():
+        if given.get(name) not in (None, value):
+            raise ValueError(f"{name}={given[name]!r}: no effect, because {host} decides it, here {value!r}; remove it")
+    return given | said
+
+
 def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
     """Create a session for a framework that keeps its own loss. Keys of the full policy loss raise an error."""
     given = read_keys(keys)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.own_trainer import measured_scalars
+from mis_ext.hosts.own_trainer import keys_in, measured_scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, read_keys
+from mis_ext.keys.reading import Keys
 
 
 def loss(inputs: Any, *, keys: Keys) -> Any:
@@ -27,11 +27,11 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
-    given = keys if isinstance(keys, Mapping) else _keys_of_file(keys)
+    given = _keys_in(keys) if isinstance(keys, Mapping) else _keys_of_file(keys)
     # In prime-rl a weight multiplies the loss of a token, as a fractional mask does here.
     mask = inputs.loss_mask.float() if inputs.loss_weights is None else inputs.loss_mask * inputs.loss_weights
     found = policy_loss_from_log_probs(
-        {**given, "calculate_per_token_loss": True, "use_rollout_logprobs": True},
+        given,
         current_logprobs=inputs.trainer_logprobs,
         behavior_logprobs=inputs.inference_logprobs,
         reference_logprobs=inputs.ref_logprobs,
@@ -46,5 +46,6 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     return LossOutputs(loss=found.total, metrics={name: torch.tensor(value) for name, value in numbers.items()})
 
 
-_keys_of_file = functools.cache(read_keys)
+_keys_in = functools.partial(keys_in, "prime-rl", calculate_per_token_loss=True, use_rollout_logprobs=True)
+_keys_of_file = functools.cache(_keys_in)
 """Of a path; the loss is called for each sample."""

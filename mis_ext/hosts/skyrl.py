@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import scalars
+from mis_ext.hosts.own_trainer import keys_in, scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
-from mis_ext.keys.reading import Keys, read_keys
+from mis_ext.keys.reading import Keys
 
 
 def register(keys: Keys) -> None:
@@ -21,7 +21,7 @@ def register(keys: Keys) -> None:
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
-    given = read_keys(keys) | {"calculate_per_token_loss": True}
+    given = keys_in("SkyRL", keys, calculate_per_token_loss=True)
     latest: dict[str, float] = {}
 
     def loss(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mis_ext.correction.metrics import PREFIX, Mean, Metric
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.own_trainer import correct_padded
+from mis_ext.hosts.own_trainer import correct_padded, keys_in
 from mis_ext.hosts.session import Session, current_run
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
@@ -98,7 +98,7 @@ def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
     Raises:
         ValueError: VESPO, which multiplies the ratios of a sequence itself, would get ones that are no token's.
     """
-    config = config_given(keys)
+    config = config_given(keys_in("TRL", keys, calculate_per_token_loss=trainer.loss_type not in ("grpo", "sapo")))
     is_of_tokens = config.weight is None or (config.weight.level == "token" and config.normalize_over is None)
     if trainer.loss_type == "vespo" and not is_of_tokens:
         raise ValueError(
@@ -106,7 +106,7 @@ def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
             "tis_batch_normalize"
         )
     _warn_if_cut(trainer)
-    return Session(config.replace(per_token_loss=trainer.loss_type not in ("grpo", "sapo")))
+    return Session(config)
 
 
 class WholeLoss:
@@ -130,8 +130,8 @@ class WholeLoss:
         kl = {"use_kl_loss": True, "kl_loss_coef": trainer.beta, "kl_loss_type": "k3"}
         kl |= {"use_unbiased_kl": trainer.args.use_bias_correction_kl}
         self.trainer = trainer
-        self.keys = {**keys, "calculate_per_token_loss": trainer.loss_type in _TOKEN_SUMS}
-        self.keys |= kl if trainer.beta else {}
+        said: dict[str, Any] = {"calculate_per_token_loss": trainer.loss_type in _TOKEN_SUMS}
+        self.keys = keys_in("TRL", keys, **said | (kl if trainer.beta else {}))
         run = current_run(self.keys, whole_loss=True)
         corrects = run.config.loss.has_correction and not run.config.correction.metrics_only
         uses_behavior = run.config.loss.settings.needs_behavior or corrects

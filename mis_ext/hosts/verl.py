@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import correct_padded, scalars
+from mis_ext.hosts.own_trainer import correct_padded, keys_in, scalars
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys, says_whole_loss
@@ -91,9 +91,11 @@ def whole_loss(given: dict[str, Any], *, is_bypass: bool, own: PolicyLoss | None
             modes[loss_agg_mode] = _mode_that_acts(loss_agg_mode, own, config)
         loss_agg_mode = modes[loss_agg_mode]
         per_token, sums = loss_agg_mode in ("token-mean", "token-sum"), "seq-mean-token-sum" in loss_agg_mode
-        switches = {"calculate_per_token_loss": per_token, "use_rollout_logprobs": is_bypass}
+        if loss_agg_mode not in keys:
+            switches = {"calculate_per_token_loss": per_token, "use_rollout_logprobs": is_bypass}
+            keys[loss_agg_mode] = keys_in("verl", given, **switches)
         found = policy_loss_from_log_probs(
-            keys.setdefault(loss_agg_mode, given | switches),
+            keys[loss_agg_mode],
             current_logprobs=more["log_prob"],
             proximal_logprobs=old_log_prob,
             behavior_logprobs=old_log_prob if is_bypass else more.get("rollout_is_weights"),

@@ -6,6 +6,7 @@ Recorded by ``lab/peers/peer_corrections/record.py`` of 16a265ec.
 Their modules stand in here by what of them we look at.
 """
 
+import functools
 import json
 import lzma
 import sys
@@ -166,6 +167,18 @@ def test_keys_that_need_what_openrlhf_did_not_ask_its_engine_for_name_its_option
         return
     with pytest.raises(ValueError, match=r"is_correction_enable, in OpenRLHF 0.11.2 and .*is_correction_level token"):
         loss_fn(*streams, batch["response_mask"].float())
+
+
+@pytest.mark.parametrize("host", ["AReaL", "OpenRLHF", "SkyRL"])
+def test_a_key_that_the_host_decides_is_refused(host, registered) -> None:
+    make = {
+        "AReaL": functools.partial(areal.MisLoss, areal_function),
+        "OpenRLHF": functools.partial(MisLoss, PolicyLoss({})),
+        "SkyRL": functools.partial(registered, "skyrl"),
+    }[host]
+    make({"mis_loss_method": "ppo", "calculate_per_token_loss": True})
+    with pytest.raises(ValueError, match=f"calculate_per_token_loss=False: no effect, because {host} decides it"):
+        make({"mis_loss_method": "ppo", "calculate_per_token_loss": False})
 
 
 @pytest.mark.parametrize("name", cases.ROLL)

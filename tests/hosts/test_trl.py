@@ -182,6 +182,13 @@ def test_wrong_keys_are_refused_before_the_trainer_is_built() -> None:
         (WHOLE, {"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2"),
         (WHOLE, {"entropy_coef": 0.01}, "entropy_coef=0.01"),
         (WHOLE, {"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
+        (
+            WHOLE | {"kl_loss_coef": 0.1},
+            {"beta": 0.04},
+            "kl_loss_coef=0.1: no effect, because TRL decides it, here 0.04",
+        ),
+        (WHOLE | {"calculate_per_token_loss": True}, {"loss_type": "grpo"}, "calculate_per_token_loss=True: no effect"),
+        (RATIO | {"calculate_per_token_loss": True}, {"loss_type": "grpo"}, "calculate_per_token_loss=True: no effect"),
         ({"use_tis": True, "tis_level": "sequence"}, {"loss_type": "vespo"}, "loss_type=vespo multiplies"),
         (
             {"use_tis": True, "tis_level": "token", "tis_batch_normalize": True},

@@ -312,6 +312,13 @@ def test_bypass_mode_refuses_a_method_that_looks_at_the_proximal_policy() -> Non
         loss_of({"mis_loss_method": "icepop"}, BATCHES["apart"], info={}, mode="token-mean", is_bypass=True)
 
 
+def test_a_key_that_the_aggregation_of_verl_decides_is_refused() -> None:
+    keys = {"mis_loss_method": "ppo", "calculate_per_token_loss": False}
+    assert loss_of(keys, BATCHES["apart"], info={}, mode="seq-mean-token-mean", is_bypass=False)["loss"].isfinite()
+    with pytest.raises(ValueError, match="calculate_per_token_loss=False: no effect, because verl decides it"):
+        loss_of(keys, BATCHES["apart"], info={}, mode="token-mean", is_bypass=False)
+
+
 def test_keys_are_a_mapping_or_a_file(tmp_path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("use_tis: true\n")

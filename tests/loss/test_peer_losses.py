@@ -190,6 +190,14 @@ def test_a_term_of_nemo_rl_that_would_be_lost_is_refused(name) -> None:
         MisLoss(HostLoss({name: 0.01}), {"mis_loss_method": "ppo"})
 
 
+def test_a_key_that_the_host_decides_is_refused(prime_rl) -> None:
+    with pytest.raises(ValueError, match="calculate_per_token_loss=False: no effect, because NeMo-RL decides it"):
+        MisLoss(HostLoss({}), {"mis_loss_method": "ppo", "calculate_per_token_loss": False})
+    row = torch.zeros(2)
+    with pytest.raises(ValueError, match="use_rollout_logprobs=False: no effect, because prime-rl decides it"):
+        loss(LossInputs(row, row, None, row, row == 0, None), keys={"use_rollout_logprobs": False})
+
+
 def test_what_nemo_rl_asks_of_its_loss_is_answered_by_its_loss() -> None:
     loss_fn = MisLoss(HostLoss({}), {"mis_loss_method": "ppo"})
     assert (loss_fn.input_type, loss_fn.loss_type) == ("logprob", LossType.TOKEN_LEVEL)
