@@ -2,10 +2,11 @@
 """The correction on a GPU against another revision: times and numbers, in one run.
 
     git worktree add ../base 16a265ec
-    python lab/benchmarks/bench_passes.py ../base [--presets mis]
+    python lab/benchmarks/bench_passes.py ../base [--presets mis] [--repeats 3]
 
-Each of three processes computes the same calls: the other revision, this one without graphs, this one with graphs. A
-call has lengths that the call before did not have, and its time begins and ends when the GPU is idle. The peak is that
+Each of three processes computes the same calls: the other revision, this one without graphs, this one with graphs. With
+``--repeats`` they take turns as often, and the table has medians: a process can be twice as slow as another one. A call
+has lengths that the call before did not have, and its time begins and ends when the GPU is idle. The peak is that
 of the allocator above what the process held before the calls.
 """
 
@@ -86,11 +87,11 @@ def measure(root: str, mode: str, out: str, presets: Sequence[str]) -> None:
     torch.save((rows, numbers, graphs), out)
 
 
-def compare(paths: list[Path]) -> None:
+def compare(paths: dict[str, list[Path]]) -> None:
     """Print the table, and every number that differs by more than the tolerance of a rewrite."""
     import torch
 
-    base, eager, graphs = (torch.load(path) for path in paths)
+    base, eager, graphs = (_median([torch.load(path) for path in of_mode]) for of_mode in paths.values())
     print(
         "| preset, metrics, responses x mean tokens | base, ms | eager | graphs | graphs / base | first call, s "
         "| peak, MiB: base, eager, graphs |"
@@ -120,11 +121,19 @@ def compare(paths: list[Path]) -> None:
         print(f"graphs of 50 calls of drawn lengths: {graphs[2]}")
 
 
+def _median(runs: list[tuple[dict, dict, int | None]]) -> tuple[dict, dict, int | None]:
+    """The median time of each row over the processes of a mode; the other numbers are those of the first process."""
+    rows, *others = runs[0]
+    times = {name: statistics.median(run[0][name][0] for run in runs) for name in rows}
+    return ({name: (times[name], *row[1:]) for name, row in rows.items()}, *others)
+
+
 def main() -> None:
     """Measure all three, each in a process of its own, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="checkout of the revision to compare with")
     parser.add_argument("--presets", nargs="+", default=PRESETS, choices=PRESETS)
+    parser.add_argument("--repeats", type=int, default=1, help="processes of each kind")
     parser.add_argument("--measure", choices=["base", "eager", "graphs"], help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -133,11 +142,13 @@ def main() -> None:
         return
     here = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{mode}.pt" for mode in ("base", "eager", "graphs")]
-        for path in paths:
-            root = arguments.base if path.stem == "base" else str(here)
-            command = [sys.executable, __file__, str(Path(root).resolve()), "--measure", path.stem, "--out", str(path)]
-            subprocess.run([*command, "--presets", *arguments.presets], check=True)
+        paths: dict[str, list[Path]] = {"base": [], "eager": [], "graphs": []}
+        for repeat in range(arguments.repeats):
+            for mode, of_mode in paths.items():
+                of_mode.append(Path(folder) / f"{mode}-{repeat}.pt")
+                root = arguments.base if mode == "base" else str(here)
+                command = [sys.executable, __file__, str(Path(root).resolve()), "--measure", mode]
+                subprocess.run([*command, "--out", str(of_mode[-1]), "--presets", *arguments.presets], check=True)
         compare(paths)
 
 
