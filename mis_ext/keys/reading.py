@@ -271,11 +271,10 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
     method = method.get("name") if isinstance(method, Mapping) else method
     changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
     changes += [f"--advantage-estimator {estimator}"] if estimator == "reinforce_plus_plus_baseline" else []
-    denominators = [
-        f"{name}: {given[name]}"
-        for name in ("mis_denominator", "mis_loss_denominator", "custom_pg_loss_reducer_function_path")
-        if given.get(name) not in (None, "fixed", "original")
-    ]
+    names = ("mis_denominator", "mis_loss_denominator")
+    denominators = [f"{name}: {given[name]}" for name in names if given.get(name) in ("kept", "sequence", "constant")]
+    if path := given.get("custom_pg_loss_reducer_function_path"):
+        denominators.append(f"custom_pg_loss_reducer_function_path: {path}")
     if group.over == "kept" and changes:
         yield f"mis_group_over: kept: with {', '.join(changes)}, advantages are not normalized rewards; write trained"
     if group.prompt_mean and method in _COMPARE_SIZES:
@@ -307,7 +306,7 @@ class RunConfig:
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
     """Read the configuration of a run from its arguments; all that is wrong is one error, with a line for each key."""
     wrong, correction, loss, group = Errors(), None, None, None
-    rows.read_rows(rows.FLAGS, given, wrong)
+    flags = rows.read_rows(rows.FLAGS, given, wrong)
     of_loss = rows.read_rows(rows.LOSS_ROWS | rows.FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
     is_legal = not wrong
     with wrong:
@@ -317,10 +316,10 @@ def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
 
         loss = read_whole_loss({**given, "mis_loss_method": of_loss.get("mis_loss_method")}, correction, wrong)
     with wrong:
-        group = read_group(given)
-    if given.get("loss_type") not in (None, "custom_loss"):
+        group = read_group({**given, **dict.fromkeys(rows.FLAGS), **flags})
+    if flags.get("loss_type") not in (None, "custom_loss"):
         legal = {key: given[key] for key in of_loss} if whole_loss else given
-        wrong.refuse(without_effect([unread_by(given["loss_type"])], legal))
+        wrong.refuse(without_effect([unread_by(flags["loss_type"])], legal))
     if correction is not None and given.get("train_backend") == "fsdp":
         wrong.refuse(_against_fsdp(correction, has_loss=loss is not None))
     wrong.raise_all()

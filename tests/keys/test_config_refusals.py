@@ -183,6 +183,20 @@ def test_a_key_whose_value_is_not_legal_has_one_error(key: str) -> None:
             assert len(str(raised.value).splitlines()) == 1
 
 
+FOLLOWS = (
+    ("advantage_estimator", {"mis_group_baseline": "leave_one_out"}),
+    ("loss_type", {"mis_loss_mode": "bypass"}),
+    *[(name, {"mis_prompt_mean": True}) for name in ("mis_denominator", "custom_pg_loss_reducer_function_path")],
+)
+
+
+@for_each("key, others", FOLLOWS)
+def test_what_would_follow_from_a_value_that_is_not_legal_is_not_said(key: str, others: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{key} must be ") as raised:
+        read_config({"use_tis": True, key: ["a"]} | others, whole_loss=False)
+    assert len(str(raised.value).splitlines()) == 1
+
+
 def test_all_keys_without_effect_are_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"(?s)rs_level='token'.*\n.*rs_staleness_level='token'") as raised:
         from_yaml("{use_tis: true, rs_level: token, rs_staleness_level: token, tis_batch_normalize: false}")
