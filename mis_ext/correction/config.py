@@ -355,7 +355,7 @@ class CorrectionConfig:
             return available
         if self.metrics == "core":
             return {name: row for name, row in available.items() if row.is_core}
-        check_known("metrics of this configuration", self.metrics, available)
+        check_known("mis_metrics of this configuration", self.metrics, available)
         return {name: row for name, row in available.items() if name in self.metrics}
 
     @property

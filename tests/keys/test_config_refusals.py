@@ -46,7 +46,7 @@ REFUSED = {
     "{use_tis: true, mis_guard: {shifted_logprobs: warn}}": r"did you mean 'shifted_log_probs'",
     "{use_tis: true, mis_metrics: most}": r"mis_metrics must be all, core or a list of names, got 'most'",
     "{use_tis: true, mis_metrics: [mis_k4_kl]}": r"'mis_k4_kl'.*did you mean 'mis_k3_kl'",
-    "{use_tis: true, mis_metrics: [mis_tis_clip_fraction_low]}": r"unknown metrics of this configuration",
+    "{use_tis: true, mis_metrics: [mis_tis_clip_fraction_low]}": r"unknown mis_metrics of this configuration",
     "{use_tis: true, rs_max_staleness: 2}": r"rs_max_staleness.* need mis_staleness: true",
     "{use_tis: true, tis_when: stale}": r"tis_when: stale.* need mis_staleness: true",
     "{use_tis: true, use_rs: true, rs_gates: [{statistic: lag, high: 2}]}": r"need mis_staleness: true",
