@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import loss_cases
@@ -110,6 +111,18 @@ def test_a_wrong_argument_is_named(name) -> None:
             except Exception as error:
                 unnamed.append((key, value, error))
     assert unnamed == []
+
+
+@pytest.mark.parametrize("args", [None, "mis.yaml", Path("mis.yaml"), [], mis_ext.CorrectionConfig()], ids=type)
+def test_args_that_can_hold_no_key_are_refused(args) -> None:
+    calls = {
+        mis_ext.policy_loss_from_log_probs: padded(),
+        mis_ext.policy_loss_from_hidden: from_hidden(),
+        mis_ext.make_loss_func: {"batch": {}},
+    }
+    for call, given in calls.items():
+        with pytest.raises(TypeError, match=rf"args must be a mapping .* got a {type(args).__name__}"):
+            call(args, **given)
 
 
 def test_too_few_logits_are_said_with_the_lengths_and_before_a_device_finds_out() -> None:
