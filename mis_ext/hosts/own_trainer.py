@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -188,8 +188,11 @@ def measured_scalars(metrics: Mapping[str, Metric], *, group: Group | None = Non
     return {name: value for name, value in scalars(metrics, prefix="", group=group).items() if value == value}
 
 
-def _terms(calls: Iterable[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:
+def _terms(calls: Sequence[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:
     """Return the names of the metrics, with their terms of total and count."""
+    for call in calls:
+        if not isinstance(call, Mapping):
+            raise TypeError(f"calls must be the metrics of each call, mappings, got a {type(call).__name__}")
     metrics = [each for call in calls for each in call.items()]
     if not metrics:
         return []

@@ -116,6 +116,9 @@ def test_all_metrics_of_all_calls_are_read_from_the_device_at_once(monkeypatch) 
 def test_numbers_of_other_kinds_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="mis_a is a Tensor, no metric of mis_ext: a Mean or a GroupNumber"):
         scalars({"mis_a": torch.tensor(1.0)})
+    for calls in ([corrected(), corrected()], None):
+        with pytest.raises(TypeError, match=f"metrics of each call, mappings, got a {type(calls).__name__}"):
+            scalars(calls)
 
 
 # --- ranks
