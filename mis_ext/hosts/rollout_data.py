@@ -80,8 +80,9 @@ class TokenLags:
         """
         found = []
         for sample in samples:
-            known, lag = self._by_place.get(sample.data_ptr(), (sample, sample)) if sample.numel() else (sample, sample)
-            if sample.numel() and (known is lag or known.numel() != sample.numel()):
+            # What is empty lies at no place.
+            lag = sample if sample.numel() == 0 else self._by_place.get(sample.data_ptr(), (None, None))[1]
+            if lag is None or lag.numel() != sample.numel():
                 raise ValueError(
                     "mis_staleness: a sample of this micro-batch is not of the rollout that mis_ext.prepare_rollout "
                     "saw, or the framework has copied its rollout_log_probs since"
