@@ -62,6 +62,15 @@ def test_the_effective_share_of_weights_beyond_all_floats_is_exact() -> None:
     assert math.isnan(effective_share(torch.tensor([])))
 
 
+@pytest.mark.parametrize("gap", [16.0, 24.0])
+def test_a_trainer_that_finds_every_token_impossible_has_a_report(gap) -> None:
+    behavior = -torch.rand(40, generator=torch.Generator().manual_seed(0))
+    proximal = behavior - gap - torch.linspace(0.0, 1.0, 40)
+    found = summarize([Part.of_lists(proximal=[proximal], behavior=[behavior])]).overall
+    # Beyond +-20 nats all ratios are the same.
+    assert found.ess_token == pytest.approx(effective_share((proximal - behavior).double().clamp_min(-20.0)), rel=1e-4)
+
+
 def test_a_part_of_no_response_has_no_token() -> None:
     part = Part.of_lists(proximal=[], behavior=[])
     assert len(part.evidence) == 0

@@ -158,7 +158,6 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
     totals, sizes = tally.totals, tally.counts["sizes"]
     # Without a token all that is divided by their number is NaN.
     count = totals["count"] or math.nan
-    excess, squared = totals["ratio_excess"] / count, totals["squared_ratio_excess"] / count
     known, rewarded = sequences.with_tokens(), sequences.where(~sequences["reward"].isnan())
     length, product, prompt_S = known["num_valid"], known["difference"], known.prompt_S
     return Mismatch(
@@ -176,9 +175,8 @@ def measure(tally: TokenTally, sequences: Sequences) -> Mismatch:
         abs_p999=quantile(sizes, 0.999, num_zeros=totals["zeros"]),
         abs_max=tally.abs_max if totals["count"] else math.nan,
         total_variation=totals["variation"] / count,
-        ratio_mean=1.0 + excess,
-        # (E w)^2 / E w^2 with w = 1 + e, without the digits that a difference of squares loses.
-        ess_token=(1.0 + excess) ** 2 / (1.0 + 2.0 * excess + squared),
+        ratio_mean=1.0 + totals["ratio_excess"] / count,
+        ess_token=totals["ratio"] ** 2 / (count * totals["squared_ratio"]),
         ess_sequence=effective_share(product),
         k_hat=k_hat(product),
         zero_share=totals["zeros"] / count,

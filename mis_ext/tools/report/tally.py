@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_expm1, k3
+from mis_ext.correction.tokens import MAX_LOG_RATIO, bounded_exp, bounded_expm1, k3
 from mis_ext.methods.sequence_weights import smooth_weights
 from mis_ext.tools.diagnosis.evidence import Origin
 from mis_ext.tools.report.part import Part
@@ -91,14 +91,15 @@ class TokenTally:
         mask_T = part.tokens.generated
         t = part.tokens
         difference, behavior = map(part.of_valid, (t.d, t.log_mu))
-        rows, ratio_excess = token_rows(difference), bounded_expm1(difference)
+        rows, ratio, ratio_excess = token_rows(difference), bounded_exp(difference), bounded_expm1(difference)
         # With w = e^d: d w - w + 1 estimates KL(proximal, behavior), and the mean of max(1 - w, 0) is the distance in
         # total variation.
-        reverse_k1 = (ratio_excess + 1.0) * difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        reverse_k1 = ratio * difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         is_zero = difference == 0.0
         sums = rows | {
+            "ratio": ratio,
+            "squared_ratio": ratio.double().square(),
             "ratio_excess": ratio_excess,
-            "squared_ratio_excess": ratio_excess.double().square(),
             "reverse_k3": (reverse_k1 - ratio_excess).clamp_min(0.0),
             "variation": -ratio_excess.clamp_max(0.0),
             "zeros": is_zero,
