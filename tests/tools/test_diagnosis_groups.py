@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is affected, and when it started: groups of responses, rows, files, penalties, and settings of some steps."""
 
+import json
 import math
 from collections.abc import Callable
 
@@ -10,8 +11,11 @@ import torch
 from engines import COUNT, LENGTH, Engines, engines
 from torch import Tensor
 
+from mis_ext.onpolicy.audit.log_probs import audit_dumps
 from mis_ext.tools.diagnosis import Diagnosis
+from mis_ext.tools.dumps import Dumps
 from mis_ext.tools.report import Collector, Origin, Part
+from mis_ext.tools.report.part import Parts
 from mis_ext.tools.report.recommendation import recommend
 
 NO_TEXT = {"other_text", "packed_responses"}
@@ -82,17 +86,31 @@ def test_rows_of_another_order_are_not_called_packed() -> None:
 
 def test_groups_that_a_file_or_the_canary_tells_apart_are_of_weights() -> None:
     far = torch.arange(80) >= 40
-    names = [Origin(name=f"{'ab'[int(each)]}.pt:{number}") for number, each in enumerate(far)]
-    (found, *_) = diagnosed(with_noise(far, origins=names))
+    files = [Origin(source=f"{'ab'[int(each)]}.pt") for each in far]
+    (found, *_) = diagnosed(with_noise(far, origins=files))
     assert found.cause == "stale_weights"
     assert "their file tells them apart, as where one rank or engine differs" in found.evidence
-    mixed = [Origin(name=f"{'ab'[number % 2]}.pt:{number}") for number in range(80)]
+    mixed = [Origin(source=f"{'ab'[number % 2]}.pt") for number in range(80)]
     assert causes(with_noise(some(0.5), origins=mixed))[0] == "other_text"
 
 
+@pytest.mark.parametrize("is_audit", [False, True])
+def test_the_dump_of_one_rank_with_other_weights_is_told_by_its_file(tmp_path, is_audit) -> None:
+    made = with_noise(torch.arange(80) >= 60)
+    sides = {"log_probs": made.streams.proximal_logprobs_T, "rollout_log_probs": made.streams.behavior_logprobs_T}
+    rows = zip(*(side_T.split(made.streams.layout.response_lengths) for side_T in sides.values()), strict=True)
+    lines = [json.dumps(dict(zip(sides, map(Tensor.tolist, row), strict=True))) for row in rows]
+    files = [tmp_path / f"0_{rank}.jsonl" for rank in range(4)]
+    for rank, file in enumerate(files):
+        file.write_text("\n".join(lines[20 * rank : 20 * rank + 20]))
+    dumps = Dumps(files)
+    found = audit_dumps(dumps).diagnoses if is_audit else diagnosed(*Parts(dumps))
+    assert any("their file tells them apart" in each.evidence for each in found)
+
+
 def test_a_file_of_its_own_for_each_response_tells_nothing_apart() -> None:
-    names = [Origin(name=f"{number}.pt:0") for number in range(80)]
-    assert causes(with_noise(some(0.3), origins=names))[0] == "other_text"
+    files = [Origin(source=f"{number}.pt") for number in range(80)]
+    assert causes(with_noise(some(0.3), origins=files))[0] == "other_text"
 
 
 def test_responses_that_are_far_with_hardly_any_k3_are_no_group() -> None:

@@ -178,6 +178,7 @@ def _shown(sample: DumpedSample, behind: float, train_T: Tensor, rollout_T: Tens
         token_ids=ids.cpu() if isinstance(ids, Tensor) else ids,
         # Those that differ are a problem.
         has_other_ids=False if has_ids else None,
+        source=sample.path,
     )
     return Evidence.of(tokens, PackedLayout.whole([len(active_T)]), [origin])
 

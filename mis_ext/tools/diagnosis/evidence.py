@@ -42,6 +42,8 @@ class Origin(NamedTuple):
     """A label that all samples of one prompt share."""
     has_old_weights: bool | None = None
     """Whether the canary says that the engine had older weights than it named."""
+    source: str = ""
+    """The file."""
 
     @property
     def largest_id(self) -> float:
@@ -161,7 +163,7 @@ class Evidence:
             columns_S=torch.cat([columns_S, missing_S], dim=1),
             ordinal_S=torch.arange(len(origins)),
             steps=[step] * len(origins),
-            sources=[each.name.partition(":")[0] for each in origins],
+            sources=[each.source for each in origins],
         )
 
     @classmethod

@@ -222,4 +222,5 @@ def _origin(sample: DumpedSample) -> Origin:
         has_other_ids=not torch.equal(torch.as_tensor(ids), torch.as_tensor(sampled)) if is_known else None,
         group=group,
         has_old_weights=None if sample.canary is None else sample.canary == "old",
+        source=sample.path,
     )
