@@ -155,6 +155,19 @@ def test_an_advantage_may_be_null(tmp_path) -> None:
     assert sample.advantages.isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_advantages_of_parts_may_have_any_type(tmp_path, dtype) -> None:
+    # A token belongs to the rank that has the one before it: rank 0 has the last token of the response.
+    for rank, size in enumerate((1, 3)):
+        values = [torch.full((size,), -1.0)]
+        lengths = {"response_lengths": [4], "total_lengths": [8], "sample_indices": [0]}
+        columns = {"log_probs": values, "rollout_log_probs": values, "advantages": [torch.ones(size, dtype=dtype)]}
+        part = {"rollout_id": 7, "cp_rank": rank, "cp_size": 2, "rollout_data": columns | lengths}
+        torch.save(part, tmp_path / f"7_{rank}.pt")
+    (sample,) = read(*(tmp_path / f"7_{rank}.pt" for rank in range(2)))
+    assert torch.equal(sample.advantages, torch.ones(4))
+
+
 def test_a_file_given_twice_counts_once(tmp_path) -> None:
     path = one_file_of_all_ranks(tmp_path / "7.pt")
     lines = tmp_path / "lines.jsonl"

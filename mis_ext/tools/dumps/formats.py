@@ -302,6 +302,7 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
     for index in range(max(lengths.values(), default=1)):
         row = {key: column[index] for key, column in per_sample.items()}
         row["rollout_id"] = rollout_ids[index] if isinstance(rollout_ids, list) else rollout_ids
+        advantages = _numbers(row, "advantages", torch.float32)
         samples.append(
             DumpedSample(
                 proximal_log_probs=_numbers(row, "log_probs", dtype),
@@ -316,7 +317,7 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
                 rollout_id=_integer(row, "rollout_id"),
                 sample_index=_integer(row, "sample_indices"),
                 # One number per token, or one for the sample.
-                advantages=_numbers(row, "advantages", torch.float32),
+                advantages=None if advantages is None else advantages.float(),
                 reward=_reward(row.get("rewards")),
                 group_index=row.get("group_indices"),
                 canary=metadata.get(CANARY) if isinstance(metadata := row.get("metadata"), Mapping) else None,
