@@ -5,10 +5,12 @@ import argparse
 import math
 import random
 from dataclasses import dataclass
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from reference_groups import Answer, advantages, loss_of_prompts
@@ -192,12 +194,18 @@ def test_samples_without_a_rollout_are_told_apart_by_their_number() -> None:
     assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, 0.5, -0.5, 0.5, -0.5]
 
 
+@pytest.mark.parametrize("kind", [np.bool_, Decimal, torch.tensor])
+def test_a_reward_may_be_of_any_type_that_is_a_number(kind) -> None:
+    samples = [Sample(0, kind(True)), Sample(0, kind(False))]
+    assert group_rewards(host_args(grpo_std_normalization=False), samples)[1] == [0.5, -0.5]
+
+
 def test_rewards_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match=r"samples \[1\] have no group_index"):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(None, 1.0)])
-    with pytest.raises(ValueError, match=r"samples \[0, 2\] have no reward: the reward function must give each"):
+    with pytest.raises(ValueError, match=r"samples \[0, 2\] have no reward, got None: the reward function must give"):
         group_rewards(host_args(), [Sample(0, None), Sample(0, 1.0), Sample(0, None, remove_sample=True)])
-    with pytest.raises(ValueError, match=r"samples \[1\] have no reward: .* --reward-key names that of a mapping"):
+    with pytest.raises(ValueError, match=r"samples \[1\] have no reward, got {'accuracy': 1.0}: .* --reward-key names"):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(0, {"accuracy": 1.0})])
     with pytest.raises(ValueError, match=r"rewards must be finite, got nan of samples \[2\]"):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(0, math.inf, remove_sample=True), Sample(0, math.nan)])

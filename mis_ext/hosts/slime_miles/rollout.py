@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -55,9 +55,10 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         ),
     }
     for name, (values, remedy) in needed.items():
-        unknown = [place for place, value in enumerate(values) if not isinstance(value, (Real, Tensor))]
+        unknown = [place for place, value in enumerate(values) if not isinstance(value, SupportsFloat)]
         if unknown:
-            raise ValueError(f"mis_ext.group_rewards: samples {unknown[:8]} have no {name}: {remedy}")
+            said = f"samples {unknown[:8]} have no {name}, got {reprlib.repr(values[unknown[0]])}"
+            raise ValueError(f"mis_ext.group_rewards: {said}: {remedy}")
     # By index as in Miles, unless that is another one's rollout_id in its prompt: then each is its own, as in slime.
     taken = {(sample.group_index, sample.rollout_id) for sample in samples if sample.rollout_id != sample.index}
     numbers = [
