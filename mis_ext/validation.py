@@ -85,7 +85,7 @@ def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
 def check_bool(key: str, value: Any) -> bool:
     """``value``, which must be ``True`` or ``False``."""
     if not isinstance(value, bool):
-        hint = " (remove the quotes)" if str(value).lower() in ("true", "false") else ""
+        hint = " (remove the quotes)" if isinstance(value, str) and value.lower() in ("true", "false") else ""
         raise TypeError(f"{key} must be true or false, got {value!r}{hint}")
     return value
 

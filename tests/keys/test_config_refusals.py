@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flat_keys import from_yaml
 from rows import for_each
@@ -378,6 +379,8 @@ def test_guards_and_limits_are_checked_in_python_too() -> None:
         CorrectionConfig(weight=None, metrics_only=1)  # type: ignore[arg-type]
     assert from_yaml("mis_guard: warn").warn_only == frozenset(GUARD_NAMES)
     assert from_yaml("mis_guard: {shifted_log_probs: error}").warn_only == frozenset()
+    with pytest.raises(TypeError, match=r"metrics_only must be true or false, got \S*True_?$"):
+        CorrectionConfig(metrics_only=np.bool_(True))  # type: ignore[arg-type]
 
 
 def test_nan_is_never_a_legal_bound() -> None:
