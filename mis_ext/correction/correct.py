@@ -634,9 +634,8 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
             raise ValueError(f"{name} must be a 1-D tensor of {size} tokens, got shape {list(values.shape)}")
     ranks = 1 if cp_group is None else group_size(cp_group)
     if layout.is_whole != (ranks == 1):
-        raise ValueError(
-            f"cp_group has {ranks} rank(s): PackedLayout.context_parallel needs more, PackedLayout.whole must have one"
-        )
+        kind, needed = ("whole", "one rank") if layout.is_whole else ("context_parallel", "several ranks")
+        raise ValueError(f"a layout of PackedLayout.{kind} needs {needed}, and cp_group has {ranks}")
     # A rank without tokens has no lags.
     if config.staleness and streams.lag_T is None and num_local > 0:
         raise ValueError("staleness, a gate on the lag, and when: stale need lag_T, the lags of the tokens")
