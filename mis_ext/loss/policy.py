@@ -198,7 +198,7 @@ def _sums(
 
     share_T = policy_share_T = _share(settings, tokens, tokens.divisor_S)
     if settings.denominator != "original":
-        policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction))
+        policy_share_T = _share(settings, tokens, _divisor(settings, tokens, correction, found))
     values, masks = zip(*rows.values(), strict=True)
     values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
     totals = dict(zip(rows, (values_FT * share_T).sum(-1).unbind(), strict=True))
@@ -278,7 +278,7 @@ def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Ten
     return mask_T if settings.per_token_loss else mask_T * tokens.layout.spread(divisor_S.reciprocal())
 
 
-def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None) -> Tensor:
+def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None, found: Evaluation) -> Tensor:
     """``[S]``: of a denominator that is not the framework's."""
     host_S, response_R = tokens.divisor_S, tokens.response_mask_R
     if settings.constant is not None:
@@ -286,7 +286,12 @@ def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction 
     own_S = num_tokens(response_R, tokens.layout)
     if settings.denominator == "sequence":
         return own_S.clamp_min(1.0)
-    kept_S = num_tokens(response_R if correction is None else correction.loss_mask_R, tokens.layout)
+    if settings.divides_by_kept:
+        # What the method keeps of the correction's tokens is known where the tokens are.
+        mask_T = tokens.layout.local_part(response_R).to(host_S.dtype)
+        kept_S = found.batch.reductions.over_sequences(mask_T, found.kept_T)
+    else:
+        kept_S = num_tokens(response_R if correction is None else correction.loss_mask_R, tokens.layout)
     # Where nothing is kept nothing is divided.
     return torch.where(kept_S > 0.0, host_S * kept_S / torch.where(kept_S > 0.0, own_S, 1.0), host_S)
 

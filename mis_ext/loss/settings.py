@@ -123,7 +123,14 @@ class LossSettings:
         return self.method is not None and self.method.method.needs_state_values
 
     @property
+    def divides_by_kept(self) -> bool:
+        """True if the method rejects tokens, and the denominator does not count them."""
+        if self.method is None or self.denominator != "kept":
+            return False
+        return any(factor.action == "reject" for factor in self.method.method.factors)
+
+    @property
     def sums_sequences(self) -> bool:
         """True if the pass over tokens sums over sequences."""
         of_method = self.method is not None and not self.method.method.is_of_tokens
-        return of_method or self.opsm_delta is not None or self.ratios == "sequence"
+        return of_method or self.opsm_delta is not None or self.ratios == "sequence" or self.divides_by_kept

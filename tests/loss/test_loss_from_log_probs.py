@@ -6,10 +6,10 @@ import math
 import loss_cases
 import pytest
 import torch
-from loss_cases import GATES, HOOK, KL
+from loss_cases import GATES, GATES_ALONE, HOOK, KL
 from naive_policy_loss import naive_policy_loss
 from rows import for_each
-from test_policy_loss_methods import GATES_ALONE, UNSET, batch_of, key_of
+from test_policy_loss_methods import UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
 from thread_ranks import Rank, run_ranks
 from zigzag import take

@@ -9,7 +9,7 @@ import loss_cases
 import method_losses
 import pytest
 import torch
-from loss_cases import GATES, HOOK
+from loss_cases import GATES, GATES_ALONE, HOOK
 from method_cases import parameters
 from test_policy_loss_modes import PLAIN, correction_of, log_probs_of
 from thread_ranks import Rank, run_ranks
@@ -25,7 +25,6 @@ from mis_ext.methods.published import ChosenMethod
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""
-GATES_ALONE = {key: value for key, value in GATES.items() if not key.startswith("tis_")} | {"tis_level": "none"}
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -268,6 +267,26 @@ def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
     found = batch_loss(run, PLAIN, batch, batch["logits"])
     torch.testing.assert_close(found.loss, wanted, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.metrics["pg_loss"], wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_the_kept_tokens_of_a_denominator_are_those_of_the_method_too() -> None:
+    """Neither what the gate nor what the method rejects counts."""
+    keys = UNSET | GATES_ALONE | {"mis_loss_method": {"name": "token_mis", "low": 0.9, "high": 1.1}}
+    batch = batch_of()
+    _, kept = correction_of(keys, batch["log_probs"], batch)
+    current, _ = log_probs_of(loss_cases.local_batch(batch)["logits"], batch, 1.0)
+    wanted, num_by_method = torch.zeros(()).double(), 0
+    for i, gated in enumerate(kept):
+        ratio = (batch["log_probs"][i] - batch["rollout_log_probs"][i]).double().exp()
+        both = gated * ((ratio >= 0.9) & (ratio <= 1.1))
+        num_by_method += int(gated.sum() - both.sum())
+        update, advantage = (current[i] - batch["log_probs"][i]).exp(), batch["advantages"][i]
+        gain = ratio * torch.minimum(update * advantage, update.clamp(0.8, 1.2) * advantage)
+        divisor = batch["rollout_mask_sums"][i].clamp_min(1) * both.sum() / batch["loss_masks"][i].sum()
+        wanted -= (gain * both).sum() / divisor if both.any() else 0.0
+    assert num_by_method
+    found, _, _ = computed(keys | {"mis_loss_denominator": "kept"})
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["token_mis", "icepop", "mis_po"])

@@ -24,10 +24,17 @@ from mis_ext.scoring import Scores, score_tokens
 
 REDUCER = "custom_pg_loss_reducer_function_path"
 GSPO = {"advantage_estimator": "gspo"}
+KEPT_BY_BOTH = loss_cases.GATES_ALONE | {
+    "mis_loss_method": {"name": "token_mis", "low": 0.9, "high": 1.1},
+    "mis_loss_denominator": "kept",
+    "eps_clip": 0.2,
+    "eps_clip_high": None,
+}
 MODES = {
     "bypass": {"mis_loss_mode": "bypass", "use_rollout_logprobs": True} | loss_cases.SEQUENCES,
     "reinforce": {"mis_loss_mode": "reinforce", "use_rollout_logprobs": True} | loss_cases.GATES,
     "kept": {"mis_loss_denominator": "kept"} | loss_cases.GATES,
+    "kept by method and gates": KEPT_BY_BOTH,
     "sequence": {"mis_loss_denominator": "sequence"} | loss_cases.GATES,
     "reducer": {REDUCER: "loss_cases.reduce_by_constant"},
     "gspo, reducer, gates": GSPO | {REDUCER: "loss_cases.reduce_by_constant"} | loss_cases.GATES,
@@ -188,6 +195,7 @@ OF_SKIPPED = OF_METHODS | {"use_rollout_logprobs": True}
     *((OF_METHODS | {"mis_loss_method": name}, frozenset()) for name in ("segment_rs", "ctpo", "trm")),
     *((OF_SKIPPED | {"mis_loss_method": name}, frozenset()) for name in ("p3o", "m2po", "vaco")),
     (loss_cases.GATES | GSPO, frozenset()),
+    (KEPT_BY_BOTH, frozenset()),
 ])  # fmt: skip
 def test_an_error_between_two_sums_of_a_loss_is_told_behind_them(dp_size, keys, extra) -> None:
     gather, num_sums = collectives.gather_rows, 0

@@ -26,6 +26,7 @@ HOOK = {
     "mis_max_reject_fraction": 1.0,
 }
 GATES = HOOK | {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.8, "rs_upper_bound": 1.25}
+GATES_ALONE = {key: value for key, value in GATES.items() if not key.startswith("tis_")} | {"tis_level": "none"}
 SEQUENCES = HOOK | {
     "tis_level": "sequence",
     "tis_batch_normalize": True,
