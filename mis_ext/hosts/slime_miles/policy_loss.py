@@ -254,7 +254,7 @@ def _scores_of_host(
     def packed(name: str) -> Tensor:
         return pack(name, found[name], layout.local_lengths, device=logits.device)
 
-    return Scores(packed("log_probs"), packed("entropy") if found.get("entropy") else None)
+    return Scores(packed("log_probs"), packed("entropy") if found.get("entropy") is not None else None)
 
 
 def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
