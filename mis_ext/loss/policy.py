@@ -211,7 +211,7 @@ def _sums(
     if settings.opsm_delta is not None:
         totals["opsm_clipfrac"] = _masked_sequences(settings.opsm_delta, pair, tokens, batch)
     if "ess_ratio" in extra_metrics:
-        totals["ess_ratio"] = _effective_samples(settings, tokens, reductions, log_ratio_T, response_T)
+        totals["ess_ratio"] = _effective_samples(settings, tokens, batch, log_ratio_T)
     if reducer is not None:
         totals["pg_loss"], policy_share_T = _reduced(reducer, found.loss_T)
     elif settings.denominator != "original":
@@ -317,16 +317,14 @@ def measured_totals(
     return found
 
 
-def _effective_samples(
-    settings: LossSettings, tokens: LossTokens, reductions: Reductions, log_ratio_T: Tensor, response_T: Tensor
-) -> Tensor:
+def _effective_samples(settings: LossSettings, tokens: LossTokens, batch: Batch, log_ratio_T: Tensor) -> Tensor:
     """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` of each sample, ``w`` current / old; of the first rank.
 
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
-    ratio_T = torch.where(response_T, bounded_exp(log_ratio_T), 0.0)
-    rows_3T = torch.stack([ratio_T, ratio_T.square(), response_T.to(ratio_T.dtype)])
-    sum_S, squares_S, count_S = reductions.sums(rows_3T).unbind()
+    ratio_T = torch.where(batch.valid_T, bounded_exp(log_ratio_T), 0.0)
+    rows_3T = torch.stack([ratio_T, ratio_T.square(), batch.valid_T.to(ratio_T.dtype)])
+    sum_S, squares_S, count_S = batch.reductions.sums(rows_3T).unbind()
     count_S = count_S.clamp_min(1.0)
     share_S = sum_S.square() / (count_S * squares_S.clamp_min(1e-8))
     total = (share_S * count_S if settings.per_token_loss else share_S).sum()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import batch_loss
+from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.reading import read_config
@@ -150,6 +150,21 @@ def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:
     unmasked = called({"get_mismatch_metrics": True}, local(rollout_log_probs=None, loss_masks=ones))
     values = [value for _, found, _ in (measured, unmasked) for name, value in found.items() if name.startswith("mis_")]
     assert torch.stack(values).isnan().all()
+
+
+def test_the_effective_share_leaves_a_token_without_a_ratio_out() -> None:
+    """It looked like a token whose ratio is 1."""
+
+    def share(batch: dict) -> float:
+        run, host = current_run(loss_cases.host_args(), whole_loss=True), Host(Groups(), plain_scores, MILES_METRICS)
+        return float(batch_loss(run, host, batch, batch.pop("logits")).metrics["ess_ratio"])
+
+    unknown, masked = local(), local()
+    token = int(unknown["loss_masks"][0].nonzero()[0])
+    unknown["log_probs"][0][token] = torch.nan
+    masked["loss_masks"][0] = masked["loss_masks"][0].clone()
+    masked["loss_masks"][0][token] = 0.0
+    assert share(unknown) == pytest.approx(share(masked), rel=1e-6)
 
 
 def test_a_reducer_gets_the_masks_of_the_framework_where_the_mismatch_is_only_measured() -> None:
