@@ -32,8 +32,8 @@ from mis_ext.scoring.passes import (
     merged,
     rows_named,
 )
-from mis_ext.scoring.scores import EntropyUse, Scores, choose_backend, gathered, work_before_gather
-from mis_ext.validation import check_choice, check_integer, check_number, check_tensors
+from mis_ext.scoring.scores import EntropyUse, Scores, check_part, choose_backend, gathered, work_before_gather
+from mis_ext.validation import check_choice, check_number, check_tensors
 
 
 def score_hidden(
@@ -107,7 +107,9 @@ def score_hidden(
         num_states = len(hidden_NE) * (group_size(tp_group) if sequence_parallel else 1)
         _check_head(hidden_NE, weight, bias)
         check_targets(token_T, row_T, kept, num_rows=num_states, rows="hidden states", device=hidden.device)
-        _check_ranks(len(weight), vocab_size, tp_group=tp_group, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
+        if sequence_parallel and tp_group is None:
+            raise ValueError("sequence_parallel must be False where tp_group is None: nothing is gathered, got True")
+        check_part(len(weight), "rows of weight", vocab_size=vocab_size, tp_group=tp_group, tp_rank=tp_rank)
         parameter = weight if gradient_accumulation_fusion and weight.requires_grad else None
         _check_main_grad(parameter)
         backend = choose_backend(hidden_NE)
@@ -167,21 +169,6 @@ def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"weight has shape {list(weight.shape)}: neither V nor E may be 0")
     if bias is not None and bias.shape != (len(weight),):
         raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}; bias is [V]")
-
-
-def _check_ranks(
-    num_rows: int, vocab_size: int | None, *, tp_group: Group | None, tp_rank: int, sequence_parallel: bool
-) -> None:
-    ranks = group_size(tp_group)
-    if not 0 <= tp_rank < ranks:
-        raise ValueError(f"tp_rank must be in [0, {ranks - 1}], as tp_group has {ranks} ranks, got {tp_rank}")
-    if sequence_parallel and tp_group is None:
-        raise ValueError("sequence_parallel must be False where tp_group is None: nothing is gathered, got True")
-    if vocab_size is not None and not 1 <= check_integer("vocab_size", vocab_size) <= num_rows * ranks:
-        raise ValueError(
-            f"vocab_size must be in [1, {num_rows * ranks}], {ranks} ranks with {num_rows} rows of weight, "
-            f"got {vocab_size}"
-        )
 
 
 def _check_main_grad(parameter: Tensor | None) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mis_ext.correction.collectives import Group, gather_rows
+from mis_ext.correction.collectives import Group, gather_rows, group_size
 from mis_ext.scoring import chunked
 from mis_ext.scoring.backend import wants_triton
 from mis_ext.scoring.passes import (
@@ -34,7 +34,7 @@ from mis_ext.scoring.passes import (
     finish,
     rows_named,
 )
-from mis_ext.validation import check_choice, check_number, check_tensors
+from mis_ext.validation import check_choice, check_integer, check_number, check_tensors
 
 EntropyUse = Literal["gradient", "value", "none"]
 
@@ -97,13 +97,12 @@ def score_tokens(
             raise ValueError("logits must be [..., V], got a tensor without dimensions")
         check_choice("entropy", entropy, get_args(EntropyUse))
         check_number("temperature", temperature, low=0.0, high=math.inf, open_low=True, open_high=True)
-        if vocab_size is not None:
-            check_number("vocab_size", vocab_size, low=1, high=math.inf)
         logits_NV = logits.reshape(-1, logits.shape[-1])
         if not logits_NV.is_floating_point():
             raise TypeError(f"logits must be floats, got {logits_NV.dtype}")
         num_rows, width = logits_NV.shape
         check_targets(token_T, row_T, kept, num_rows=num_rows, rows="rows of logits", device=logits.device)
+        check_part(width, "columns of logits", vocab_size=vocab_size, tp_group=tp_group, tp_rank=tp_rank)
         targets = Targets.of_rank(token_T, row_T, width=width, tp_rank=tp_rank, vocab_size=vocab_size)
         if kept is not None:
             bits_TC = kept.bits(first=targets.first, num_columns=targets.num_columns)
@@ -114,6 +113,17 @@ def score_tokens(
     with rows_named(num_rows, "rows of logits"):
         log_prob_T, entropy_T = _Scored.apply(logits_NV, targets, use)  # type: ignore[no-untyped-call]
     return Scores(log_prob_T, entropy_T)
+
+
+def check_part(width: int, what: str, *, vocab_size: int | None, tp_group: Group | None, tp_rank: int) -> None:
+    """Refuse a rank or a vocabulary that does not fit this rank's ``width`` columns of the vocabulary."""
+    ranks = group_size(tp_group)
+    if not 0 <= check_integer("tp_rank", tp_rank) < ranks:
+        raise ValueError(f"tp_rank must be in [0, {ranks - 1}], as tp_group has {ranks} ranks, got {tp_rank}")
+    if vocab_size is not None and not 1 <= check_integer("vocab_size", vocab_size) <= width * ranks:
+        raise ValueError(
+            f"vocab_size must be in [1, {width * ranks}], {ranks} ranks with {width} {what}, got {vocab_size}"
+        )
 
 
 class _Use(NamedTuple):
