@@ -40,6 +40,12 @@ def with_noise(far_S: Tensor, size: float = 0.3, **more) -> Part:
     return Part.of_lists(proximal=proximal, behavior=behavior, **more)
 
 
+def json_lines(part: Part) -> list[dict]:
+    sides = {"log_probs": part.streams.proximal_logprobs_T, "rollout_log_probs": part.streams.behavior_logprobs_T}
+    rows = zip(*(side_T.split(part.streams.layout.response_lengths) for side_T in sides.values()), strict=True)
+    return [dict(zip(sides, map(Tensor.tolist, row), strict=True)) for row in rows]
+
+
 def some(share: float, count: int = 80) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(1)) < share * count
 
@@ -96,16 +102,22 @@ def test_groups_that_a_file_or_the_canary_tells_apart_are_of_weights() -> None:
 
 @pytest.mark.parametrize("is_audit", [False, True])
 def test_the_dump_of_one_rank_with_other_weights_is_told_by_its_file(tmp_path, is_audit) -> None:
-    made = with_noise(torch.arange(80) >= 60)
-    sides = {"log_probs": made.streams.proximal_logprobs_T, "rollout_log_probs": made.streams.behavior_logprobs_T}
-    rows = zip(*(side_T.split(made.streams.layout.response_lengths) for side_T in sides.values()), strict=True)
-    lines = [json.dumps(dict(zip(sides, map(Tensor.tolist, row), strict=True))) for row in rows]
+    lines = [*map(json.dumps, json_lines(with_noise(torch.arange(80) >= 60)))]
     files = [tmp_path / f"0_{rank}.jsonl" for rank in range(4)]
     for rank, file in enumerate(files):
         file.write_text("\n".join(lines[20 * rank : 20 * rank + 20]))
     dumps = Dumps(files)
     found = audit_dumps(dumps).diagnoses if is_audit else diagnosed(*Parts(dumps))
     assert any("their file tells them apart" in each.evidence for each in found)
+
+
+@pytest.mark.parametrize("is_audit", [False, True])
+def test_a_rollout_from_which_on_responses_are_far_is_told_by_its_number(tmp_path, is_audit) -> None:
+    lines = json_lines(with_noise(torch.arange(80) >= 40))
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(json.dumps(line | {"rollout_id": row // 20}) for row, line in enumerate(lines)))
+    found = audit_dumps(Dumps([path])).diagnoses if is_audit else diagnosed(*Parts(Dumps([path])))
+    assert any("up to step 1 and" in each.evidence for each in found)
 
 
 def test_a_file_of_its_own_for_each_response_tells_nothing_apart() -> None:

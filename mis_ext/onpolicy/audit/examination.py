@@ -180,7 +180,7 @@ def _shown(sample: DumpedSample, behind: float, train_T: Tensor, rollout_T: Tens
         has_other_ids=False if has_ids else None,
         source=sample.path,
     )
-    return Evidence.of(tokens, PackedLayout.whole([len(active_T)]), [origin])
+    return Evidence.of(tokens, PackedLayout.whole([len(active_T)]), [origin], step=sample.step)
 
 
 def _names(versions: Any) -> list[str] | None:

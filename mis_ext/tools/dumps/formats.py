@@ -220,6 +220,11 @@ class DumpedSample:
         return f"{self.path}, its sample {self.index}"
 
     @property
+    def step(self) -> str:
+        """Name of its rollout; ``0`` where the file says none."""
+        return "0" if self.rollout_id is None else str(self.rollout_id)
+
+    @property
     def obstacle(self) -> str | None:
         """Why its two lists of log-probs cannot be compared; None if they can."""
         if self.problem is not None:

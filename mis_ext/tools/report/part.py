@@ -173,17 +173,13 @@ class Parts:
                 continue
             if sample.rollout_id is None:
                 self._unnumbered[sample.path] = None
-            if waiting and (_step(waiting[0]) != _step(sample) or num_tokens >= self._max_tokens):
+            if waiting and (waiting[0].step != sample.step or num_tokens >= self._max_tokens):
                 yield _part(waiting)
                 waiting, num_tokens = [], 0
             waiting.append(sample)
             num_tokens += len(sample.proximal_log_probs)  # type: ignore[arg-type]
         if waiting:
             yield _part(waiting)
-
-
-def _step(sample: DumpedSample) -> str:
-    return "0" if sample.rollout_id is None else str(sample.rollout_id)
 
 
 def _part(samples: list[DumpedSample]) -> Part:
@@ -201,7 +197,7 @@ def _part(samples: list[DumpedSample]) -> Part:
         ],
         advantages=advantages,
         origins=[*map(_origin, samples)],
-        step=_step(samples[0]),
+        step=samples[0].step,
     )
 
 
