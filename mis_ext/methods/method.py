@@ -16,7 +16,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Policy, Reduce, Reductions
 from mis_ext.methods.parts import Factor, Penalty, Slope, Surrogate, Term
-from mis_ext.validation import check_instance
+from mis_ext.validation import check_choice, check_instance
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -90,8 +90,12 @@ class Method:
     normalize_over: NormalizeOver | None = None
 
     def __post_init__(self) -> None:
-        for i, factor in enumerate(self.factors):
-            check_instance(f"factors[{i}]", factor, Factor)
+        check_instance("surrogate", self.surrogate, Surrogate)
+        for key, parts, kind in (("factors", self.factors, Factor), ("terms", self.terms, Term)):
+            for i, part in enumerate(check_instance(key, parts, tuple)):
+                check_instance(f"{key}[{i}]", part, kind)
+        if self.normalize_over is not None:
+            check_choice("normalize_over", self.normalize_over, get_args(NormalizeOver))
 
     @property
     def _parts(self) -> tuple[Surrogate | Factor | Term, ...]:

@@ -23,13 +23,14 @@ from torch import Tensor
 from mis_ext.correction import config
 from mis_ext.correction.config import Action
 from mis_ext.correction.tokens import LAG, MAX_LOG_RATIO, MAX_NATS, STATISTICS, bounded_exp, bounded_expm1
-from mis_ext.methods.batch import MISMATCH, UPDATE, Batch, Pair, Reduce, When
+from mis_ext.methods.batch import MISMATCH, UPDATE, Batch, Pair, Policy, Reduce, When
 from mis_ext.validation import check_choice
 
 Level = config.Level | Literal["prefix", "segment"]
 REDUCTIONS: dict[str, Reduce] = {**config.REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
 """Reduction of log-ratios by level, which is a product of ratios up to the token or over a run of generated tokens."""
 Spread = Literal["token", "sequence"]
+Sides = Literal["outward", "both"]
 Estimator = Literal["k1", "k2", "k3", "squared"]
 
 # Surrogates.
@@ -151,13 +152,21 @@ class Ratio(Surrogate):
     level: Level = "token"
     low: RatioBound | None = None
     high: RatioBound | None = None
-    sides: Literal["outward", "both"] = "outward"
+    sides: Sides = "outward"
     dual: RatioBound | None = None
     spread: Spread = "token"
     reduce: Reduce = field(init=False, repr=False, compare=False, default="token")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reduce", REDUCTIONS[self.level])
+        check_pair("pair", self.pair)
+        check_choice("pair: the numerator", self.pair[0], ("current",))
+        check_choice("sides", self.sides, get_args(Sides))
+        check_choice("spread", self.spread, get_args(Spread))
+        object.__setattr__(self, "reduce", REDUCTIONS[check_choice("level", self.level, REDUCTIONS)])
+        if self.spread == "sequence" and self.level != "geometric":
+            raise ValueError(f"level must be geometric with spread='sequence', got {self.level!r}: no other is a mean")
+        low, high = (each if isinstance(each, int | float) else None for each in (self.low, self.high))
+        _check_order(-math.inf if low is None else low, math.inf if high is None else high)
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``, as :meth:`Surrogate.evaluate`: the ratio, whose slope is the ratio, 0 beyond a bound."""
@@ -237,6 +246,7 @@ class PairWeight(Factor):
     reduce: Reduce = field(init=False, repr=False, compare=False, default="token")
 
     def __post_init__(self) -> None:
+        check_pair("pair", self.pair)
         check_choice("when", self.when, get_args(When))
         object.__setattr__(self, "reduce", REDUCTIONS[check_choice("level", self.level, REDUCTIONS)])
         _check_order(self.low, self.high)
@@ -278,6 +288,7 @@ class PairGate(Factor):
     of_tokens: When = "always"
 
     def __post_init__(self) -> None:
+        check_pair("pair", self.pair)
         check_choice("statistic", self.statistic, [name for name in STATISTICS if name != LAG])
         for key, choices in {"reduce": Reduce, "action": Action, "when": When, "of_tokens": When}.items():
             check_choice(key, getattr(self, key), get_args(choices))
@@ -292,6 +303,14 @@ class PairGate(Factor):
         # NaN is in no interval.
         is_inside_T = (value_T >= low) & (value_T <= high)
         return is_inside_T if self.when == "always" else is_inside_T | ~batch.when(self.when, self.pair)
+
+
+def check_pair(key: str, pair: Pair) -> None:
+    """Refuse what is no numerator and denominator of a ratio."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"{key} must be a tuple of two policies, got {pair!r}")
+    for policy in pair:
+        check_choice(key, policy, get_args(Policy))
 
 
 def _check_order(low: float, high: float) -> None:
@@ -371,6 +390,12 @@ class KlTerm(Term):
     pair: Pair = ("current", "reference")
     importance: Pair | None = None
     cap: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("estimator", self.estimator, get_args(Estimator))
+        check_pair("pair", self.pair)
+        if self.importance is not None:
+            check_pair("importance", self.importance)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_ext.correction.tokens import bounded_exp
 from mis_ext.methods.batch import Batch, Pair
-from mis_ext.methods.parts import Factor
+from mis_ext.methods.parts import Factor, check_pair
 
 _MIN_TAIL = 5
 _GRID = 30
@@ -103,6 +103,9 @@ class ParetoWeight(Factor):
     pair: Pair
     high: float | None = None
     reduce = "sum"
+
+    def __post_init__(self) -> None:
+        check_pair("pair", self.pair)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient; the same for all tokens of a sequence."""

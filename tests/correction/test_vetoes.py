@@ -11,7 +11,7 @@ from thread_ranks import Rank, run_ranks
 from zigzag import take
 
 import mis_ext
-from mis_ext.methods import METHODS, Method, PairGate, PairWeight, Score
+from mis_ext.methods import METHODS, KlTerm, Method, PairGate, PairWeight, ParetoWeight, Ratio, Score
 from mis_ext.methods.batch import MISMATCH
 from mis_ext.methods.first_update import as_correction
 
@@ -216,6 +216,24 @@ def test_a_bound_of_one_token_stays_a_bound_of_a_sum_up_to_the_token() -> None:
             lambda: Method(surrogate=Score(), factors=(mis_ext.Gate(name="x", high=2.0),)),
             r"factors\[0\] must be a Factor, got Gate",
         ),
+        (lambda: Method(surrogate=Score), "surrogate must be a Surrogate, got <class"),
+        (lambda: Method(surrogate=Score(), terms=KlTerm(estimator="k3", scale=1.0)), "terms must be a tuple, got Kl"),
+        (lambda: Method(surrogate=Score(), terms=(Score(),)), r"terms\[0\] must be a Term, got Score"),
+        (lambda: Method(surrogate=Score(), normalize_over="token"), "normalize_over must be one of .*, got 'token'"),
+        (lambda: KlTerm(estimator="k4", scale=1.0), r"estimator must be one of k1 \| k2 \| .*, got 'k4'"),
+        (lambda: KlTerm(estimator="k3", scale=1.0, importance=("current", "old")), "importance must be .*, got 'old'"),
+        (lambda: Ratio(sides="inward"), r"sides must be one of outward \| both, got 'inward'"),
+        (lambda: Ratio(spread="token_wise"), r"spread must be one of token \| sequence, got 'token_wise'"),
+        (lambda: Ratio(level="tokens"), "level must be one of token .*, got 'tokens'"),
+        (
+            lambda: Ratio(level="sequence", spread="sequence"),
+            "level must be geometric with spread='sequence', got 'seq",
+        ),
+        (lambda: Ratio(pair=MISMATCH), "pair: the numerator must be one of current, got 'proximal'"),
+        (lambda: Ratio(low=1.2, high=0.8), "low must be at most high, got low=1.2 and high=0.8"),
+        (lambda: PairGate(pair=("current", "old"), high=2.0), "pair must be one of behavior .*, got 'old'"),
+        (lambda: PairWeight(pair=["current", "behavior"]), "pair must be a tuple of two policies, got"),
+        (lambda: ParetoWeight(pair="current"), "pair must be a tuple of two policies, got 'current'"),
     ],
 )
 def test_what_would_be_ignored_is_refused_with_key_and_value(make, message) -> None:
