@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mis_ext.onpolicy.bits import as_real, same_bits
+from mis_ext.validation import check_tensors
 
 Kind = Literal["not repeatable", "batch-dependent", "failed", "rounding", "invariant"]
 SequenceFunction = Callable[[Tensor], Tensor]
@@ -57,7 +58,7 @@ class InvarianceReport:
 
         - "not repeatable": the same calls gave other bits.
         - "batch-dependent": rows truly depend on what else is in the call.
-        - "failed": a probe raised, or there was nothing to compare.
+        - "failed": a probe raised, or there was nothing to compare, or nothing but NaN.
         - "rounding": rows differ by rounding only.
         - "invariant": every probe found equal bits.
         """
@@ -92,10 +93,12 @@ def check_batch_invariance(fn: Callable[[Tensor], Tensor], rows: Tensor) -> Inva
             padded with zeros only.
 
     Raises:
+        TypeError: ``rows`` is no tensor.
         ValueError: There are fewer than two rows.
 
     Based on: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference" (2025), which names the property.
     """
+    check_tensors({"rows": rows})
     if rows.dim() == 0 or len(rows) < 2:
         raise ValueError(f"rows must have at least 2 rows to make a batch of, got shape {[*rows.shape]}")
     rows, num_rows = rows.detach(), len(rows)
@@ -153,8 +156,10 @@ def check_sequence_invariance(
             remembers them. Without it, decoding and chunked prefill are not probed.
 
     Raises:
+        TypeError: ``sequence`` is no tensor.
         ValueError: The sequence has fewer than two tokens.
     """
+    check_tensors({"sequence": sequence})
     if sequence.dim() == 0 or len(sequence) < 2:
         raise ValueError(f"sequence must have at least 2 tokens, got shape {[*sequence.shape]}")
     sequence, num_tokens, half = sequence.detach(), len(sequence), len(sequence) // 2
@@ -191,6 +196,8 @@ def _report(rows: Tensor, probes: Mapping[str, _Fed]) -> InvarianceReport:
             # Indexing copies: the function may change its input.
             outputs, index = torch.cat([_call(fn, rows[call]) for call in calls]), torch.cat([*calls])
             if expected is None:
+                if outputs.isnan().all():
+                    raise ValueError("the function returns nothing but NaN")
                 expected = outputs
                 continue
             probe = _difference(name, index, outputs, expected[index])

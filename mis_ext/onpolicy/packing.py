@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.validation import check_tensors
+
 PackedFunction = Callable[[Tensor, list[int]], Tensor]
 """``score(ids_T, lengths)``: token ids ``[T]`` of sequences that lie one after the other, and how long each is.
 
@@ -108,9 +110,17 @@ def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> Packing
         sequences: Token ids ``[n]`` of at least two sequences of at least two tokens each.
 
     Raises:
-        ValueError: There are too few sequences or tokens, or ``score`` returns another shape, or no finite log-prob.
-        TypeError: ``score`` returns no tensor.
+        ValueError: There are too few sequences or tokens, one is not ``[n]``, or ``score`` returns another shape, or no
+            finite log-prob.
+        TypeError: A sequence is no tensor of int64 or int32, or ``score`` returns no tensor.
     """
+    named = {f"sequences[{index}]": ids for index, ids in enumerate(sequences)}
+    check_tensors(named)
+    for name, ids in named.items():
+        if ids.dim() != 1:
+            raise ValueError(f"{name} must be [n], got shape {[*ids.shape]}")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{name} must be int64 or int32, got {ids.dtype}")
     if len(sequences) < 2 or min(map(len, sequences)) < 2:
         raise ValueError("check_packing needs at least 2 sequences of at least 2 tokens each")
     count = len(sequences)

@@ -187,6 +187,20 @@ def test_rows_of_token_ids_are_padded_with_zeros_only():
     assert check_batch_invariance(lambda x: x - x.sum(0), ids).kind == "batch-dependent"
 
 
+def test_a_function_that_returns_nothing_but_nan_has_failed():
+    """Its rows are equal, whatever they depend on."""
+    report = check_batch_invariance(lambda x: x.sum(0) * math.nan * x, ascending_rows())
+    assert report.kind == "failed"
+    assert "nothing but NaN" in probe_of(report, "reference").note
+
+
+def test_lists_are_refused_by_name():
+    with pytest.raises(TypeError, match="rows must be a tensor, got list"):
+        check_batch_invariance(lambda x: x, [[1.0], [2.0]])
+    with pytest.raises(TypeError, match="sequence must be a tensor, got list"):
+        check_sequence_invariance(lambda x: x, [1, 2])
+
+
 @pytest.mark.parametrize("shape", [(), (0, 4), (1, 4)])
 def test_fewer_than_two_rows_are_an_error(shape):
     with pytest.raises(ValueError, match=r"at least 2 rows .* got shape"):

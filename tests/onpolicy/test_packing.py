@@ -174,6 +174,19 @@ def test_what_is_no_log_prob_is_refused(score, error, message) -> None:
         check_packing(score, sequences()[:1])
 
 
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([3, 4], TypeError, r"sequences\[1\] must be a tensor, got list"),
+        (torch.ones(1, 2).long(), ValueError, r"sequences\[1\] must be \[n\], got shape \[1, 2\]"),
+        (torch.ones(2), TypeError, r"sequences\[1\] must be int64 or int32, got torch.float32"),
+    ],
+)
+def test_what_is_no_sequence_of_ids_is_refused_by_name(ids, error, message) -> None:
+    with pytest.raises(error, match=message):
+        check_packing(Attention(), [torch.tensor([1, 2]), ids])
+
+
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
