@@ -121,10 +121,11 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
     host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
     of_tokens = tuple(key for key in ("mis_loss_entropy_tokens", "mis_loss_kl_tokens") if given.get(key) == "all")
     actions = [] if correction is None else [gate.action for gate in correction.all_gates.values()]
-    if settings.method is not None:
-        actions += [factor.action for factor in settings.method.method.factors if factor.action]
+    factors = () if settings.method is None else settings.method.method.factors
+    actions += [factor.action for factor in factors if factor.action]
     is_scored_twice = settings.proximal == "current" and not settings.uses_proximal
-    is_whole = denominator == "kept" and correction is not None and not correction.rejects_single_tokens
+    rejects_single_tokens = any(each.rejects_single_tokens for each in (correction, *factors) if each is not None)
+    is_whole = denominator == "kept" and correction is not None and not rejects_single_tokens
     of_denominator = ("mis_loss_denominator",) if denominator != "original" else ()
     as_parameters = f"write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
     return (

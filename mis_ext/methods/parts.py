@@ -218,6 +218,11 @@ class Factor:
     reduce: Reduce = "token"
     action: Action | None = None
 
+    @property
+    def rejects_single_tokens(self) -> bool:
+        """True if a sequence can lose some of its tokens and keep others."""
+        return False
+
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]``, without gradient: a weight, at least 0, or bool: whether to keep."""
         raise NotImplementedError
@@ -293,6 +298,12 @@ class PairGate(Factor):
         for key, choices in {"reduce": Reduce, "action": Action, "when": When, "of_tokens": When}.items():
             check_choice(key, getattr(self, key), get_args(choices))
         _check_order(self.low, self.high)
+
+    @property
+    def rejects_single_tokens(self) -> bool:
+        """See :class:`Factor`."""
+        is_of_sequences = self.reduce in ("sum", "mean", "max", "min") and self.when == "always"
+        return self.action == "reject" and not is_of_sequences
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` bool: whether the token stays."""

@@ -25,6 +25,7 @@ from mis_ext.methods.published import ChosenMethod
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""
+KEPT = {"mis_loss_denominator": "kept"}
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -285,8 +286,15 @@ def test_the_kept_tokens_of_a_denominator_are_those_of_the_method_too() -> None:
         divisor = batch["rollout_mask_sums"][i].clamp_min(1) * both.sum() / batch["loss_masks"][i].sum()
         wanted -= (gain * both).sum() / divisor if both.any() else 0.0
     assert num_by_method
-    found, _, _ = computed(keys | {"mis_loss_denominator": "kept"})
+    found, _, _ = computed(keys | KEPT)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_a_denominator_of_kept_tokens_needs_no_filter_beside_a_method_that_rejects_tokens() -> None:
+    keys = UNSET | {"mis_loss_method": {"name": "token_mis", "low": 0.9, "high": 1.1}}
+    assert computed(keys | KEPT)[0] != computed(keys)[0]
+    for name in ("segment_rs", "opsm"):
+        assert computed(UNSET | KEPT | {"mis_loss_method": name})[0].isfinite()
 
 
 @pytest.mark.parametrize("name", ["token_mis", "icepop", "mis_po"])
