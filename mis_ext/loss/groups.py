@@ -43,7 +43,7 @@ def group_advantages(
     It is 0 for a trajectory that does not count, and where there is no other one.
 
     Args:
-        rewards: ``[N]``, of each sample.
+        rewards: ``[N]``, of each sample; the advantages have their dtype, or float32 where they are integers.
         groups: ``[N]``, which prompt it answers.
         trajectories: ``[N]``, which samples of a prompt are one trajectory. None: each is its own.
         counted: ``[N]`` bool, False for a sample that is not trained. A trajectory counts if one of its samples does.
@@ -106,7 +106,8 @@ def group_advantages(
     if with_deviation:
         difference_K = difference_K / (deviation_K + EPSILON)
     is_compared_K = (counts_K > 0.0) & (number_K > 1.0)
-    return torch.where(is_compared_K, difference_K, 0.0)[trajectory_N].to(rewards.dtype)
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    return torch.where(is_compared_K, difference_K, 0.0)[trajectory_N].to(dtype)
 
 
 def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) -> None:
@@ -184,5 +185,7 @@ def _are_equal(reward_K: Tensor, prompt_K: Tensor, counts_K: Tensor) -> Tensor:
 
 def _distinct(*keys_N: Tensor) -> tuple[Tensor, Tensor]:
     """``[keys, K]``, what there is, sorted; ``[N]``, where each lies in it."""
+    # Beside a float32 an integer would be one too, and lose digits.
+    keys_N = tuple(each.double() if each.is_floating_point() else each.long() for each in keys_N)
     found: tuple[Tensor, Tensor] = torch.unique(torch.stack(keys_N), dim=1, return_inverse=True)
     return found

@@ -79,6 +79,18 @@ def test_shapes_are_checked() -> None:
         group_advantages(torch.zeros(2), torch.zeros(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16])
+def test_rewards_of_right_and_wrong_may_have_any_dtype(dtype) -> None:
+    found = group_advantages(torch.tensor([1, 0, 1, 0]).to(dtype), torch.tensor([0, 0, 1, 1]))
+    assert found.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2, rel=1e-3)
+
+
+def test_numbers_of_prompts_keep_their_digits_beside_floats() -> None:
+    prompt = torch.tensor([2**24, 2**24, 2**24 + 1, 2**24 + 1])
+    rewards, own = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.arange(4.0)
+    assert torch.equal(group_advantages(rewards, prompt, trajectories=own), group_advantages(rewards, prompt))
+
+
 def test_an_infinite_reward_that_counts_is_refused() -> None:
     rewards, groups, counted = torch.tensor([1.0, math.inf, 0.0]), torch.zeros(3), torch.tensor([True, False, True])
     assert group_advantages(rewards, groups, counted=counted).isfinite().all()
