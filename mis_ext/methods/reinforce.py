@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from mis_ext.methods.method import Method
 from mis_ext.methods.parts import GrowingBound, KlTerm, PairGate, PairWeight, Penalty, Ratio, Score, Term
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 from mis_ext.methods.sequence_weights import ParetoWeight
+from mis_ext.validation import check_number, check_tensors
 
 _INVERSE: Pair = ("proximal", "current")
 _Bounds = tuple[NotNegative, Annotated[float, Range(low="first", open_low=True)]]
@@ -289,10 +291,20 @@ def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | Non
             engine gave fewer. A token that is -inf in either belongs to the tail.
         high: Bound of the weight. None: no weight, as in ``reinforce``.
 
+    Raises:
+        ValueError: ``high`` is not above 0, or the shapes differ.
+
     References:
         Marek, Ryabinin, Score Centering Stabilizes Off-policy Reinforcement Learning, arXiv:2609.20807 (after vime's
         description of it); SkyRL (pull request 2244).
     """
+    check_tensors({"current_TK": current_TK, "behavior_TK": behavior_TK})
+    if current_TK.shape != behavior_TK.shape:
+        raise ValueError(
+            f"current_TK has shape {list(current_TK.shape)}, behavior_TK {list(behavior_TK.shape)}; both are [T, K]"
+        )
+    if high is not None:
+        check_number("high", high, low=0.0, high=math.inf, open_low=True)
     dtype = torch.promote_types(current_TK.dtype, torch.float32)
     # Of a token that top-p cut off in the trainer neither number means anything.
     is_given_TK = (behavior_TK > -torch.inf) & (current_TK.detach() > -torch.inf)

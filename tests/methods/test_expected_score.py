@@ -54,3 +54,17 @@ def test_a_token_that_top_p_cut_off_in_the_trainer_is_of_the_tail() -> None:
     fewer = expected_score(current[:, :2], behavior[:, :2])
     assert float(score.detach()) == float(fewer.detach())
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"high": -1.0}, ValueError, r"high must be in \(0, inf\], got -1.0"),
+        ({"behavior_TK": torch.zeros(2, 4)}, ValueError, r"current_TK has shape \[2, 3\], behavior_TK \[2, 4\]"),
+        ({"behavior_TK": [[0.0]]}, TypeError, "behavior_TK must be a tensor, got list"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change, error, message) -> None:
+    given = {"current_TK": torch.full((2, 3), -1.5), "behavior_TK": torch.full((2, 3), -1.4)} | change
+    with pytest.raises(error, match=message):
+        expected_score(**given)
