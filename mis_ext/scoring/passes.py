@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mis_ext.validation import check_tensors
+from mis_ext.validation import check_instance, check_tensors
 
 BITS = 32
 
@@ -127,9 +127,23 @@ def check_targets(
         raise ValueError(f"row_T has shape {list(row_T.shape)}, token_T {list(token_T.shape)}; both are [T]")
     if num_rows == 0 < len(token_T):
         raise ValueError(f"token_T has {len(token_T)} tokens, there are no {rows}")
-    if kept is not None and kept.is_recorded_T.shape != token_T.shape:
+    if kept is not None:
+        _check_kept(check_instance("kept", kept, KeptColumns), token_T)
+
+
+def _check_kept(kept: KeptColumns, token_T: Tensor) -> None:
+    check_tensors({f"kept.{name}": values for name, values in kept._asdict().items()})
+    if kept.is_recorded_T.shape != token_T.shape:
         recorded = list(kept.is_recorded_T.shape)
         raise ValueError(f"kept.is_recorded_T has shape {recorded}, token_T {list(token_T.shape)}; both are [T]")
+    if kept.is_recorded_T.dtype != torch.bool:
+        raise TypeError(f"kept.is_recorded_T must be bool, got {kept.is_recorded_T.dtype}")
+    if kept.id_N.ndim != 1 or kept.token_N.shape != kept.id_N.shape:
+        shapes = f"{list(kept.id_N.shape)}, kept.token_N {list(kept.token_N.shape)}"
+        raise ValueError(f"kept.id_N has shape {shapes}; both are [N]")
+    for name, values in (("id_N", kept.id_N), ("token_N", kept.token_N)):
+        if values.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"kept.{name} must be int64 or int32, got {values.dtype}")
 
 
 @contextmanager

@@ -295,6 +295,12 @@ def test_bits_are_the_columns_that_were_kept(seed) -> None:
 # --- refusals
 
 
+def kept_as(**change: torch.Tensor) -> KeptColumns:
+    """Two of five columns for each of two tokens."""
+    id_N, token_N = torch.tensor([0, 1, 0, 3]), torch.tensor([0, 0, 1, 1])
+    return KeptColumns(id_N, token_N, torch.ones(2, dtype=torch.bool))._replace(**change)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -308,6 +314,18 @@ def test_bits_are_the_columns_that_were_kept(seed) -> None:
             ValueError,
             r"kept.is_recorded_T has shape \[3\], token_T \[2\]",
         ),
+        (
+            {"kept": kept_as(is_recorded_T=torch.ones(2))},
+            TypeError,
+            "kept.is_recorded_T must be bool, got",
+        ),
+        ({"kept": kept_as(id_N=torch.zeros(4))}, TypeError, "kept.id_N must be int64 or int32, got torch.float32"),
+        (
+            {"kept": kept_as(token_N=torch.zeros(3, dtype=torch.int64))},
+            ValueError,
+            r"kept.id_N has shape \[4\], kept.token_N \[3\]",
+        ),
+        ({"kept": tuple(kept_as())}, TypeError, "kept must be a KeptColumns, got"),
         ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
         ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, TypeError, "logits must be floats, got torch.int64"),
         ({"vocab_size": 0}, ValueError, "vocab_size"),
