@@ -70,6 +70,12 @@ def _parser() -> Parser:
     return parser
 
 
+COUNTS = (
+    *("num_rollout", "num_steps_per_rollout", "rollout_batch_size", "n_samples_per_prompt", "micro_batch_size"),
+    *("rollout_max_response_len", "update_weights_interval", "save_interval", "context_parallel_size"),
+)
+
+
 def _num_ranks(parser: argparse.ArgumentParser) -> int:
     """What NPROC says: how many ranks to start."""
     said = os.environ.get("NPROC", "2")
@@ -80,10 +86,11 @@ def _num_ranks(parser: argparse.ArgumentParser) -> int:
 
 def _parse_flags(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
-    counts = ("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "context_parallel_size")
-    for name in counts:
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    for name in COUNTS:
+        # A single sample has no other one to be compared with: its advantage would be NaN.
+        least = 2 if name == "n_samples_per_prompt" else 1
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least {least}")
     world_size = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else _num_ranks(parser)
     if world_size % args.context_parallel_size:
         parser.error(f"--context-parallel-size {args.context_parallel_size} does not divide {world_size} ranks (NPROC)")

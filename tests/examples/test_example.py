@@ -97,6 +97,9 @@ def test_engine_settings_have_the_types_of_yaml_scalars():
         (["--resume", "--overwrite"], "choose one"),
         (["--rollout-top-p", "0.9"], "--rollout-engine sglang or vllm, the engine is transformers"),
         (["--rollout-engine", "sglang", "--rollout-top-p", "0"], "above 0, at most 1"),
+        (["--micro-batch-size", "0"], "--micro-batch-size 0: expected at least 1"),
+        (["--save-interval", "0"], "--save-interval 0: expected at least 1"),
+        (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt 1: expected at least 2"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], message: str):
