@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mis_ext.onpolicy.batch_invariant import devices
 from mis_ext.onpolicy.batch_invariant.packed_sequences import Packing
+from mis_ext.validation import check_tensors
 
 
 def attention(
@@ -67,11 +68,16 @@ def attention(
         cu_seqlens_k = cu_seqlens_q
     if max_seqlen_k is None:
         max_seqlen_k = max_seqlen_q
+    check_tensors({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
     _check_shapes(query, key, value, cu_seqlens_q, cu_seqlens_k)
     if scale is not None and not scale > 0:
         raise ValueError(f"scale={scale}: attention takes a scale > 0")
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be boolean, got {mask.dtype}")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be boolean, got {mask.dtype}")
+        shapes = [[len(cu_seqlens_q) - 1, heads, max_seqlen_q, max_seqlen_k] for heads in (1, query.shape[1])]
+        if [*mask.shape] not in shapes:
+            raise ValueError(f"mask must be {shapes[0]} or {shapes[1]}, got {[*mask.shape]}")
     if key_slots is not None:
         shape = [len(cu_seqlens_k) - 1, max_seqlen_k]
         if [*key_slots.shape] != shape or key_slots.dtype not in (torch.int32, torch.int64):

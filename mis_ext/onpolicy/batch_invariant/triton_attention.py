@@ -216,7 +216,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
     queries that see its key, and others whose tile reads it: all keys from the first to the last that one of its
     queries may see.
     """
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, is_causal, mask, slots = packing
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _, scale, is_causal, mask, slots = packing
     value_dim, head_dim, device = value.shape[2], max(query.shape[2], value.shape[2]), query.device
     if not 1 <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(f"the last dimensions must be in [1, {_MAX_HEAD_DIM}], got {head_dim}")
@@ -234,9 +234,6 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, packing: Packin
     else:
         if mask.dtype != torch.bool or mask.device != device:
             raise TypeError(f"mask must be bool on {device}, got {mask.dtype} on {mask.device}")
-        shapes = [[len(cu_seqlens_q) - 1, heads, max_seqlen_q, max_seqlen_k] for heads in (1, num_heads)]
-        if [*mask.shape] not in shapes:
-            raise ValueError(f"mask must be {shapes[0]} or {shapes[1]}, got {[*mask.shape]}")
         runs = split_runs(packing)
         mask = _packed_words(_from_first_key(mask) if mask.numel() else mask).expand(-1, num_heads, -1, -1)
         bounds = [*runs[:3], runs.sequence_R * mask.stride(0) + runs.row_R * mask.stride(2)]

@@ -182,6 +182,13 @@ def test_queries_before_the_first_key_have_no_gradient(hidden):
         ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, ValueError, r"must be \[sequences \+ 1\]"),
         ({"scale": 0.0}, ValueError, "scale=0.0: attention takes a scale > 0"),
         ({"mask": torch.zeros(1, 1, 4, 4)}, TypeError, "mask must be boolean, got torch.float32"),
+        (
+            {"mask": torch.ones(1, 4, 4).bool()},
+            ValueError,
+            r"\[1, 1, 4, 4\] or \[1, 4, 4, 4\], got \[1, 4, 4\]",
+        ),
+        ({"mask": torch.ones(1, 2, 4, 4).bool()}, ValueError, r"mask must be .*, got \[1, 2, 4, 4\]"),
+        ({"cu_seqlens_q": [0, 4]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
         ({"key_slots": torch.zeros(2, 4).long()}, ValueError, r"key_slots must be .* = \[1, 4\] .*, got \[2, 4\]"),
         ({"key_slots": torch.zeros(1, 4)}, ValueError, "int32 or int64, got .* torch.float32"),
         (
