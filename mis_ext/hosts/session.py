@@ -202,9 +202,9 @@ class Session:
 
 
 def _as_integer(length: Any) -> int:
-    """A length that a rank could not read may be wrong: it knows the right one only as far as it is a number.
+    """A length on a rank that failed, perhaps because it is no integer: 0 where it is no number either.
 
-    With other lengths than on the other context-parallel ranks, its messages have another shape than theirs.
+    Where other context-parallel ranks have other lengths, messages over tokens have other shapes there.
     """
     try:
         return int(length)

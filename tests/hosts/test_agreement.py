@@ -139,6 +139,18 @@ def test_an_error_on_one_rank_is_raised_there_and_named_on_all_others(layout, er
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), failing, kind, message)
 
 
+@for_each("length, error", [(None, TypeError), ("5", TypeError), (1.5, TypeError)])
+def test_a_length_that_one_rank_cannot_read_is_told_too(length, error) -> None:
+    def work(rank: Rank) -> tuple:
+        batch = local_batch(rank)
+        if rank.number == 1:
+            batch["response_lengths"] = [length, *batch["response_lengths"][1:]]
+        # Where whole responses are rejected alone, no message has the length of their tokens.
+        return call(rank, batch, args_of(tis_level="geometric"))
+
+    assert_agreement(run_ranks(work, cp_size=2, dp_size=2), 1, error, r"response_lengths\[0\] must be an integer")
+
+
 SEGMENTS = {"use_rs": True, "rs_gates": [{"reduce": "segment_mean", "low": 0.5, "high": 2.0}]}
 
 
