@@ -208,7 +208,8 @@ def _gym(name: str) -> Draw:
         def worth(answer: str) -> float:
             # A small model talks around its number.
             if re.fullmatch(r"-?\d+", str(entry["answer"])):
-                answer = (re.findall(r"-?\d+", answer) or [""])[-1]
+                number = last_number(answer)
+                answer = "" if number is None else f"{number:.15g}"
             return float(data.score_answer(answer=answer.strip(), entry=entry))
 
         return entry["question"], worth

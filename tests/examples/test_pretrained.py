@@ -302,7 +302,7 @@ def test_reasoning_gym_checks_answers_that_talk_around_their_number(checkpoint: 
     task = QuestionTask("reasoning_gym:basic_arithmetic", checkpoint.tokenizer, response_length=8)
     question = task.sample(Random(1))
     assert question.text == "Calculate 9 * -4 + -3."
-    assert [question.worth(f"9 times -4, so it is {x}.") for x in (-39, 39)] == [1.0, 0.0]
+    assert [question.worth(f"9 times -4, so it is {x}.") for x in (-39, 39, "-39.0")] == [1.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="reasoning-gym has no task 'sums'"):
         QuestionTask("reasoning_gym:sums", checkpoint.tokenizer, response_length=8)
 
