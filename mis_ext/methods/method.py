@@ -16,7 +16,7 @@ from mis_ext.correction.collectives import Group
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.methods.batch import WHOLE_SEQUENCE, Batch, Policy, Reduce, Reductions
 from mis_ext.methods.parts import Factor, Penalty, Slope, Surrogate, Term
-from mis_ext.validation import check_choice, check_instance
+from mis_ext.validation import check_choice, check_instance, check_tensors
 
 NormalizeOver = Literal["tokens", "all_tokens", "sequences"]
 _POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -196,9 +196,13 @@ class Method:
             if values_T is None:
                 raise ValueError(f"this method compares with the {policy} policy: pass {policy}_logprobs_T")
             log_probs[policy] = values_T
-        tensors = {"advantages": advantages_T, "response_mask": response_mask_T, "state_values": state_values_T}
-        for name, values_T in (tensors | log_probs).items():
-            if values_T is not None and values_T.shape != (layout.num_local_tokens,):
+        tensors = {"advantages_T": advantages_T, "response_mask_T": response_mask_T}
+        tensors |= {f"{policy}_logprobs_T": values_T for policy, values_T in log_probs.items()}
+        tensors |= {} if state_values_T is None else {"state_values_T": state_values_T}
+        check_tensors(tensors)
+        check_instance("layout", layout, PackedLayout)
+        for name, values_T in tensors.items():
+            if values_T.shape != (layout.num_local_tokens,):
                 raise ValueError(
                     f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
                 )

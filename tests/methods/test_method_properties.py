@@ -191,10 +191,14 @@ def test_missing_log_probs_and_wrong_lengths_are_named() -> None:
         METHODS["ppo"].method(**streams, layout=layout)
     with pytest.raises(ValueError, match="pass state_values_T"):
         METHODS["drift_control"].method(**streams, behavior_logprobs_T=values, layout=layout)
-    with pytest.raises(ValueError, match=r"current has the shape \(3,\), the layout 2 tokens"):
+    with pytest.raises(ValueError, match=r"current_logprobs_T has the shape \(3,\), the layout 2 tokens"):
         METHODS["reinforce"].method(
             **streams | dict.fromkeys(("advantages_T", "response_mask_T"), values[:2]), layout=PackedLayout.whole([2])
         )
+    with pytest.raises(TypeError, match="advantages_T must be a tensor, got list"):
+        METHODS["reinforce"].method(**streams | {"advantages_T": [1.0] * 3}, layout=layout)
+    with pytest.raises(TypeError, match=r"layout must be a PackedLayout, got \[3\]"):
+        METHODS["reinforce"].method(**streams, layout=[3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
