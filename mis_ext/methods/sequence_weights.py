@@ -13,6 +13,7 @@ from torch import Tensor
 from mis_ext.correction.tokens import bounded_exp
 from mis_ext.methods.batch import Batch, Pair
 from mis_ext.methods.parts import Factor, check_pair
+from mis_ext.validation import check_number, check_tensors
 
 _MIN_TAIL = 5
 _GRID = 30
@@ -43,10 +44,19 @@ def smooth_weights(weights_N: Tensor, valid_N: Tensor) -> Smoothed:
         weights_N: ``[N]``, positive.
         valid_N: ``[N]`` bool; the others do not count, and stay as they are.
 
+    Raises:
+        TypeError: One is no tensor, or ``valid_N`` not bool.
+        ValueError: They are not ``[N]``.
+
     References:
         Vehtari et al., Pareto Smoothed Importance Sampling, arXiv:1507.02646; the fit is that of Zhang and Stephens, A
         New and Efficient Estimation Method for the Generalized Pareto Distribution, 2009.
     """
+    check_tensors({"weights_N": weights_N, "valid_N": valid_N})
+    if valid_N.dtype != torch.bool:
+        raise TypeError(f"valid_N must be bool, got {valid_N.dtype}")
+    if weights_N.ndim != 1 or valid_N.shape != weights_N.shape:
+        raise ValueError(f"weights_N has shape {list(weights_N.shape)}, valid_N {list(valid_N.shape)}; both are [N]")
     size = len(weights_N)
     longest = math.ceil(min(size / 5, 3.0 * math.sqrt(size)))
     if longest < _MIN_TAIL:
@@ -106,6 +116,8 @@ class ParetoWeight(Factor):
 
     def __post_init__(self) -> None:
         check_pair("pair", self.pair)
+        if self.high is not None:
+            check_number("high", self.high, low=0.0, high=math.inf, open_low=True)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """``[T]`` weights, at least 0, without gradient; the same for all tokens of a sequence."""

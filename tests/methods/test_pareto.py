@@ -66,6 +66,24 @@ def test_pareto_weights_of_sequences_are_the_smoothed_products() -> None:
         torch.testing.assert_close(found[tokens], weight * data.advantages[tokens], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("valid", "error", "message"),
+    [
+        (torch.ones(30), TypeError, "valid_N must be bool, got torch.float32"),
+        (torch.ones(29).bool(), ValueError, r"weights_N has shape \[30\], valid_N \[29\]; both are \[N\]"),
+        ([True] * 30, TypeError, "valid_N must be a tensor, got list"),
+    ],
+)
+def test_what_is_no_mask_of_the_weights_is_refused_by_name(valid, error, message) -> None:
+    with pytest.raises(error, match=message):
+        smooth_weights(torch.ones(30), valid)
+
+
+def test_a_bound_of_weights_is_above_0() -> None:
+    with pytest.raises(ValueError, match=r"high must be in \(0, inf\], got -1.0"):
+        ParetoWeight(pair=MISMATCH, high=-1.0)
+
+
 def test_smoothing_refuses_ranks_whose_sequences_it_does_not_see() -> None:
     data, mask, layout = make_data()
     method = Method(surrogate=Score(), factors=(ParetoWeight(pair=MISMATCH),))
