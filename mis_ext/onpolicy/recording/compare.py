@@ -22,6 +22,7 @@ from mis_ext.onpolicy.recording.differences import (
 )
 from mis_ext.onpolicy.recording.recordings import Recording, describe
 from mis_ext.onpolicy.recording.rows import PlacedRows
+from mis_ext.validation import check_instance
 
 Verdict = Literal["EXACT", "DIFFERENT", "INVALID"]
 
@@ -181,6 +182,8 @@ def compare(
         allow: Shell patterns of modules (by either name) that may be missing on one side, or have other rows, another
             dtype, or rows of another size there. Values that both have must still be equal.
     """
+    for side, recording in (("a", a), ("b", b)):
+        check_instance(side, recording, Recording)
     names = names if isinstance(names, NameMap) else NameMap(names or {})
     findings = _Findings(allow)
     modules: list[ModuleDifference] = []

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.validation import check_tensors
+
 Layout = Literal["bsh", "sbh"]
 LAYOUTS: tuple[Layout, ...] = ("bsh", "sbh")
 
@@ -68,6 +70,7 @@ class Rows:
         Args:
             mask: ``[b, s]``, nonzero at tokens; the padding may be on either side.
         """
+        check_tensors({"mask": mask})
         is_token = mask.bool()
         position = torch.where(is_token, is_token.long().cumsum(1) - 1, -1)
         return cls(sequence=torch.arange(len(mask))[:, None], position=position)
@@ -213,6 +216,7 @@ def _tokens(sequence: Tensor, position: Tensor) -> _Tokens:
 
 
 def _grid(name: str, tensor: Tensor) -> Tensor:
+    check_tensors({name: tensor})
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
     if tensor.dim() not in (1, 2):

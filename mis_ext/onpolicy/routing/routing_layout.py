@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import owned_chunks
 from mis_ext.onpolicy.routing.experts import NOT_RECORDED, RoutedExperts
-from mis_ext.validation import check_choice, check_integer
+from mis_ext.validation import check_choice, check_integer, check_lengths
 
 MissingPolicy = Literal["error", "own"]
 PackedPartition = Literal["zigzag", "stream"]
@@ -80,7 +80,8 @@ class RoutingLayout:
         _check_rank("cp", cp_rank, cp_size)
         is_stream = check_choice("partition", partition, ("zigzag", "stream")) == "stream"
         ranks = {"cp_rank": 0, "cp_size": 1} if is_stream else {"cp_rank": cp_rank, "cp_size": cp_size}
-        parts = [_local_positions(length, **ranks) for length in _checked(lengths)]
+        lengths = _checked(lengths)
+        parts = [_local_positions(length, **ranks) for length in lengths]
         position_T = torch.cat(parts)
         sample_T = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
         needed = -(-len(position_T) // cp_size) if is_stream else len(position_T)
@@ -118,7 +119,8 @@ class RoutingLayout:
         Raises:
             ValueError: See :meth:`packed`; or a sample is longer than ``padded_length``.
         """
-        if max(_checked(lengths)) > check_integer("padded_length", padded_length):
+        lengths = _checked(lengths)
+        if max(lengths) > check_integer("padded_length", padded_length):
             raise ValueError(f"padded_length = {padded_length} is less than the longest sample, {max(lengths)}")
         local = _local_positions(padded_length, cp_rank=cp_rank, cp_size=cp_size)
         if len(local) % tp_size:
@@ -128,15 +130,15 @@ class RoutingLayout:
 
     @classmethod
     def _build(
-        cls, lengths: Sequence[int], sample_T: Tensor, position_T: Tensor, *, tp_rank: int, tp_size: int
+        cls, lengths: tuple[int, ...], sample_T: Tensor, position_T: Tensor, *, tp_rank: int, tp_size: int
     ) -> RoutingLayout:
         _check_rank("tp", tp_rank, tp_size)
         if len(sample_T) % tp_size:
             raise ValueError(f"{len(sample_T)} rows do not divide among tp_size = {tp_size} ranks")
-        is_token_T = (sample_T >= 0) & (position_T < torch.tensor([*lengths])[sample_T])
+        is_token_T = (sample_T >= 0) & (position_T < torch.tensor(lengths)[sample_T])
         sample_T = torch.where(is_token_T, sample_T, -1)
         return cls(
-            lengths=tuple(lengths),
+            lengths=lengths,
             sample_T=sample_T.chunk(tp_size)[tp_rank],
             position_T=position_T.chunk(tp_size)[tp_rank],
         )
@@ -190,10 +192,11 @@ class RoutingLayout:
                 raise ValueError(f"sample {index} has experts of {sample.num_tokens} tokens and {length} tokens")
 
 
-def _checked(lengths: Sequence[int]) -> Sequence[int]:
-    if not lengths or min(check_integer("lengths", length) for length in lengths) < 1:
-        raise ValueError(f"lengths must be positive, one per sample, got {[*lengths]}")
-    return lengths
+def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
+    found = check_lengths("lengths", lengths)
+    if min(found, default=0) < 1:
+        raise ValueError(f"lengths must be positive, one per sample, got {[*found]}")
+    return found
 
 
 def _check_rank(name: str, rank: int, size: int) -> None:

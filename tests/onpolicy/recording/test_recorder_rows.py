@@ -122,6 +122,15 @@ def test_rows_that_cannot_be_are_an_error(arguments: dict, error: type, message:
         Rows(**{name: torch.tensor(values) for name, values in arguments.items()})
 
 
+def test_what_has_another_type_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="sequence must be a tensor, got list"):
+        Rows(sequence=[0, 0], position=torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match="mask must be a tensor, got list"):
+        Rows.padded([[1, 1]])
+    with pytest.raises(TypeError, match="a must be a Recording, got"):
+        compare("a.pt", "b.pt")
+
+
 def test_rows_survive_the_buffers_they_were_made_from() -> None:
     sequence, position, kept = torch.tensor([[0, 1, 1]]), torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1]])
     rows = Rows(sequence=sequence, position=position, kept=kept[0])
