@@ -58,7 +58,7 @@ def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> Non
 
 def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judged(tmp_path: Path) -> None:
     results = Results(Path(__file__).parents[1] / "evidence" / "results")
-    lines = fp8_page.section(results, tmp_path)
+    lines = fp8_page.page(results, tmp_path)
     runs = [rows for group, rows in fp8.seen(results) if group.run[0] == fp8.NONE]
     step = fp8.judged_at(runs)
     assert step >= fp8.FEWEST_STEPS
@@ -72,4 +72,4 @@ def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judge
         "| bf16",
     ]
     assert (tmp_path / "fp8_training.png").exists()
-    assert fp8_page.section(Results(tmp_path), tmp_path) == ["Nothing has run yet.", ""]
+    assert fp8_page.page(Results(tmp_path), tmp_path)[-1] == "Nothing has run yet."

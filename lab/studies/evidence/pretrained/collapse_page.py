@@ -14,7 +14,7 @@ import numpy as np
 from evidence.results import Results
 from evidence.study import Study
 
-from . import collapse_correction, fork, fp8_page
+from . import collapse_correction, fork, fp8, fp8_page
 from .collapse import (
     COLLAPSE_STUDIES,
     CORRECTION,
@@ -48,7 +48,7 @@ PAGE, RUNS = "collapse", "collapse_runs"
 
 
 def report(results: Results, output: Path) -> None:
-    """Write ``collapse.md``, a screen, and ``collapse_runs.md`` with all that ran."""
+    """Write ``collapse.md``, a screen, ``collapse_runs.md`` with all that ran, and ``fp8_training.md``."""
     *atlases, stable, ladder, correction = COLLAPSE_STUDIES
     rule = (
         f"A run **collapsed** if the mean of {WINDOW} steps falls below half of R0 and stays there for {STAYS} steps. "
@@ -74,23 +74,7 @@ def report(results: Results, output: Path) -> None:
         f"**[Token TIS from the alert on]({RUNS}.md#forks-at-the-alert)** is another study. Two of its twelve pairs "
         "have run, and it kept the trainer policy in neither.",
         "",
-        "## An fp8 engine",
-        "",
-        "Does the mismatch of an fp8 engine grow in training too? The model, questions, sampling seeds, and learning "
-        "rate of above; the engine quantizes weights and activations to fp8 in blocks of 128 and multiplies them in "
-        "fp8 (rules fixed beforehand: `lab/studies/evidence/pretrained/fp8.py`).",
-        "",
-        "**k3 grew less than with int4 weights and more than with bf16. By the rule it is not resolved whether it "
-        "grows**: the rule asks for 1.6 times its start in both runs, and the runs were stopped at step 101 of 130. "
-        "The guide's alert, five times the start, did not fire. The reward of rollouts and of the trainer policy (0.78 "
-        "and 0.67 at step 80; bf16 0.68 to 0.83) stayed in the range of bf16. Token TIS, on one seed and up to step "
-        "74, did not slow the growth (1.35 times; 1.17 without).",
-        "",
-        *fp8_page.section(results, output),
-        "With three runs side by side on one H200 a step took 14 to 16 s, with two 9 s (SGLang 0.5.17, torch 2.11, "
-        "revision 0c86999e). Two runs of one GPU need 24 minutes to step 130. Commands: "
-        f"[those of the forks]({RUNS}.md#forks-at-the-alert), with `STUDY=fp8_training SMOKE=fp8_smoke REPORT=fp8`. "
-        "The runs with weights rounded to e4m3, and the second seed with token TIS, have not run.",
+        f"**[An fp8 engine]({fp8.FP8}.md)** at the same learning rate: its mismatch grew less than that of int4.",
         "",
         f"[Every run, which number warned first, the ladder of mismatch, learning rates]({RUNS}.md). The mismatch "
         f"before any training on 14 engines: [this model and another]({RUNS}.md#the-mismatch-before-any-training).",
@@ -139,7 +123,7 @@ def report(results: Results, output: Path) -> None:
         "",
         *_first_look(),
     ]
-    for name, lines in ((PAGE, page), (RUNS, runs)):
+    for name, lines in ((PAGE, page), (RUNS, runs), (fp8.FP8, fp8_page.page(results, output))):
         path = output / f"{name}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(path)
