@@ -188,8 +188,14 @@ def _prepared(file: Path) -> Draw:
 
 def last_number(text: str) -> float | None:
     """The last one of a text, which may have commas between its thousands."""
+    digits = _last_digits(text)
+    return float(digits) if digits else None
+
+
+def _last_digits(text: str) -> str:
+    """The last number as it is written, without the commas between its thousands; empty if there is none."""
     found = re.findall(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
+    return found[-1].replace(",", "") if found else ""
 
 
 def _gym(name: str) -> Draw:
@@ -208,8 +214,7 @@ def _gym(name: str) -> Draw:
         def worth(answer: str) -> float:
             # A small model talks around its number.
             if re.fullmatch(r"-?\d+", str(entry["answer"])):
-                number = last_number(answer)
-                answer = "" if number is None else f"{number:.15g}"
+                answer = re.sub(r"\.0+$", "", _last_digits(answer))
             return float(data.score_answer(answer=answer.strip(), entry=entry))
 
         return entry["question"], worth

@@ -303,6 +303,10 @@ def test_reasoning_gym_checks_answers_that_talk_around_their_number(checkpoint: 
     question = task.sample(Random(1))
     assert question.text == "Calculate 9 * -4 + -3."
     assert [question.worth(f"9 times -4, so it is {x}.") for x in (-39, 39, "-39.0")] == [1.0, 0.0, 1.0]
+    large = task.sample(Random(541))
+    assert large.text == "Calculate -8311 * -8351 * -6743 * -8703 * 4760."
+    # A float has fewer digits.
+    assert [large.worth(f"It is {x}.") for x in ("19,387,457,639,528,572,440", "19387457639528572441")] == [1.0, 0.0]
     with pytest.raises(ValueError, match="reasoning-gym has no task 'sums'"):
         QuestionTask("reasoning_gym:sums", checkpoint.tokenizer, response_length=8)
 
