@@ -78,7 +78,10 @@ REFUSED = [
     (KL | {"mis_loss_kl_tokens": "all"}, "no effect, because nothing rejects a token"),
     ({"mis_loss_denominator": "kept"}, "mis_loss_denominator='kept': no effect, because no response keeps"),
     (HOOK | {"mis_loss_denominator": "kept", "rs_veto_threshold": 0.5}, "mis_loss_denominator='kept': no effect"),
-    ({"mis_loss_denominator": "kept", "mis_loss_method": "sequence_mis"}, "mis_loss_denominator='kept': no effect"),
+    *(
+        ({"mis_loss_denominator": "kept", "mis_loss_method": method}, "mis_loss_denominator='kept': no effect")
+        for method in ("sequence_mis", "geometric_rs", "trm", "veto")
+    ),
     (KL | {"mis_loss_unbiased_kl": True, "use_unbiased_kl": True}, "mis_loss_unbiased_kl .* are two ratios; drop one"),
     ({"mis_loss_denominator": "tokens"}, "mis_loss_denominator must be one of original | kept | sequence | constant"),
     ({"mis_loss_denominator": "constant"}, "needs mis_loss_constant, a number of tokens"),

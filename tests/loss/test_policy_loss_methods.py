@@ -290,6 +290,13 @@ def test_the_kept_tokens_of_a_denominator_are_those_of_the_method_too() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
+def test_the_kept_tokens_of_a_denominator_count_as_much_as_their_mask_says() -> None:
+    keys = UNSET | KEPT | {"mis_loss_method": {"name": "token_mis", "low": 0.9, "high": 1.1}}
+    batch = loss_cases.local_batch(batch_of())
+    halved = batch | {"loss_masks": [mask * 0.5 for mask in batch["loss_masks"]]}
+    torch.testing.assert_close(computed(keys, halved)[0], computed(keys, batch)[0] / 2.0, rtol=1e-6, atol=1e-8)
+
+
 def test_a_denominator_of_kept_tokens_needs_no_filter_beside_a_method_that_rejects_tokens() -> None:
     keys = UNSET | {"mis_loss_method": {"name": "token_mis", "low": 0.9, "high": 1.1}}
     assert computed(keys | KEPT)[0] != computed(keys)[0]
