@@ -91,6 +91,12 @@ def test_numbers_of_prompts_keep_their_digits_beside_floats() -> None:
     assert torch.equal(group_advantages(rewards, prompt, trajectories=own), group_advantages(rewards, prompt))
 
 
+def test_numbers_of_prompts_may_have_more_digits_than_a_float() -> None:
+    near, far = torch.tensor([2**60, 2**60, 2**60 + 1, 2**60 + 1]), torch.tensor([0, 0, 1, 1])
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert torch.equal(group_advantages(rewards, near), group_advantages(rewards, far))
+
+
 def test_an_infinite_reward_that_counts_is_refused() -> None:
     rewards, groups, counted = torch.tensor([1.0, math.inf, 0.0]), torch.zeros(3), torch.tensor([True, False, True])
     assert group_advantages(rewards, groups, counted=counted).isfinite().all()

@@ -79,6 +79,11 @@ def test_what_is_no_mask_of_the_weights_is_refused_by_name(valid, error, message
         smooth_weights(torch.ones(30), valid)
 
 
+def test_weights_are_a_row() -> None:
+    with pytest.raises(ValueError, match=r"weights_N has shape \[5, 6\], valid_N \[5, 6\]; both are \[N\]"):
+        smooth_weights(torch.ones(5, 6), torch.ones(5, 6).bool())
+
+
 def test_a_bound_of_weights_is_above_0() -> None:
     with pytest.raises(ValueError, match=r"high must be in \(0, inf\], got -1.0"):
         ParetoWeight(pair=MISMATCH, high=-1.0)

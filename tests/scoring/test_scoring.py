@@ -326,12 +326,24 @@ def kept_as(**change: torch.Tensor) -> KeptColumns:
             r"kept.id_N has shape \[4\], kept.token_N \[3\]",
         ),
         ({"kept": tuple(kept_as())}, TypeError, "kept must be a KeptColumns, got"),
+        (
+            {"kept": kept_as(token_N=torch.zeros(4))},
+            TypeError,
+            "kept.token_N must be int64 or int32, got torch.float32",
+        ),
+        ({"kept": kept_as(token_N=[0, 0, 1, 1])}, TypeError, "kept.token_N must be a tensor, got list"),
+        (
+            {"kept": kept_as(**dict.fromkeys(("id_N", "token_N"), torch.zeros(2, 2, dtype=torch.int64)))},
+            ValueError,
+            r"kept.id_N has shape \[2, 2\], kept.token_N \[2, 2\]; both are \[N\]",
+        ),
         ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
         ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, TypeError, "logits must be floats, got torch.int64"),
         ({"vocab_size": 0}, ValueError, "vocab_size"),
         ({"vocab_size": 6}, ValueError, r"vocab_size must be in \[1, 5\], 1 ranks with 5 columns of logits, got 6"),
         ({"vocab_size": 5.0}, TypeError, "vocab_size must be an integer, got 5.0"),
         ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], as tp_group has 1 ranks, got 1"),
+        ({"tp_rank": -1}, ValueError, r"tp_rank must be in \[0, 0\], as tp_group has 1 ranks, got -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, error, text) -> None:
