@@ -9,7 +9,7 @@ import torch
 from loss_cases import GATES, GATES_ALONE, HOOK, KL
 from naive_policy_loss import naive_policy_loss
 from rows import for_each
-from test_policy_loss_methods import UNSET, batch_of, key_of
+from test_policy_loss_methods import KEPT, UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
 from thread_ranks import Rank, run_ranks
 from zigzag import take
@@ -36,6 +36,7 @@ OPTIONS = {
     "dppo": key_of("dppo_tv"),
     "gspo": key_of("gspo"),
     "drift": key_of("drift_control"),
+    "kept by method": UNSET | KEPT | {"mis_loss_method": {"name": "token_mis", "low": 0.9, "high": 1.1}},
 }
 WIDTH = 15
 
@@ -108,7 +109,7 @@ def test_padded_and_packed_are_the_loss_from_logits(name, side, garbage) -> None
         assert cut.abs().sum() > 0.0
 
 
-@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens", "gspo"])
+@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens", "gspo", "kept by method"])
 def test_context_parallel_ranks_add_up_to_one(name) -> None:
     batch = batch_of()
     samples, totals = samples_of(batch), batch["total_lengths"]
@@ -444,7 +445,7 @@ def test_the_temperature_is_that_of_the_keys() -> None:
         from_hidden({"rollout_temperature": 1.0}, given, 0.7)
 
 
-@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens"])
+@pytest.mark.parametrize("name", ["gates, kl, entropy", "tokens", "kept by method"])
 def test_packed_hidden_states_and_context_parallel_ranks(name) -> None:
     batch = batch_of()
     given, lengths, totals = of_head(batch), batch["response_lengths"], batch["total_lengths"]
