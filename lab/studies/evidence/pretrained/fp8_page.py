@@ -39,7 +39,8 @@ def page(results: Results, output: Path) -> list[str]:
         "grows**: the rule asks for 1.6 times its start in both runs, and the runs were stopped at step 101 of 130. "
         "The guide's alert, five times the start, did not fire. The reward of rollouts and of the trainer policy (0.78 "
         "and 0.67 at step 80; bf16 0.68 to 0.83) stayed in the range of bf16. Token TIS, on one seed and up to step "
-        "74, did not slow the growth (1.35 times; 1.17 without).",
+        "74, did not slow the growth (1.35 times; 1.17 without). It was stopped there so that the other two runs would "
+        "reach step 100.",
         "",
         f"![k3 as a multiple of its start, and the reward of rollouts]({FP8}.png)",
         "",
