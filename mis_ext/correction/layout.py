@@ -285,9 +285,10 @@ class Blocks:
     def __init__(self, length_S: Tensor, num_tokens: int, num_blocks: int) -> None:
         self._blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
         self.response_T, self.response_N = _owners(length_S, num_tokens), _owners(self._blocks_S, num_blocks)
-        # Token t is in slot t + shift of the blocks, one block after the other.
-        end_S = length_S.cumsum(0)
-        shift_S = (self._blocks_S.cumsum(0) - self._blocks_S) * self.TOKENS - (end_S - length_S)
+        # Token t is in slot t + shift of the blocks, one block after the other. The shift counts the empty slots of the
+        # responses before its own.
+        end_S, empty_S = length_S.cumsum(0), self._blocks_S * self.TOKENS - length_S
+        shift_S = empty_S.cumsum(0) - empty_S
         self.slot_T = torch.arange(num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
         slot_NB = torch.arange(num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
         token_NB = slot_NB - self.spread_to_blocks(shift_S)
