@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The correction on a GPU against another revision: times and numbers, in one run.
+"""The correction against another revision: times and numbers, in one run.
 
     git worktree add ../base 16a265ec
-    python lab/benchmarks/bench_passes.py ../base [--presets mis] [--repeats 3]
+    python lab/benchmarks/bench_passes.py ../base [--device cpu] [--presets mis] [--repeats 3]
 
 Each of three processes computes the same calls: the other revision, this one without graphs, this one with graphs. With
 ``--repeats`` they take turns as often, and the table has medians: a process can be twice as slow as another one. A call
-has lengths that the call before did not have, and its time begins and ends when the GPU is idle. The peak is that
-of the allocator above what the process held before the calls.
+has lengths that the call before did not have. On a GPU its time begins and ends when the GPU is idle, and the peak is
+that of the allocator above what the process held before the calls. On a CPU it has one thread and no peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import subprocess
@@ -24,11 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PRESETS = ("mis", "geometric_mis")
-SHAPES = ((8, 2048), (64, 2048), (256, 1024), (4096, 64))
+SHAPES = {
+    "cuda": ((8, 2048), (64, 2048), (256, 1024), (4096, 64)),
+    "cpu": ((8, 512), (64, 2048), (256, 1024)),
+}
 CALLS, WARM_UP, BATCHES = 26, 6, 12
 
 
-def measure(root: str, mode: str, out: str, presets: Sequence[str]) -> None:
+def measure(root: str, mode: str, out: str, presets: Sequence[str], device: str) -> None:
     """Write times, peaks, numbers of the last call, and how many graphs 50 calls of drawn lengths made."""
     sys.path.insert(0, root)
     warnings.simplefilter("ignore")
@@ -36,7 +40,9 @@ def measure(root: str, mode: str, out: str, presets: Sequence[str]) -> None:
 
     import mis_ext
 
-    device = torch.device("cuda")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def call(lengths, config, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -45,12 +51,12 @@ def measure(root: str, mode: str, out: str, presets: Sequence[str]) -> None:
         mask = (torch.rand(len(behavior), generator=generator) > 0.1).float()
         streams = {"proximal_logprobs_T": proximal, "behavior_logprobs_T": behavior, "response_mask_R": mask}
         moved = {name: values.to(device) for name, values in streams.items()}
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         layout = mis_ext.PackedLayout.whole(lengths, device=device)
         found = mis_ext.compute_correction(**moved, layout=layout, config=config, token_metrics=True)
         weights, loss_mask = found.weights_T, found.loss_mask_R
-        torch.cuda.synchronize()
+        wait()
         return time.perf_counter() - start, weights, loss_mask, found
 
     rows, numbers = {}, {}
@@ -59,16 +65,17 @@ def measure(root: str, mode: str, out: str, presets: Sequence[str]) -> None:
             config = mis_ext.preset(preset).replace(metrics=metrics)
             if mode != "base":
                 config = config.replace(compile=mode == "graphs")
-            for count, mean in SHAPES:
+            for count, mean in SHAPES[device]:
                 batches = []
                 for seed in range(BATCHES):
                     drawn = torch.empty(count).log_normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
                     batches.append((drawn * mean * 0.88).clamp(16, mean * 4).long().tolist())
                 first, *_ = call(batches[0], config, 0)
-                held = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
+                if device == "cuda":
+                    held = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
                 times = [call(batches[k % BATCHES], config, k % BATCHES)[0] for k in range(1, CALLS)]
-                peak = (torch.cuda.max_memory_allocated() - held) / 2**20
+                peak = (torch.cuda.max_memory_allocated() - held) / 2**20 if device == "cuda" else math.nan
                 name = f"{preset}, {metrics}, {count} x {mean:,}"
                 rows[name] = (1e3 * statistics.median(times[WARM_UP - 1 :]), first, peak)
                 print(f"{mode}: {name}: {rows[name][0]:.2f} ms, first {first:.1f} s, {peak:.0f} MiB", flush=True)
@@ -132,13 +139,14 @@ def main() -> None:
     """Measure all three, each in a process of its own, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="checkout of the revision to compare with")
+    parser.add_argument("--device", default="cuda", choices=SHAPES)
     parser.add_argument("--presets", nargs="+", default=PRESETS, choices=PRESETS)
     parser.add_argument("--repeats", type=int, default=1, help="processes of each kind")
     parser.add_argument("--measure", choices=["base", "eager", "graphs"], help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        measure(arguments.base, arguments.measure, arguments.out, arguments.presets)
+        measure(arguments.base, arguments.measure, arguments.out, arguments.presets, arguments.device)
         return
     here = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +156,8 @@ def main() -> None:
                 of_mode.append(Path(folder) / f"{mode}-{repeat}.pt")
                 root = arguments.base if mode == "base" else str(here)
                 command = [sys.executable, __file__, str(Path(root).resolve()), "--measure", mode]
-                subprocess.run([*command, "--out", str(of_mode[-1]), "--presets", *arguments.presets], check=True)
+                command += ["--out", str(of_mode[-1]), "--device", arguments.device]
+                subprocess.run([*command, "--presets", *arguments.presets], check=True)
         compare(paths)
 
 
