@@ -31,7 +31,7 @@ from mis_ext.hosts.packing import (
     unpack,
 )
 from mis_ext.hosts.session import Run, shared_run
-from mis_ext.hosts.whole_loss import check_args, loss_work, packed_loss, present, tokens_for
+from mis_ext.hosts.whole_loss import loss_work, packed_loss, present, tokens_for
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import RunConfig
 from mis_ext.loss.objective import LossTokens
@@ -82,7 +82,6 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
         every metric. These are exact under any sum over micro-batches, data- and context-parallel ranks. Metrics of the
         correction count only the samples in which they were measured.
     """
-    check_args(args)
     host = Host(find_groups() if groups is None else groups, plain_scores)
     run, cp_size = shared_run(args, host.groups, device=device_of(), whole_loss=True), host.groups.cp_size
     per_token = run.config.correction.per_token_loss

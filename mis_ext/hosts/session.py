@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -243,7 +244,15 @@ def all_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments of a configuration, and the names of all others, to find misspellings.
 
     Includes attributes of classes, properties, and the arguments of a wrapper. Others' properties are not called.
+
+    Raises:
+        TypeError: ``args`` can hold no keys: all of them would be absent, and nothing would be corrected.
     """
+    if args is None or isinstance(args, (Sequence, Path, CorrectionConfig, Session)):
+        raise TypeError(
+            f"args must be a mapping of keys, or a namespace, got a {type(args).__name__}; a file is read by "
+            "yaml.safe_load"
+        )
     names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
     values = {name: read_argument(args, name) for name in _READ}
     # A wrapper may say None for whatever it does not have: that is not the null of a file.

@@ -10,14 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group
-from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
@@ -104,7 +102,6 @@ def policy_loss_from_log_probs(
         TypeError: A key has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
-    check_args(args)
     device = device_of(response_mask, current_logprobs)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss, settings = run.config.loss, run.config.loss.settings
@@ -226,7 +223,6 @@ def policy_loss_from_hidden(
         RuntimeError: Another rank failed; it is named, and its own error says why. Tensor-parallel ranks hear only what
             :func:`~mis_ext.score_hidden` refuses; after an earlier error they wait, as no message has their size yet.
     """
-    check_args(args)
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss = run.config.loss
@@ -265,15 +261,6 @@ def policy_loss_from_hidden(
             **given,
         )
     return policy_loss_from_log_probs(*call.args, **call.kwargs)
-
-
-def check_args(args: Any) -> None:
-    """Refuse what can hold no keys: all of them would be absent, and nothing would be corrected."""
-    if args is None or isinstance(args, (Sequence, Path, CorrectionConfig, Session)):
-        raise TypeError(
-            f"args must be a mapping of keys, or a namespace, got a {type(args).__name__}; a file is read by "
-            "yaml.safe_load"
-        )
 
 
 def _temperature(given: float | None, args: Any, loss: WholeLoss) -> float:

@@ -182,13 +182,13 @@ def test_an_error_between_two_collectives_is_told_in_those_that_are_due(cp_size,
     assert_agreement(outcomes, failing, torch.OutOfMemoryError, "says the test")
 
 
-def _loss(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
+def _loss(keys: dict[str, Any] | None, groups: Groups, **more: Any) -> Any:
     ones = torch.ones(2, 4)
     given = {"proximal_logprobs": -ones, "behavior_logprobs": -ones, "advantages": ones, "response_mask": ones}
     return mis_ext.policy_loss_from_log_probs(keys, current_logprobs=-ones, groups=groups, **given | more)
 
 
-def _loss_from_hidden(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
+def _loss_from_hidden(keys: dict[str, Any] | None, groups: Groups, **more: Any) -> Any:
     ones, weight, ids = torch.ones(2, 4), torch.eye(5, 3), torch.zeros(2, 4, dtype=torch.long)
     given = {"behavior_logprobs": -ones, "advantages": ones, "response_mask": ones, "hidden": torch.ones(2, 4, 3)}
     return mis_ext.policy_loss_from_hidden(keys, weight=weight, token_ids=ids, groups=groups, **given | more)
@@ -201,6 +201,7 @@ MISSPELLED = {"tis_levle": "token"}
     (_loss, MISSPELLED, {}, ValueError, "tis_levle"),
     (_loss, {"mis_loss_inplace": True}, {}, ValueError, "mis_loss_inplace"),
     (_loss, {}, {"response_mask": None}, TypeError, "response_mask"),
+    (_loss, None, {}, TypeError, "args must be a mapping"),
     (_loss_from_hidden, MISSPELLED, {}, ValueError, "tis_levle"),
     (_loss_from_hidden, {}, {"hidden": None}, TypeError, "hidden"),
     (_loss_from_hidden, {}, {"nonsense": 1}, TypeError, "nonsense"),
@@ -208,7 +209,9 @@ MISSPELLED = {"tis_levle": "token"}
 def test_a_key_or_an_argument_that_one_rank_cannot_read_is_told(compute, keys, more, kind, message) -> None:
     def work(rank: Rank) -> Any:
         fails = rank.number == 1
-        given = {"use_tis": True, "tis_batch_normalize": True} | (keys if fails else {})
+        given = {"use_tis": True, "tis_batch_normalize": True}
+        if fails:
+            given = None if keys is None else given | keys
         return compute(given, rank.groups, **more if fails else {})
 
     assert_agreement(run_ranks(work, dp_size=2), 1, kind, message)

@@ -119,6 +119,12 @@ def test_args_that_can_hold_no_key_are_refused(args) -> None:
         mis_ext.policy_loss_from_log_probs: padded(),
         mis_ext.policy_loss_from_hidden: from_hidden(),
         mis_ext.make_loss_func: {"batch": {}},
+        mis_ext.policy_loss: {"batch": {}, "logits": None},
+        mis_ext.compute_mis_weights_with_cp: make_batch(),
+        mis_ext.session_for: {},
+        mis_ext.prepare_rollout: {},
+        mis_ext.group_rewards: {"samples": []},
+        mis_ext.check_setup: {},
     }
     for call, given in calls.items():
         with pytest.raises(TypeError, match=rf"args must be a mapping .* got a {type(args).__name__}"):

@@ -73,8 +73,9 @@ def check_setup(args: Any) -> None:
 
 def _checked(args: Any) -> list[str]:
     """Check this rank and return the lines that rank 0 prints."""
+    given = all_arguments(args)
     config = current_run(args, whole_loss=_called_by(args) == "custom_loss").config
-    given, loss = all_arguments(args), config.whole_loss
+    loss = config.whole_loss
     if loss is None:
         # Without loss_type the first step is silent about them, because prepare_rollout reads them for a custom loss.
         Errors().refuse(without_effect([unread_by("policy_loss")], given)).raise_all()
