@@ -639,4 +639,7 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
         raise ValueError(f"a layout of PackedLayout.{kind} needs {needed}, and cp_group has {ranks}")
     # A rank without tokens has no lags.
     if config.staleness and streams.lag_T is None and num_local > 0:
-        raise ValueError("staleness, a gate on the lag, and when: stale need lag_T, the lags of the tokens")
+        raise ValueError(
+            "staleness, a gate on the lag, and when: stale need the lags of the tokens: lag, lags of lists, or "
+            "lag_T of PackedStreams"
+        )

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
 
 _PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in the function there"
-_NO_LAGS = f"mis_staleness: the tokens have no lag: in slime and Miles {_PREPARE}; elsewhere give the argument lag"
+_NO_LAGS = (
+    f"mis_staleness: the tokens have no lag: in slime and Miles {_PREPARE}; elsewhere call policy_loss_from_log_probs, "
+    "which has the argument lag"
+)
 _WHO_STORES = {
     "rollout_log_probs": "the rollout function must store the inference engine's log-probs",
     "train_log_probs": "the host must score the rollout with the trainer before training",

@@ -2,6 +2,7 @@
 """From versions in a rollout to lags in the hook: what the trainer counts, what it cannot know, and who is told."""
 
 import argparse
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,13 +145,30 @@ def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -
         copied.held = others
 
     assert "copied its rollout_log_probs" in message(copied)
-    with pytest.raises(ValueError, match="need lag_T, the lags of the tokens"):
-        mis_ext.correct_padded(
-            KEYS,
-            proximal_logprobs=torch.zeros(1, 2),
-            behavior_logprobs=torch.zeros(1, 2),
-            response_mask=torch.ones(1, 2),
-        )
+
+
+def test_lags_that_are_missing_have_the_name_of_the_callers_argument() -> None:
+    row = torch.zeros(1, 2)
+    padded = {"proximal_logprobs": row, "behavior_logprobs": row, "response_mask": row + 1.0}
+    lists = {"train_log_probs": [row[0]], "rollout_log_probs": [row[0]], "loss_masks": [row[0] + 1.0]}
+    streams = mis_ext.PackedStreams(row[0], row[0], row[0] + 1.0, mis_ext.PackedLayout.whole([2]))
+    calls = {
+        "lag": [
+            partial(mis_ext.correct_padded, KEYS, **padded),
+            partial(mis_ext.policy_loss_from_log_probs, KEYS, **padded, current_logprobs=row, advantages=torch.ones(1)),
+        ],
+        "lags": [partial(mis_ext.compute_mis_weights, KEYS, **lists)],
+        "lag_T": [partial(mis_ext.Session(KEYS).correct, streams)],
+    }
+    for name, each in ((name, each) for name, of_name in calls.items() for each in of_name):
+        with pytest.raises(ValueError, match=rf"need the lags of the tokens: .*\b{name}\b"):
+            each()
+
+
+def test_a_function_without_lags_names_one_that_has_them() -> None:
+    batch, _, _ = rollout()
+    with pytest.raises(ValueError, match="call policy_loss_from_log_probs, which has the argument lag"):
+        mis_ext.compute_mis_weights_with_cp(argparse.Namespace(**KEYS), **batch)
 
 
 def test_a_micro_batch_without_samples_needs_no_lag() -> None:
