@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,37 @@ from torch import Tensor
 from mis_ext.hosts.own_trainer import keys_in, scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys
+
+
+class _Number(float):
+    """A metric of a micro-batch. One that measured nothing is no term of the mean, maximum, or minimum over them.
+
+    SkyRL takes ``sum(numbers) / len(numbers)``, ``max(numbers)``, or ``min(numbers)``, where a NaN could be the result.
+    A name that is left out could be missing on one rank alone, and the ranks reduce one name after the other.
+    """
+
+    terms: list[float]
+
+    def __new__(cls, *numbers: float) -> _Number:
+        terms = [number for number in numbers if number == number]
+        mean = super().__new__(cls, sum(terms) / len(terms) if terms else math.nan)
+        mean.terms = terms
+        return mean
+
+    def __radd__(self, _start: float) -> _Number:
+        return self
+
+    def __add__(self, other: _Number) -> _Number:  # type: ignore[override]
+        return _Number(*self.terms, *other.terms)
+
+    def __truediv__(self, _count: float) -> float:
+        return float(self)
+
+    def __gt__(self, other: float) -> bool:
+        return other != other or super().__gt__(other)
+
+    def __lt__(self, other: float) -> bool:
+        return other != other or super().__lt__(other)
 
 
 def register(keys: Keys) -> None:
@@ -22,7 +54,6 @@ def register(keys: Keys) -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
     given = keys_in("SkyRL", keys, calculate_per_token_loss=True)
-    latest: dict[str, float] = {}
 
     def loss(
         log_probs: Tensor,
@@ -45,11 +76,7 @@ def register(keys: Keys) -> None:
         )
         # SkyRL reports its loss itself. What is called a loss it adds up over micro-batches, which no mean is for.
         metrics = {name: metric for name, metric in found.metrics.items() if not name.endswith("loss")}
-        numbers = scalars(metrics, prefix="")
-        # It averages over micro-batches, also those that it fills up with. They repeat what was measured before: all
-        # ranks must report the same names.
-        latest.update({name: number for name, number in numbers.items() if number == number})
-        return found.total, numbers | latest
+        return found.total, {name: _Number(number) for name, number in scalars(metrics, prefix="").items()}
 
     if "mis_ext" in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister("mis_ext")
