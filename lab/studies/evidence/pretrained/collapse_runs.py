@@ -99,7 +99,8 @@ def draw(study: Study, runs: Runs, path: Path) -> None:
         axis.set(title=title, xlabel="step", yscale="log" if name == "k3" else "linear")
     for color, arm in enumerate(arms):
         axes[0].plot([], color=f"C{color}", label=arm)
-    axes[0].legend(title="dashed: later seeds")
+    # Within a panel it would hide a curve.
+    figure.legend(title="dashed: later seeds", loc="outside lower center", ncols=len(arms))
     save(figure, path)
 
 
