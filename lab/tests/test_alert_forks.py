@@ -205,4 +205,4 @@ def test_the_table_has_a_line_for_each_pair_and_says_which_run_has_none(tmp_path
     *_, pair, _, waiting, _, said = fork.report(results).splitlines()
     assert pair == "| 21 | 14 | 56 | 0.550 | 0.550 | 0.750 | +0.200 | 1.0e-01, 2.0e-02 | no, no |"
     assert waiting == "seed 22: 40 steps, no pair"
-    assert said.startswith("**1 of 12 pairs: token TIS minus none +0.200 on average, 1 of 1 above 0.")
+    assert said.startswith("**1 of 12 pairs: token TIS minus none +0.200 on average, +0.200 to +0.200.")

@@ -221,7 +221,11 @@ def test_arms_that_differ_without_a_collapse_are_told_apart_by_the_secondary_out
     write_correction(tmp_path / "results", runs)
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
     page = correction_page(study, tmp_path, monkeypatch)
-    assert "from collapse, the primary outcome, is not resolved. What own policies are worth" in page
+    # 2 C(6, 5) / C(12, 5) is 0.015, with four falls 2 C(6, 4) / C(12, 4) is 0.061; twice that for two contrasts.
+    assert (
+        "from collapse, the primary outcome, is not resolved: a contrast needs 5 falls of 6, against none. What own "
+        "policies are worth" in page
+    )
     assert "the secondary one, differs: against int4, token_tis 2 p 0.004." in page
     assert "Below half" not in page
 
@@ -239,7 +243,7 @@ def test_arms_are_compared_by_seed_also_to_the_step_that_all_saw() -> None:
     # 0.9 (0.3 + 0.01 s) - 155 / 150 (0.1 + 0.01 s): 0.1653, 0.1640 and 0.1627.
     assert "against none: +0.164 [+0.161, +0.167], higher on 3 of 3 seeds; against bf16: -0.090" in text
     assert "To step 150, which every run saw, against none: +0.180" in text
-    assert "without a correction is 0.51 to 0.54, so" in text
+    assert "without a correction is 0.51 to 0.54, the last one with token TIS is 0.68 to 0.70: at" in text
 
 
 @pytest.mark.usefixtures("blank_pictures")
@@ -252,6 +256,11 @@ def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolve
     assert "**No run was seen to step 130, so nothing is resolved**" in page
     assert "own policies that collapsed" not in page
     assert "| int4, 1 | 80 of 171, stopped |" in page
+
+
+def test_four_runs_of_an_arm_cannot_say_who_is_saved_and_five_can() -> None:
+    # 2 / C(8, 4) is 0.029, 2 / C(10, 5) is 0.008: twice that for two contrasts.
+    assert [collapse_correction._falls_needed(number, number) for number in (3, 4, 5, 6)] == [0, 0, 5, 5]
 
 
 def test_a_correction_that_saves_nobody_gives_no_small_p() -> None:

@@ -138,6 +138,11 @@ def _signs(number: int) -> list[tuple[int, ...]]:
     return list(product((1, -1), repeat=number))
 
 
+def so_far(results: Results) -> str:
+    """What the pairs say together."""
+    return report(results).splitlines()[-1].strip("*")
+
+
 def report(results: Results) -> str:
     """The pairs so far: a table, and what they say together."""
     unfinished, _ = results.unfinished(_RUNS)
@@ -167,7 +172,7 @@ def conclusion(pairs: Sequence[Pair]) -> str:
     if not counted:
         return "No pair counts yet."
     said = f"{len(counted)} of {len(SEEDS)} pairs: token TIS minus none {np.mean(counted):+.3f} on average"
-    said += f", {sum(value > 0 for value in counted)} of {len(counted)} above 0"
+    said += f", {min(counted):+.3f} to {max(counted):+.3f}"
     if len(counted) < len(SEEDS):
         return f"**{said}. The test is made when all pairs have run.**"
     return f"**{said}, p = {sign_test(counted):.4f}.**"
