@@ -119,6 +119,7 @@ def alerts(runs: dict[str, tuple[list[float], list[float]]]) -> str:
         )
         # Not among the first steps, which say what is usual.
         crossed = [_first(means[WINDOW:] > line, WINDOW + SMOOTH - 1) for line in (TIMES * start, HIGHEST)]
+        crossed = crossed if len(kl) >= WINDOW + SMOOTH else ["too short"] * len(crossed)
         lost = rewards < np.maximum.accumulate(rewards) / 2
         stays = _first(np.logical_and.accumulate(lost[::-1])[::-1], SMOOTH - 1)
         cells = run, str(len(kl)), f"{start:.2g}", *crossed, f"{rewards.max():.2f}, {rewards[-1]:.2f}", stays

@@ -56,9 +56,13 @@ def test_a_curve_with_a_gap_is_refused(tmp_path) -> None:
 def test_an_alert_fires_behind_the_first_ten_steps_and_a_dip_of_the_reward_is_no_loss() -> None:
     quiet, grown = [0.01] * 20, [0.01] * 12 + [0.03, 0.09, 0.3, 0.3, 0.3, 0.3]
     dip, lost = [0.6] * 8 + [0.1] * 5 + [0.6] * 7, [0.6] * 9 + [0.1] * 9
-    found = published_runs.alerts({"a": (quiet, dip), "b": (grown, lost)}).splitlines()[2:]
+    found = published_runs.alerts({"a": (quiet, dip), "b": (grown, lost), "c": (grown[:14], lost[:14])}).splitlines()[
+        2:
+    ]
     assert found == [
         "| a | 20 | 0.01 | never | never | 0.60, 0.60 | never |",
         # Means of steps 10 to 14 and of 11 to 15: 0.088 and 0.146; of the rewards of 9 to 12 and 8: 0.2.
         "| b | 18 | 0.01 | 14 | 15 | 0.60, 0.10 | 12 |",
+        # The first mean behind the first ten steps ends at step 14.
+        "| c | 14 | 0.01 | too short | too short | 0.60, 0.10 | 12 |",
     ]
