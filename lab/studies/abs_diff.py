@@ -65,24 +65,33 @@ def main() -> None:
         print(f"## {model}\n\n| runs | steps | mean difference | k3 | quotient |\n|---|---|---|---|---|")
         print("\n".join(row_of(condition, found) for (of, condition), found in runs.items() if of == model), end="\n\n")
     every = [run for found in runs.values() for run in found]
-    first = np.concatenate([run[:WINDOW] for run in every]).T
     k3, size = np.concatenate(every).T
-    least = float((k3 >= 0.8 * size**2).mean())
-    pairs = [(fires(run[:, 0], *OF_K3), fires(run[:, 1], *OF_DIFFERENCE)) for run in every]
-    both, missed, more = (pairs.count(pair) for pair in ((True, True), (True, False), (False, True)))
-    low, middle, high = np.quantile(first[0] / first[1] ** 2, (0.05, 0.5, 0.95))
+    share = np.mean(k3 >= 0.8 * size**2)
     print(f"## Rules\n\nOf {len(every)} runs with {len(k3)} steps:\n")
-    print(f"- k3 is at least 0.8 times the square of the mean difference in {least:.1%} of the steps.")
-    print(f"- In the first {WINDOW} steps the quotient is {low:.1f}, {middle:.1f}, {high:.1f}.")
+    print(f"- k3 is at least 0.8 times the square of the mean difference in {share:.1%} of the steps.")
     print(
         "- The alert on k3 is the five-step mean above {:g} times that of the first ten steps, or above {:g}.".format(
             *OF_K3
         )
     )
     print(
-        "  The same alert on the mean difference has {:g} times and {:g}, chosen on these runs.".format(*OF_DIFFERENCE)
+        "  The same alert on the mean difference has {:g} times and {:g}, chosen on these runs.\n".format(
+            *OF_DIFFERENCE
+        )
     )
-    print(f"  The first fires in {both + missed} runs. The second fires in {both} of these and in {more} others.")
+    head = f"runs | quotient, first {WINDOW} steps | alert on k3 | alert on the difference: of these | in others"
+    print(f"| model | {head} |\n{'|---' * 6}|")
+    for model in MODELS.values():
+        of_model = [run for (of, _), found in runs.items() if of == model for run in found]
+        pairs = [(fires(run[:, 0], *OF_K3), fires(run[:, 1], *OF_DIFFERENCE)) for run in of_model]
+        both, missed, more = (pairs.count(pair) for pair in ((True, True), (True, False), (False, True)))
+        print(f"| {model} | {len(of_model)} | {quotients(of_model)} | {both + missed} | {both} | {more} |")
+
+
+def quotients(runs: Iterable[np.ndarray]) -> str:
+    """5 %, median, and 95 % of the first steps."""
+    k3, size = np.concatenate([run[:WINDOW] for run in runs]).T
+    return ", ".join(f"{value:.1f}" for value in np.quantile(k3 / size**2, (0.05, 0.5, 0.95)))
 
 
 if __name__ == "__main__":
