@@ -325,3 +325,34 @@ def test_the_page_of_the_alert_is_that_of_its_results(tmp_path: Path) -> None:
     folder = Path(__file__).parents[1] / "evidence"
     alert.report(*collapse.COLLAPSE_STUDIES[-2:], Results(folder / "results"), tmp_path)
     assert (tmp_path / "alert.md").read_text() == (folder / "alert.md").read_text()
+
+
+def test_of_healthy_runs_those_that_repeat_another_one_count_once() -> None:
+    def run(condition: str, start: float, k3: float = 0.01) -> tuple[str, str, list[dict[str, float]]]:
+        return condition, "none", [{"k3": start if step < 10 else k3} for step in range(20)]
+
+    runs = [run("pretrained_a", 0.01), run("pretrained_b", 0.01), run("pretrained_b", 0.02)]
+    runs += [run("collapse_ladder_bf16", 0.03), run("collapse_ladder_int4", 0.04), run("pretrained_stale_4", 0.05)]
+    counts = {"healthy": 4, "small": 3, "large": 1, "fired": 0, "repeats": 1, "different": 3}
+    assert alert._healthy(runs) == counts
+    assert alert._healthy([*runs[:3], run("collapse_ladder_bf16", 0.03, k3=0.2)]) == counts | {"fired": 1}
+
+
+def test_a_limit_finds_failed_runs_and_fires_in_others() -> None:
+    def run(k3: float, last: float) -> list[dict[str, float]]:
+        """Its first steps are no alarm, and its best evaluation is the second one."""
+        rows = [{"step": step, "k3": 0.2 if step < 10 else k3} for step in range(25)]
+        own = {0: 0.2, 10: 0.5, 24: last}
+        return [row | ({"own_reward": own[row["step"]]} if row["step"] in own else {}) for row in rows]
+
+    runs = [run(0.2, 0.3), run(0.09, 0.39), run(0.11, 0.41), run(0.2, 0.6), run(0.01, 0.6)]
+    assert alert._failures(runs) == {"old": 5, "failed": 2, "found": 1, "false": 2}
+
+
+def test_the_tiny_model_is_counted_by_method_and_seed() -> None:
+    def run(seed: int, start: float, end: float, reward: float) -> list[dict[str, float]]:
+        first = [{"method": "none", "seed": seed, "k3": start, "reward": 0.5} for _ in range(10)]
+        return first + [row | {"k3": end, "reward": reward} for row in first]
+
+    rows = [*run(1, 0.2, 0.01, 0.5), *run(2, 0.01, 0.2, 0.41), *run(3, 0.01, 0.2, 0.39)]
+    assert alert._tiny(rows) == {"tiny": 3, "early": 1, "unharmed": 2, "alerts": 2, "alarms": 1}
