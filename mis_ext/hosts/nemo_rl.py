@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_ext.correction.metrics import GroupNumber
 from mis_ext.hosts.own_trainer import keys_in, scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys
@@ -56,9 +57,11 @@ class MisLoss:
             response_mask=data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1),
         )
         size = global_valid_toks if self.is_of_tokens else global_valid_seqs
-        share = float(found.num_terms / size)
+        # With the metrics, so that the device is read once.
+        numbers = scalars({"share": GroupNumber(found.num_terms / size), **found.metrics}, prefix="")
+        share = numbers.pop("share")
         ours = {}
-        for name, value in scalars(found.metrics, prefix="").items():
+        for name, value in numbers.items():
             # NeMo-RL adds up the shares over mini-batches, and divides by their number, but not what has these parts. A
             # sample that it left out measures nothing, and has no share.
             ours[name.replace("_max", "_highest").replace("_min", "_lowest")] = value * share if share else 0.0

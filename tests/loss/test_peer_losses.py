@@ -13,6 +13,7 @@ from typing import NamedTuple
 import peer_cases
 import pytest
 import torch
+from synchronisation import READERS
 
 from mis_ext.hosts.nemo_rl import MisLoss
 from mis_ext.hosts.prime_rl import loss
@@ -182,6 +183,30 @@ def test_a_sample_that_nemo_rl_leaves_out_adds_nothing_to_a_metric() -> None:
     del metrics["gen_kl_error"]
     assert {"pg_loss", "mis_k3_kl", "mis_ess_ratio_token"} <= metrics.keys()
     assert {*metrics.values()} == {0.0}
+
+
+@pytest.mark.parametrize("host", ["prime-rl", "NeMo-RL"])
+def test_a_call_reads_the_device_once(host, prime_rl, monkeypatch) -> None:
+    batch, keys, reads = BATCHES["close"], {"mis_loss_method": "reinforce", "get_mismatch_metrics": True}, []
+    loss_fn = MisLoss(HostLoss({}), keys)
+    names = ("log_prob", "rollout_log_prob", "advantages", "response_mask")
+    current, behavior, advantages, mask = (batch[name].flatten() for name in names)
+
+    def call() -> dict:
+        if host == "NeMo-RL":
+            return loss_fn(batch["log_prob"], peer_cases.nemo_data(batch), **peer_cases.SIZES)[1]
+        return loss(LossInputs(current, behavior, None, advantages, mask, None), keys=keys).metrics
+
+    def counted(read):
+        return lambda *given: reads.append(read.__name__) or read(*given)
+
+    # On a CPU the guards read the first ones too.
+    for _ in range(5):
+        call()
+    for name in READERS:
+        monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+    assert "mis_k3_kl" in call()
+    assert reads == ["tolist"]
 
 
 @pytest.mark.parametrize("name", ["reference_policy_kl_penalty", "positive_example_nll_weight"])
