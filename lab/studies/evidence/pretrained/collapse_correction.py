@@ -371,9 +371,13 @@ def leads(arms: Arms, name: str, limit: Limit) -> tuple[list[int | None], dict[s
 
 
 def _warning_table(arms: Arms) -> list[str]:
+    lost = [max(_means_of_own(rows)) - last_own(rows) for rows in arms.get("int4", [])]
+    loss = f": without a correction by {min(lost):.2f} to {max(lost):.2f}" if lost else ""
     lines = [
-        "**Which number warned first.** The mean of five steps crosses a limit for the first time. Of a run that stood "
-        "it warned falsely, or before a fall that nobody saw.",
+        "**Which number warned first.** The mean of five steps crosses a limit for the first time. A run *fell* if own "
+        "policy or rollouts collapsed. Of a run that stood the number warned falsely, before a fall that nobody saw, "
+        f"or of a smaller loss: the own policy may end below its best mean of {LAST} evaluations{loss}. The limits were "
+        "fixed after the ladder and before these runs.",
         "",
         "| number | runs that fell: warned before | steps before the fall: median, each | runs that stood: warned of |",
         "|---" * 4 + "|",

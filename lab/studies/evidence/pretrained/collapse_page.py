@@ -190,7 +190,8 @@ def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
         "",
         f"**Which number warned first.** Steps at which the mean of {SMOOTH} steps crosses a limit for the first time; "
         "where a run did not collapse, a crossing is a false alarm, or comes before a fall that nobody saw. The start "
-        f"is the mean of the first {WINDOW} steps. `mis_raised_fraction` was not recorded.",
+        f"is the mean of the first {WINDOW} steps. `mis_raised_fraction` was not recorded. The limits were not fixed "
+        "before these runs.",
         "",
         f"| engine, seed | {' | '.join(text for _, text, _ in WARNINGS)} | rollouts below half |",
         "|---" * (len(WARNINGS) + 2) + "|",
