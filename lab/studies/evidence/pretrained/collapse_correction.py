@@ -376,8 +376,8 @@ def _warning_table(arms: Arms) -> list[str]:
     lines = [
         "**Which number warned first.** The mean of five steps crosses a limit for the first time. A run *fell* if own "
         "policy or rollouts collapsed. Of a run that stood the number warned falsely, before a fall that nobody saw, "
-        f"or of a smaller loss: the own policy may end below its best mean of {LAST} evaluations{loss}. The limits were "
-        "fixed after the ladder and before these runs.",
+        f"or of a smaller loss: the own policy may end below its best mean of {LAST} evaluations{loss}. The limits "
+        "were fixed after the ladder and before these runs.",
         "",
         "| number | runs that fell: warned before | steps before the fall: median, each | runs that stood: warned of |",
         "|---" * 4 + "|",
