@@ -150,6 +150,23 @@ def test_log_probs_may_be_returned_and_only_those_that_leak_are_named() -> None:
     assert [(each.index, each.first_position, each.last_position) for each in report.differing] == [(2, 10, 19)]
 
 
+@pytest.mark.parametrize("rounding", [0.0, 0.01])
+@pytest.mark.parametrize(("share", "passes"), [(0.99, True), (1.01, False)])
+def test_four_times_the_rounding_of_the_first_places_is_allowed_behind_others(rounding, share, passes) -> None:
+    most = 4 * rounding + 1e-5
+
+    def score(ids_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        out = torch.zeros(len(ids_T), dtype=torch.float64)
+        if len(lengths) > 1:
+            out[: lengths[0]] = rounding
+            out[lengths[0] :] = share * most
+        return out
+
+    report = check_packing(score, sequences())
+    assert (report.rounding, report.allowed) == pytest.approx((rounding, most))
+    assert report.passed is passes
+
+
 def test_a_function_that_keeps_or_draws_something_is_no_leak_and_does_not_pass() -> None:
     generator, model = torch.Generator().manual_seed(0), Attention()
     report = check_packing(
