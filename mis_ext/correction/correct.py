@@ -357,8 +357,8 @@ def output_pass(
     metrics_MT = None
     if plan.token_metrics and plan.rows:
         rows_MS = response_metrics(r, b, plan.rows.values())
-        # Tokens outside the response mask read a column of zeros. A compiler writes the table to memory, because of the
-        # concatenation: else it divides sum by count again for each token.
+        # Tokens outside the response mask read a column of zeros. Because it is concatenated, a compiler writes the
+        # table to memory; it would divide sum by count again for each token.
         place_T = torch.where(mask_T != 0.0, blocks.response_T, len(r.n))
         metrics_MT = torch.cat([rows_MS, rows_MS.new_zeros(len(rows_MS), 1)], -1).index_select(-1, place_T)
     # A kept token counts as much as its mask: a mask of 0.25 stays one.

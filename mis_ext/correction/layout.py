@@ -50,6 +50,7 @@ class PackedLayout:
         count, lengths, _ = pieces
         local = lengths if count == 1 else tuple(map(sum, zip(*(lengths[k::count] for k in range(count)), strict=True)))
         self.local_lengths, self.num_local_tokens = local, sum(local)
+        self._length_S = torch.tensor(local, dtype=torch.int64, device="cpu")
         self.num_whole_tokens, self.num_sequences = sum(response_lengths), len(response_lengths)
 
     @classmethod
@@ -113,12 +114,12 @@ class PackedLayout:
     @functools.cached_property
     def length_S(self) -> Tensor:
         """``[S]``: local tokens of each response, on the device."""
-        return to_device(torch.tensor(self.local_lengths, dtype=torch.int64), self.device)
+        return to_device(self._length_S, self.device)
 
     @property
     def num_blocks(self) -> int:
         """``N``, the :class:`Blocks` of the local tokens."""
-        return sum(-(-length // Blocks.TOKENS) for length in self.local_lengths)
+        return int((-(-self._length_S // Blocks.TOKENS)).sum())
 
     @functools.cached_property
     def blocks(self) -> Blocks:
@@ -170,8 +171,7 @@ class PackedLayout:
 @functools.lru_cache(maxsize=2)
 def _whole_layout(response_lengths: tuple[int, ...], device: torch.device) -> PackedLayout:
     starts = tuple(itertools.accumulate(response_lengths, initial=0))[:-1]
-    pieces = Pieces(1, response_lengths, starts)
-    return PackedLayout(response_lengths, pieces, is_whole=True, device=device)
+    return PackedLayout(response_lengths, Pieces(1, response_lengths, starts), is_whole=True, device=device)
 
 
 @functools.lru_cache(maxsize=2)
@@ -285,8 +285,7 @@ class Blocks:
     def __init__(self, length_S: Tensor, num_tokens: int, num_blocks: int) -> None:
         self._blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
         self.response_T, self.response_N = _owners(length_S, num_tokens), _owners(self._blocks_S, num_blocks)
-        # Token t is in slot t + shift of the blocks, one block after the other. The shift counts the empty slots of the
-        # responses before its own.
+        # Token t is in slot t + shift of the blocks: the empty slots of the responses before shift it.
         end_S, empty_S = length_S.cumsum(0), self._blocks_S * self.TOKENS - length_S
         shift_S = empty_S.cumsum(0) - empty_S
         self.slot_T = torch.arange(num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
