@@ -132,7 +132,7 @@ class Due:
         bytes_W, status_W = self.gather(own).tensor_split([-_STATUS_BYTES], dim=1)
         # At most one rank sets a bit: a sum has no carries.
         bits = (bytes_W.sum(0, dtype=torch.uint8)[:, None] >> places) & 1
-        status_1 = torch.maximum(status_1, status_W.contiguous().view(torch.float32).amax(0))
+        status_1 = status_W.contiguous().view(torch.float32).amax(0).double()
         return bits.flatten()[: len(flags_R)].bool(), status_1
 
     def tell(self) -> None:

@@ -292,7 +292,7 @@ class Blocks:
         slot_NB = torch.arange(num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
         token_NB = slot_NB - self.spread_to_blocks(shift_S)
         self.is_token_NB = token_NB < self.spread_to_blocks(end_S)
-        self._token_E = token_NB.clamp(max=max(num_tokens - 1, 0)).flatten()
+        self._token_E = token_NB.clamp(max=num_tokens - 1).flatten()
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
         """``[..., N, 64]``: values of tokens in their slots; an empty slot holds the value of another token."""
@@ -335,8 +335,6 @@ def segment_sums(rows_FR: Sequence[Tensor], mask_R: Tensor, sequence_R: Tensor) 
 
     A token outside of the mask is a segment of its own.
     """
-    if len(mask_R) == 0:
-        return [row_R.double() for row_R in rows_FR]
     is_first_R = torch.ones_like(mask_R)
     is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
     segment_R = is_first_R.cumsum(0) - 1

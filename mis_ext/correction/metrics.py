@@ -147,8 +147,7 @@ def effective_share(
     weights: Sum | BatchSum, squares: Sum | BatchSum, count: Sum | BatchSum
 ) -> Callable[[Batch], Tensor]:
     """Kish's effective sample size over the sample size, ``(sum w)^2 / (n sum w^2)``; NaN of no sample."""
-    # From left to right, because the square of a sum can be infinite.
-    return lambda b: (b.of[weights] / b.of[count] * (b.of[weights] / b.of[squares])).clamp(max=1.0)
+    return lambda b: b.of[weights].square() / (b.of[count] * b.of[squares])
 
 
 def _chi2_token(r: Responses) -> Tensor:
