@@ -13,6 +13,7 @@ from rows import for_each
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight, compute_mis_weights
 from mis_ext.correction.config import REDUCTIONS
+from mis_ext.correction.tokens import binary_kl, k3
 
 # These bounds are far apart or near for what a ratio does in practice, and the package says so.
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
@@ -211,6 +212,13 @@ def test_a_kept_denominator_counts_what_stays_in_the_mask() -> None:
     assert found["zero"] == ([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], 1.0)
     assert found["reject"][1:] == ([1.0, 0.0, 1.0, 0.0], 2.0)
     assert found["reject"][0][::2] == [2.0, 2.0]
+
+
+def test_a_kl_of_almost_equal_policies_is_never_negative() -> None:
+    log_p = -torch.linspace(0.01, 3.0, 1000)
+    for log_q in (log_p - 1e-4, log_p + 1e-4):
+        assert (binary_kl(log_p, log_q) >= 0.0).all()
+        assert (k3(log_p - log_q) >= 0.0).all()
 
 
 def test_a_gate_called_weight_acts_beside_the_band_of_the_weight() -> None:

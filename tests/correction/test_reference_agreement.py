@@ -233,10 +233,11 @@ def test_exactness_over_samples_is_a_share_of_valid_and_of_response_tokens_and_n
 
 
 @pytest.mark.parametrize("weight", WEIGHTS, ids=" ".join)
-def test_log_ratios_up_to_ten_thousand_give_finite_numbers(weight):
+@pytest.mark.parametrize("far", [-1e4, -3e38])
+def test_log_ratios_of_any_size_give_finite_numbers(weight, far):
     huge = Samples(
-        [torch.tensor([-1e4, -1.0, -0.5]), torch.tensor([-0.25, -1.0]), torch.tensor([-1e4]), torch.tensor([-0.5])],
-        [torch.tensor([-1.0, -1e4, -0.5]), torch.tensor([-1e4, -0.5]), torch.tensor([-0.5]), torch.tensor([-0.25])],
+        [torch.tensor([far, -1.0, -0.5]), torch.tensor([-0.25, -1.0]), torch.tensor([far]), torch.tensor([-0.5])],
+        [torch.tensor([-1.0, far, -0.5]), torch.tensor([far, -0.5]), torch.tensor([-0.5]), torch.tensor([-0.25])],
         [torch.ones(3), torch.ones(2), torch.ones(1), torch.ones(1)],
     )
     # Each of the five with one of four gates.

@@ -82,6 +82,9 @@ GATES = {
         statistic="proximal_probability", reduce="min", low=0.1
     ),
     "{reduce: sum, statistic: k2, low: 0.0, high: 0.5}": Gate(statistic="k2", reduce="sum", high=0.5),
+    "{reduce: sum, statistic: probability_gain, low: -3.0, high: 3.0}": Gate(
+        statistic="probability_gain", reduce="sum", low=-3.0, high=3.0
+    ),
     "{reduce: min, low: 0.1, high: .inf, statistic: proximal_probability}": Gate(
         statistic="proximal_probability", reduce="min", low=0.1
     ),
@@ -97,6 +100,12 @@ def test_a_filter_is_what_its_keys_say(text: str, gate: Gate) -> None:
     assert from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{text}]}}").gates == (gate,)
     flat = f"{{use_rs: true, rs_lower_bound: 0.5, rs_upper_bound: 3.0, rs_gates: [{text}]}}"
     assert from_yaml(flat).gates[1:] == (gate,)
+
+
+def test_a_bound_of_a_weight_at_an_open_end_is_none() -> None:
+    assert Weight(mode="unbounded", high=math.inf) == Weight(mode="unbounded")
+    assert Weight(low=0.0) == Weight()
+    assert Weight(mode="clip", low=0.0).edges == (-math.inf, math.log(2.0))
 
 
 def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:

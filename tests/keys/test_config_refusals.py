@@ -125,6 +125,7 @@ REFUSED_GATES = {
     "{reduce: token, low: 2.0, high: 0.5}": r"rs_gates\[0\]: low must be below high",
     "{reduce: token, low: 0.5, action: drop}": r"rs_gates\[0\]: action must be one of reject \| zero",
     "{reduce: token, low: 0.5, name: 5}": r"rs_gates\[0\]: name must be made of letters.*got 5",
+    "{reduce: token, low: 0.5, name: größe}": r"rs_gates\[0\]: name must be made of letters.*got 'größe'",
     "{reduce: min, low: 0.1}, {reduce: min, low: 0.2}": r"two vetoes of the same kind",
 }
 
