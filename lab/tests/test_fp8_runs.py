@@ -43,6 +43,16 @@ def test_runs_that_were_stopped_are_compared_at_the_last_step_of_both_or_not_at_
     assert fp8.verdict([_run(130, 0.02)]).startswith("not judged")
 
 
+def test_a_growth_has_the_error_of_two_means_of_ten_steps() -> None:
+    rows = [{"step": step, "k3": 1.0} for step in range(121)]
+    rows += [{"step": step, "k3": 2.0 + 0.3 * (-1) ** step} for step in range(121, 131)]
+    # A mean of ten values that scatter by 0.3 around 2.
+    assert fp8.growth(rows) == pytest.approx(2.0)
+    assert fp8.growth_error(rows) == pytest.approx(0.1)
+    rows[:10] = [{"step": step, "k3": 1.0 + 0.3 * (-1) ** step} for step in range(10)]
+    assert fp8.growth_error(rows) == pytest.approx(2.0 * (0.05**2 + 0.1**2) ** 0.5)
+
+
 def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> None:
     results, groups = Results(tmp_path), fp8.FP8_STUDIES[1].groups
     done = argparse.Namespace(device=torch.device("cpu"), record={}, sampling_seconds=1.0)
@@ -50,9 +60,10 @@ def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> Non
     results._write(groups[0], done, _run(150, 0.02, other=0.06), {})
     Results(tmp_path / "unfinished")._write(groups[4], done, _run(130, 0.02), {})
     _, _, first, second, _, said = fp8.report(results).splitlines()
-    start = "| fp8 products, none, 1 | 150 | 1.00e-02 | 6.00 | step 14 | 0.500, 0.500 | "
+    # k3 is 0.06 at steps 121 to 130, and 0.02 in the last ten.
+    start = "| fp8 products, none, 1 | 150 | 1.00e-02 | 6.00 ± 0.00 | 2.00 | step 14 | 0.500, 0.500 | "
     assert first == f"{start}0.600, 0.600, 0.600, 0.600 | 8.0 |"
-    assert second.startswith("| fp8 products, none, 2 | 130 | 1.00e-02 | 2.00 | no |")
+    assert second.startswith("| fp8 products, none, 2 | 130 | 1.00e-02 | 2.00 ± 0.00 | 2.00 | no |")
     assert said == "**fp8 products: k3 grows: times 6.00 and 2.00 by step 130.**"
 
 

@@ -16,6 +16,8 @@ the last ten steps, and the trainer policy, which transformers evaluates in bf16
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,6 +63,13 @@ def growth(rows: Rows, step: int = JUDGED_AT) -> float:
     return mean_of(rows[: step + 1][-WINDOW:], "k3") / mean_of(rows[:WINDOW], "k3")
 
 
+def growth_error(rows: Rows, step: int = JUDGED_AT) -> float:
+    """The standard error of a growth, from the scatter of the steps in its two windows."""
+    windows = ([row["k3"] for row in part] for part in (rows[: step + 1][-WINDOW:], rows[:WINDOW]))
+    relative = [statistics.stdev(window) / statistics.mean(window) / WINDOW**0.5 for window in windows]
+    return growth(rows, step) * math.hypot(*relative)
+
+
 def verdict(runs: Sequence[Rows]) -> str:
     """What the uncorrected runs of one engine say by the rule above."""
     step = judged_at(runs)
@@ -79,9 +88,9 @@ def judged_at(runs: Sequence[Rows]) -> int:
 def report(results: Results) -> str:
     """A line per run, and what those without a correction say."""
     lines = [
-        "| engine, method, seed | last step | k3, first ten steps | growth to the last step, at most 130 | alert "
-        "| reward of rollouts, first and last ten steps | trainer policy at each evaluation | s a step |",
-        "|---" * 8 + "|",
+        f"| engine, method, seed | last step | k3, first ten steps | growth by step {JUDGED_AT} | and by the last step "
+        "| alert | reward of rollouts, first and last ten steps | trainer policy every 40 steps | s a step |",
+        "|---" * 9 + "|",
     ]
     uncorrected: dict[str, list[Rows]] = {}
     for group, rows in seen(results):
@@ -93,7 +102,14 @@ def report(results: Results) -> str:
         own = ", ".join(f"{row['own_reward']:.3f}" for row in rows if "own_reward" in row)
         reward = f"{mean_of(rows[:WINDOW], 'reward'):.3f}, {mean_of(rows[-WINDOW:], 'reward'):.3f}"
         cells = [f"{name}, {method.name}, {seed}", str(rows[-1]["step"]), f"{mean_of(rows[:WINDOW], 'k3'):.2e}"]
-        cells += [f"{growth(rows):.2f}", "no" if alert is None else f"step {alert}", reward, own]
+        grown = "" if rows[-1]["step"] < JUDGED_AT else f"{growth(rows):.2f} ± {growth_error(rows):.2f}"
+        cells += [
+            grown,
+            f"{growth(rows, rows[-1]['step']):.2f}",
+            "no" if alert is None else f"step {alert}",
+            reward,
+            own,
+        ]
         lines.append(f"| {' | '.join(cells)} | {mean_of(rows, 'seconds'):.1f} |")
     return "\n".join([*lines, "", *(f"**{name}: {verdict(runs)}.**" for name, runs in uncorrected.items())])
 
