@@ -637,8 +637,7 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
     if layout.is_whole != (ranks == 1):
         kind, needed = ("whole", "one rank") if layout.is_whole else ("context_parallel", "several ranks")
         raise ValueError(f"a layout of PackedLayout.{kind} needs {needed}, and cp_group has {ranks}")
-    # A rank without tokens has no lags.
-    if config.staleness and streams.lag_T is None and num_local > 0:
+    if config.staleness and streams.lag_T is None:
         raise ValueError(
             "staleness, a gate on the lag, and when: stale need the lags of the tokens: lag, lags of lists, or "
             "lag_T of PackedStreams"

@@ -105,9 +105,8 @@ def group_advantages(
         difference_K = difference_K * number_K / (number_K - 1.0).clamp_min(1.0)
     if with_deviation:
         difference_K = difference_K / (deviation_K + EPSILON)
-    is_compared_K = (counts_K > 0.0) & (number_K > 1.0)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
-    return torch.where(is_compared_K, difference_K, 0.0)[trajectory_N].to(dtype)
+    return torch.where(counts_K > 0.0, difference_K, 0.0)[trajectory_N].to(dtype)
 
 
 def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) -> None:

@@ -172,7 +172,7 @@ def _sums(
 
     # name: [T] value and mask; of each the sum over tokens, times their share
     rows = {
-        "pg_loss": (found.loss_T, found.kept_T if found.penalty is None else batch.valid_T),
+        "pg_loss": (found.loss_T, batch.valid_T),
         "pg_clipfrac": (
             _clipped(settings, found, log_ratio_T).float(),
             found.kept_T if settings.method is None else batch.valid_T,
