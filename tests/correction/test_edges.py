@@ -9,6 +9,7 @@ import torch
 from cases import GATES, WEIGHTS, args_of, call_hook, correction_keys, flat, gates_only, random_samples, sprinkle
 from reference import Samples
 from rows import for_each
+from thread_ranks import run_ranks
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight, compute_mis_weights
@@ -212,6 +213,33 @@ def test_a_kept_denominator_counts_what_stays_in_the_mask() -> None:
     assert found["zero"] == ([1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], 1.0)
     assert found["reject"][1:] == ([1.0, 0.0, 1.0, 0.0], 2.0)
     assert found["reject"][0][::2] == [2.0, 2.0]
+
+
+def broken_streams() -> dict:
+    """Of four responses one is kept, one rejected, one without a ratio, and one without a response token."""
+    return {
+        "proximal_logprobs_T": torch.tensor([-1.0, -1.0, -1.0, -1.0, math.nan, math.nan, -1.0]),
+        "behavior_logprobs_T": torch.tensor([-1.0, -1.0, -9.0, -9.0, -1.0, -1.0, -1.0]),
+        "response_mask_R": torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
+        "layout": mis_ext.PackedLayout.whole([2, 2, 2, 1]),
+    }
+
+
+def test_rejection_is_watched_by_tokens_and_responses_of_the_rank() -> None:
+    config = CorrectionConfig(weight=None, gates=(Gate(low=0.5, high=2.0),))
+
+    def watched(rank):
+        return mis_ext.compute_correction(**broken_streams(), config=config, dp_group=rank.groups.dp_group).watched
+
+    # Response, valid, and kept tokens, responses with a kept and with a response token.
+    assert [found.tolist() for found in run_ranks(watched, dp_size=2)] == [[6.0, 4.0, 2.0, 1.0, 3.0]] * 2
+
+
+def test_where_one_only_measures_every_token_has_weight_1_and_its_mask() -> None:
+    streams = broken_streams()
+    found = mis_ext.compute_correction(**streams, config=CorrectionConfig(weight=None, metrics_only=True))
+    assert found.weights_T.tolist() == [1.0] * 7
+    assert torch.equal(found.loss_mask_R, streams["response_mask_R"])
 
 
 def test_a_kl_of_almost_equal_policies_is_never_negative() -> None:

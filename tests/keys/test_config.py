@@ -4,6 +4,7 @@
 import argparse
 import math
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,27 @@ def test_a_bound_of_a_weight_at_an_open_end_is_none() -> None:
     assert Weight(mode="unbounded", high=math.inf) == Weight(mode="unbounded")
     assert Weight(low=0.0) == Weight()
     assert Weight(mode="clip", low=0.0).edges == (-math.inf, math.log(2.0))
+
+
+ONE_METRIC = ("mis_k3_kl",)
+VETO = Gate(reduce="min", low=1e-4)
+EXCHANGES = {
+    "numbers of responses alone": (CorrectionConfig(metrics=ONE_METRIC), False, True),
+    "a metric of the group": (CorrectionConfig(metrics=("mis_ratio_max",)), True, True),
+    "a mean weight": (CorrectionConfig(metrics=ONE_METRIC, normalize_over="kept"), True, True),
+    "a kept denominator": (CorrectionConfig(metrics=ONE_METRIC, denominator="kept"), True, True),
+    "of the micro-batch": (CorrectionConfig(metrics=ONE_METRIC, denominator="kept", scope="micro_batch"), False, True),
+    "weights of responses": (CorrectionConfig(weight=Weight(level="sequence"), metrics=ONE_METRIC), False, False),
+    "a veto": (CorrectionConfig(gates=(VETO,), metrics=ONE_METRIC), False, False),
+    "a veto that zeroes": (CorrectionConfig(gates=(replace(VETO, action="zero"),), metrics=ONE_METRIC), False, True),
+    "a veto and a band": (CorrectionConfig(gates=(VETO, Gate(high=2.0)), metrics=ONE_METRIC), False, True),
+    "measurement": (CorrectionConfig(weight=None, metrics_only=True, metrics=ONE_METRIC), False, False),
+}
+
+
+@pytest.mark.parametrize(("config", "totals", "bits"), EXCHANGES.values(), ids=EXCHANGES)
+def test_ranks_exchange_totals_and_bits_of_tokens_only_where_a_result_needs_them(config, totals, bits) -> None:
+    assert (config.needs_group, config.rejects_single_tokens) == (totals, bits)
 
 
 def test_lists_and_sets_will_do_for_tuples_and_frozen_sets() -> None:
