@@ -175,6 +175,8 @@ def test_the_difference_of_half_precision_log_probs_is_not_rounded_to_half_preci
     wanted = torch.tensor([math.exp(difference), math.exp(-difference)], dtype=torch.float64)
     assert_close(weights[0], wanted, what="weights")
     assert float(metrics["mis_logprob_abs_diff"]) == difference
+    streams = mis_ext.PackedStreams(train, rollout, torch.ones(2), mis_ext.PackedLayout.whole([2]))
+    assert streams.tokens.d.tolist() == [difference, -difference]
 
 
 def next_below(x: float) -> torch.Tensor:

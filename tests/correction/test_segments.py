@@ -16,6 +16,7 @@ from zigzag import local_tokens
 
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, PackedLayout
+from mis_ext.correction.layout import segment_sums
 
 SEGMENTS = ("segment_sum", "segment_mean")
 LENGTHS, PROMPTS = [7, 1, 23, 2, 40, 12], [3, 1, 9, 2, 30, 5]
@@ -70,6 +71,12 @@ def test_its_metrics_are_means_over_tokens() -> None:
     assert float(metrics["mis_rs_mask_fraction_low"].value()) == 0.0
     assert float(metrics["mis_rs_mask_value"].value()) == pytest.approx((2 + 3 * math.exp(0.25)) / 5)
     assert float(metrics["mis_kept_token_fraction"].value()) == pytest.approx(2 / 5)
+
+
+def test_a_token_outside_of_the_mask_is_a_segment_of_its_own() -> None:
+    mask_R, row_R = torch.tensor(TURNS) != 0, torch.arange(1.0, 7.0)
+    (sums_R,) = segment_sums([row_R], mask_R, torch.zeros(6, dtype=torch.int64))
+    assert sums_R.tolist() == [3.0, 3.0, 3.0, 15.0, 15.0, 15.0]
 
 
 def test_a_segment_ends_with_its_response() -> None:

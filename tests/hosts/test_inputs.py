@@ -10,6 +10,7 @@ import torch
 from hook_batches import call, make_batch
 
 import mis_ext
+from mis_ext.correction import collectives
 from mis_ext.correction.collectives import gather_rows
 from mis_ext.hosts.packing import refuse_mask
 from mis_ext.tools.report.part import Part
@@ -167,6 +168,20 @@ class FailingGroup:
 def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="a peer is gone"):
         gather_rows(torch.ones(3), FailingGroup())
+
+
+def test_a_rank_that_fails_in_a_collective_tells_the_others_in_the_same_one(monkeypatch) -> None:
+    sent = []
+
+    def gather(row, _group):
+        sent.append(row.tolist())
+        raise MemoryError
+
+    monkeypatch.setattr(collectives, "gather_rows", gather)
+    due = collectives.Due([collectives.Message((2,), torch.float64, "a group")], torch.device("cpu"))
+    with pytest.raises(MemoryError), due.told_of_errors():
+        due.gather(torch.zeros(2, dtype=torch.float64))
+    assert sent == [[0.0, 0.0], [0.0, 1.0]]
 
 
 ILLEGAL = {"-1": -1.0, "nan": torch.nan, "inf": torch.inf}

@@ -121,6 +121,11 @@ EXCHANGES = {
     "a veto": (CorrectionConfig(gates=(VETO,), metrics=ONE_METRIC), False, False),
     "a veto that zeroes": (CorrectionConfig(gates=(replace(VETO, action="zero"),), metrics=ONE_METRIC), False, True),
     "a veto and a band": (CorrectionConfig(gates=(VETO, Gate(high=2.0)), metrics=ONE_METRIC), False, True),
+    "a band that zeroes": (
+        CorrectionConfig(weight=Weight(level="sequence"), gates=(Gate(high=2.0, action="zero"),), metrics=ONE_METRIC),
+        False,
+        False,
+    ),
     "measurement": (CorrectionConfig(weight=None, metrics_only=True, metrics=ONE_METRIC), False, False),
 }
 

@@ -210,7 +210,11 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
     # What is only measured may be missing.
     measured, _ = computed(OPTIONS["measured"], given | {"proximal_logprobs": None, "behavior_logprobs": None})
     assert torch.equal(measured.total, wanted.total)
+    # No term of a mean over calls: neither without behavior log-probs nor where no token of the group is open.
     assert measured.metrics["mis_kl"].value().isnan()
+    assert measured.metrics["mis_kl"].count == 0.0
+    on_policy, _ = computed(OPTIONS["measured"], given | {"behavior_logprobs": given["proximal_logprobs"]})
+    assert on_policy.metrics["mis_raised_fraction"].count == 0.0
 
 
 @pytest.mark.parametrize(

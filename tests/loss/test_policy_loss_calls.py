@@ -22,6 +22,7 @@ from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.reading import read_config
 from mis_ext.keys.rows import ARGUMENTS, ROWS
+from mis_ext.loss.objective import bounds_of
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LossSettings
 
@@ -352,6 +353,25 @@ def test_every_flag_that_is_read_is_a_flag_of_the_hosts() -> None:
 def test_unset_flags_have_the_hosts_defaults() -> None:
     assert read_config({}, whole_loss=True).whole_loss.settings == LossSettings()
     assert read_config({"use_opsm": True}, whole_loss=True).whole_loss.settings.opsm_delta == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "sums"),
+    [
+        ({}, False),
+        ({"use_opsm": True}, True),
+        ({"advantage_estimator": "gspo"}, True),
+        ({"mis_loss_method": "token_mis"}, False),
+        ({"mis_loss_method": "sequence_mis"}, True),
+        ({"mis_loss_method": "token_mis", "mis_loss_denominator": "kept"}, True),
+    ],
+)
+def test_ranks_exchange_sums_of_sequences_only_where_the_loss_needs_them(keys, sums) -> None:
+    assert read_config(keys, whole_loss=True).whole_loss.settings.sums_sequences is sums
+
+
+def test_a_lower_bound_of_the_ratio_of_0_and_below_is_none() -> None:
+    assert [bounds_of(LossSettings(eps_clip=each))[0] for each in (0.25, 1.0, 5.0)] == [0.75, None, None]
 
 
 # --- the page
