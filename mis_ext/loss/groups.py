@@ -97,7 +97,7 @@ def group_advantages(
 
     number_K, total_K = sums(counts_K), sums(counts_K * reward_K)
     # The rounding of a mean of equal rewards, over EPSILON, would be an advantage.
-    is_equal_K = _are_equal(reward_K, prompt_K, counts_K > 0.0)[prompt_K] & (counts_K > 0.0)
+    is_equal_K = _are_equal(reward_K, prompt_K, counts_K > 0.0)[prompt_K]
     difference_K = torch.where(is_equal_K, 0.0, reward_K - total_K / number_K.clamp_min(1.0))
     deviation_K = (sums(counts_K * difference_K.square()) / (number_K - 1.0).clamp_min(1.0)).sqrt()
     if leave_one_out:

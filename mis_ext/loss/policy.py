@@ -93,7 +93,7 @@ def compute_policy_loss(
     Args:
         settings: What the loss is.
         tokens: The micro-batch.
-        correction: Weights and masks; None, or one that only measures, for none.
+        correction: Weights and masks, of one that only measures 1 and all tokens; None for none.
         token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
         reducer: From the loss of each local token to its sum, instead of ``settings.denominator``.
         extra_metrics: Of ``MILES_METRICS`` those that are reported too.
@@ -118,7 +118,7 @@ def compute_policy_loss(
     )
     metrics = token_metrics or {}
     names = [*ORDER, *metrics, *LAST]
-    measured = functools.partial(measured_totals, correction, metrics, found.share_T, found.response_T)
+    measured = functools.partial(measured_totals, correction, metrics, found.share_T)
     reported = {name: found.totals[name] for name in names if name in found.totals}
     return PolicyLoss(loss, reported, found.response_T, measured)
 
@@ -159,7 +159,7 @@ def _sums(
     )
     log_ratio_T = batch.log_ratio(pair, reduce)
     weights_T = keep_mask_T = None
-    if correction is not None and not correction.config.metrics_only:
+    if correction is not None:
         weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
         if settings.mode == "bypass" and correction.config.weight is not None:
             # Without what the surrogate's own ratio has of the weight already.
@@ -239,7 +239,7 @@ def _clipped(settings: LossSettings, found: Evaluation, log_ratio_T: Tensor) -> 
     """
     clipped_T, batch = found.surrogate.is_clipped_T, found.batch
     if settings.method is not None:
-        return clipped_T | (batch.valid_T & ~found.live_T)
+        return clipped_T | ~found.live_T
     if settings.ratios == "detached":
         low, high = (STATISTICS["ratio"].edge(bound or 0.0) for bound in bounds_of(settings))
         return (log_ratio_T > high) | (log_ratio_T < low)
@@ -303,7 +303,7 @@ def num_tokens(mask_R: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def measured_totals(
-    correction: Correction | None, token_metrics: Mapping[str, Tensor], share_T: Tensor, response_T: Tensor
+    correction: Correction | None, token_metrics: Mapping[str, Tensor], share_T: Tensor
 ) -> dict[str, Tensor]:
     """``[total, count]`` of each metric of a correction, over the samples in which it was measured; 0 without any."""
     if correction is None:
@@ -311,7 +311,7 @@ def measured_totals(
     found = {}
     for name, is_measured_S in correction.measured.items():
         # A number of the group is NaN where nothing of it was measured.
-        known_T = response_T & correction.layout.spread(is_measured_S) & ~token_metrics[name].isnan()
+        known_T = correction.layout.spread(is_measured_S) & ~token_metrics[name].isnan()
         pair_2T = torch.stack([token_metrics[name], torch.ones_like(share_T)])
         found[name] = (torch.where(known_T, pair_2T, 0.0) * share_T).sum(-1)
     return found
