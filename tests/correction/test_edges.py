@@ -240,6 +240,7 @@ def test_where_one_only_measures_every_token_has_weight_1_and_its_mask() -> None
     found = mis_ext.compute_correction(**streams, config=CorrectionConfig(weight=None, metrics_only=True))
     assert found.weights_T.tolist() == [1.0] * 7
     assert torch.equal(found.loss_mask_R, streams["response_mask_R"])
+    assert mis_ext.compute_correction(**streams, config=CorrectionConfig(metrics=())).metrics == {}
 
 
 def test_a_kl_of_almost_equal_policies_is_never_negative() -> None:

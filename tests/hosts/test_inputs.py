@@ -168,6 +168,8 @@ class FailingGroup:
 def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="a peer is gone"):
         gather_rows(torch.ones(3), FailingGroup())
+    with pytest.raises(TypeError, match=r"over a torch.distributed process group, got a FailingGroup"):
+        collectives.gather_objects("a report", FailingGroup())
 
 
 def test_a_rank_that_fails_in_a_collective_tells_the_others_in_the_same_one(monkeypatch) -> None:
@@ -175,13 +177,30 @@ def test_a_rank_that_fails_in_a_collective_tells_the_others_in_the_same_one(monk
 
     def gather(row, _group):
         sent.append(row.tolist())
-        raise MemoryError
+        raise MemoryError if len(sent) == 1 else RuntimeError
 
     monkeypatch.setattr(collectives, "gather_rows", gather)
     due = collectives.Due([collectives.Message((2,), torch.float64, "a group")], torch.device("cpu"))
     with pytest.raises(MemoryError), due.told_of_errors():
         due.gather(torch.zeros(2, dtype=torch.float64))
     assert sent == [[0.0, 0.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9])
+def test_bits_of_tokens_come_back_from_a_message_of_the_size_that_is_due(num_tokens, monkeypatch) -> None:
+    sent = []
+
+    def gather(row, _group):
+        sent.append((*row.shape,))
+        return torch.stack([row, torch.zeros_like(row)])
+
+    monkeypatch.setattr(collectives, "gather_rows", gather)
+    message = collectives.bits_message(num_tokens, "a group")
+    flags_R, status_1 = torch.arange(num_tokens) % 3 == 0, torch.tensor([2.0], dtype=torch.float64)
+    found_R, found_1 = collectives.Due([message], torch.device("cpu")).gather_bits(flags_R, status_1)
+    assert torch.equal(found_R, flags_R)
+    assert torch.equal(found_1, status_1)
+    assert sent == [message.shape]
 
 
 ILLEGAL = {"-1": -1.0, "nan": torch.nan, "inf": torch.inf}

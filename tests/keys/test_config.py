@@ -106,6 +106,7 @@ def test_a_filter_is_what_its_keys_say(text: str, gate: Gate) -> None:
 def test_a_bound_of_a_weight_at_an_open_end_is_none() -> None:
     assert Weight(mode="unbounded", high=math.inf) == Weight(mode="unbounded")
     assert Weight(low=0.0) == Weight()
+    assert Weight(when="stale", high=1.0).edges == (-math.inf, 0.0)
     assert Weight(mode="clip", low=0.0).edges == (-math.inf, math.log(2.0))
 
 

@@ -364,10 +364,30 @@ def test_unset_flags_have_the_hosts_defaults() -> None:
         ({"mis_loss_method": "token_mis"}, False),
         ({"mis_loss_method": "sequence_mis"}, True),
         ({"mis_loss_method": "token_mis", "mis_loss_denominator": "kept"}, True),
+        (loss_cases.GATES | {"mis_loss_method": "cispo", "mis_loss_denominator": "kept"}, False),
     ],
 )
 def test_ranks_exchange_sums_of_sequences_only_where_the_loss_needs_them(keys, sums) -> None:
     assert read_config(keys, whole_loss=True).whole_loss.settings.sums_sequences is sums
+
+
+def test_a_method_needs_the_behavior_policy_only_if_it_compares_with_it() -> None:
+    keys = {"mis_loss_method": "reinforce", "use_rollout_logprobs": True}
+    assert read_config(keys, whole_loss=True).whole_loss.settings.needs_behavior is None
+
+
+def test_a_sequence_is_masked_by_its_delta_only_where_its_advantage_is_below_0() -> None:
+    masked = []
+    for advantage in (1.0, 0.0, -1.0):
+        found = mis_ext.policy_loss_from_log_probs(
+            {"use_opsm": True, "opsm_delta": 0.1},
+            current_logprobs=torch.full((1, 2), -3.0),
+            proximal_logprobs=torch.full((1, 2), -2.0),
+            advantages=torch.tensor([advantage]),
+            response_mask=torch.ones(1, 2),
+        )
+        masked.append(float(found.metrics["opsm_clipfrac"].value()))
+    assert masked == [0.0, 0.0, 1.0]
 
 
 def test_a_lower_bound_of_the_ratio_of_0_and_below_is_none() -> None:

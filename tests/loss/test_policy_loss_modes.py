@@ -10,6 +10,7 @@ from mis_ext import CorrectionConfig, compute_mis_weights, config_from_mapping
 from mis_ext.hosts.groups import Groups
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.session import current_run
+from mis_ext.loss.policy import MILES_METRICS
 
 PLAIN = Host(Groups(), plain_scores)
 BEHAVIOR = {"use_rollout_logprobs": True}
@@ -27,6 +28,15 @@ MODES = {
     "reinforce": {"mis_loss_mode": "reinforce"} | BEHAVIOR | GATES,
     "reinforce, sequence weights": {"mis_loss_mode": "reinforce"} | BEHAVIOR | SEQUENCES,
 }
+
+
+def test_a_kl_of_the_rollout_counts_at_most_10_of_a_token_as_in_miles() -> None:
+    batch = double_batch()
+    batch["rollout_log_probs"] = [each - 30.0 for each in batch["log_probs"]]
+    logits = batch.pop("logits").requires_grad_()
+    run = current_run(loss_cases.host_args(), whole_loss=True)
+    metrics = batch_loss(run, Host(Groups(), plain_scores, MILES_METRICS), batch, logits).metrics
+    torch.testing.assert_close(metrics["train_rollout_kl"] / 10.0, metrics["train_rollout_logprob_abs_diff"] / 30.0)
 
 
 def double_batch() -> dict:
