@@ -98,7 +98,7 @@ def test_a_long_sequence_of_equal_numbers_is_summed_exactly() -> None:
 
 
 def test_values_of_sequences_reach_their_tokens() -> None:
-    layout = PackedLayout.context_parallel([3, 0, 2], total_lengths=[4, 2, 3], cp_rank=0, cp_size=2)
+    layout = PackedLayout.context_parallel([3, 0, 2], total_lengths=[4, 0, 3], cp_rank=0, cp_size=2)
     assert layout.spread(torch.tensor([7.0, 8.0, 9.0])).tolist() == [7.0] * 1 + [9.0] * 1
     assert layout.sequence_R.tolist() == [0] * 3 + [2] * 2
     assert layout.local_part(torch.tensor([0, 1, 2, 3, 4])).tolist() == [0, 3]

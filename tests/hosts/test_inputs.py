@@ -172,6 +172,17 @@ def test_a_lost_peer_of_a_fault_tolerant_group_is_an_error() -> None:
         collectives.gather_objects("a report", FailingGroup())
 
 
+def test_a_context_parallel_group_of_one_rank_is_not_asked() -> None:
+    class Alone(FailingGroup):
+        def size(self) -> int:
+            return 1
+
+    row, layout = torch.zeros(2), mis_ext.PackedLayout.whole([2])
+    streams = {"proximal_logprobs_T": row, "behavior_logprobs_T": row, "response_mask_R": row + 1.0, "layout": layout}
+    found = mis_ext.compute_correction(**streams, config=mis_ext.CorrectionConfig(), cp_group=Alone())
+    assert found.weights_T.tolist() == [1.0, 1.0]
+
+
 def test_a_rank_that_fails_in_a_collective_tells_the_others_in_the_same_one(monkeypatch) -> None:
     sent = []
 
