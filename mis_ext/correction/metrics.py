@@ -340,10 +340,10 @@ def measure(rows: Collection[MetricRow], r: Responses, b: Batch) -> tuple[Tensor
         else:
             value_S = r.of[row.value] if isinstance(row.value, Sum) else row.value(r).double()
         tokens_S = r.of[row.count] if row.over in ("valid_tokens", "sequences") else r.generated
-        sums.append(value_S * b.scale if row.is_scaled else value_S)
+        # What all rows read lets the compiler write them in one kernel.
+        sums.append(torch.where(tokens_S > 0.0, value_S * b.scale if row.is_scaled else value_S, 0.0))
         counts.append(tokens_S if row.over in ("valid_tokens", "response_tokens") else (tokens_S > 0.0).double())
-    count_MS = torch.stack(counts)
-    return torch.where(count_MS > 0.0, torch.stack(sums), 0.0), count_MS
+    return torch.stack(sums), torch.stack(counts)
 
 
 def response_metrics(r: Responses, b: Batch, rows: Collection[MetricRow]) -> Tensor:
