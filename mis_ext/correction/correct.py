@@ -166,12 +166,9 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
             log_ratio = torch.where(t.is_stale, t.d, 0.0)
         weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
     s = TokenResults(keep, weighted, weight, log_ratio, judged, plan.config)
-    rows, num_sums = [], len(plan.of_tokens.sums)
-    for key in (*plan.of_tokens.sums, *plan.of_tokens.maxima):
-        rows.append(key.formula(t, s))
-    parts = [blocks.sums(rows[:num_sums])]
+    parts = [blocks.sums([key.formula(t, s) for key in plan.of_tokens.sums])]
     if plan.of_tokens.maxima:
-        parts.append(blocks.maxima(rows[num_sums:]))
+        parts.append(blocks.maxima([key.formula(t, s) for key in plan.of_tokens.maxima]))
     return s, torch.cat([*parts, torch.full_like(parts[0][:1], status)])
 
 
@@ -287,11 +284,11 @@ def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     for key in plan.of_responses.sums:
         row_S = r.of[key] if isinstance(key, Sum) else key.formula(r)
         found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
-    # Padded, so that a call without responses has extremes too.
-    pad = functools.partial(torch.nn.functional.pad, pad=(0, 1), value=-math.inf)
-    for key in plan.of_responses.maxima:
-        found.append(pad(torch.where(has_tokens_S, r.of[key], -math.inf)).amax())
-    return r, torch.stack([*found, pad(merged_FS[-1]).amax()])
+    extremes = [torch.where(has_tokens_S, r.of[key], -math.inf) for key in plan.of_responses.maxima]
+    for row_S in (*extremes, merged_FS[-1]):
+        # A call without responses has extremes too.
+        found.append(row_S.amax() if len(row_S) > 0 else row_S.new_full((), -math.inf))
+    return r, torch.stack(found)
 
 
 class Batch(NamedTuple):
