@@ -283,15 +283,14 @@ class Blocks:
     TOKENS = 64
 
     def __init__(self, length_S: Tensor, num_tokens: int, num_blocks: int) -> None:
-        self._blocks_S = (length_S + (self.TOKENS - 1)) // self.TOKENS
-        self.response_T, self.response_N = _owners(length_S, num_tokens), _owners(self._blocks_S, num_blocks)
-        # Token t is in slot t + shift of the blocks: the empty slots of the responses before shift it.
-        end_S, empty_S = length_S.cumsum(0), self._blocks_S * self.TOKENS - length_S
-        shift_S = empty_S.cumsum(0) - empty_S
-        self.slot_T = torch.arange(num_tokens, device=end_S.device) + shift_S.index_select(0, self.response_T)
-        slot_NB = torch.arange(num_blocks * self.TOKENS, device=end_S.device).view(-1, self.TOKENS)
-        token_NB = slot_NB - self.spread_to_blocks(shift_S)
-        self.is_token_NB = token_NB < self.spread_to_blocks(end_S)
+        token_O, self.response_T = _placed(length_S, num_tokens)
+        self._block_O, self.response_N = _placed((length_S + (self.TOKENS - 1)) // self.TOKENS, num_blocks)
+        # Token t is in the slot t + the empty slots of the responses before its own, one block after the other.
+        empty_O = self._block_O * self.TOKENS - token_O
+        self.slot_T = torch.arange(num_tokens, device=length_S.device) + empty_O.index_select(0, self.response_T)
+        slot_NB = torch.arange(num_blocks * self.TOKENS, device=length_S.device).view(-1, self.TOKENS)
+        token_NB = slot_NB - self.spread_to_blocks(empty_O)
+        self.is_token_NB = token_NB < self.spread_to_blocks(token_O[1:])
         self._token_E = token_NB.clamp(max=num_tokens - 1).flatten()
 
     def of_tokens(self, x_T: Tensor) -> Tensor:
@@ -308,23 +307,24 @@ class Blocks:
 
     def sums(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
-        sums_N = map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)
-        x_NF = torch.stack([*sums_N], dim=-1)
-        # Unsafe: the device does not wait for a check of the lengths.
-        return torch.segment_reduce(x_NF, "sum", lengths=self._blocks_S, axis=0, unsafe=True).T
+        return self._of_responses([row_NB.sum(-1, dtype=torch.float64) for row_NB in rows_NB], "sum")
 
     def maxima(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the largest value of each row in each response; an empty slot must hold ``-inf``."""
-        x_NF = torch.stack([*map(functools.partial(torch.amax, dim=-1), rows_NB)], dim=-1)
-        return torch.segment_reduce(x_NF, "max", lengths=self._blocks_S, axis=0, unsafe=True).T.double()
+        return self._of_responses([row_NB.amax(-1) for row_NB in rows_NB], "max").double()
+
+    def _of_responses(self, rows_N: list[Tensor], reduction: str) -> Tensor:
+        # From lengths, each call would sum up the offsets again. Unsafe: the device does not wait for a check.
+        return torch.segment_reduce(torch.stack(rows_N, -1), reduction, offsets=self._block_O, axis=0, unsafe=True).T
 
 
-def _owners(count_S: Tensor, total: int) -> Tensor:
-    """``[total]``: the response of each token or block, of which each response has ``count``."""
+def _placed(count_S: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """``[S + 1]``: where the tokens or blocks of each response begin, and all end; ``[total]``: whose each is."""
+    start_O = torch.nn.functional.pad(count_S, (1, 0)).cumsum(0)
     if torch.compiler.is_compiling():
         # A search is part of a kernel; repeat_interleave is some of its own.
-        return torch.bucketize(torch.arange(total, device=count_S.device), count_S.cumsum(0), right=True)
-    return torch.repeat_interleave(count_S, output_size=total)
+        return start_O, torch.bucketize(torch.arange(total, device=count_S.device), start_O, right=True) - 1
+    return start_O, torch.repeat_interleave(count_S, output_size=total)
 
 
 # --- segments: runs of generated tokens within a response, such as the turns of an agent
