@@ -152,13 +152,14 @@ def test_lags_that_are_missing_have_the_name_of_the_callers_argument() -> None:
     padded = {"proximal_logprobs": row, "behavior_logprobs": row, "response_mask": row + 1.0}
     lists = {"train_log_probs": [row[0]], "rollout_log_probs": [row[0]], "loss_masks": [row[0] + 1.0]}
     streams = mis_ext.PackedStreams(row[0], row[0], row[0] + 1.0, mis_ext.PackedLayout.whole([2]))
+    none = mis_ext.PackedStreams(*[torch.zeros(0)] * 3, mis_ext.PackedLayout.whole([]))
     calls = {
         "lag": [
             partial(mis_ext.correct_padded, KEYS, **padded),
             partial(mis_ext.policy_loss_from_log_probs, KEYS, **padded, current_logprobs=row, advantages=torch.ones(1)),
         ],
         "lags": [partial(mis_ext.compute_mis_weights, KEYS, **lists)],
-        "lag_T": [partial(mis_ext.Session(KEYS).correct, streams)],
+        "lag_T": [partial(mis_ext.Session(KEYS).correct, each) for each in (streams, none)],
     }
     for name, each in ((name, each) for name, of_name in calls.items() for each in of_name):
         with pytest.raises(ValueError, match=rf"need the lags of the tokens: .*\b{name}\b"):
