@@ -636,6 +636,6 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
         raise ValueError(f"a layout of PackedLayout.{kind} needs {needed}, and cp_group has {ranks}")
     if config.staleness and streams.lag_T is None:
         raise ValueError(
-            "staleness, a gate on the lag, and when: stale need the lags of the tokens: lag, lags of lists, or "
+            "mis_staleness, rs_max_staleness, and tis_when: stale need the lags of the tokens: lag, lags of lists, or "
             "lag_T of PackedStreams"
         )

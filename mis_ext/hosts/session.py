@@ -192,7 +192,9 @@ class Session:
         is_whole = groups.cp_group is None
         layout = PackedLayout(whole.response_lengths, whole.pieces, is_whole=is_whole, device=device).emptied
         nothing_T = torch.empty(0, device=device)
-        streams = PackedStreams(nothing_T, nothing_T, torch.zeros(layout.num_whole_tokens, device=device), layout)
+        mask_R = torch.zeros(layout.num_whole_tokens, device=device)
+        lag_T = nothing_T if self.config.staleness else None
+        streams = PackedStreams(nothing_T, nothing_T, mask_R, layout, lag_T)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def _hear(self, status: Tensor) -> None:

@@ -2,6 +2,7 @@
 """From versions in a rollout to lags in the hook: what the trainer counts, what it cannot know, and who is told."""
 
 import argparse
+import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,19 @@ def test_a_micro_batch_without_samples_needs_no_lag() -> None:
     Trainer(args).train_actor(rollout()[2])
     loss, masks, _ = mis_ext.compute_mis_weights_with_cp(args, **micro_batch(make_batch(), []))
     assert (len(loss), masks) == (0, [])
+
+
+def test_a_call_that_corrects_nothing_needs_no_lag() -> None:
+    batch, _, data = rollout()
+    sums = [mask.sum() for mask in data["loss_masks"]]
+    Trainer(argparse.Namespace(**KEYS, mis_denominator="kept")).train_actor(data | {"rollout_mask_sums": sums})
+    for keys in ({**KEYS, "mis_guard": "warn"}, {"get_mismatch_metrics": True, "mis_staleness": True}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mis_ext.MismatchWarning)
+            found = mis_ext.compute_mis_weights_with_cp(
+                argparse.Namespace(**keys), **batch | {"rollout_log_probs": None}
+            )
+        assert torch.equal(found[0], batch["pg_loss"])
 
 
 START = {"custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp", "rank": 0, **KEYS}
