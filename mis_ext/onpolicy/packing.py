@@ -24,8 +24,7 @@ PackedFunction = Callable[[Tensor, list[int]], Tensor]
 Returns logits ``[T, V]`` or ``[1, T, V]`` as the model makes them; or ``[T]``, at each token its own log-prob, of which
 the first of a sequence is ignored.
 """
-# Rounding differs from place to place: 216 checks of sound models of transformers in bf16 and fp16 found more than the
-# first places show 57 times, more than twice that 11 times, more than four times twice. Leaks are 100 times as large.
+# Rounding differs from place to place, in sound bf16 and fp16 models up to this factor. Leaks are 100 times as large.
 _MARGIN = 4.0
 # Nats. Of float32, where the first places have equal bits and later ones need not.
 _LEAST = 1e-5

@@ -14,7 +14,7 @@ from thread_ranks import run_ranks
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight, compute_mis_weights
 from mis_ext.correction.config import REDUCTIONS
-from mis_ext.correction.tokens import binary_kl, k3
+from mis_ext.correction.tokens import binary_kl
 
 # These bounds are far apart or near for what a ratio does in practice, and the package says so.
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
@@ -247,7 +247,6 @@ def test_a_kl_of_almost_equal_policies_is_never_negative() -> None:
     log_p = -torch.linspace(0.01, 3.0, 1000)
     for log_q in (log_p - 1e-4, log_p + 1e-4):
         assert (binary_kl(log_p, log_q) >= 0.0).all()
-        assert (k3(log_p - log_q) >= 0.0).all()
 
 
 def test_a_gate_called_weight_acts_beside_the_band_of_the_weight() -> None:
