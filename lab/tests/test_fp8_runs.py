@@ -84,5 +84,14 @@ def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judge
         "| fp8 products, token TIS",
         "| bf16",
     ]
+    # The sentences about them.
+    without, with_tis = (
+        [f"{fp8.growth(rows):.1f}" for group, rows in fp8.seen(results) if (group.run[0] == fp8.NONE) is is_none]
+        for is_none in (True, False)
+    )
+    words = " ".join(lines)
+    assert f"k3 was {without[0]} and {without[1]} times its start" in words
+    assert f"Seed 2 had {with_tis[1]} times with it and {without[1]} without" in words
+    assert f"and {fp8.mean_of(runs[0][134:144], 'reward'):.2f} in steps 134 to 143" in words
     assert (tmp_path / "fp8_training.png").exists()
     assert fp8_page.page(Results(tmp_path), tmp_path)[-1] == "Nothing has run yet."
