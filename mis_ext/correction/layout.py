@@ -119,7 +119,8 @@ class PackedLayout:
     @property
     def num_blocks(self) -> int:
         """``N``, the :class:`Blocks` of the local tokens."""
-        return int((-(-self._length_S // Blocks.TOKENS)).sum())
+        # No item(), which looks like a wait for the device.
+        return sum((-(-self._length_S // Blocks.TOKENS)).tolist())
 
     @functools.cached_property
     def blocks(self) -> Blocks:
