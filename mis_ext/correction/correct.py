@@ -166,9 +166,12 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
             log_ratio = torch.where(t.is_stale, t.d, 0.0)
         weight = torch.where(t.valid, plan.config.weight.bounded(log_ratio), 0.0)
     s = TokenResults(keep, weighted, weight, log_ratio, judged, plan.config)
-    parts = [blocks.sums([key.formula(t, s) for key in plan.of_tokens.sums])]
+    rows, num_sums = [], len(plan.of_tokens.sums)
+    for key in (*plan.of_tokens.sums, *plan.of_tokens.maxima):
+        rows.append(key.formula(t, s))
+    parts = [blocks.sums(rows[:num_sums])]
     if plan.of_tokens.maxima:
-        parts.append(blocks.maxima([key.formula(t, s) for key in plan.of_tokens.maxima]))
+        parts.append(blocks.maxima(rows[num_sums:]))
     return s, torch.cat([*parts, torch.full_like(parts[0][:1], status)])
 
 
@@ -284,7 +287,9 @@ def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     for key in plan.of_responses.sums:
         row_S = r.of[key] if isinstance(key, Sum) else key.formula(r)
         found.append(torch.where(has_tokens_S, row_S, 0.0).sum(dtype=torch.float64))
-    extremes = [torch.where(has_tokens_S, r.of[key], -math.inf) for key in plan.of_responses.maxima]
+    extremes = []
+    for key in plan.of_responses.maxima:
+        extremes.append(torch.where(has_tokens_S, r.of[key], -math.inf))
     for row_S in (*extremes, merged_FS[-1]):
         # A call without responses has extremes too.
         found.append(row_S.amax() if len(row_S) > 0 else row_S.new_full((), -math.inf))

@@ -308,15 +308,14 @@ class Blocks:
 
     def sums(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
-        return self._of_responses([row_NB.sum(-1, dtype=torch.float64) for row_NB in rows_NB], "sum")
+        x_NF = torch.stack([*map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)], dim=-1)
+        # From lengths, each call would sum up the offsets again. Unsafe: the device does not wait for a check.
+        return torch.segment_reduce(x_NF, "sum", offsets=self._block_O, axis=0, unsafe=True).T
 
     def maxima(self, rows_NB: list[Tensor]) -> Tensor:
         """``[F, S]`` float64: the largest value of each row in each response; an empty slot must hold ``-inf``."""
-        return self._of_responses([row_NB.amax(-1) for row_NB in rows_NB], "max").double()
-
-    def _of_responses(self, rows_N: list[Tensor], reduction: str) -> Tensor:
-        # From lengths, each call would sum up the offsets again. Unsafe: the device does not wait for a check.
-        return torch.segment_reduce(torch.stack(rows_N, -1), reduction, offsets=self._block_O, axis=0, unsafe=True).T
+        x_NF = torch.stack([*map(functools.partial(torch.amax, dim=-1), rows_NB)], dim=-1)
+        return torch.segment_reduce(x_NF, "max", offsets=self._block_O, axis=0, unsafe=True).T.double()
 
 
 def _placed(count_S: Tensor, total: int) -> tuple[Tensor, Tensor]:
