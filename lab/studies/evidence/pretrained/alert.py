@@ -18,7 +18,7 @@ from .collapse import HIGHEST, LADDER, SMOOTH, TIMES, WINDOW, alert_at
 from .collapse_runs import LAST, own_rewards, runs_seen
 
 SMOLLM2, METHODS = "pretrained_", (NONE.name, "token_tis")
-# An engine that is behind, and weights four and eight updates old.
+# An engine that is behind, and weights four and eight updates stale.
 UNHEALTHY = {"pretrained_precision_fp16_trainer", "pretrained_stale_4", "pretrained_stale_8"}
 OLD, UNCORRECTED = ("pretrained_stale_4", "pretrained_stale_8"), (NONE.name, "none, again")
 TINY = "staleness_1"
@@ -38,17 +38,17 @@ Every study of SmolLM2-135M-Instruct whose runs have {shortest} steps and more, 
 [ladder](collapse_runs.md#the-ladder-of-mismatch-without-a-correction) of Qwen2.5-Coder-1.5B-Instruct
 (`collapse_ladder`); without a correction (`none`), and with token TIS.
 
-{healthy} of these runs have a sound engine and weights at most one update old: {small} of SmolLM2, {large} of Qwen2.5
+{healthy} of these runs have a sound engine and weights at most one update stale: {small} of SmolLM2, {large} of Qwen2.5
 in bf16. {fired} of them crossed a limit. {repeats} repeat the seed and the settings of another one, with the same k3 in
 the first {shortest} steps: {different} differ.
 
 """
 _OLD = """
-**Weights four and eight updates old, no correction** (`none`, and the same again): {failed} of {old} runs failed: their
-last evaluation is more than {harm:g} below their best. The limit of {highest:g} alone, which was chosen on these runs,
-fires in {found} of the {failed}, and in {false} others.
+**Weights four and eight updates stale, no correction** (`none`, and the same again): {failed} of {old} runs failed:
+their last evaluation is more than {harm:g} below their best. The limit of {highest:g} alone, which was chosen on
+these runs, fires in {found} of the {failed}, and in {false} others.
 
-**The tiny model** is not in the table. With [weights one update old](staleness.md), all eight methods, the mean of
+**The tiny model** is not in the table. With [weights one update stale](staleness.md), all eight methods, the mean of
 {smooth} steps is above {highest:g} within the first {window} steps in {early} of {tiny} runs, and later in the others.
 {unharmed} of the {tiny} end at most {harm:g} below their best {window} steps. The rule, which begins at step {window},
 fires in {alerts} runs, {alarms} of these unharmed. It does not fit this model.
@@ -91,7 +91,7 @@ def report(ladder: Study, correction: Study, results: Results, folder: Path) -> 
 
 
 def _healthy(runs: Sequence[tuple[str, str, Steps]]) -> dict[str, int]:
-    """How many runs have a sound engine and weights at most one update old, and how many of these differ."""
+    """How many runs have a sound engine and weights at most one update stale, and how many of these differ."""
     healthy = [
         run for run in runs if (run[0].startswith(SMOLLM2) and run[0] not in UNHEALTHY) or run[0] == f"{LADDER}_bf16"
     ]
@@ -108,7 +108,7 @@ def _healthy(runs: Sequence[tuple[str, str, Steps]]) -> dict[str, int]:
 
 
 def _failures(runs: Sequence[Steps]) -> dict[str, int]:
-    """Of uncorrected runs with old weights: how many failed, and in how many the fixed limit fires."""
+    """Of uncorrected runs with stale weights: how many failed, and in how many the fixed limit fires."""
     failed = [max(own) - own[-1] > HARM for own in map(own_rewards, runs)]
     fired = [bool(_means(rows)[WINDOW:].max() > HIGHEST) for rows in runs]
     found = sum(np.logical_and(failed, fired))

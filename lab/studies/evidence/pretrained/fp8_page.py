@@ -44,7 +44,8 @@ def page(results: Results, output: Path) -> list[str]:
         "130).",
         "",
         "**One of the two runs without a correction lost reward, from about step 125 on.** The rollouts of seed 1 had "
-        "0.69 at step 130 and 0.61 in steps 134 to 143, where six bf16 runs had 0.80 to 0.83. A mean of ten steps has "
+        "0.69 by step 130 (k3 0.0040) and 0.61 in steps 134 to 143 (k3 0.0058), where six bf16 runs had 0.80 to 0.83. "
+        "A mean of ten steps has "
         "a standard error of 0.03. The loss may pass: an int4 run with token TIS fell to 0.63 and came back within ten "
         "steps. Two runs do not show that the mismatch caused it: seed 2 had a larger k3 (0.0047 at step 130) and no "
         "loss. The guide's alert, five times the start, had not fired.",
