@@ -61,6 +61,9 @@ class MisLoss:
             advantages=advantages,
             response_mask=action_mask,
         )
-        self.metrics = {name: metric.value() for name, metric in found.metrics.items()}
+        # OpenRLHF weights them by the tokens of the micro-batch, and a NaN by 0 is a NaN.
+        self.metrics = {
+            name: torch.where(found.num_terms > 0.0, metric.value(), 0.0) for name, metric in found.metrics.items()
+        }
         size = sizes.get("batch_num_tokens" if self.host.token_level_loss else "global_batch_size")
         return found.mean if size is None else found.total / size * sizes.get("dp_size", 1), *metrics

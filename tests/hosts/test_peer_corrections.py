@@ -181,6 +181,26 @@ def test_the_loss_is_that_of_openrlhf_and_its_metrics_stay(host, name) -> None:
         assert all(value.dim() == 0 for value in loss_fn.metrics.values())
 
 
+def test_a_rank_without_a_token_does_not_move_the_metrics_of_openrlhf() -> None:
+    loss_fn = MisLoss(PolicyLoss({}), {"mis_loss_method": "ppo", "use_tis": True, "mis_guard": "warn"})
+    batch = BATCHES["apart"]
+    streams = batch["log_prob"], batch["old_log_prob"], batch["advantages"]
+
+    def metrics_of(mask: torch.Tensor, engine: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss_fn(*streams, mask, engine)
+        return loss_fn.metrics
+
+    mask = batch["response_mask"].float()
+    masks = [mask, torch.zeros_like(mask)]
+    ranks = [metrics_of(each, batch["rollout_log_prob"]) for each in masks]
+    # OpenRLHF's mean over ranks, and over micro-batches.
+    for name, value in ranks[0].items():
+        total = sum(metrics[name] * each.sum() for metrics, each in zip(ranks, masks, strict=True))
+        torch.testing.assert_close(total / mask.sum(), value)
+    # No number stands for tokens of which nothing is known.
+    assert metrics_of(mask, torch.full_like(mask, torch.nan))["mis_k3_kl"].isnan()
+
+
 @pytest.mark.parametrize(
     ("keys", "needs"),
     [
