@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, gather_objects
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import GroupNumber, Mean, Metric
-from mis_ext.hosts.groups import ALONE, Groups, device_of
+from mis_ext.hosts.groups import ALONE, Groups, device_of, initialized_megatron
 from mis_ext.hosts.packing import check_mask, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
 from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
@@ -186,6 +187,25 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
 def measured_scalars(metrics: Mapping[str, Metric], *, group: Group | None = None) -> dict[str, float]:
     """:func:`scalars` of one call that were measured, for a framework that averages what it gets."""
     return {name: value for name, value in scalars(metrics, prefix="", group=group).items() if value == value}
+
+
+def agreed_scalars(metrics: Mapping[str, Metric], *, prefix: str) -> dict[str, float]:
+    """:func:`scalars` of a micro-batch, for a framework that averages them and needs the same names on every rank.
+
+    A rank that did not measure a metric gets the mean of the ranks that did. What none of them measured is left out.
+    Every rank must call it for each of its micro-batches; with Megatron, all of the data-parallel group.
+    """
+    own, megatron = scalars(metrics, prefix=prefix), initialized_megatron()
+    ranks = gather_objects(own, megatron.get_data_parallel_group() if megatron else dist.group.WORLD)
+    agreed = {}
+    for name, number in own.items():
+        measured = [of_rank[name] for of_rank in ranks if not math.isnan(of_rank[name])]
+        if measured:
+            agreed[name] = sum(measured) / len(measured) if math.isnan(number) else number
+        elif megatron and len(ranks) > 1:
+            # SkyRL drops the micro-batches with which it fills up a rank of Megatron, and the names in them.
+            agreed[name] = number
+    return agreed
 
 
 def _terms(calls: Sequence[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:

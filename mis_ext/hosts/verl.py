@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import correct_padded, keys_in, scalars
+from mis_ext.hosts.own_trainer import agreed_scalars, correct_padded, keys_in
 from mis_ext.hosts.session import Session
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys, read_keys, says_whole_loss
@@ -45,7 +45,7 @@ def register(keys: Keys) -> None:
             return DataProto.from_dict({"rollout_is_weights": rollout_log_prob}), response_mask, {}
         streams = {"proximal_logprobs": old_log_prob, "behavior_logprobs": rollout_log_prob}
         found = correct_padded(session, **streams, response_mask=response_mask)
-        metrics = scalars(found.metrics, prefix="rollout_corr/")
+        metrics = agreed_scalars(found.metrics, prefix="rollout_corr/")
         return DataProto.from_dict({"rollout_is_weights": found.weights}), response_mask * found.keep_mask, metrics
 
     def correct_alone(**_: Any) -> None:
@@ -107,7 +107,7 @@ def whole_loss(given: dict[str, Any], *, is_bypass: bool, own: PolicyLoss | None
         size = info.get("batch_num_tokens" if per_token else "global_batch_size") or found.num_terms.clamp_min(1.0)
         size = 1 if loss_agg_mode == "token-sum" else size
         horizon = info.get("loss_scale_factor") or old_log_prob.shape[1] if loss_agg_mode.endswith("norm") else 1
-        return found.total * info.get("dp_size", 1) / (size * horizon), scalars(found.metrics, prefix="actor/")
+        return found.total * info.get("dp_size", 1) / (size * horizon), agreed_scalars(found.metrics, prefix="actor/")
 
     return loss
 

@@ -2,8 +2,11 @@
 """Numbers for a dashboard are those of one call with everything: over micro-batches and ranks, with one read."""
 
 import math
+import sys
+import types
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from process_ranks import run_checks
 import mis_ext
 from mis_ext import GroupNumber, Mean, PackedLayout, scalars
 from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.own_trainer import agreed_scalars
 
 LENGTHS = (8, 4, 16, 4, 8, 2)
 PATIENCE = timedelta(seconds=60)
@@ -158,6 +162,35 @@ def check_an_error_of_one_rank_leaves_none_waiting(rank: int) -> None:
     kind, message = (TypeError, "no metric of mis_ext") if rank == 2 else (RuntimeError, "scalars failed on rank 2 of")
     with pytest.raises(kind, match=message):
         scalars(wrong, group=dist.group.WORLD)
+
+
+def check_ranks_agree_on_names_and_fill_in_the_mean_of_the_others(rank: int) -> None:
+    # Nothing of the second response is measured.
+    ranks = [scalars(corrected(rows), prefix="") for rows in ([0, 1], [1], [2, 3], [1])]
+    own, agreed = ranks[rank], agreed_scalars(corrected([[0, 1], [1], [2, 3], [1]][rank]), prefix="")
+    known = {name for name, value in own.items() if not math.isnan(value)}
+    assert {name: agreed[name] for name in known} == {name: own[name] for name in known}
+    others = {name for name, value in ranks[0].items() if not math.isnan(value)} - known
+    assert bool(others) == (rank in (1, 3))
+    assert {name: agreed[name] for name in others} == {name: (ranks[0][name] + ranks[2][name]) / 2 for name in others}
+    everyone: list = [None] * 4
+    dist.all_gather_object(everyone, [*agreed])
+    assert all(names == everyone[0] for names in everyone)
+    # No rank has measured "b", one has measured "a".
+    metrics = {"a": number(2.0 if rank == 1 else math.nan), "b": mean(0.0, 0.0)}
+    assert agreed_scalars(metrics, prefix="actor/") == {"actor/a": 2.0}
+
+
+def check_data_parallel_ranks_of_megatron_agree_and_keep_every_name(rank: int) -> None:
+    groups = [dist.new_group(each) for each in ([0, 2], [1], [3])]
+    group = groups[0] if rank in (0, 2) else groups[1 if rank == 1 else 2]
+    megatron = types.SimpleNamespace(model_parallel_is_initialized=lambda: True, get_data_parallel_group=lambda: group)
+    metrics = {"a": number(2.0 if rank == 2 else math.nan), "b": mean(0.0, 0.0)}
+    with mock.patch.dict(sys.modules, {"megatron.core.parallel_state": megatron}):
+        # The stage of rank 1 has no loss: its group does not call.
+        found = None if rank == 1 else agreed_scalars(metrics, prefix="")
+    expected = {0: {"a": 2.0, "b": math.nan}, 1: None, 2: {"a": 2.0, "b": math.nan}, 3: {}}[rank]
+    assert found == (expected if rank in (1, 3) else pytest.approx(expected, nan_ok=True))
 
 
 def check_context_parallel_ranks_count_nothing_twice(rank: int) -> None:

@@ -307,6 +307,25 @@ def test_a_trainer_that_asks_verl_for_weights_alone_is_refused(keys, verl) -> No
         ask(log_ratio=torch.zeros(1, 2), response_mask=torch.ones(1, 2), rollout_is="token", rollout_is_threshold=2.0)
 
 
+@pytest.mark.parametrize("keys", [{"use_tis": True}, {"mis_loss_method": "ppo", "use_tis": True}])
+def test_a_micro_batch_of_padding_has_no_metrics(keys, verl, monkeypatch) -> None:
+    batch = BATCHES["apart"] | {"response_mask": torch.zeros_like(BATCHES["apart"]["response_mask"])}
+    monkeypatch.setitem(BATCHES, "apart", batch)
+    register(keys)
+    assert corrected(verl)[2] == {}
+    if "mis_loss_method" in keys:
+        names = ("old_log_prob", "log_prob", "advantages", "response_mask")
+        loss, metrics = verl.core_algos.POLICY_LOSS_REGISTRY["mis_ext"](
+            config=argparse.Namespace(global_batch_info=verl_cases.GLOBAL),
+            loss_agg_mode="token-mean",
+            rollout_is_weights=batch["rollout_log_prob"],
+            **{name: batch[name] for name in names},
+        )
+        assert float(loss) == 0.0
+        # verl takes their mean over micro-batches and ranks, which a NaN would be.
+        assert metrics == {}
+
+
 def test_bypass_mode_refuses_a_method_that_looks_at_the_proximal_policy() -> None:
     with pytest.raises(ValueError, match="compares with the proximal policy"):
         loss_of({"mis_loss_method": "icepop"}, BATCHES["apart"], info={}, mode="token-mean", is_bypass=True)
