@@ -24,10 +24,13 @@ PackedFunction = Callable[[Tensor, list[int]], Tensor]
 Returns logits ``[T, V]`` or ``[1, T, V]`` as the model makes them; or ``[T]``, at each token its own log-prob, of which
 the first of a sequence is ignored.
 """
-# Rounding differs from place to place, in sound bf16 and fp16 models up to this factor. Leaks are 100 times as large.
+# Rounding differs from place to place, in sound bf16 and fp16 models up to this factor. Leaks are larger.
 _MARGIN = 4.0
 # Nats. Of float32, where the first places have equal bits and later ones need not.
 _LEAST = 1e-5
+# Rounding of 16-bit logits, in units in the last place (eps) of the largest one: first places can have equal bits where
+# later ones differ. In drawn models they differed by up to 1.5 (bf16) and 8 (fp16), leaks by at least 3 and 25.
+_UNITS = {torch.bfloat16: 0.5, torch.float16: 2.0}
 # Nats. Above this the first places are not explained by rounding either.
 _MOST_ROUNDING = 0.5
 
@@ -57,7 +60,7 @@ class PackingReport:
 
     Attributes:
         rounding: Largest difference, in nats, of a sequence that begins a row, or that is scored alone again.
-        allowed: What a sequence behind others may differ by.
+        allowed: What a sequence behind others may differ by. It follows from ``rounding`` and the logits' bits.
         sequences: In the order in which they were given.
     """
 
@@ -103,7 +106,8 @@ def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> Packing
     """Compare each sequence's log-probs alone with those in packed rows of all sequences, in every rotation.
 
     Each sequence begins one row; what changes there is rounding. It lies behind others in all other rows: more than
-    four times the largest rounding, plus 1e-5 nats, is a difference. Called without a gradient.
+    four times the largest rounding, plus 1e-5 nats, is a difference. First places can have equal bits where later ones
+    have not: if the logits have 16 bits, the rounding is at least that of the largest logit. Called without a gradient.
 
     Args:
         score: The model, as the trainer calls it on packed sequences; see :data:`PackedFunction`.
@@ -124,16 +128,19 @@ def check_packing(score: PackedFunction, sequences: Sequence[Tensor]) -> Packing
     if len(sequences) < 2 or min(map(len, sequences)) < 2:
         raise ValueError("check_packing needs at least 2 sequences of at least 2 tokens each")
     count = len(sequences)
-    alone = [_log_probs(score, [each])[0] for each in sequences]
-    rounding = max(_largest(_log_probs(score, [each])[0], own) for each, own in zip(sequences, alone, strict=True))
+    found = [_log_probs(score, [each]) for each in sequences]
+    alone = [own for (own,), _ in found]
+    least = max(of_logits for _, of_logits in found)
+    again = [_log_probs(score, [each])[0][0] for each in sequences]
+    rounding = max(map(_largest, again, alone))
     behind: list[list[Tensor]] = [[] for _ in sequences]
     for shift in range(count):
         order = [(shift + place) % count for place in range(count)]
-        packed = _log_probs(score, [sequences[index] for index in order])
+        packed, _ = _log_probs(score, [sequences[index] for index in order])
         rounding = max(rounding, _largest(packed[0], alone[shift]))
         for place, index in enumerate(order[1:], start=1):
             behind[index].append((packed[place] - alone[index]).abs())
-    allowed = _MARGIN * rounding + _LEAST
+    allowed = _MARGIN * max(rounding, least) + _LEAST
     return PackingReport(
         rounding=rounding,
         allowed=allowed,
@@ -158,8 +165,17 @@ def _largest(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
 
-def _log_probs(score: PackedFunction, sequences: list[Tensor]) -> list[Tensor]:
-    """Per sequence the log-probs of all tokens but the first, float64."""
+def _rounding_of_logits(logits: Tensor) -> float:
+    """Rounding of the largest logit if all are values of bf16 or fp16, also in a larger dtype; 0 otherwise."""
+    for dtype, units in _UNITS.items():
+        if logits.to(dtype).to(logits.dtype).equal(logits):
+            # Not the largest absolute value: columns outside the vocabulary can be very negative.
+            return units * torch.finfo(dtype).eps * float(logits.amax(-1).abs().max())
+    return 0.0
+
+
+def _log_probs(score: PackedFunction, sequences: list[Tensor]) -> tuple[list[Tensor], float]:
+    """Per sequence the log-probs of all tokens but the first, float64; and the rounding of the largest logit."""
     ids_T, lengths = torch.cat(sequences), [*map(len, sequences)]
     with torch.no_grad():
         found = score(ids_T, list(lengths))
@@ -179,7 +195,7 @@ def _log_probs(score: PackedFunction, sequences: list[Tensor]) -> list[Tensor]:
         if not values.isfinite().all():
             raise ValueError("the function returns a log-prob that is not finite")
         out.append(values.cpu())
-    return out
+    return out, _rounding_of_logits(found) if found.dim() == 2 else 0.0
 
 
 def packed_transformers(model: Any) -> PackedFunction:

@@ -112,6 +112,9 @@ def test_a_planted_leak_is_found_with_its_sequences_and_positions(kind, leak) ->
         # Its output at one token reaches back three; then the state carries it on.
         assert report.sequences[2].max_abs_diff > 1e-3
     assert "read the ones before them" in report.explain()
+    with torch.autocast("cpu", torch.bfloat16):
+        report = check_packing(kind(leak), sequences())
+    assert len(report.differing) == len(LENGTHS), report
 
 
 class Window(Tiny):
@@ -280,5 +283,31 @@ def test_where_first_places_have_equal_bits_the_last_digits_of_float32_are_round
         return out
 
     report = check_packing(score, sequences())
+    assert report.rounding == 0.0
+    assert report.passed is passed
+
+
+# Of a largest logit of 8 the last digits in bf16 and fp16 are 1/16 and 1/128: 2 and 8 of them are allowed.
+@pytest.mark.parametrize(
+    ("last", "shift", "dtype", "passed"),
+    [
+        (8, 1 / 8, torch.bfloat16, True),
+        (8, 1 / 8, torch.float32, True),
+        (8, 1 / 2, torch.bfloat16, False),
+        (8 - 1 / 128, 1 / 16, torch.float16, True),
+        (8 - 1 / 128, 1 / 16, torch.float64, True),
+        (8 - 1 / 128, 1 / 4, torch.float16, False),
+        (8 - 1e-5, 1 / 64, torch.float32, False),
+    ],
+)
+def test_where_first_places_have_equal_bits_logits_of_16_bits_are_rounded(last, shift, dtype, passed) -> None:
+    def score(ids_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        # The third column is outside the vocabulary.
+        logits = torch.tensor([[8, last, -torch.inf]], dtype=torch.float64).repeat(len(ids_T), 1)
+        # Log-probs change by half of it.
+        logits[lengths[0] :, 0] -= shift
+        return logits.to(dtype)
+
+    report = check_packing(score, sequences=[torch.tensor([0, 1, 0]), torch.tensor([1, 0])])
     assert report.rounding == 0.0
     assert report.passed is passed
