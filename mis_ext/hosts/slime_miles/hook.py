@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedStreams
-from mis_ext.hosts.groups import Groups, device_of, find_groups
+from mis_ext.hosts.groups import device_of, find_groups
 from mis_ext.hosts.packing import batch_layout, is_absent, pack, unpack
-from mis_ext.hosts.session import Run, shared_run
+from mis_ext.hosts.session import shared_run
 
 
 def compute_mis_weights_with_cp(
@@ -57,34 +57,9 @@ def compute_mis_weights_with_cp(
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
     groups = find_groups(kwargs.get("parallel_state"))
-    return weigh_batch(
-        shared_run(args, groups, device=device_of(pg_loss)),
-        groups,
-        pg_loss=pg_loss,
-        train_log_probs=train_log_probs,
-        rollout_log_probs=rollout_log_probs,
-        loss_masks=loss_masks,
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
-        max_seq_lens=kwargs.get("max_seq_lens"),
-    )
-
-
-def weigh_batch(
-    run: Run,
-    groups: Groups,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: list[Tensor] | None,
-    rollout_log_probs: list[Tensor] | None,
-    loss_masks: list[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_seq_lens: Sequence[int] | None,
-) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Compute the result of :func:`compute_mis_weights_with_cp` for a run and its ranks."""
-    session, device = run.session, device_of(pg_loss)
-    streams = None
+    device = device_of(pg_loss)
+    run = shared_run(args, groups, device=device)
+    session, streams = run.session, None
     with session.local_work(response_lengths, groups=groups, device=device):
         run.check_rollout()
         if run.config.double_correction is not None:
@@ -94,7 +69,7 @@ def weigh_batch(
             groups=groups,
             total_lengths=total_lengths,
             response_lengths=response_lengths,
-            max_seq_lens=max_seq_lens,
+            max_seq_lens=kwargs.get("max_seq_lens"),
             device=device,
         )
         if not isinstance(pg_loss, Tensor):
