@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from evidence.pretrained import fp8, fp8_page
+from evidence.pretrained.collapse import alert_at
 from evidence.results import Results
 
 
@@ -70,28 +71,38 @@ def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> Non
 def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judged(tmp_path: Path) -> None:
     results = Results(Path(__file__).parents[1] / "evidence" / "results")
     lines = fp8_page.page(results, tmp_path)
-    runs = [rows for group, rows in fp8.seen(results) if group.run[0] == fp8.NONE]
-    step = fp8.judged_at(runs)
-    assert step >= fp8.FEWEST_STEPS
-    (row,) = (line for line in lines if line.startswith("| fp8 products | "))
-    low, high = sorted(fp8.growth(rows, step) for rows in runs)
-    assert f"| {low:.2f} to {high:.2f} |" in row
+    runs: dict[str, list[Any]] = {"fp8_products": [], "e4m3_weights": [], "with TIS": []}
+    for group, rows in fp8.seen(results):
+        is_none = group.run[0] == fp8.NONE
+        runs[group.condition.removeprefix("fp8_training_") if is_none else "with TIS"].append(rows)
+    for engine, name in fp8.ENGINE_NAMES.items():
+        step = fp8.judged_at(runs[engine])
+        assert step >= fp8.FEWEST_STEPS
+        (row,) = (line for line in lines if line.startswith(f"| {name} | "))
+        low, high = sorted(fp8.growth(rows, step) for rows in runs[engine])
+        assert f"| {low:.2f} to {high:.2f} |" in row
     head = next(index for index, line in enumerate(lines) if line.startswith("| engine | runs |"))
-    assert [line.split(" |")[0] for line in lines[head + 2 : head + 7]] == [
+    assert [line.split(" |")[0] for line in lines[head + 2 : head + 9]] == [
         "| int4 weights",
         "| int4 weights, token TIS",
         "| fp8 products",
         "| fp8 products, token TIS",
+        "| e4m3 weights",
+        "| e4m3 weights, token TIS",
         "| bf16",
     ]
     # The sentences about them.
-    without, with_tis = (
-        [f"{fp8.growth(rows):.1f}" for group, rows in fp8.seen(results) if (group.run[0] == fp8.NONE) is is_none]
-        for is_none in (True, False)
-    )
     words = " ".join(lines)
-    assert f"k3 was {without[0]} and {without[1]} times its start" in words
-    assert f"Seed 2 had {with_tis[1]} times with it and {without[1]} without" in words
-    assert f"and {fp8.mean_of(runs[0][134:144], 'reward'):.2f} in steps 134 to 143" in words
+    products, weights = ([fp8.growth(rows) for rows in runs[engine]] for engine in fp8.ENGINE_NAMES)
+    assert f"k3 was {products[0]:.1f} and {products[1]:.1f} times its start by step 130" in words
+    assert f"k3 was {weights[0]:.1f} and {weights[1]:.1f} times its start" in words
+    at_the_end = [fp8.growth(rows, 150) for rows in runs["e4m3_weights"]]
+    assert f"At step 150 the two runs had {at_the_end[0]:.1f} and {at_the_end[1]:.1f}" in words
+    pairs = zip([fp8.growth(rows) for rows in runs["with TIS"]], [*products, *weights], strict=True)
+    less = [f"{tis:.2f} against {none:.2f}" for tis, none in pairs if tis < none]
+    assert len(less) == 3 and f"three pairs of runs ({', '.join(less)})" in words
+    assert all(alert_at([row["k3"] for row in rows]) is None for rows in sum(runs.values(), []))
+    last = fp8.mean_of(runs["fp8_products"][0][134:144], "reward")
+    assert f"and {last:.2f} in steps 134 to 143" in words
     assert (tmp_path / "fp8_training.png").exists()
     assert fp8_page.page(Results(tmp_path), tmp_path)[-1] == "Nothing has run yet."

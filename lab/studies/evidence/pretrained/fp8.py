@@ -115,9 +115,10 @@ def report(results: Results) -> str:
 
 
 def seen(results: Results) -> list[tuple[PretrainedGroup, Rows]]:
-    """The runs that have any steps, finished or not."""
+    """The runs that have any steps, finished or not, one engine after the other."""
     unfinished, _ = results.unfinished(_RUNS)
-    found = ((group, where) for group in _RUNS for where in (results, unfinished) if where.is_done(group))
+    groups = sorted(_RUNS, key=lambda group: list(ENGINE_NAMES).index(group.condition.removeprefix(f"{FP8}_")))
+    found = ((group, where) for group in groups for where in (results, unfinished) if where.is_done(group))
     return [(group, where.rows(group)) for group, where in found]
 
 
