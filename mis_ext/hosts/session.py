@@ -320,8 +320,8 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     return _runs[key][0]
 
 
-_met: WeakKeyDictionary[Session, set[tuple[Group, ...]]] = WeakKeyDictionary()
-"""Of each session the groups whose ranks have all read their keys. Beside the session, which can be copied."""
+_met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
+"""Of each session the calls in which all ranks have read their keys. Beside the session, which can be copied."""
 
 
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
@@ -332,14 +332,16 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     if groups.is_alone:
         return current_run(args, whole_loss=whole_loss)
     together = groups.started_together
+    call = (whole_loss, *together)
     with _due_status(together, device).told_of_errors():
         run = current_run(args, whole_loss=whole_loss)
     met = _met.setdefault(run.session, set())
-    if not together or together in met:
+    if call in met:
         return run
-    statuses = _statuses_of_ranks(together, device)
-    # Nothing can be read while a CUDA graph is captured.
-    if not (statuses.is_cuda and torch.cuda.is_current_stream_capturing()):
-        guards.raise_if_failed([float(statuses.amax())])
-    met.add(together)
+    if together:
+        statuses = _statuses_of_ranks(together, device)
+        # Nothing can be read while a CUDA graph is captured.
+        if not (statuses.is_cuda and torch.cuda.is_current_stream_capturing()):
+            guards.raise_if_failed([float(statuses.amax())])
+    met.add(call)
     return run

@@ -227,6 +227,15 @@ def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
 
 
+def test_keys_of_the_loss_that_one_rank_cannot_read_after_the_hook_are_told() -> None:
+    def work(rank: Rank) -> Any:
+        args = args_of(tis_batch_normalize=True, mis_loss_mode="bypas" if rank.number == 1 else "bypass")
+        call(rank, local_batch(rank), args)
+        return _loss(args, rank.groups)
+
+    assert_agreement(run_ranks(work, dp_size=2), 1, ValueError, "mis_loss_mode")
+
+
 def test_ranks_call_again_when_the_keys_of_one_are_corrected() -> None:
     def work(rank: Rank) -> int:
         args = args_of(tis_batch_normalize=True)
