@@ -8,6 +8,7 @@ anything, so it is kept here and not on ``args``: Megatron pickles ``args`` into
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Due, Group, Message
+from mis_ext.correction.collectives import Due, Group, Message, global_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
 from mis_ext.correction.correct import Correction, check_streams, correct, due_of, plan_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
@@ -34,6 +35,7 @@ from mis_ext.validation import MismatchWarning, check_tensors
 if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
 
+_LOG = logging.getLogger("mis_ext")
 _PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in the function there"
 _NO_LAGS = (
     f"mis_staleness: the tokens have no lag: in slime and Miles {_PREPARE}; elsewhere call policy_loss_from_log_probs, "
@@ -123,13 +125,16 @@ class Session:
         device: torch.device,
         status_groups: Sequence[Group] = (),
         corrects: bool = True,
+        failed: Exception | None = None,
     ) -> Iterator[None]:
         """Do local work before the collectives of a call: an error is raised after the other ranks have received it.
 
         It is sent in the collectives of a correction, if the call ``corrects``, and then over ``status_groups``, where
-        others call :meth:`exchange_status`.
+        others call :meth:`exchange_status`. ``failed``: an error that there is already, instead of the work.
         """
         try:
+            if failed is not None:
+                raise failed
             yield
         except Exception:
             # The first error is raised, even if a group fails too.
@@ -267,10 +272,14 @@ def all_arguments(args: Any) -> dict[str, Any]:
 
 
 class Run(NamedTuple):
-    """The settings of a run, read from its arguments, and the state that it keeps between calls."""
+    """The settings of a run, read from its arguments, and the state that it keeps between calls.
+
+    ``failed``: why this rank could not read its arguments; the call raises it where the others hear of it.
+    """
 
     config: RunConfig
     session: Session
+    failed: Exception | None = None
 
     def check_rollout(self) -> None:
         """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
@@ -297,8 +306,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
     key: int | str = id(args)
     if isinstance(args, Mapping):
-        # What is not read may change, also on one rank alone.
-        key = repr({name: args[name] if name in _READ else None for name in args})
+        key = _content(args)
     before, _ = _runs.get(key, (None, None))
     if before is not None and (before.config.whole_loss is not None or not whole_loss):
         _runs.move_to_end(key)
@@ -320,6 +328,11 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     return _runs[key][0]
 
 
+def _content(args: Mapping[str, Any]) -> str:
+    """The keys of a mapping and the values that are read: others may change, also on one rank alone."""
+    return repr({name: args[name] if name in _READ else None for name in args})
+
+
 _met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """Of each session the calls in which all ranks have read their keys. Beside the session, which can be copied."""
 
@@ -327,14 +340,25 @@ _met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
     """:func:`current_run` of ranks that share a call.
 
-    In the first call of a run with these groups, all ranks raise an error if one of them cannot read its keys.
+    In the first call of a run with these groups, all ranks raise an error if one of them refuses its keys. A rank that
+    cannot read its ``args`` at all takes the call for a later one of its last run, with the error in ``failed``.
     """
     if groups.is_alone:
         return current_run(args, whole_loss=whole_loss)
     together = groups.started_together
     call = (whole_loss, *together)
-    with _due_status(together, device).told_of_errors():
+    try:
         run = current_run(args, whole_loss=whole_loss)
+    except Exception as error:
+        last = next((run for run, _ in reversed(_runs.values()) if call in _met.get(run.session, ())), None)
+        if last is not None and not _can_be_read(args):
+            return last._replace(failed=error)
+        if last is not None:
+            # Other keys are a new run, on all ranks. If others have the old keys, the backend may end this process.
+            _LOG.error("rank %d: %s: %s", global_rank(), type(error).__name__, error)
+        with contextlib.suppress(Exception):
+            _due_status(together, device).tell()
+        raise
     met = _met.setdefault(run.session, set())
     if call in met:
         return run
@@ -345,3 +369,11 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
             guards.raise_if_failed([float(statuses.amax())])
     met.add(call)
     return run
+
+
+def _can_be_read(args: Any) -> bool:
+    """Return whether there are values to read, be they right or wrong."""
+    with contextlib.suppress(Exception):
+        all_arguments(args)
+        return not isinstance(args, Mapping) or bool(_content(args))
+    return False

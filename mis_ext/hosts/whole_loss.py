@@ -334,8 +334,14 @@ def loss_work(
 ) -> AbstractContextManager[None]:
     """Do the local work of a loss: the ranks that wait in its correction and its sums hear of an error."""
     loss = run.config.loss
-    told, corrects = status_groups(loss.settings, groups, extra_metrics=extra_metrics), loss.has_correction
-    return run.session.local_work(response_lengths, groups=groups, device=device, status_groups=told, corrects=corrects)
+    return run.session.local_work(
+        response_lengths,
+        groups=groups,
+        device=device,
+        status_groups=status_groups(loss.settings, groups, extra_metrics=extra_metrics),
+        corrects=loss.has_correction,
+        failed=run.failed,
+    )
 
 
 def status_groups(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import loss_cases
 import pytest
 import torch
 from hook_batches import make_batch
@@ -225,6 +226,65 @@ def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
         return call(rank, local_batch(rank), args_of(**MISSPELLED if rank.number == 1 else {}))
 
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
+
+
+class Unreadable(dict):
+    """Keys of which no one can be read: an object with an attribute that raises, and a mapping with such a value."""
+
+    @property
+    def tis_upper_bound(self) -> float:
+        raise KeyError("no value here")
+
+    def __getitem__(self, key: str) -> Any:
+        return self.tis_upper_bound
+
+
+def _hook(args: Any, rank: Rank) -> Any:
+    return call(rank, local_batch(rank), args)
+
+
+def _loss_func(args: Any, rank: Rank) -> Any:
+    batch = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=0, cp_size=1)
+    return mis_ext.make_loss_func(args, batch, groups=rank.groups)(batch["logits"])
+
+
+@for_each("compute, layout", [
+    *((_hook, layout) for layout in LAYOUTS.values()),
+    (lambda args, rank: _loss(args, rank.groups), (1, 2)),
+    (lambda args, rank: _loss_from_hidden(args, rank.groups), (1, 2)),
+    (_loss_func, (1, 2)),
+])  # fmt: skip
+def test_args_that_one_rank_cannot_read_in_a_later_call_are_told(compute, layout) -> None:
+    cp_size, dp_size = layout
+    for unreadable, kind, message in (
+        (None, TypeError, "args must be a mapping"),
+        (Unreadable(use_tis=True), KeyError, "no value here"),
+        (type("Object", (), {"tis_upper_bound": Unreadable.tis_upper_bound})(), KeyError, "no value here"),
+    ):
+
+        def work(rank: Rank, unreadable: Any = unreadable) -> Any:
+            keys = {"mis_guard": "warn", "eps_clip": 0.2}
+            # An earlier run has other messages.
+            earlier, args = args_of(**keys), args_of(tis_batch_normalize=True, **keys)
+            compute(earlier, rank)
+            compute(args, rank)
+            return compute(unreadable if rank.number == 1 else args, rank)
+
+        assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, kind, message)
+
+
+@layouts
+def test_new_keys_are_told_as_in_a_first_call_and_logged(layout, capfd) -> None:
+    """Where the others have their old ones, gloo ends the process of this rank without its error."""
+
+    def work(rank: Rank) -> tuple:
+        call(rank, local_batch(rank), args_of())
+        wrong = MISSPELLED if rank.number == 1 else {}
+        return call(rank, local_batch(rank), args_of(tis_batch_normalize=True, **wrong))
+
+    cp_size, dp_size = layout
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
+    assert capfd.readouterr().err.startswith("rank 1: ValueError: unknown keys: 'tis_levle' (did you mean ")
 
 
 def test_keys_of_the_loss_that_one_rank_cannot_read_after_the_hook_are_told() -> None:
