@@ -173,15 +173,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         tokens = tokens_for(settings, given, groups, missing=MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             run.session.report_missing("rollout_log_probs")
-    found = packed_loss(
-        settings,
-        tokens,
-        session=run.session,
-        corrects=loss.has_correction,
-        groups=groups,
-        make_reducer=make_reducer,
-        extra_metrics=host.metrics,
-    )
+    found = packed_loss(run, tokens, groups=groups, make_reducer=make_reducer, extra_metrics=host.metrics)
     if layout.num_local_tokens > 0 or scores.log_prob_T.requires_grad:
         return found
     # The backward pass of context parallelism has collectives, in which a rank without tokens must take part. Log-probs

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import refuse_divisors, refuse_mask
-from mis_ext.hosts.session import Run, Session, all_arguments, read_argument, shared_run
+from mis_ext.hosts.session import Run, all_arguments, read_argument, shared_run
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import GROUPS_ELSEWHERE, without_effect
 from mis_ext.loss.objective import LossTokens
@@ -168,7 +167,7 @@ def policy_loss_from_log_probs(
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")
-    found = packed_loss(settings, tokens, session=run.session, corrects=loss.has_correction, groups=groups)
+    found = packed_loss(run, tokens, groups=groups)
     if settings.per_token_loss:
         num_terms = found.response_T.sum().float()
     else:
@@ -352,16 +351,14 @@ def status_groups(
 
 
 def packed_loss(
-    settings: LossSettings,
+    run: Run,
     tokens: LossTokens,
     *,
-    session: Session,
-    corrects: bool,
     groups: Groups,
     make_reducer: Callable[[Correction | None], Reducer] | None = None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> PolicyLoss:
-    """Correct the tokens, if the loss ``corrects``, and compute their loss; ``make_reducer`` runs code of the user.
+    """Correct the tokens, if the run has a correction, and compute their loss; ``make_reducer`` runs code of the user.
 
     An error before the sums of the loss is sent to the ranks that wait in them: a correction tells of its own errors
     only the ranks in its collectives.
@@ -369,16 +366,14 @@ def packed_loss(
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
     reducer: Reducer | None = None
+    session, settings, corrects = run.session, run.config.loss.settings, run.config.loss.has_correction
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
+    lengths, device = layout.response_lengths, mask_R.device
     told = status_groups(settings, groups, extra_metrics=extra_metrics)
-    telling = functools.partial(
-        session.local_work,
-        layout.response_lengths,
-        groups=groups,
-        device=mask_R.device,
-        status_groups=told,
-        corrects=False,
-    )
+
+    def telling() -> AbstractContextManager[None]:
+        return session.local_work(lengths, groups=groups, device=device, status_groups=told, corrects=False)
+
     with telling():
         if corrects and "behavior" in log_probs:
             # Between the behavior policy and the one whose ratio to it is not in the loss yet.
@@ -387,12 +382,12 @@ def packed_loss(
             correction = session.correct(streams, groups=groups, token_metrics=True)
             token_metrics = correction.token_metrics
         elif corrects:
-            session.join_without_data(layout.response_lengths, groups=groups, device=mask_R.device)
+            session.join_without_data(lengths, groups=groups, device=device)
             not_measured_T = torch.where(layout.local_part(mask_R) != 0, torch.nan, 0.0)
             token_metrics = dict.fromkeys(session.config.metric_names, not_measured_T)
         if make_reducer is not None:
             reducer = make_reducer(correction)
-    failed = session.exchange_status(told, device=mask_R.device)
+    failed = session.exchange_status(told, device=device)
     found = compute_policy_loss(
         settings,
         tokens,
@@ -404,7 +399,7 @@ def packed_loss(
         telling=telling(),
         failed=failed,
     )
-    failed = session.exchange_status(told, device=mask_R.device)
+    failed = session.exchange_status(told, device=device)
     if failed is not None:
         raise failed
     return found
