@@ -44,7 +44,7 @@ from workload import GATED_MIS, Responses, Shape, World, draw
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import Host, batch_loss
+from mis_ext.hosts.megatron import Host, Unscored, batch_loss
 from mis_ext.hosts.packing import pack
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles.policy_loss import on_host
@@ -89,8 +89,9 @@ def host_args(keys: dict[str, Any], **more: Any) -> argparse.Namespace:
     return argparse.Namespace(**settings | keys | more)
 
 
-def read_scores(_args: Any, batch: Any, logits: Tensor, layout: Any, _groups: Groups) -> Scores:
+def read_scores(unscored: Unscored) -> Scores:
     """In place of the log-probs of the logits: those of the item."""
+    _, batch, logits, layout, _ = unscored
     if "scores" in batch:
         return batch["scores"]
     return Scores(*(pack(name, batch[name], layout.local_lengths, device=logits.device) for name in LEAVES))

@@ -52,11 +52,30 @@ MISSING = {
 _NEEDED = ("response_lengths", "total_lengths", "loss_masks", "advantages")
 
 
+class Unscored(NamedTuple):
+    """A micro-batch before its tokens are scored.
+
+    Attributes:
+        config: What the run says.
+        batch: ``unconcat_tokens``, ``total_lengths``, and where samples are padded to other lengths ``max_seq_lens``.
+        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary; or what
+            :func:`hand_over_hidden_states` has put in their place.
+        layout: The local response tokens.
+        groups: The ranks that share sequences.
+    """
+
+    config: RunConfig
+    batch: Batch
+    logits: Tensor
+    layout: PackedLayout
+    groups: Groups
+
+
 class Host(NamedTuple):
-    """``score(config, batch, logits, layout, groups)`` scores the tokens; ``metrics`` are names beyond slime's."""
+    """``score`` scores the tokens; ``metrics`` are names beyond slime's."""
 
     groups: Groups
-    score: Callable[[RunConfig, Batch, Tensor, PackedLayout, Groups], Scores]
+    score: Callable[[Unscored], Scores]
     metrics: frozenset[str] = frozenset()
 
 
@@ -131,7 +150,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             device=logits.device,
         )
         make_reducer = _reducer_maker(loss, batch, layout)
-        scores = host.score(config, batch, logits, layout, groups)
+        scores = host.score(Unscored(config, batch, logits, layout, groups))
         device = scores.log_prob_T.device
 
         def packed(key: str) -> Tensor:
@@ -225,11 +244,10 @@ def megatron_vocabulary() -> VocabularyPart:
     return VocabularyPart(megatron.get_tensor_model_parallel_group(), megatron.get_tensor_model_parallel_rank())
 
 
-def plain_scores(config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups) -> Scores:
+def plain_scores(unscored: Unscored) -> Scores:
     """Log-probs and entropy from logits as the frameworks compute them, for a batch outside of a framework."""
-    refuse_host_scoring(config)
-    part, temperature = megatron_vocabulary(), positive_temperature(config)
-    return fused_scores(config, batch, logits, layout, groups, part=part, temperature=temperature)
+    refuse_host_scoring(unscored.config)
+    return fused_scores(unscored, part=megatron_vocabulary(), temperature=positive_temperature(unscored.config))
 
 
 def refuse_host_scoring(config: RunConfig) -> None:
@@ -239,11 +257,7 @@ def refuse_host_scoring(config: RunConfig) -> None:
 
 
 def fused_scores(
-    config: RunConfig,
-    batch: Batch,
-    logits: Tensor,
-    layout: PackedLayout,
-    groups: Groups,
+    unscored: Unscored,
     *,
     part: VocabularyPart,
     temperature: float,
@@ -253,12 +267,7 @@ def fused_scores(
     """Log-probs and entropy of the response tokens, in one pass over the logits, or without any from hidden states.
 
     Args:
-        config: What of them is wanted.
-        batch: ``unconcat_tokens``, ``total_lengths``, and where samples are padded to other lengths ``max_seq_lens``.
-        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary; or what
-            :func:`hand_over_hidden_states` has put in their place.
-        layout: The local response tokens.
-        groups: The ranks that share sequences.
+        unscored: The micro-batch.
         part: This rank's part of the vocabulary.
         temperature: Of the rollout, by which the logits are divided.
         observes_entropy: Whether the entropy is logged where the loss has no use for it.
@@ -268,6 +277,7 @@ def fused_scores(
         ValueError: The batch does not fit the logits. Tensor-parallel ranks hear only what the scoring itself refuses;
             after an earlier error they wait, as no message has their size yet.
     """
+    config, batch, logits, layout, groups = unscored
     check_entries("batch", batch, ("unconcat_tokens",))
     loss = config.loss
     padded_lengths = None

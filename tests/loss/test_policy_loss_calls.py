@@ -261,8 +261,9 @@ def of_lengths(lengths: list) -> dict:
     }
 
 
-def given_scores(_args, batch, _logits, _layout, _groups):
-    return hosts.Scores(torch.cat(batch["current"]).requires_grad_(), torch.cat(batch["entropy"]).requires_grad_())
+def given_scores(unscored):
+    log_probs, entropies = (torch.cat(unscored.batch[key]).requires_grad_() for key in ("current", "entropy"))
+    return hosts.Scores(log_probs, entropies)
 
 
 MODES = {

@@ -10,7 +10,7 @@ from test_policy_loss_calls import MODES, given_scores, of_lengths
 from torch.profiler import ProfilerActivity, profile
 
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import Host, batch_loss
+from mis_ext.hosts.megatron import Host, Unscored, batch_loss
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles.policy_loss import on_host
 from mis_ext.loss.policy import MILES_METRICS
@@ -32,7 +32,7 @@ def moved(batch: dict, device: str) -> dict:
 
 def computed(args: Namespace, batch: dict) -> tuple:
     batch = batch | {"current": [x.clone().requires_grad_() for x in batch["current"]]}
-    scores = given_scores(None, batch, None, None, None)
+    scores = given_scores(Unscored(None, batch, None, None, None))
     host = HOST._replace(score=lambda *_: scores)
     found = batch_loss(current_run(args, whole_loss=True), host, batch, batch["logits"])
     return found, torch.autograd.grad(found.loss, [scores.log_prob_T, scores.entropy_T])

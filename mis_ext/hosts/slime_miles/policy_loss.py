@@ -25,6 +25,7 @@ from mis_ext.hosts.megatron import (
     Batch,
     Host,
     NoLogits,
+    Unscored,
     VocabularyPart,
     batch_loss,
     entropy_use,
@@ -108,38 +109,19 @@ def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart
     return Host(groups, score, MILES_METRICS if is_miles() else frozenset())
 
 
-def _fused_scores(
-    part: VocabularyPart,
-    config: RunConfig,
-    batch: Batch,
-    logits: Tensor,
-    layout: PackedLayout,
-    groups: Groups,
-    *,
-    with_entropy: bool | None = None,
-) -> Scores:
+def _fused_scores(part: VocabularyPart, unscored: Unscored, *, with_entropy: bool | None = None) -> Scores:
     """Compute the values of the framework's own function for a part of the vocabulary."""
-    loss, observes, kept = config.loss, True, None
+    loss, observes, kept = unscored.config.loss, True, None
     if is_miles():
         # Of greedy sampling Miles leaves the logits as they are.
         temperature, observes = loss.temperature or 1.0, loss.observes_entropy
     else:
         # A pass that scores may be told to keep all columns.
-        replays = loss.replays_top_p and (with_entropy is None or batch.get(IDS) is not None)
-        kept = kept_columns(batch, layout) if replays else None
-        temperature = positive_temperature(config)
+        replays = loss.replays_top_p and (with_entropy is None or unscored.batch.get(IDS) is not None)
+        kept = kept_columns(unscored.batch, unscored.layout) if replays else None
+        temperature = positive_temperature(unscored.config)
     observes = observes if with_entropy is None else with_entropy
-    return fused_scores(
-        config,
-        batch,
-        logits,
-        layout,
-        groups,
-        part=part,
-        temperature=temperature,
-        observes_entropy=observes,
-        kept=kept,
-    )
+    return fused_scores(unscored, part=part, temperature=temperature, observes_entropy=observes, kept=kept)
 
 
 def scores_without_logits(
@@ -196,20 +178,19 @@ def scores_without_logits(
         IDS: top_p_token_ids,
         OFFSETS: top_p_token_offsets,
     }
-    scores = _fused_scores(part, config, batch, logits, layout, groups, with_entropy=with_entropy)
+    scores = _fused_scores(part, Unscored(config, batch, logits, layout, groups), with_entropy=with_entropy)
     found: dict[str, Any] = {"log_probs": scores.log_prob_T} | ({"entropy": scores.entropy_T} if with_entropy else {})
     lists = {name: [*torch.split(values_T, [*layout.local_lengths])] for name, values_T in found.items()}
     return lists if is_miles() else (torch.empty((0,), device=logits.device), lists)
 
 
-def _captured_scores(
-    part: VocabularyPart, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, groups: Groups
-) -> Scores:
-    scores = _fused_scores(part, config, batch, logits, layout, groups)
+def _captured_scores(part: VocabularyPart, unscored: Unscored) -> Scores:
+    scores = _fused_scores(part, unscored)
     module = _loss_module()
     # None while the framework captures nothing: then there is no tensor per sample on the way.
     if getattr(module, "_LOG_PROB_CAPTURE", True) is not None:
-        _capture(module, batch, torch.split(scores.log_prob_T.detach(), [*layout.local_lengths]))
+        lengths = [*unscored.layout.local_lengths]
+        _capture(module, unscored.batch, torch.split(scores.log_prob_T.detach(), lengths))
     return scores
 
 
@@ -226,16 +207,14 @@ def _capture(module: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
         capture(batch, log_probs)
 
 
-def _scores_of_host(
-    args: Any, config: RunConfig, batch: Batch, logits: Tensor, layout: PackedLayout, _groups: Groups
-) -> Scores:
-    loss = config.loss
+def _scores_of_host(args: Any, unscored: Unscored) -> Scores:
+    config, batch, logits, layout, _ = unscored
     if isinstance(logits, NoLogits):
         raise ValueError("mis_ext.model_provider leaves no logits for the framework's own log-prob function")
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():
-        entropy = entropy_use(loss, is_observed=loss.observes_entropy)
+        entropy = entropy_use(config.loss, is_observed=config.loss.observes_entropy)
         found = _loss_module().get_log_probs_and_entropy(
             logits,
             **given,
