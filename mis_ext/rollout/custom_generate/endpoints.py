@@ -48,7 +48,7 @@ class Endpoint(NamedTuple):
     request: Callable[[str, list[int], Mapping[str, Any], int | None], _Request]
     meta_info: Callable[[_Response], Mapping[str, Any]]
     read: Callable[..., Generation]
-    finished: Callable[[_Request, _Response, int], _Response]
+    finished: Callable[[_Request, _Response, int], dict[str, Any]]
 
     def url(self, args: Any) -> str:
         """Address at which the router accepts requests."""
@@ -67,7 +67,7 @@ def _ask_sglang(_model: str, ids: list[int], params: Mapping[str, Any], num_rows
     return request
 
 
-def _finished_sglang(request: _Request, response: _Response, length: int) -> _Response:
+def _finished_sglang(request: _Request, response: _Response, length: int) -> dict[str, Any]:
     # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
     ending = {"finish_reason": {"type": "length", "length": length}}
     return {**response, "meta_info": {"prompt_tokens": len(request["input_ids"]), **response["meta_info"], **ending}}
@@ -111,7 +111,7 @@ def _meta_of_vllm(response: _Response) -> Mapping[str, Any]:
     return {name: value for name, value in meta.items() if value is not None}
 
 
-def _finished_vllm(_request: _Request, response: _Response, _length: int) -> _Response:
+def _finished_vllm(_request: _Request, response: _Response, _length: int) -> dict[str, Any]:
     return {**response, "choices": [{**choice, "finish_reason": "length"} for choice in response["choices"]]}
 
 

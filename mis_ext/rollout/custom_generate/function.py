@@ -31,7 +31,7 @@ from mis_ext.rollout.custom_generate.host import (
     was_aborted,
 )
 from mis_ext.rollout.custom_generate.routed_experts import FLAG, join_rows, known_rows, read_rows
-from mis_ext.rollout.generation import AbortedRequest, Generation, MalformedResponse, Tokenizer
+from mis_ext.rollout.generation import Generation, MalformedResponse, Tokenizer
 
 if TYPE_CHECKING:
     from mis_ext.rollout.custom_generate.routed_experts import Rows
@@ -425,17 +425,18 @@ class Episode:
             if is_last or not is_outdated or was_aborted(meta_info) or not meta_info.get("weight_versions"):
                 break
         request_id = f"sample {self.sample.index}, turn {turn.number}"
-        try:
-            generation = endpoint.read(request, response, request_id=request_id)
-        except AbortedRequest:
-            if not was_aborted(meta_info):
-                raise
+        if was_aborted(meta_info):
+            num_sampled = len(meta_info.get("output_token_logprobs") or ())
+            # A request that waited, retracted, for its turn has tokens and no experts.
+            lacks_experts = num_rows is not None and not meta_info.get("routed_experts")
+            if not num_sampled or lacks_experts:
+                nothing = Generation(
+                    request_id=request_id, prompt_ids=prompt_ids, sampled_ids=[], log_probs=[], finish_reason="length"
+                )
+                return Call(nothing, "", meta_info, observation, weights=weights, is_outdated=is_outdated)
             # What was sampled until then is as good as what is sampled up to a token limit.
-            length = len(meta_info.get("output_token_logprobs") or ())
-            generation = _nothing_sampled(prompt_ids, request_id)
-            if length:
-                finished = endpoint.finished(request, response, length)
-                generation = endpoint.read(request, finished, request_id=request_id)
+            response = endpoint.finished(request, response, num_sampled)
+        generation = endpoint.read(request, response, request_id=request_id)
         text = generation.text
         if text is None and endpoint is VLLM:
             skips = bool(params.get("skip_special_tokens", True))
@@ -444,23 +445,8 @@ class Episode:
             raise MalformedResponse(request_id, "response.text is missing: start SGLang with its tokenizer")
         rows = None
         if num_rows is not None and generation.sampled_ids:
-            # A request that waited, retracted, for its turn has tokens and no experts.
-            if was_aborted(meta_info) and not meta_info.get("routed_experts"):
-                generation, text = _nothing_sampled(prompt_ids, request_id), ""
-            else:
-                rows = read_rows(self.args, meta_info, generation, num_rows)
+            rows = read_rows(self.args, meta_info, generation, num_rows)
         return Call(generation, text, meta_info, observation, rows, weights, is_outdated)
-
-
-def _nothing_sampled(prompt_ids: list[int], request_id: str) -> Generation:
-    return Generation(
-        request_id=request_id,
-        prompt_ids=prompt_ids,
-        sampled_ids=[],
-        log_probs=[],
-        finish_reason="length",
-        text="",
-    )
 
 
 def encode_prompt(
