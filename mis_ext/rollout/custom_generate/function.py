@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mis_ext.rollout.builder import build_samples
 from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of
@@ -18,15 +18,15 @@ from mis_ext.rollout.custom_generate.host import (
     CANARY,
     KEY,
     VERSIONS,
-    ChatTokenizer,
+    Messages,
     Settings,
     abort_flag,
     check_supported,
     host_name,
     load_tokenizer,
     post_json,
+    render_messages,
     stores_versions,
-    template_options,
     warn_of_definition,
     was_aborted,
 )
@@ -108,8 +108,12 @@ async def _generate(
     max_context = settings.max_context(args, evaluation=evaluation)
     tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_name(sample))
     rows = known_rows(sample) if getattr(args, FLAG, False) and not evaluation else None
-    options = partial(template_options, args, sample, evaluation=evaluation)
-    prompt_ids = list(sample.tokens) or encode_prompt(tokenizer, sample.prompt, options)
+    render = partial(render_messages, tokenizer, args, sample, evaluation=evaluation)
+    prompt_ids = list(sample.tokens)
+    if not prompt_ids:
+        # To a text the framework has applied the template.
+        text = sample.prompt if isinstance(sample.prompt, str) else render(sample.prompt)
+        prompt_ids = tokenizer.encode(text, add_special_tokens=False)
     # What the framework's own function left unfinished was a first turn.
     first = (0, sample.response_length, sample.response)
     # A framework that samples a prompt afresh clears the response and keeps the metadata.
@@ -117,7 +121,7 @@ async def _generate(
     turn = Turn(*(sample.metadata.get(UNFINISHED, first) if is_resumed else first))
     flag = abort_flag(args, sample, state)
     num_rows = None if rows is None else sum(map(len, rows))
-    episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context, flag, options)
+    episode = Episode(args, sample, sampling_params, settings, tokenizer, max_context, flag, render)
     ended = await episode.run(prompt_ids, turn, num_rows)
     if not evaluation:
         returned = (call.meta_info for call in ended.calls if call.generation.sampled_ids)
@@ -349,10 +353,10 @@ class Episode:
     sample: Any
     sampling_params: Mapping[str, Any]
     settings: Settings
-    tokenizer: ChatTokenizer
+    tokenizer: Tokenizer
     max_context: int | None
     is_aborted: Callable[[], bool]
-    template_options: Callable[[], Mapping[str, Any]]
+    render: Callable[[Messages], str]
 
     async def run(self, prompt_ids: list[int], turn: Turn, num_rows: int | None = None) -> Ended:
         """The episode to its end: from a prompt that may hold a part of ``turn``, or all of it, not answered yet.
@@ -391,8 +395,7 @@ class Episode:
                 return Ended(calls, turn)
             if turn.number + 1 >= self.settings.max_turns:
                 return Ended(calls, turn, cut=True)
-            text = observation_text(self.tokenizer, said, turn.end_id, self.template_options)
-            observation = Observation(text, self.tokenizer.encode(text, add_special_tokens=False))
+            observation = self._observation(said, turn.end_id)
             known_ids, turn = [*known_ids, *observation.token_ids], Turn(turn.number + 1)
 
     async def _request(
@@ -448,46 +451,23 @@ class Episode:
             rows = read_rows(self.args, meta_info, generation, num_rows)
         return Call(generation, text, meta_info, observation, rows, weights, is_outdated)
 
+    def _observation(self, said: str | Messages, end_id: int | None) -> Observation:
+        """What stands between a sampled turn and the next one: a text as it is, or messages as the template has them.
 
-def encode_prompt(
-    tokenizer: ChatTokenizer,
-    prompt: str | Sequence[Mapping[str, Any]],
-    template_options: Callable[[], Mapping[str, Any]],
-) -> list[int]:
-    """Return the token IDs of a sample's prompt: a text with the template applied by the framework, or messages."""
-    if not isinstance(prompt, str):
-        prompt = _render(tokenizer, prompt, template_options())
-    return tokenizer.encode(prompt, add_special_tokens=False)
-
-
-def observation_text(
-    tokenizer: ChatTokenizer,
-    observation: str | Sequence[Mapping[str, Any]],
-    end_id: int | None,
-    template_options: Callable[[], Mapping[str, Any]],
-) -> str:
-    """Return the text between a sampled turn and the next one.
-
-    Messages are rendered behind an assistant's turn that stands for the sampled one; a text is returned as it stands.
-    The end of that turn is omitted where the model sampled it itself, as ``end_id``.
-    """
-    if isinstance(observation, str):
-        return observation
-    turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}, *observation]
-    rendered = _render(tokenizer, turns, template_options())
-    _, mark, behind = rendered.partition(_MARK)
-    if not mark:
-        raise ValueError(
-            "the chat template changes an assistant's content: let the environment return the text to append, with the "
-            f"template's tokens, instead of messages; it rendered {rendered!r}"
-        )
-    return behind if end_id is None else behind.removeprefix(tokenizer.decode([end_id], skip_special_tokens=False))
-
-
-def _render(
-    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any]
-) -> str:
-    rendered = tokenizer.apply_chat_template(
-        messages, **{"add_generation_prompt": True, **template_options, "tokenize": False}
-    )
-    return cast(str, rendered)
+        They are rendered behind an assistant's turn that stands for the sampled one. The end of that turn is omitted
+        where the model sampled it itself, as ``end_id``.
+        """
+        if isinstance(said, str):
+            text = said
+        else:
+            turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}, *said]
+            rendered = self.render(turns)
+            _, mark, text = rendered.partition(_MARK)
+            if not mark:
+                raise ValueError(
+                    "the chat template changes an assistant's content: let the environment return the text to append, "
+                    f"with the template's tokens, instead of messages; it rendered {rendered!r}"
+                )
+            if end_id is not None:
+                text = text.removeprefix(self.tokenizer.decode([end_id], skip_special_tokens=False))
+        return Observation(text, self.tokenizer.encode(text, add_special_tokens=False))

@@ -37,8 +37,8 @@ VERSIONS = "teacher_log_probs"
 for distillation from a teacher, and otherwise unused."""
 CANARY = f"{KEY}_canary"
 """Key in ``sample.train_metadata`` of what the canary says of the engines; the report looks for it in dumps."""
-Observation = str | Sequence[Mapping[str, Any]] | None
-Environment = Callable[[Any, str], Awaitable[Observation]]
+Messages = Sequence[Mapping[str, Any]]
+Environment = Callable[[Any, str], Awaitable[str | Messages | None]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
 _UNSUPPORTED_FLAGS = (
     *("use_rollout_indexer_replay", "use_sampling_support_replay", "rollout_top_logprobs_num", "use_score_centering"),
@@ -146,8 +146,8 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
         raise ValueError(f"mis_ext.rollout.generate supports text only, but the sample has {', '.join(present)}")
 
 
-def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, Any]:
-    """Return the options of the chat template: ``apply_chat_template_kwargs`` and the tools of the sample.
+def render_messages(tokenizer: ChatTokenizer, args: Any, sample: Any, messages: Messages, *, evaluation: bool) -> str:
+    """Messages as the chat template renders them, with ``apply_chat_template_kwargs`` and the tools of the sample.
 
     Raises:
         ValueError: An evaluation dataset has other options: a sample does not name its dataset.
@@ -162,7 +162,8 @@ def template_options(args: Any, sample: Any, *, evaluation: bool) -> dict[str, A
                 f"({general}): give them to its samples"
             )
     tools = sample.metadata.get("tools")
-    return {**(options or general or {}), **({} if tools is None else {"tools": tools})}
+    given = {**(options or general or {}), **({} if tools is None else {"tools": tools})}
+    return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **given, "tokenize": False})
 
 
 # slime's SGLang returns the kept ids under one of these.
@@ -226,7 +227,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class ChatTokenizer(Tokenizer, Protocol):
     """A Hugging Face tokenizer with a chat template."""
 
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
+    def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> str:
         """The conversation as the template renders it."""
         ...
 
