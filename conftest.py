@@ -170,9 +170,9 @@ def wide_terminal(monkeypatch):
 @pytest.fixture
 def short_pauses(monkeypatch):
     """Between attempts to reach a server."""
-    from mis_ext.rollout.custom_generate import host
+    from mis_ext.rollout.custom_generate import endpoints
 
-    monkeypatch.setattr(host, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
+    monkeypatch.setattr(endpoints, "_SECONDS_BETWEEN_ATTEMPTS", 0.01)
 
 
 @pytest.fixture

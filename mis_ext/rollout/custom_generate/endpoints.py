@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint that samples for a framework: its request, and its response with the metadata that samples take.
+"""The endpoint that samples for a framework: its request, its response, and the client that sends and receives them.
 
 slime and Miles ask SGLang's ``/generate``, vime asks ``/inference/v1/generate`` of vLLM. Both frameworks' samples read
 one ``meta_info``, with SGLang's names; for vLLM it is made here.
@@ -7,11 +7,17 @@ one ``meta_info``, with SGLang's names; for vLLM it is made here.
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import importlib
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from mis_ext.frameworks import find_framework
+from mis_ext.frameworks import Framework, find_framework
 from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.servers import read_sglang_generate, read_vllm_generate
 
@@ -139,3 +145,80 @@ def endpoint_of(sample: object) -> Endpoint:
     """The endpoint for the samples of a framework; SGLang's where none runs."""
     framework = find_framework(sample)
     return VLLM if framework is not None and framework.engine == "vllm" else SGLANG
+
+
+def was_aborted(meta_info: Mapping[str, Any]) -> bool:
+    """True if a running or waiting request was aborted; a server error is no abort."""
+    reason = meta_info.get("finish_reason")
+    return isinstance(reason, Mapping) and reason.get("type") == "abort"
+
+
+# A request waits in the server's queue and then for its last token; a connection that says nothing longer is dead.
+_TIMEOUT_SECONDS = 3600.0
+# What a server says of itself waits for nothing.
+_GET_TIMEOUT_SECONDS = 30.0
+_SECONDS_BETWEEN_ATTEMPTS = 1.0
+_BODY_CHARACTERS = 500
+# The server is one of ours: a proxy of the environment is for elsewhere.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+async def post_json(
+    url: str, payload: Mapping[str, Any], *, framework: Framework | None, max_attempts: int, headers: Mapping[str, str]
+) -> dict[str, Any]:
+    """The server's answer to a request, as decoded JSON, by the client of a framework, or without one by our own.
+
+    Ours lets each request wait in a thread of asyncio's default executor, so a handful run at a time. It tries again,
+    ``max_attempts`` times in all, while the server cannot be reached or has an error of its own, and not what the
+    server refuses (HTTP 4xx): a framework's client knows no difference.
+
+    Raises:
+        ConnectionError: No answer; the message has the URL, the attempts and what the server last said.
+    """
+    if framework is None:
+        return await ask_json(url, payload, max_attempts=max_attempts, headers=headers)
+    client = importlib.import_module(f"{framework.name}.utils.http_utils")
+    # Not every version takes headers.
+    options: dict[str, Any] = {"headers": dict(headers)} if headers else {}
+    try:
+        answer = await client.post(url, payload, max_retries=max_attempts, **options)
+    except Exception as error:
+        raise ConnectionError(f"{url}: no response after {max_attempts} attempts: {error}") from error
+    return _json_object(url, answer)
+
+
+def _json_object(url: str, answer: Any) -> dict[str, Any]:
+    if not isinstance(answer, dict):
+        raise ConnectionError(f"{url}: the response is no JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
+    return cast(dict[str, Any], answer)
+
+
+async def ask_json(
+    url: str, payload: Mapping[str, Any] | None = None, *, max_attempts: int, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Send JSON like :func:`post_json`, without a framework; without a payload it is a GET."""
+    body, timeout = None, _GET_TIMEOUT_SECONDS
+    if payload is not None:
+        body, timeout = json.dumps(payload).encode(), _TIMEOUT_SECONDS
+    for attempt in range(1, max_attempts + 1):
+        try:
+            answer = await asyncio.to_thread(_ask, url, body, headers or {}, timeout)
+        except urllib.error.HTTPError as error:
+            # Read here: the connection is closed with the error.
+            failure = f"HTTP {error.code}: {error.read().decode(errors='replace')[:_BODY_CHARACTERS]}"
+            error.close()
+            if error.code < 500:
+                raise ConnectionError(f"{url} refused the request: {failure}") from error
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            failure = str(error) or type(error).__name__
+        else:
+            return _json_object(url, answer)
+        if attempt < max_attempts:
+            await asyncio.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+    raise ConnectionError(f"{url}: no response after {max_attempts} attempts: {failure}")
+
+
+def _ask(url: str, body: bytes | None, headers: Mapping[str, str], timeout: float) -> Any:
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers})
+    with _OPENER.open(request, timeout=timeout) as answer:
+        return json.loads(answer.read())

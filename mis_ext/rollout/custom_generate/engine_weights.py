@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mis_ext.rollout.canary import Canary, CanaryResult, StaleWeightsError, StaleWeightsWarning, Verdict
-from mis_ext.rollout.custom_generate.endpoints import SGLANG
-from mis_ext.rollout.custom_generate.host import KEY, Settings, ask_json, was_aborted
+from mis_ext.rollout.custom_generate.endpoints import SGLANG, ask_json, was_aborted
+from mis_ext.rollout.custom_generate.host import KEY, Settings
 from mis_ext.rollout.generation import Tokenizer
 
 # Prose, figures and code, as models have them in their prompts and answers; a few hundred tokens in most vocabularies.

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mis_ext.frameworks import find_framework
 from mis_ext.rollout.builder import build_samples
-from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of
+from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of, post_json, was_aborted
 from mis_ext.rollout.custom_generate.engine_weights import VERDICTS, EngineWeights, engine_weights
 from mis_ext.rollout.custom_generate.host import (
     CANARY,
@@ -22,13 +23,10 @@ from mis_ext.rollout.custom_generate.host import (
     Settings,
     abort_flag,
     check_supported,
-    host_name,
     load_tokenizer,
-    post_json,
     render_messages,
     stores_versions,
     warn_of_definition,
-    was_aborted,
 )
 from mis_ext.rollout.custom_generate.routed_experts import FLAG, join_rows, known_rows, read_rows
 from mis_ext.rollout.generation import Generation, MalformedResponse, Tokenizer
@@ -106,7 +104,7 @@ async def _generate(
     if not evaluation:
         warn_of_definition(args, sample, sampling_params)
     max_context = settings.max_context(args, evaluation=evaluation)
-    tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), host_name(sample))
+    tokenizer = load_tokenizer(args.hf_checkpoint, getattr(args, "chat_template_path", None), find_framework(sample))
     rows = known_rows(sample) if getattr(args, FLAG, False) and not evaluation else None
     render = partial(render_messages, tokenizer, args, sample, evaluation=evaluation)
     prompt_ids = list(sample.tokens)
@@ -417,7 +415,7 @@ class Episode:
             response = await post_json(
                 endpoint.url(self.args),
                 request,
-                host=host_name(self.sample),
+                framework=find_framework(self.sample),
                 max_attempts=self.settings.max_attempts,
                 headers={endpoint.session_header: key} if key and policy in _STICKY_POLICIES else {},
             )

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface to the framework: its ``args``, client, tokenizer, and abort flag.
-
-Without a framework the last three are our own.
-"""
+"""Interface to the framework: its ``args``, tokenizer, and abort flag."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import http.client
 import importlib
 import inspect
-import json
 import sys
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from mis_ext.frameworks import find_framework
+from mis_ext.frameworks import Framework, find_framework
 from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of, vllm_parameters
 from mis_ext.rollout.custom_generate.routed_experts import check_replayable
 from mis_ext.rollout.definition import LogProbsMode, define_log_probs
@@ -31,7 +23,6 @@ from mis_ext.validation import MismatchWarning, check_bool, check_known, check_n
 
 KEY = "on_policy_tokens"
 """Key of the mapping in the frameworks' ``--custom-config-path`` file."""
-STALENESS = "staleness"
 VERSIONS = "teacher_log_probs"
 """Field of a sample with one value per response token, which both frameworks pass to the trainer like log-probs. It is
 for distillation from a teacher, and otherwise unused."""
@@ -41,7 +32,10 @@ Messages = Sequence[Mapping[str, Any]]
 Environment = Callable[[Any, str], Awaitable[str | Messages | None]]
 # What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
 _UNSUPPORTED_FLAGS = (
-    *("use_rollout_indexer_replay", "use_sampling_support_replay", "rollout_top_logprobs_num", "use_score_centering"),
+    "use_rollout_indexer_replay",
+    "use_sampling_support_replay",
+    "rollout_top_logprobs_num",
+    "use_score_centering",
 )
 _LORA_FLAGS = ("lora_rank", "lora_adapter_path")
 
@@ -130,9 +124,7 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
                 f"{KEY}.{name} asks SGLang for what vLLM does not answer; remove it, and see compare_weights"
             )
     if stores_versions(args) and getattr(args, "use_opd", None):
-        raise ValueError(
-            f"mis_{STALENESS} stores versions where use_opd has the teacher's log-probs: unset one of them"
-        )
+        raise ValueError("mis_staleness stores versions where use_opd has the teacher's log-probs: unset one of them")
     lora = () if getattr(args, "lora_train_only", False) else _LORA_FLAGS
     for flag in (*_UNSUPPORTED_FLAGS, *lora):
         if getattr(args, flag, None):
@@ -214,16 +206,6 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, LogProbDefinitionWarning, stacklevel=4)
 
 
-# A request waits in the server's queue and then for its last token; a connection that says nothing longer is dead.
-_TIMEOUT_SECONDS = 3600.0
-# What a server says of itself waits for nothing.
-_GET_TIMEOUT_SECONDS = 30.0
-_SECONDS_BETWEEN_ATTEMPTS = 1.0
-_BODY_CHARACTERS = 500
-# The server is one of ours: a proxy of the environment is for elsewhere.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
 class ChatTokenizer(Tokenizer, Protocol):
     """A Hugging Face tokenizer with a chat template."""
 
@@ -232,20 +214,14 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
-def host_name(sample: object) -> str | None:
-    """The package of the framework that defines the class of a sample, or a base of it; None for other samples."""
-    framework = find_framework(sample)
-    return None if framework is None else framework.name
-
-
 @functools.cache
-def load_tokenizer(checkpoint: str, chat_template_path: str | None, host: str | None) -> ChatTokenizer:
+def load_tokenizer(checkpoint: str, chat_template_path: str | None, framework: Framework | None) -> ChatTokenizer:
     """The tokenizer of a checkpoint, by the framework's own loader, which may repair it; kept for the next call.
 
     ``chat_template_path``, Miles' flag of that name, is a file with a template instead of the checkpoint's.
     """
-    if host is not None:
-        load = importlib.import_module(f"{host}.utils.processing_utils").load_tokenizer
+    if framework is not None:
+        load = importlib.import_module(f"{framework.name}.utils.processing_utils").load_tokenizer
         options = {} if chat_template_path is None else {"chat_template_path": chat_template_path}
         return cast(ChatTokenizer, load(checkpoint, trust_remote_code=True, **options))
     from transformers import AutoTokenizer
@@ -270,70 +246,3 @@ def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], boo
         # The one that exists: its class makes no second one.
         state = rollout.GenerateState(args)
     return lambda: bool(state.aborted)
-
-
-def was_aborted(meta_info: Mapping[str, Any]) -> bool:
-    """True if a running or waiting request was aborted; a server error is no abort."""
-    reason = meta_info.get("finish_reason")
-    return isinstance(reason, Mapping) and reason.get("type") == "abort"
-
-
-async def post_json(
-    url: str, payload: Mapping[str, Any], *, host: str | None, max_attempts: int, headers: Mapping[str, str]
-) -> dict[str, Any]:
-    """The server's answer to a request, as decoded JSON, by the client of a framework, or without one by our own.
-
-    Ours lets each request wait in a thread of asyncio's default executor, so a handful run at a time. It tries again,
-    ``max_attempts`` times in all, while the server cannot be reached or has an error of its own, and not what the
-    server refuses (HTTP 4xx): a framework's client knows no difference.
-
-    Raises:
-        ConnectionError: No answer; the message has the URL, the attempts and what the server last said.
-    """
-    if host is None:
-        return await ask_json(url, payload, max_attempts=max_attempts, headers=headers)
-    client = importlib.import_module(f"{host}.utils.http_utils")
-    # Not every version takes headers.
-    options: dict[str, Any] = {"headers": dict(headers)} if headers else {}
-    try:
-        answer = await client.post(url, payload, max_retries=max_attempts, **options)
-    except Exception as error:
-        raise ConnectionError(f"{url}: no response after {max_attempts} attempts: {error}") from error
-    return _json_object(url, answer)
-
-
-def _json_object(url: str, answer: Any) -> dict[str, Any]:
-    if not isinstance(answer, dict):
-        raise ConnectionError(f"{url}: the response is no JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
-    return cast(dict[str, Any], answer)
-
-
-async def ask_json(
-    url: str, payload: Mapping[str, Any] | None = None, *, max_attempts: int, headers: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Send JSON like :func:`post_json`, without a framework; without a payload it is a GET."""
-    body, timeout = None, _GET_TIMEOUT_SECONDS
-    if payload is not None:
-        body, timeout = json.dumps(payload).encode(), _TIMEOUT_SECONDS
-    for attempt in range(1, max_attempts + 1):
-        try:
-            answer = await asyncio.to_thread(_ask, url, body, headers or {}, timeout)
-        except urllib.error.HTTPError as error:
-            # Read here: the connection is closed with the error.
-            failure = f"HTTP {error.code}: {error.read().decode(errors='replace')[:_BODY_CHARACTERS]}"
-            error.close()
-            if error.code < 500:
-                raise ConnectionError(f"{url} refused the request: {failure}") from error
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            failure = str(error) or type(error).__name__
-        else:
-            return _json_object(url, answer)
-        if attempt < max_attempts:
-            await asyncio.sleep(_SECONDS_BETWEEN_ATTEMPTS)
-    raise ConnectionError(f"{url}: no response after {max_attempts} attempts: {failure}")
-
-
-def _ask(url: str, body: bytes | None, headers: Mapping[str, str], timeout: float) -> Any:
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **headers})
-    with _OPENER.open(request, timeout=timeout) as answer:
-        return json.loads(answer.read())

@@ -27,8 +27,9 @@ from sglang_answers import END, TOKENIZER
 from tokens.sample import Status
 from transformers import AutoTokenizer
 
+from mis_ext.rollout.custom_generate.endpoints import ask_json
 from mis_ext.rollout.custom_generate.function import generate
-from mis_ext.rollout.custom_generate.host import LogProbDefinitionWarning, ask_json
+from mis_ext.rollout.custom_generate.host import LogProbDefinitionWarning
 from mis_ext.rollout.generation import CountMismatch, LogProbError, RolloutError
 
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "rollout_responses" / "vllm" / "processed"
