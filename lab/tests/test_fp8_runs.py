@@ -94,16 +94,26 @@ def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judge
     # The sentences about them.
     words = " ".join(lines)
     products, weights = ([fp8.growth(rows) for rows in runs[engine]] for engine in fp8.ENGINE_NAMES)
-    assert f"k3 was {products[0]:.1f} and {products[1]:.1f} times its start by step 130" in words
+    assert f"{products[0]:.1f} and {products[1]:.1f} times its start by step 130" in words
     assert f"k3 was {weights[0]:.1f} and {weights[1]:.1f} times its start" in words
     at_the_end = [fp8.growth(rows, 150) for rows in runs["e4m3_weights"]]
-    assert f"At step 150 the two runs had {at_the_end[0]:.1f} and {at_the_end[1]:.1f}" in words
+    assert f"By step 150 it was {at_the_end[0]:.1f} and {at_the_end[1]:.1f} times" in words
+    for column, said in (
+        ("abs_diff", "|d| was {:.2f} and {:.2f} times"),
+        ("above_2", "was {:.1f} and {:.1f} times its"),
+    ):
+        grown = [fp8.mean_of(rows[121:131], column) / fp8.mean_of(rows[:10], column) for rows in runs["fp8_products"]]
+        assert said.format(*grown) in words
     pairs = zip([fp8.growth(rows) for rows in runs["with TIS"]], [*products, *weights], strict=True)
     less = [f"{tis:.2f} against {none:.2f}" for tis, none in pairs if tis < none]
     assert len(less) == 3
     assert f"three pairs of runs ({', '.join(less)})" in words
     assert all(alert_at([row["k3"] for row in rows]) is None for _, rows in fp8.seen(results))
-    last = fp8.mean_of(runs["fp8_products"][0][134:144], "reward")
-    assert f"and {last:.2f} in steps 134 to 143" in words
+    before, during, last = (
+        f"{fp8.mean_of(runs['fp8_products'][0][first:end], 'reward'):.2f}"
+        for first, end in ((113, 123), (123, 130), (134, 144))
+    )
+    assert f"from {before} (steps 113 to 122) to {during} (123 to 129)" in words
+    assert f"fell to {last} in steps 134 to 143" in words
     assert (tmp_path / "fp8_training.png").exists()
     assert fp8_page.page(Results(tmp_path), tmp_path)[-1] == "Nothing has run yet."

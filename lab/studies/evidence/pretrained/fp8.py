@@ -89,7 +89,8 @@ def report(results: Results) -> str:
     """A line per run, and what those without a correction say."""
     lines = [
         f"| engine, method, seed | last step | k3, first ten steps | growth by step {JUDGED_AT} | and by the last step "
-        "| alert | reward of rollouts, first and last ten steps | trainer policy every 40 steps | s a step |",
+        "| alert | reward of rollouts, first and last ten steps | trainer policy at steps 0, 40, 80, 120, 150 "
+        "| s a step |",
         "|---" * 9 + "|",
     ]
     uncorrected: dict[str, list[Rows]] = {}
