@@ -193,13 +193,14 @@ class Session:
 
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
         """Join the collectives of a call without tokens."""
-        whole = PackedLayout.whole(response_lengths, device=device)
-        is_whole = groups.cp_group is None
-        layout = PackedLayout(whole.response_lengths, whole.pieces, is_whole=is_whole, device=device).emptied
-        nothing_T = torch.empty(0, device=device)
-        mask_R = torch.zeros(layout.num_whole_tokens, device=device)
-        lag_T = nothing_T if self.config.staleness else None
-        streams = PackedStreams(nothing_T, nothing_T, mask_R, layout, lag_T)
+        with self.local_work(response_lengths, groups=groups, device=device):
+            whole = PackedLayout.whole(response_lengths, device=device)
+            is_whole = groups.cp_group is None
+            layout = PackedLayout(whole.response_lengths, whole.pieces, is_whole=is_whole, device=device).emptied
+            nothing_T = torch.empty(0, device=device)
+            mask_R = torch.zeros(layout.num_whole_tokens, device=device)
+            lag_T = nothing_T if self.config.staleness else None
+            streams = PackedStreams(nothing_T, nothing_T, mask_R, layout, lag_T)
         return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def _hear(self, status: Tensor) -> None:

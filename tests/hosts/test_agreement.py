@@ -417,6 +417,15 @@ def test_a_guard_fires_in_a_later_call_on_all_ranks() -> None:
     assert run_ranks(work, dp_size=2) == [(5, RankFailed), (5, ValueError)]
 
 
+def test_an_error_of_a_rank_without_data_is_told() -> None:
+    def work(rank: Rank) -> None:
+        lengths = None if rank.number == 1 else []
+        session = mis_ext.Session({"use_tis": True, "tis_batch_normalize": True})
+        session.join_without_data(lengths, groups=rank.groups, device=torch.device("cpu"))
+
+    assert_agreement(run_ranks(work, dp_size=2), 1, TypeError, "response_lengths must be a list of integers")
+
+
 @layouts
 @pytest.mark.parametrize("spoil", ["loss_masks", "rollout_mask_sums"])
 def test_an_error_in_one_ranks_rollout_is_named_on_all_others(layout, spoil) -> None:

@@ -79,7 +79,10 @@ ALONE_WITH_LENGTHS = ("fewer lengths", "no lengths")
 
 
 class Scenario(NamedTuple):
-    """What is drawn; ``place`` is where in the call the rank fails, as a share of its operations."""
+    """What is drawn.
+
+    ``place``: where in the call the rank fails, as a share of its operations. ``has_data``: whether it has log-probs.
+    """
 
     topology: str
     is_loss: bool
@@ -88,6 +91,7 @@ class Scenario(NamedTuple):
     fault: str
     place: float
     is_first_call: bool
+    has_data: bool
 
 
 def drawn(seed: int) -> Scenario:
@@ -112,7 +116,8 @@ def drawn(seed: int) -> Scenario:
     # Keys are read in the first call alone. Where there are none, a rank takes it for a later one.
     is_first_call = draw.random() < 0.5 or fault == "keys" or fault.startswith("loss_cases")
     is_first_call = is_first_call and fault != NO_ARGS
-    return Scenario(topology, is_loss, keys, failing, fault, draw.random(), is_first_call)
+    place, has_data = draw.random(), is_loss or draw.random() < 0.7
+    return Scenario(topology, is_loss, keys, failing, fault, place, is_first_call, has_data)
 
 
 class Watched(TorchDispatchMode):
@@ -213,6 +218,8 @@ def outcome_of(scenario: Scenario, ranks: Ranks) -> Outcome | None:
     if place is None:
         return None
     is_failing, batch = dist.get_rank() == scenario.failing, batch_of(scenario, *place)
+    if is_failing and not scenario.has_data:
+        batch["rollout_log_probs"] = None
     guarded = {} if scenario.is_loss else {"use_tis": True, "mis_guard": "warn"}
     make_args = partial(loss_cases.host_args, **guarded | scenario.keys)
     # What a process keeps is there before operations are counted.
