@@ -275,7 +275,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
 class Run(NamedTuple):
     """The settings of a run, read from its arguments, and the state that it keeps between calls.
 
-    ``failed``: why this rank could not read its arguments; the call raises it where the others hear of it.
+    ``failed``: an error of this rank before the work of the call, which raises it where the others hear of it.
     """
 
     config: RunConfig
@@ -365,9 +365,15 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
         return run
     if together:
         statuses = _statuses_of_ranks(together, device)
-        # Nothing can be read while a CUDA graph is captured.
-        if not (statuses.is_cuda and torch.cuda.is_current_stream_capturing()):
-            guards.raise_if_failed([float(statuses.amax())])
+        try:
+            # Nothing can be read while a CUDA graph is captured.
+            if not (statuses.is_cuda and torch.cuda.is_current_stream_capturing()):
+                guards.raise_if_failed([float(statuses.amax())])
+        except guards.RankFailed:
+            raise
+        except Exception as error:
+            # The others have heard that all could read their keys.
+            return run._replace(failed=error)
     met.add(call)
     return run
 

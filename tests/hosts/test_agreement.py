@@ -19,6 +19,7 @@ from zigzag import take
 import mis_ext
 from mis_ext import prepare_rollout
 from mis_ext.correction import correct
+from mis_ext.hosts import session as runs
 from mis_ext.hosts.groups import Groups, find_groups
 from mis_ext.hosts.guards import RankFailed
 
@@ -294,6 +295,24 @@ def test_keys_of_the_loss_that_one_rank_cannot_read_after_the_hook_are_told() ->
         return _loss(args, rank.groups)
 
     assert_agreement(run_ranks(work, dp_size=2), 1, ValueError, "mis_loss_mode")
+
+
+@layouts
+def test_a_status_that_one_rank_cannot_read_is_told_in_the_correction(layout) -> None:
+    gather = runs._statuses_of_ranks
+
+    def gather_or_fail(*given: Any) -> Any:
+        statuses = gather(*given)
+        if current_rank() != 1:
+            return statuses
+        return mock.Mock(is_cuda=False, **{"amax.side_effect": MemoryError("none left")})
+
+    def work(rank: Rank) -> tuple:
+        return call(rank, local_batch(rank), args_of(tis_batch_normalize=True))
+
+    cp_size, dp_size = layout
+    with mock.patch.object(runs, "_statuses_of_ranks", gather_or_fail):
+        assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, MemoryError, "none left")
 
 
 def test_ranks_call_again_when_the_keys_of_one_are_corrected() -> None:
