@@ -30,7 +30,7 @@ from mis_ext.hosts.packing import (
     stack_mask_sums,
     unpack,
 )
-from mis_ext.hosts.session import Run, shared_run
+from mis_ext.hosts.session import Run, read_argument, shared_run
 from mis_ext.hosts.whole_loss import loss_work, packed_loss, present, tokens_for
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import RunConfig
@@ -126,17 +126,17 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     """The loss and its metrics, where the logits are."""
     config, loss, groups = run.config, run.config.loss, host.groups
     settings = loss.settings
-    if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
-        reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
-        warnings.warn(
-            f"{reason} does not use the trainer's own pass over the rollout: the framework "
-            "skips it with --use-rollout-logprobs",
-            MismatchWarning,
-            stacklevel=4,
-        )
-    lengths, device = batch.get("response_lengths") or (), device_of(logits)
+    lengths, device = read_argument(batch, "response_lengths"), device_of(logits)
     with loss_work(run, lengths, groups=groups, device=device, extra_metrics=host.metrics):
         check_entries("batch", batch, _NEEDED)
+        if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
+            reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
+            warnings.warn(
+                f"{reason} does not use the trainer's own pass over the rollout: the framework "
+                "skips it with --use-rollout-logprobs",
+                MismatchWarning,
+                stacklevel=4,
+            )
         check_tensors({"logits": logits})
         if logits.ndim != 3:
             raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")

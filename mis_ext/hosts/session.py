@@ -30,7 +30,7 @@ from mis_ext.hosts.groups import ALONE, Groups, device_of
 from mis_ext.hosts.packing import Refuse, extremes_of, pack, refuse_divisors, refuse_mask
 from mis_ext.keys.reading import RunConfig, config_given, read_config
 from mis_ext.keys.rows import ARGUMENTS, OF_OTHERS
-from mis_ext.validation import MismatchWarning, check_tensors
+from mis_ext.validation import MismatchWarning, check_instance, check_tensors
 
 if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
@@ -76,8 +76,9 @@ class Session:
             ValueError: A guard found a mistake in the data, or an argument is wrong.
             RuntimeError: Another rank failed.
         """
-        mask_R = streams.response_mask_R
-        with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(mask_R)):
+        lengths = getattr(getattr(streams, "layout", None), "response_lengths", None)
+        with self.local_work(lengths, groups=groups, device=device_of(getattr(streams, "response_mask_R", None))):
+            mask_R = check_instance("streams", streams, PackedStreams).response_mask_R
             check_tensors({"response_mask_R": mask_R})
             self.check_range(mask_R, refuse_mask)
             check_streams(streams, self.config, groups.cp_group)
@@ -119,7 +120,7 @@ class Session:
     @contextlib.contextmanager
     def local_work(
         self,
-        response_lengths: Sequence[int],
+        response_lengths: Any,
         *,
         groups: Groups,
         device: torch.device,
@@ -140,10 +141,9 @@ class Session:
             # The first error is raised, even if a group fails too.
             with contextlib.suppress(Exception):
                 if corrects and not groups.is_alone:
-                    # Only context-parallel ranks have messages as long as those of this rank.
+                    # Only context-parallel ranks have messages as long as those of this rank: none without lengths.
                     lengths = () if groups.cp_group is None else tuple(map(_as_integer, response_lengths))
                     due_of(self.config, lengths, groups.cp_group, groups.dp_group, device=device).tell()
-            with contextlib.suppress(Exception):
                 _due_status(status_groups, device).tell()
             raise
 

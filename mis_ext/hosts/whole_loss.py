@@ -104,7 +104,7 @@ def policy_loss_from_log_probs(
     device = device_of(response_mask, current_logprobs)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss, settings = run.config.loss, run.config.loss.settings
-    with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
+    with loss_work(run, getattr(layout, "response_lengths", None), groups=groups, device=device):
         group = run.config.group
         if group.of_rewards or group.prompt_mean:
             Errors().refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args))).raise_all()
@@ -225,7 +225,7 @@ def policy_loss_from_hidden(
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss = run.config.loss
-    with loss_work(run, () if layout is None else layout.response_lengths, groups=groups, device=device):
+    with loss_work(run, getattr(layout, "response_lengths", None), groups=groups, device=device):
         check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
@@ -325,7 +325,7 @@ def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:
 
 def loss_work(
     run: Run,
-    response_lengths: Sequence[int],
+    response_lengths: Sequence[int] | None,
     *,
     groups: Groups,
     device: torch.device,

@@ -196,6 +196,18 @@ def _loss_from_hidden(keys: dict[str, Any] | None, groups: Groups, **more: Any) 
     return mis_ext.policy_loss_from_hidden(keys, weight=weight, token_ids=ids, groups=groups, **given | more)
 
 
+def _loss_func(keys: Any, groups: Groups, **more: Any) -> Any:
+    whole = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=0, cp_size=1)
+    batch = more.pop("batch", whole | more)
+    return mis_ext.make_loss_func(keys, batch, groups=groups)(whole["logits"])
+
+
+def _corrected(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
+    ones = torch.ones(4)
+    streams = mis_ext.PackedStreams(-ones, -ones, ones, mis_ext.PackedLayout.whole([4]))
+    return mis_ext.Session(keys).correct(more.get("streams", streams), groups=groups)
+
+
 MISSPELLED = {"tis_levle": "token"}
 
 
@@ -203,15 +215,22 @@ MISSPELLED = {"tis_levle": "token"}
     (_loss, MISSPELLED, {}, ValueError, "tis_levle"),
     (_loss, {"mis_loss_inplace": True}, {}, ValueError, "mis_loss_inplace"),
     (_loss, {}, {"response_mask": None}, TypeError, "response_mask"),
+    (_loss, {}, {"layout": 3}, AttributeError, "'int' object has no attribute"),
     (_loss, None, {}, TypeError, "args must be a mapping"),
     (_loss_from_hidden, MISSPELLED, {}, ValueError, "tis_levle"),
     (_loss_from_hidden, {}, {"hidden": None}, TypeError, "hidden"),
+    (_loss_from_hidden, {}, {"layout": 3}, AttributeError, "'int' object has no attribute"),
     (_loss_from_hidden, {}, {"nonsense": 1}, TypeError, "nonsense"),
+    (_corrected, {}, {"streams": None}, TypeError, "streams must be a PackedStreams, got None"),
+    (_loss_func, {}, {"batch": None}, AttributeError, "'NoneType' object has no attribute 'get'"),
+    (_loss_func, {}, {"response_lengths": torch.ones(6)}, TypeError, r"response_lengths\[0\] must be an integer"),
 ])  # fmt: skip
 def test_a_key_or_an_argument_that_one_rank_cannot_read_is_told(compute, keys, more, kind, message) -> None:
     def work(rank: Rank) -> Any:
         fails = rank.number == 1
-        given = {"use_tis": True, "tis_batch_normalize": True}
+        given = {"use_tis": True, "tis_batch_normalize": True, "mis_guard": "warn"}
+        if compute is _loss_func:
+            given["eps_clip"] = 0.2
         if fails:
             given = None if keys is None else given | keys
         return compute(given, rank.groups, **more if fails else {})
@@ -244,16 +263,11 @@ def _hook(args: Any, rank: Rank) -> Any:
     return call(rank, local_batch(rank), args)
 
 
-def _loss_func(args: Any, rank: Rank) -> Any:
-    batch = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=0, cp_size=1)
-    return mis_ext.make_loss_func(args, batch, groups=rank.groups)(batch["logits"])
-
-
 @for_each("compute, layout", [
     *((_hook, layout) for layout in LAYOUTS.values()),
     (lambda args, rank: _loss(args, rank.groups), (1, 2)),
     (lambda args, rank: _loss_from_hidden(args, rank.groups), (1, 2)),
-    (_loss_func, (1, 2)),
+    (lambda args, rank: _loss_func(args, rank.groups), (1, 2)),
 ])  # fmt: skip
 def test_args_that_one_rank_cannot_read_in_a_later_call_are_told(compute, layout) -> None:
     cp_size, dp_size = layout
