@@ -191,7 +191,7 @@ def test_a_correction_that_saves_all_runs_is_told_from_chance(tmp_path: Path, mo
     falls = "step 40, 40, 40, 40, 40, 40"
     assert f"without a correction 6 of 6 ({falls}); with token TIS 0 of 6; without mismatch (bf16) 0 of 5.**" in page
     assert "Against int4, token_tis 2: p 0.004. Against bf16: p 0.004." in page
-    assert "**Not run**: 6 of 24 runs, and what was left of 1 that had to stop after 130 steps. All of these" in page
+    assert "**Not run**: 6 of 24 runs, and the rest of 1 that stopped after 130 steps. They take" in page
     assert "four GPUs 18 minutes" in page
     assert "| bf16, 6 | 130 of 171, stopped |" in page
     assert "| bf16, 5 | 151 |" in page
@@ -206,8 +206,8 @@ def test_a_run_that_was_stopped_in_its_fall_has_not_collapsed_and_the_page_says_
     page = correction_page(study, tmp_path, monkeypatch)
     assert "| int4 | 1 | 0 of 1 | 0 of 1 |" in page
     assert "| below half since 130, below half since 126 |" in page
-    assert "Below half, but not seen for 20 steps: one without a correction had been since step 130" in page
-    assert "when it was stopped at 140." in page
+    assert "Below half of R0, but for less than 20 steps: one without a correction, since step 130" in page
+    assert ", stopped at 140." in page
 
 
 @pytest.mark.usefixtures("blank_pictures")
@@ -222,11 +222,8 @@ def test_arms_that_differ_without_a_collapse_are_told_apart_by_the_secondary_out
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
     page = correction_page(study, tmp_path, monkeypatch)
     # 2 C(6, 5) / C(12, 5) is 0.015, with four falls 2 C(6, 4) / C(12, 4) is 0.061; twice that for two contrasts.
-    assert (
-        "from collapse, the primary outcome, is not resolved: a contrast needs 5 falls of 6, against none. What own "
-        "policies are worth" in page
-    )
-    assert "the secondary one, differs: against int4, token_tis 2 p 0.004." in page
+    assert "prevents a collapse, is not resolved. A contrast needs 5 falls of 6, against none. The secondary" in page
+    assert "the final reward, differs: against int4, token_tis 2 p 0.004." in page
     assert "Below half" not in page
 
 
@@ -241,9 +238,9 @@ def test_arms_are_compared_by_seed_also_to_the_step_that_all_saw() -> None:
     (text, _) = collapse_correction._pairs(study, seen)
     # Lines from 0.4 at step 0: the mean of steps 120 to 150 is 0.9 of the way, of steps 140 to 170 it is 155 / 150.
     # 0.9 (0.3 + 0.01 s) - 155 / 150 (0.1 + 0.01 s): 0.1653, 0.1640 and 0.1627.
-    assert "against none: +0.164 [+0.161, +0.167], higher on 3 of 3 seeds; against bf16: -0.090" in text
-    assert "To step 150, which every run saw, against none: +0.180" in text
-    assert "without a correction is 0.51 to 0.54, the last one with token TIS is 0.68 to 0.70: at" in text
+    assert "minus none: +0.164 [+0.161, +0.167], higher on 3 of 3 seeds. Minus bf16: -0.090" in text
+    assert "At step 150, which every run reached, minus none: +0.180" in text
+    assert "without a correction is 0.51 to 0.54. The last one with token TIS is 0.68 to 0.70. So" in text
 
 
 @pytest.mark.usefixtures("blank_pictures")
@@ -254,7 +251,7 @@ def test_of_runs_that_all_stopped_too_soon_the_page_says_that_nothing_is_resolve
     (study,) = (study for study in collapse.COLLAPSE_STUDIES if study.name == collapse.CORRECTION)
     page = correction_page(study, tmp_path, monkeypatch)
     assert "**No run was seen to step 130, so nothing is resolved**" in page
-    assert "own policies that collapsed" not in page
+    assert "olicies that collapsed" not in page
     assert "| int4, 1 | 80 of 171, stopped |" in page
 
 

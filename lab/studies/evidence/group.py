@@ -40,7 +40,7 @@ class Group:
         samples_per_prompt: Compared with each other for the advantage.
         updates: Optimizer steps per rollout.
         temperature: Of sampling and scoring.
-        eval_interval: Steps between evaluations of the trainer's own policy.
+        eval_interval: Steps between evaluations of the trainer policy.
         dump_steps: Steps of which the first method's log-probs and log-ratios are kept: some sequences, in float16.
     """
 

@@ -26,45 +26,45 @@ TINY = "staleness_1"
 HARM = 0.1
 _HEAD = """# When would an alert on k3 have fired?
 
-`python lab/studies/evidence.py alert`, from the results that are here; nothing runs.
+`python lab/studies/evidence.py alert` makes this page from the stored results.
 
-k3 is smoothed over {smooth} steps. *Rise*: its highest mean over that of the first {window} steps. *Trainer policy*:
-the trainer's own reward on held-out questions, mean of the last {last} evaluations. Both from the lowest run to the
-highest.
+k3 is smoothed over {smooth} steps. *Rise* is its highest mean divided by that of the first {window} steps. *Trainer
+policy* is its reward on held-out questions, mean of the last {last} evaluations. Both columns have the lowest and the
+highest run.
 
 ## Runs on which the limits were chosen
 
-Every study of SmolLM2-135M-Instruct whose runs have {shortest} steps and more, and the
+The table has every study of SmolLM2-135M-Instruct whose runs have at least {shortest} steps, and the
 [ladder](collapse_runs.md#the-ladder-of-mismatch-without-a-correction) of Qwen2.5-Coder-1.5B-Instruct
-(`collapse_ladder`); without a correction (`none`), and with token TIS.
+(`collapse_ladder`), without a correction (`none`) and with token TIS.
 
-{healthy} of these runs have a sound engine and weights at most one update stale: {small} of SmolLM2, {large} of Qwen2.5
-in bf16. {fired} of them crossed a limit. {repeats} repeat the seed and the settings of another one, with the same k3 in
-the first {shortest} steps: {different} differ.
+{healthy} of these runs have a healthy engine and weights at most one update stale: {small} of SmolLM2, {large} of
+Qwen2.5 in bf16. {fired} of them crossed a limit. {repeats} of the {healthy} repeat another run and have the same k3 in
+the first {shortest} steps, so {different} are different runs.
 
 """
 _OLD = """
-**Weights four and eight updates stale, no correction** (`none`, and the same again): {failed} of {old} runs failed:
-their last evaluation is more than {harm:g} below their best. The limit of {highest:g} alone, which was chosen on
-these runs, fires in {found} of the {failed}, and in {false} others.
+**Weights four and eight updates stale, no correction** (`none`, and the same again). {failed} of {old} runs failed:
+their last evaluation is more than {harm:g} below their best. The limit of {highest:g} alone fires in {found} of the
+{failed}, and in {false} others. This limit was chosen on these runs.
 
-**The tiny model** is not in the table. With [weights one update stale](staleness.md), all eight methods, the mean of
-{smooth} steps is above {highest:g} within the first {window} steps in {early} of {tiny} runs, and later in the others.
-{unharmed} of the {tiny} end at most {harm:g} below their best {window} steps. The rule, which begins at step {window},
-fires in {alerts} runs, {alarms} of these unharmed. It does not fit this model.
+**The tiny model** is not in the table, and the rule does not fit it. With [weights one update stale](staleness.md), the
+mean of {smooth} steps exceeds {highest:g} within the first {window} steps in {early} of {tiny} runs (all eight
+methods), and later in the others. {unharmed} of the {tiny} end at most {harm:g} below their best {window} steps. The
+rule, which begins at step {window}, fires in {alerts} runs, of which {alarms} are unharmed.
 """
 _LATER = """
 ## Runs that came later
 
-[int4 and bf16](collapse.md) with Qwen2.5-Coder-1.5B-Instruct, all arms: {hits} of {uncorrected} runs with int4 weights
+[Qwen2.5-Coder-1.5B-Instruct with int4 and bf16](collapse.md), all arms. {hits} of {uncorrected} runs with int4 weights
 and no correction crossed a limit, and {false} of the {others} others did. The limits were fixed before these runs began
-(revision abba27e5). Model, questions, and engines are those of the ladder, so the runs are new, but the setting is not.
-At the alert the mean of {last} evaluations was {before}, in the end {after}. [Published
-runs](published.md#the-alert-on-these-runs) of Qwen3-4B are a second test.
+(revision abba27e5). The runs are new, but model, questions, and engines are those of the ladder. The mean of {last}
+evaluations was {before} at the alert and {after} at the end. [Published runs](published.md#the-alert-on-these-runs) of
+Qwen3-4B are a second test.
 
 """
 _COLUMNS = (
-    f"| runs | method | number | k3, first {WINDOW} steps | rise | rise above {TIMES:g} | k3 above {HIGHEST:g} "
+    f"| runs | method | count | k3, first {WINDOW} steps | rise | rise above {TIMES:g} | k3 above {HIGHEST:g} "
     "| trainer policy |\n|---|---|---|---|---|---|---|---|\n"
 )
 
@@ -91,7 +91,7 @@ def report(ladder: Study, correction: Study, results: Results, folder: Path) -> 
 
 
 def _healthy(runs: Sequence[tuple[str, str, Steps]]) -> dict[str, int]:
-    """How many runs have a sound engine and weights at most one update stale, and how many of these differ."""
+    """How many runs have a healthy engine and weights at most one update stale, and how many of these differ."""
     healthy = [
         run for run in runs if (run[0].startswith(SMOLLM2) and run[0] not in UNHEALTHY) or run[0] == f"{LADDER}_bf16"
     ]

@@ -102,7 +102,7 @@ def _stable(rate: float, changes: dict[str, Any]) -> PretrainedGroup:
     return replace(group, name=name + ("_per_token" if group.per_token_loss else ""))
 
 
-# The ladder, fixed before any of its runs. Primary: the trainer's own policy on held-out questions, whether it
+# The ladder, fixed before any of its runs. Primary: the trainer policy on held-out questions, whether it
 # collapses within 150 steps (collapsed_at); rollouts are judged apart. Both seeds of bf16 must stand. What falls on
 # both seeds while bf16 stands fell of the mismatch; with two seeds nothing is tested.
 #
@@ -131,7 +131,7 @@ def _rung(setting: str, *methods: Method) -> PretrainedGroup:
 # A fall counts where it begins by step 150. A run that stands there ends, one that has fallen is watched for the 20
 # steps that the rule asks for: 171 steps at most.
 #
-# Primary: the trainer's own policy on held-out questions, whether it collapses. Two contrasts, int4 without a
+# Primary: the trainer policy on held-out questions, whether it collapses. Two contrasts, int4 without a
 # correction against int4 with token TIS, and against bf16: Fisher's exact test, two-sided, Holm over the two.
 # Secondary, Mann and Whitney's exact test, Holm over the same two: the mean of the last four evaluations of the own
 # policy; and by how much k3 grew, from the first ten steps to the last ten up to step 130, which every run that counts
@@ -210,7 +210,7 @@ def collapsed_at(
         steps: In order, of rollouts or of evaluations.
         rewards: Their rewards.
         untrained: Reward before any training; the first one where nobody says.
-        window: Steps of a mean; an evaluation of the own policy every so many steps stands for itself.
+        window: Steps of a mean; an evaluation of the trainer policy every so many steps stands for itself.
         stays: For how many more steps it stays there. 0: where it is below half to the last step, it may still stay.
     """
     step_N, reward_N = np.asarray(steps), np.asarray(rewards, dtype=np.float64)
@@ -248,12 +248,12 @@ def is_over(group: PretrainedGroup, rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def has_collapsed(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether rollouts and own policy of a run have both collapsed."""
+    """Whether rollouts and trainer policy of a run have both collapsed."""
     return None not in verdicts(rows)
 
 
 def verdicts(rows: Sequence[dict[str, Any]], *, stays: int = STAYS) -> list[int | None]:
-    """Where rollouts and own policy collapsed."""
+    """Where rollouts and trainer policy collapsed."""
     found = []
     for name in ("reward", "own_reward"):
         series = {row["step"]: row[name] for row in rows if name in row}

@@ -37,7 +37,7 @@ from .group import PretrainedGroup
 CONTRASTS = (("int4", "int4, token_tis 2"), ("int4", "bf16"))
 # A run that was stopped earlier, and had not collapsed, says too little. Up to there k3's growth is compared.
 SEEN = 130
-# From there on the own policy with token TIS and of bf16 moves by noise.
+# After this step the trainer policy changes only by noise with token TIS and in bf16.
 SETTLED = 80
 # Runs of four GPUs.
 AT_ONCE = 8
@@ -52,7 +52,7 @@ Arms = dict[str, list[Rows]]
 
 
 def front(study: Study, results: Results, output: Path) -> list[str]:
-    """The answer, its picture and the tests that were fixed beforehand."""
+    """The result, its picture, and the tests that were fixed beforehand."""
     seen = _in_order(study, runs_seen(study, results))
     if not seen:
         return ["Nothing has run yet.", ""]
@@ -62,7 +62,7 @@ def front(study: Study, results: Results, output: Path) -> list[str]:
     return [
         _answer(arms) if arms else _so_far(study, seen),
         "",
-        f"![own policy, rollouts, k3]({CORRECTION}.png)",
+        f"![trainer policy, rollouts, k3]({CORRECTION}.png)",
         "",
         *tables,
         *_pairs(study, seen),
@@ -85,7 +85,7 @@ def _pairs(study: Study, seen: Runs) -> list[str]:
         return Difference.of_pairs([last_own(tis[seed], to) - last_own(other[seed], to) for seed in seeds])
 
     further = [
-        f" Without a correction seed {seed} has {last_own(rows, common):.2f} there, {last_own(rows):.2f} in the end."
+        f" Without a correction seed {seed} has {last_own(rows, common):.2f} there and {last_own(rows):.2f} at its end."
         for seed, rows in none.items()
         if rows[-1]["step"] > common
     ]
@@ -99,13 +99,13 @@ def _pairs(study: Study, seen: Runs) -> list[str]:
     ]
     noise = float(np.std(steps)) / 2**0.5
     return [
-        f"**Paired by seed**, added after the runs: the own policy in the end with token TIS against none: "
-        f"{against(none)}, higher on {higher} of {len(seeds)} seeds; against bf16: {against(bf16)}. To step {common}, "
-        f"which every run saw, against none: {against(none, common)}.{''.join(further)} One evaluation has a standard "
-        f"deviation of {noise:.2f} (neighbours with TIS and bf16 from step {SETTLED} on), a mean of four "
-        f"{noise / 2:.3f}, or more, as neighbours are not independent. The best mean of four evaluations of a run "
-        f"without a correction is {min(best):.2f} to {max(best):.2f}, the last one with token TIS is {min(ends):.2f} "
-        f"to {max(ends):.2f}: at this learning rate stopping in time does not replace token TIS.",
+        f"**Paired by seed**, added after the runs. Final reward with token TIS minus none: {against(none)}, higher "
+        f"on {higher} of {len(seeds)} seeds. Minus bf16: {against(bf16)}. At step {common}, which every run reached, "
+        f"minus none: {against(none, common)}.{''.join(further)} One evaluation has a standard deviation of "
+        f"{noise:.2f} (neighbours with TIS and bf16 after step {SETTLED}), a mean of four at least {noise / 2:.3f}. "
+        f"The best mean of four evaluations without a correction is {min(best):.2f} to {max(best):.2f}. The last one "
+        f"with token TIS is {min(ends):.2f} to {max(ends):.2f}. So at this learning rate stopping in time does not "
+        "replace token TIS.",
         "",
     ]
 
@@ -120,16 +120,16 @@ def protocol(study: Study) -> str:
     group = study.groups[0]
     assert isinstance(group, PretrainedGroup)
     return (
-        f"Weights of int4 at a learning rate of {group.learning_rate:g}, {group.num_prompts} x "
-        f"{group.samples_per_prompt} answers of at most {group.response_length} tokens. **Fixed before the first "
-        f"run**: a fall counts if it begins by step {group.last_fall}, and a run that stands there ends; one that was "
-        f"stopped counts if it was seen to step {SEEN}, or has collapsed. Primary is whether the own policy collapses, "
-        "in two contrasts, without a correction against token TIS with a cap of 2 and against bf16: Fisher's exact "
-        f"test, Holm over the two. Secondary, by Mann and Whitney's exact test and Holm over the same two: the mean of "
-        f"the last {LAST} evaluations of the own policy, and the growth of k3, from the first ten steps to the last "
-        f"ten by step {SEEN}. The growth became an outcome after eight runs at {EARLIER_RATE:g} had shown it. Ten runs "
-        "at this rate were stopped at 72 to 91 steps, and ran again with the same seeds. Six seeds an arm were fixed; "
-        "the first three were read before the others ran. The arm with a token mask is exploratory."
+        f"Weights in int4, learning rate {group.learning_rate:g}, {group.num_prompts} x {group.samples_per_prompt} "
+        f"responses of at most {group.response_length} tokens.\n\n**Fixed before the first run.** A fall counts if it "
+        f"begins by step {group.last_fall}. A run that has not fallen by then ends. A run that was stopped counts if "
+        f"it reached step {SEEN} or has collapsed. The primary outcome is whether the trainer policy collapses. Its "
+        "two contrasts compare no correction with token TIS (cap 2) and with bf16, by Fisher's exact test and Holm. "
+        f"The secondary outcomes are the mean of the last {LAST} evaluations of the trainer policy, and the growth of "
+        f"k3 from the first ten steps to the last ten by step {SEEN}, by Mann and Whitney's exact test and Holm. The "
+        f"growth became an outcome after eight runs at {EARLIER_RATE:g} had shown it. Ten runs at this rate were "
+        "stopped at 72 to 91 steps, and ran again with the same seeds. Six seeds an arm were fixed. The first three "
+        "were read before the others ran. The arm with a token mask is exploratory."
     )
 
 
@@ -148,8 +148,9 @@ def details(study: Study, results: Results) -> list[str]:
     warnings = [*_warning_table(arms), ""] if arms else []
     return [
         *warnings,
-        f"Every run, {seconds:.1f} s a step with two or three runs on each GPU; {'; '.join(machines)}. Means of ten "
-        f"steps for rollouts, k3 and gradient norm, of {LAST} evaluations for the last own policy.",
+        f"Every run, {seconds:.1f} s a step with two or three runs on each GPU; {'; '.join(machines)}. "
+        f"Rollouts, k3, and gradient norm are means of ten steps. The last value of the trainer policy is the mean of "
+        f"{LAST} evaluations.",
         "",
         *_run_table(study, seen),
         "",
@@ -180,11 +181,11 @@ def _earlier() -> list[str]:
     parts = []
     for arm, of_arm in arms.items():
         own = ", ".join(f"{last_own(rows):.2f}" for rows in of_arm)
-        parts.append(f"{arm} times {', '.join(f'{_growth(rows):.1f}' for rows in of_arm)} (own policy {own})")
+        parts.append(f"{arm} times {', '.join(f'{_growth(rows):.1f}' for rows in of_arm)} (trainer policy {own})")
     return [
-        f"**Exploratory: a first attempt at {EARLIER_RATE:g}.** {len(runs)} runs had to stop after "
+        f"**Exploratory: a first attempt at {EARLIER_RATE:g}.** {len(runs)} runs were stopped after "
         f"{min(map(len, runs))} to {max(map(len, runs))} steps; "
-        f"{sum(verdicts(rows)[1] is not None for rows in runs)} own policies had collapsed. k3 had grown by then: "
+        f"{sum(verdicts(rows)[1] is not None for rows in runs)} trainer policies had collapsed. Growth of k3 by then: "
         f"{'; '.join(parts)}.",
         "",
     ]
@@ -197,7 +198,7 @@ def _in_order(study: Study, seen: Runs) -> Runs:
 
 
 def last_own(rows: Rows, to: int | None = None) -> float:
-    """What the own policy is worth in the end, or at a step."""
+    """Mean of the last evaluations of the trainer policy, at the end or at a step."""
     return float(np.mean(own_rewards([row for row in rows if to is None or row["step"] <= to])[-LAST:]))
 
 
@@ -210,7 +211,7 @@ def _answer(arms: Arms) -> str:
         at = [step for step in falls if step is not None]
         where = f" (step {', '.join(map(str, sorted(at)))})" if at else ""
         parts.append(f"{name} {len(at)} of {len(falls)}{where}" if falls else f"{name} not run")
-    said = f"**Own policies that collapsed: {'; '.join(parts)}.**{_falling(arms, names)} {_ends(arms, names)}"
+    said = f"**Trainer policies that collapsed: {'; '.join(parts)}.**{_falling(arms, names)} {_ends(arms, names)}"
     tested = [(better, p_values) for _, better, _, p_values in contrasts(arms)]
     if any(fisher < 0.05 for _, (fisher, *_) in tested):
         return said + "".join(f" Against {better}: p {fisher:.3f}." for better, (fisher, *_) in tested)
@@ -218,22 +219,22 @@ def _answer(arms: Arms) -> str:
     sizes = dict.fromkeys((len(arms[worse]), len(arms[better])) for worse, better in ran)
     fewest = {size: _falls_needed(*size) for size in sizes}
     enough = [f"{fell} falls of {size[0]}" if fell else f"more than {size[0]} runs" for size, fell in fewest.items()]
-    power = f": a contrast needs {' or '.join(enough)}, against none" if enough else ""
-    said += f" Whether a correction saves a run from collapse, the primary outcome, is not resolved{power}."
+    power = f" A contrast needs {' or '.join(enough)}, against none." if enough else ""
+    said += f" The primary outcome, whether a correction prevents a collapse, is not resolved.{power}"
     differ = ", ".join(f"against {better} p {own:.3f}" for better, (_, own, _) in tested if own < 0.05)
-    return said + (f" What own policies are worth in the end, the secondary one, differs: {differ}." if differ else "")
+    return said + (f" The secondary outcome, the final reward, differs: {differ}." if differ else "")
 
 
 def _falling(arms: Arms, names: dict[str, str]) -> str:
-    """Own policies below half when their run was stopped, too late to be seen for long enough."""
+    """Trainer policies below half when their run was stopped, too late to be seen for long enough."""
     found = []
     for arm, name in names.items():
         for rows in arms.get(arm, []):
             _, collapsed = verdicts(rows)
             _, since = verdicts(rows, stays=0)
             if collapsed is None and since is not None:
-                found.append(f"one {name} had been since step {since} when it was stopped at {rows[-1]['step']}")
-    return f" Below half, but not seen for {STAYS} steps: {'; '.join(found)}." if found else ""
+                found.append(f"one {name}, since step {since}, stopped at {rows[-1]['step']}")
+    return f" Below half of R0, but for less than {STAYS} steps: {'; '.join(found)}." if found else ""
 
 
 def _ends(arms: Arms, names: dict[str, str]) -> str:
@@ -243,7 +244,7 @@ def _ends(arms: Arms, names: dict[str, str]) -> str:
         if arm in arms:
             own, growth = (np.median([of(rows) for rows in arms[arm]]) for of in (last_own, _growth))
             parts.append(f"{name} {own:.2f} (k3 times {growth:.1f})")
-    return f"What the own policy is worth in the end, and k3's growth by step {SEEN}: {', '.join(parts)}; medians."
+    return f"Median final reward of the trainer policy, and growth of k3 by step {SEEN}: {', '.join(parts)}."
 
 
 def _so_far(study: Study, seen: Runs) -> str:
@@ -273,8 +274,8 @@ def _not_run(study: Study, seen: Runs) -> list[str]:
     if stopped:
         lasted = sorted({len(rows) for rows in stopped})
         to = f" to {lasted[-1]}" if lasted[1:] else ""
-        lines.append(f"what was left of {len(stopped)} that had to stop after {lasted[0]}{to} steps")
-    cost = f"All of these take four GPUs {minutes:.0f} minutes, two runs on each."
+        lines.append(f"the rest of {len(stopped)} that stopped after {lasted[0]}{to} steps")
+    cost = f"They take four GPUs {minutes:.0f} minutes, two runs on each."
     return [f"**Not run**: {', and '.join(lines)}. {cost}", ""]
 
 
@@ -284,7 +285,8 @@ def _growth(rows: Rows) -> float:
 
 def _arm_table(arms: Arms) -> list[str]:
     lines = [
-        "| arm | runs | own policy collapsed | rollouts collapsed | own policy in the end: median, each "
+        "| arm | runs | trainer policy collapsed | rollouts collapsed "
+        "| final reward of the trainer policy: median, each "
         f"| k3, first and last: medians; growth of each by step {SEEN} |",
         "|---" * 6 + "|",
     ]
@@ -337,7 +339,7 @@ def _rank_test(first: list[float], second: list[float]) -> float:
 
 def _contrast_table(arms: Arms) -> list[str]:
     lines = [
-        "| contrast | own policies that collapsed | p (Fisher, Holm) | own policy in the end | p (ranks, Holm) "
+        "| contrast | trainer policies that collapsed | p (Fisher, Holm) | final reward | p (ranks, Holm) "
         "| growth of k3 | p (ranks, Holm) |",
         "|---" * 7 + "|",
     ]
@@ -352,9 +354,9 @@ def _contrast_table(arms: Arms) -> list[str]:
 
 
 def leads(arms: Arms, name: str, limit: Limit) -> tuple[list[int | None], dict[str, tuple[int, int]]]:
-    """How many steps before a fall a number warned, None where it did not; and by arm how many that stood it warned of.
+    """How many steps before a fall a metric warned, None where it did not; and by arm how many that stood it warned of.
 
-    The fall is that of rollouts or own policy, whichever came first.
+    The fall is that of the rollouts or of the trainer policy, whichever came first.
     """
     found: list[int | None] = []
     alarms: dict[str, tuple[int, int]] = {}
@@ -372,14 +374,14 @@ def leads(arms: Arms, name: str, limit: Limit) -> tuple[list[int | None], dict[s
 
 def _warning_table(arms: Arms) -> list[str]:
     lost = [max(_means_of_own(rows)) - last_own(rows) for rows in arms.get("int4", [])]
-    loss = f": without a correction by {min(lost):.2f} to {max(lost):.2f}" if lost else ""
+    loss = f" (without a correction by {min(lost):.2f} to {max(lost):.2f})" if lost else ""
     lines = [
-        "**Which number warned first.** The mean of five steps crosses a limit for the first time. A run *fell* if own "
-        "policy or rollouts collapsed. Of a run that stood the number warned falsely, before a fall that nobody saw, "
-        f"or of a smaller loss: the own policy may end below its best mean of {LAST} evaluations{loss}. The limits "
-        "were fixed after the ladder and before these runs.",
+        "**Which metric warned first.** A metric warns when its mean of five steps first crosses a limit. A run *fell* "
+        "if its trainer policy or its rollouts collapsed. In a run that did not fall, the warning is false, or the run "
+        f"ended before its fall, or the loss was smaller: the trainer policy may end below its best mean of {LAST} "
+        f"evaluations{loss}. The limits were fixed after the ladder and before these runs.",
         "",
-        "| number | runs that fell: warned before | steps before the fall: median, each | runs that stood: warned of |",
+        "| metric | runs that fell: warned before | steps before the fall: median, each | other runs: warnings |",
         "|---" * 4 + "|",
     ]
     for name, text, limit in (*WARNINGS, RAISED):
@@ -393,8 +395,8 @@ def _warning_table(arms: Arms) -> list[str]:
 
 def _run_table(study: Study, seen: Runs) -> list[str]:
     lines = [
-        "| arm, seed | steps | own policy, first, best, last | rollouts | k3 | gradient norm "
-        "| collapsed: own policy, rollouts |",
+        "| arm, seed | steps | trainer policy, first, best, last | rollouts | k3 | gradient norm "
+        "| collapsed: trainer policy, rollouts |",
         "|---" * 7 + "|",
     ]
     for group, rows in seen:
@@ -407,7 +409,7 @@ def _run_table(study: Study, seen: Runs) -> list[str]:
 
 
 def _falls(rows: Sequence[dict[str, Any]]) -> str:
-    """Where own policy and rollouts collapsed, or have been below half since, not seen for long enough."""
+    """Where trainer policy and rollouts collapsed, or have been below half since, not seen for long enough."""
     found = []
     for at, since in zip(verdicts(rows)[::-1], verdicts(rows, stays=0)[::-1], strict=True):
         found.append(f"**step {at}**" if at is not None else "no" if since is None else f"below half since {since}")

@@ -53,16 +53,15 @@ def report(results: Results, output: Path) -> None:
     rule = (
         f"A run **collapsed** if the mean of {WINDOW} steps falls below half of R0 and stays there for {STAYS} steps. "
         f"R0 is the reward of the untrained policy on the same engine, or the best mean of {WINDOW} steps since, "
-        "whichever is higher. Rollouts and the trainer's own policy, evaluated every ten steps on held-out questions, "
-        "are judged apart. Where the engine has the trainer's dtype, it evaluates, with weights, keys and values that "
-        "are not rounded."
+        "whichever is higher. The rule is applied to the rollouts, and separately to the trainer policy. The trainer "
+        "policy is evaluated every ten steps on held-out questions, without rounding of weights, keys, or values."
     )
     page = [
         "# What 4-bit weights cost, and what TIS keeps",
         "",
-        "Qwen2.5-Coder-1.5B-Instruct answers questions of `gsm_symbolic` (reasoning-gym 0.1.25, Apache-2.0); SGLang "
-        "samples, Megatron-Core trains in bf16 with a copy of the weights in float32. The engine gets fresh weights in "
-        "every step, rounded to int4.",
+        "Qwen2.5-Coder-1.5B-Instruct answers questions of `gsm_symbolic` (reasoning-gym 0.1.25, Apache-2.0). SGLang "
+        "samples. Megatron-Core trains in bf16 with a copy of the weights in float32. The engine gets up-to-date "
+        "weights in every step, rounded to int4.",
         "",
         "## With a correction",
         "",
@@ -71,23 +70,24 @@ def report(results: Results, output: Path) -> None:
         "",
         f"{rule} {collapse_correction.protocol(correction)}",
         "",
-        f"**[Token TIS from the alert on]({RUNS}.md#forks-at-the-alert)** is another study. {fork.so_far(results)}",
+        f"**[Token TIS that starts at the alert]({RUNS}.md#forks-at-the-alert)** is another study. "
+        f"{fork.so_far(results)}",
         "",
-        f"**[An fp8 engine]({fp8.FP8}.md)** at the same learning rate: with fp8 products k3 was 1.8 and 2.2 "
+        f"**[An fp8 engine]({fp8.FP8}.md)** at the same learning rate: with fp8 matmuls k3 was 1.8 and 2.2 "
         "times its start by step 130. With e4m3 weights the rule does not decide.",
         "",
-        f"[Every run, which number warned first, the ladder of mismatch, learning rates]({RUNS}.md). The mismatch "
-        f"before any training on 14 engines: [this model and another]({RUNS}.md#the-mismatch-before-any-training).",
+        f"[All runs]({RUNS}.md): which metric warned first, the ladder of mismatch, learning rates, and [the mismatch "
+        f"of 14 engines before any training]({RUNS}.md#the-mismatch-before-any-training).",
     ]
     runs = [
         "# The runs of the collapse studies",
         "",
-        f"The answer is on [a page of its own]({PAGE}.md). One command for each study:",
+        f"[Another page]({PAGE}.md) has the result. One command for each study:",
         "",
         *_commands(COLLAPSE_STUDIES),
         "",
-        "A process that has run one of these has no room on an H100 for another engine: where it ends without memory, "
-        "the same command goes on. A run that is killed begins anew.",
+        "If a process runs out of GPU memory, start the same command again: it continues with the next run. A run that "
+        "is killed starts again.",
         "",
         rule,
         "",
@@ -102,9 +102,9 @@ def report(results: Results, output: Path) -> None:
         *_fork_section(results),
         "## The mismatch before any training",
         "",
-        "k3 and reward of the untrained model. An engine whose reward is below half of bf16's has a fault, not a "
-        "mismatch. **Measure yours**, a dense Llama, Qwen2 or Qwen3 in a folder: the responses of one engine took 6 to "
-        "9 s on an H100, without its start. The table of `runs/atlas/collapse_runs.md` has them.",
+        "k3 and reward of the untrained model. An engine whose reward is below half that of bf16 is faulty. To "
+        "**measure your model** (a dense Llama, Qwen2, or Qwen3), run these commands. "
+        "`runs/atlas/collapse_runs.md` then has the table. The responses of one engine took 6 to 9 s on an H100.",
         "",
         "```bash",
         "python examples/questions/prepare.py gsm_symbolic 4096 runs/atlas/gsm_symbolic.json",
@@ -161,19 +161,19 @@ def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
     group = runs[0][0]
     draw(study, runs, output / f"{PAGE}.png")
     lines = [
-        f"Learning rate {group.learning_rate:g}, {group.num_prompts} x {group.samples_per_prompt} answers of at most "
-        f"{group.response_length} tokens, {seconds:.1f} s a step with two runs on each GPU: eight runs take four GPUs "
-        f"{group.num_steps * seconds / 60:.0f} minutes. {'; '.join(machines)}.",
+        f"Learning rate {group.learning_rate:g}, {group.num_prompts} x {group.samples_per_prompt} responses of at "
+        f"most {group.response_length} tokens, {seconds:.1f} s a step with two runs on each GPU. Eight runs take four "
+        f"GPUs {group.num_steps * seconds / 60:.0f} minutes. {'; '.join(machines)}.",
         "",
         *_by_setting(study, runs),
         "",
-        f"![own policy, rollouts, k3]({PAGE}.png)",
+        f"![trainer policy, rollouts, k3]({PAGE}.png)",
         "",
-        "Means of ten steps for rollouts, k3 and gradient norm, of four evaluations for the last own policy (standard "
-        "error 0.02).",
+        "Rollouts, k3, and gradient norm are means of ten steps. The last value of the trainer policy is the mean of "
+        "four evaluations (standard error 0.02).",
         "",
-        "| engine, seed | steps | own policy, first, best, last | rollouts | k3 | gradient norm "
-        "| collapsed: own policy, rollouts |",
+        "| engine, seed | steps | trainer policy, first, best, last | rollouts | k3 | gradient norm "
+        "| collapsed: trainer policy, rollouts |",
         "|---" * 7 + "|",
     ]
     for group, rows in runs:
@@ -189,10 +189,10 @@ def _ladder_section(study: Study, results: Results, output: Path) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"**Which number warned first.** Steps at which the mean of {SMOOTH} steps crosses a limit for the first time; "
-        "where a run did not collapse, a crossing is a false alarm, or comes before a fall that nobody saw. The start "
-        f"is the mean of the first {WINDOW} steps. `mis_raised_fraction` was not recorded. The limits were not fixed "
-        "before these runs.",
+        f"**Which metric warned first.** Steps at which the mean of {SMOOTH} steps first crosses a limit. If the run "
+        "did not collapse, the crossing is a false alarm, or the run ended before its fall. The start is the mean of "
+        f"the first {WINDOW} steps. `mis_raised_fraction` was not recorded. The limits were not fixed before these "
+        "runs.",
         "",
         f"| engine, seed | {' | '.join(text for _, text, _ in WARNINGS)} | rollouts below half |",
         "|---" * (len(WARNINGS) + 2) + "|",
@@ -214,7 +214,7 @@ def _by_engine(runs: Runs) -> dict[float, Runs]:
 
 
 def _by_setting(study: Study, runs: Runs) -> list[str]:
-    """How many seeds of an engine collapsed, and what mismatch and own policy have become by its last steps."""
+    """How many seeds of an engine collapsed, and what mismatch and trainer policy have become by its last steps."""
     parts, fallen = [], []
     for of_engine in _by_engine(runs).values():
         # A run that had hardly begun says nothing.
@@ -228,41 +228,42 @@ def _by_setting(study: Study, runs: Runs) -> list[str]:
             f"{mean_of(rows[-WINDOW:], 'k3') / mean_of(rows[:WINDOW], 'k3'):.1f}" for _, rows in of_engine
         )
         last = " and ".join(f"{np.mean(own_rewards(rows)[-LAST:]):.2f}" for _, rows in of_engine)
-        parts.append(f"{engine} {collapsed} of {len(of_engine)} (k3 times {growth}, own policy {last})")
+        parts.append(f"{engine} {collapsed} of {len(of_engine)} (k3 times {growth}, trainer policy {last})")
     return [
-        f"**Own policies that collapsed**: {'; '.join(parts)}. Fixed beforehand: what falls on both seeds while bf16 "
-        f"stands fell of the mismatch. {', '.join(fallen) or 'No engine'} did.",
+        f"**Trainer policies that collapsed**: {'; '.join(parts)}. The rule was fixed beforehand: the mismatch is the "
+        "cause if both seeds of an engine collapse and bf16 does not. The rule holds for "
+        f"{', '.join(fallen) or 'no engine'}.",
     ]
 
 
 def _fork_section(results: Results) -> list[str]:
     """What the pilot decided, the pairs so far, and how they run."""
     return [
-        "Is it too late to switch token TIS on when the alert fires? Pairs of runs from one state: int4 weights, 3e-6, "
-        "no correction until the alert, then 70 steps without and with token TIS (rules fixed beforehand: "
-        "`lab/studies/evidence/pretrained/fork.py`).",
+        "Is it too late to switch token TIS on when the alert fires? Two runs continue from one state (int4 weights, "
+        "learning rate 3e-6, no correction until the alert), one without and one with token TIS, for 70 steps. The "
+        "rules were fixed beforehand: `lab/studies/evidence/pretrained/fork.py`.",
         "",
         *fork.report(results).splitlines(),
         "",
-        "Trainer policy: mean of the sampled and the greedy reward on held-out questions, mean of the last four "
-        "evaluations. Two pairs take 29 minutes of two H200 (SGLang 0.5.17, revision 6de820ef). Exploratory: k3 did "
-        "not return to its start with token TIS either. With seed 21 it stayed at 0.14. With seed 22 it rose to 1.3 "
-        "(mean of ten steps) and the policy fell to 0.34; without a correction the policy fell to 0.35 and came back "
-        "to 0.64. [Six runs with token TIS from the start](collapse.md) kept k3 below 0.04, and a sampled reward of "
-        "0.74 (median).",
+        "*Trainer policy* is the mean of the sampled and the greedy reward on held-out questions, over the last four "
+        "evaluations. Two pairs take 29 minutes of two H200 (SGLang 0.5.17, revision 6de820ef).",
         "",
-        "The next two pairs do not count: the machine was taken back 37 and 45 steps after their alerts (at 118 and "
-        "101; seeds 23 and 24). Until then, token TIS minus none was +0.100 and +0.122. After as many steps it was "
-        "-0.003 to +0.059 in the two pairs that count, so it does not say how a pair ends. Without a correction seed "
-        "23 was seen to fall to 0.01 by step 160. Both pairs begin again.",
+        "Exploratory: k3 did not return to its start with token TIS either. With seed 21 it stayed at 0.14. With seed "
+        "22 it rose to 1.3 (mean of ten steps), and the policy fell to 0.34. Without a correction that policy fell to "
+        "0.35 and recovered to 0.64. [Six runs with token TIS from the start](collapse.md) kept k3 below 0.04 and a "
+        "sampled reward of 0.74 (median).",
         "",
-        "**The pilot, at 4e-6, failed** by its rule: alerts before step 100, and a trainer policy of bf16 above 0.75 "
-        "from step 100 on (sampled, mean of four evaluations). Both int4 runs alerted in time (71 and 88), but the two "
-        "bf16 runs had 0.678 and 0.727 at the lowest. The forks use 3e-6, which **this rule would not pass either**: "
-        "of six earlier runs of each arm the int4 runs alerted after 100 to 112 steps, and two bf16 runs had 0.738 and "
-        "0.746 at the lowest. A second pilot there would have repeated these. The third attempt decided; in the first "
-        "two the machine was taken back or the time was up. One int4 run was stopped after its alert. Rows of all "
-        "these: `results/alert_stopped.zip`; program and table: revision 954075ec.",
+        "The next two pairs (seeds 23 and 24) do not count, because the machine was taken back 37 and 45 steps after "
+        "their alerts (at 118 and 101). Until then, token TIS minus none was +0.100 and +0.122. After as many steps it "
+        "was -0.003 to +0.059 in the two pairs that count, so an early difference does not predict the final one. "
+        "Without a correction seed 23 fell to 0.01 by step 160. Both pairs will run again.",
+        "",
+        "**The pilot, at 4e-6, failed.** Its rule asked for alerts before step 100 with int4, and for a bf16 trainer "
+        "policy above 0.75 after step 100 (sampled, mean of four evaluations). Both int4 runs alerted in time (71 and "
+        "88), but the two bf16 runs fell to 0.678 and 0.727. The forks use 3e-6, which **does not satisfy this rule "
+        "either**: of six earlier runs of each arm, the int4 runs alerted after 100 to 112 steps, and two bf16 runs "
+        "fell to 0.738 and 0.746. `results/alert_stopped.zip` has the rows of the pilot. Revision 954075ec has its "
+        "program and table.",
         "",
         "```bash",
         "bash lab/real_stack/pack_evidence.sh site.tar.xz",
@@ -301,10 +302,10 @@ def _stable_table(study: Study, results: Results) -> list[str]:
     if not runs:
         return ["Nothing has run yet."]
     lines = [
-        "bf16 without a correction. Runs that had to stop say nothing of the steps that they lack, nor does one seed "
-        "of learning rates that are so close: the standard error of an evaluation (128 questions) is 0.04.",
+        "bf16 without a correction. All runs were stopped early. One seed does not separate learning rates that are so "
+        "close, because the standard error of an evaluation (128 questions) is 0.04.",
         "",
-        "| run | steps | rollouts, first and last ten steps | own policy, first, best, last | length "
+        "| run | steps | rollouts, first and last ten steps | trainer policy, first, best, last | length "
         "| largest gradient norm | collapsed |",
         "|---" * 7 + "|",
     ]
@@ -325,7 +326,7 @@ def first_look() -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 def _first_look() -> list[str]:
     lines = [
-        "One seed, 1e-5, before these studies; the own policy was not evaluated ([more](README.md)).",
+        "One seed at 1e-5, before these studies. The trainer policy was not evaluated ([more](README.md)).",
         "",
         "| engine | method | steps | reward, first and last ten steps | collapsed |",
         "|---" * 5 + "|",

@@ -66,7 +66,7 @@ def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def own_rewards(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Of the trainer's own policy, by evaluation."""
+    """Rewards of the trainer policy, by evaluation."""
     return [row["own_reward"] for row in rows if "own_reward" in row]
 
 
@@ -78,9 +78,9 @@ def first_crossing(values: Sequence[float], limit: Limit) -> int | None:
 
 
 def draw(study: Study, runs: Runs, path: Path) -> None:
-    """Every seed: the own policy, rollouts and k3."""
+    """Every seed: the trainer policy, rollouts and k3."""
     panels = {
-        "own_reward": "own policy, held-out questions",
+        "own_reward": "trainer policy, held-out questions",
         "reward": "rollouts, means of 10",
         "k3": "k3, means of 10",
     }

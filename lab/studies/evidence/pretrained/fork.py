@@ -5,7 +5,7 @@ Fixed before the first run. A run with int4 weights and no correction trains unt
 state at that step is saved. It goes on without a correction for 70 steps; a second run begins from the saved state,
 with the same questions and sampling seeds, and token TIS at a cap of 2.
 
-The learning rate is 3e-6. The pilot at 4e-6 failed, because runs with bf16 weights lost their own policy too
+The learning rate is 3e-6. The pilot at 4e-6 failed, because runs with bf16 weights lost their trainer policy too
 (lab/evidence/collapse_runs.md). At 3e-6 six earlier runs of each arm ran: all int4 runs alerted, after 100 to 112
 steps, and bf16 kept a trainer policy of 0.81 on average. A run that has not alerted by step 130 ends there, without a
 pair, and is counted.

@@ -32,7 +32,7 @@ class PretrainedGroup(Group):
         steps_after_alert: The run ends so many steps after its alert. A run that forks from no other keeps its state at
             the alert beside the results, and goes on.
         forks_from: The name of the run from whose state at the alert this one begins.
-        stops_collapsed: A run in which rollouts and own policy have collapsed goes no further.
+        stops_collapsed: A run in which rollouts and trainer policy have collapsed goes no further.
         last_fall: Falls that begin later do not count: a run that stands at this step goes no further. 0: all count.
         num_dumped: Answers of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.

@@ -157,7 +157,7 @@ class PretrainedTraining:
         return {ours: sum(part.get(name, 1.0) for part in logged) / len(logged) for ours, name in names.items()}
 
     def _evaluate(self) -> dict[str, float]:
-        """Mean reward of the trainer's own policy on the held-out questions."""
+        """Mean reward of the trainer policy on the held-out questions."""
         group = self.group
         evaluator = self._workplace.evaluator(group)
         evaluator.load(self._trainer.weights())
