@@ -23,7 +23,7 @@ TITLES = {
     "trainer's attention": "all but the trainer's attention",
     "norm rounding": "all but the rounding of norms",
     "rotary frequencies in float32": "all but the rotary frequencies",
-    "fixed-tile products": "all but fixed-tile products",
+    "fixed-tile matmuls": "all but fixed-tile matmuls",
     "log-prob formula": "all but the log-prob formula",
 }
 

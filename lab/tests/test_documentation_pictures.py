@@ -51,7 +51,7 @@ def test_of_the_pretrained_model_every_row_of_the_page_is_shown() -> None:
     found = {each.row: each for each in read_pretrained(RESULTS)}
     assert len(found) == 10
     assert found["nothing aligned"][1:] == ("bfloat16", 3.9e-2, 5.0e-2)
-    assert [row for row, each in found.items() if each.high == 0.0] == ["all but fixed-tile products", "all aligned"]
+    assert [row for row, each in found.items() if each.high == 0.0] == ["all but fixed-tile matmuls", "all aligned"]
     assert found[picture_of_engines.STALE].low == found[picture_of_engines.STALE].high == 7.2e-2
 
 
