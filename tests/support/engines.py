@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mis_ext.tools.diagnosis import Diagnosis
+from mis_ext.tools.report import Collector, Part
+
 VOCABULARY, LENGTH, COUNT = 48, 128, 56
 KERNELS = 0.01
 """Standard deviation of the logits' noise: a k3 near 1e-4, as of bfloat16 kernels."""
@@ -68,3 +71,19 @@ def top_p(logits: Tensor, share: float) -> Tensor:
     ordered, order = logits.softmax(-1).sort(-1, descending=True)
     is_left = ordered.cumsum(-1) - ordered < share
     return logits.masked_fill(~torch.zeros_like(is_left).scatter(-1, order, is_left), -math.inf)
+
+
+def collected(*parts: Part) -> Collector:
+    """What the report knows of a run."""
+    collector = Collector()
+    for part in parts:
+        collector.add(part)
+    return collector
+
+
+def diagnosed(*parts: Part) -> list[Diagnosis]:
+    return collected(*parts).diagnoses()
+
+
+def causes(*parts: Part) -> list[str]:
+    return [found.cause for found in diagnosed(*parts)]

@@ -8,28 +8,16 @@ from collections.abc import Callable
 import plants
 import pytest
 import torch
-from engines import COUNT, LENGTH, Engines, engines
+from engines import COUNT, LENGTH, Engines, causes, collected, diagnosed, engines
 from torch import Tensor
 
 from mis_ext.onpolicy.audit.log_probs import audit_dumps
-from mis_ext.tools.diagnosis import Diagnosis
 from mis_ext.tools.dumps import Dumps
-from mis_ext.tools.report import Collector, Origin, Part
+from mis_ext.tools.report import Origin, Part
 from mis_ext.tools.report.part import Parts
 from mis_ext.tools.report.recommendation import recommend
 
 NO_TEXT = {"other_text", "packed_responses"}
-
-
-def diagnosed(*parts: Part) -> list[Diagnosis]:
-    collector = Collector()
-    for part in parts:
-        collector.add(part)
-    return collector.diagnoses()
-
-
-def causes(*parts: Part) -> list[str]:
-    return [each.cause for each in diagnosed(*parts)]
 
 
 def with_noise(far_S: Tensor, size: float = 0.3, **more) -> Part:
@@ -270,9 +258,7 @@ def test_growth_beyond_chance_is_never_nothing() -> None:
 
 
 def headline_of(*parts: Part) -> tuple[str, tuple[str, ...]]:
-    collector = Collector()
-    for part in parts:
-        collector.add(part)
+    collector = collected(*parts)
     found = recommend([], {}, collector.summary(), collector.diagnoses())
     return found.headline, found.reasons
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import plants
 import pytest
 import torch
-from engines import engines
+from engines import diagnosed, engines
 from torch import Tensor
 
-from mis_ext.tools.diagnosis import Diagnosis
 from mis_ext.tools.dumps import Dumps
-from mis_ext.tools.report import Collector, Part, Parts
+from mis_ext.tools.report import Part, Parts
 
 Sides = tuple[list[Tensor], list[Tensor]]
 """Log-probs of the trainer and of the engine."""
@@ -153,11 +152,11 @@ def planted(tmp_path: Path) -> dict[str, Plant]:
     return found
 
 
-def diagnosed(steps: Sequence[Sides]) -> tuple[list[Diagnosis], float]:
-    collector = Collector()
-    for step, (proximal, behavior) in enumerate(steps):
-        collector.add(Part.of_lists(proximal=proximal, behavior=behavior, step=str(step)))
-    return collector.diagnoses(), collector.summary().overall.k3
+def parts_of(steps: Sequence[Sides]) -> list[Part]:
+    return [
+        Part.of_lists(proximal=proximal, behavior=behavior, step=str(step))
+        for step, (proximal, behavior) in enumerate(steps)
+    ]
 
 
 @pytest.mark.whole_run
@@ -166,7 +165,7 @@ def test_most_plants_are_named_first_and_none_is_wrong_and_certain_or_called_not
     assert len(found) == 40
     first, wrong, nothing = [], [], []
     for name, plant in found.items():
-        diagnoses, _ = diagnosed(plant.steps)
+        diagnoses = diagnosed(*parts_of(plant.steps))
         first += [name] if diagnoses and diagnoses[0].cause in plant.causes else []
         wrong += [
             (name, each.cause) for each in diagnoses if each.confidence == "certain" and each.cause not in plant.causes

@@ -6,21 +6,14 @@ import re
 
 import pytest
 import torch
-from engines import COUNT, LENGTH, engines
+from engines import COUNT, LENGTH, causes, collected, diagnosed, engines
 from torch import Tensor
 
 from mis_ext.tools.diagnosis import Diagnosis
-from mis_ext.tools.report import Collector, Origin, Part
+from mis_ext.tools.report import Origin, Part
 from mis_ext.tools.report.recommendation import recommend
 
 Sides = tuple[list[Tensor], list[Tensor]]
-
-
-def diagnosed(*parts: Part) -> list[str]:
-    collector = Collector()
-    for part in parts:
-        collector.add(part)
-    return [found.cause for found in collector.diagnoses()]
 
 
 def part_of(sides: Sides, **more) -> Part:
@@ -33,14 +26,12 @@ def test_a_stale_prefix_shows_at_the_beginning_of_a_turn_and_not_of_the_response
     fading = torch.where(since < 0, 0.0, torch.exp(-since / 16.0))[None, :, None]
     sides = made._replace(behavior=made.behavior + made.noise(0.15) * fading).sampled()
     tool = ((since < -8) | (since >= 0)).int()
-    assert diagnosed(part_of(sides, masks=[tool] * COUNT)) == ["stale_prefix_cache"]
+    assert causes(part_of(sides, masks=[tool] * COUNT)) == ["stale_prefix_cache"]
 
 
 def only(*parts: Part) -> tuple[Diagnosis, list[float]]:
     """The one cause of parts, one per step, and the k3 of each step."""
-    collector = Collector()
-    for part in parts:
-        collector.add(part)
+    collector = collected(*parts)
     (found,) = collector.diagnoses()
     return found, [step.k3 for step in collector.summary().steps.values()]
 
@@ -68,9 +59,7 @@ def test_a_stale_step_among_fresh_ones_is_named_and_explains_what_is_above_them(
 
 def test_ids_that_differ_are_certain() -> None:
     origins = [Origin(has_other_ids=number == 5) for number in range(COUNT)]
-    collector = Collector()
-    collector.add(part_of(engines(1).sampled(), origins=origins))
-    (found,) = collector.diagnoses()
+    (found,) = diagnosed(part_of(engines(1).sampled(), origins=origins))
     assert (found.cause, found.confidence, found.is_fault) == ("other_text", "certain", True)
     assert f"1 of {COUNT}" in found.evidence
 
@@ -96,7 +85,7 @@ def test_a_tail_is_at_most_3_percent_of_tokens_12_times_as_far_apart_with_60_per
     size.view(-1)[::every] *= factor
     sign = torch.where(torch.rand(100, 100, generator=generator) < 0.5, -1.0, 1.0)
     proximal = behavior + sign * size * (1.0 - behavior.exp())
-    found = {*diagnosed(part_of(([*proximal], [*behavior])))} & {"expert_routing"}
+    found = {*causes(part_of(([*proximal], [*behavior])))} & {"expert_routing"}
     assert found == ({cause} if cause else set())
 
 
@@ -106,13 +95,13 @@ def test_what_a_uniform_guess_gives_depends_on_the_vocabulary(largest_id, cause)
     # Noise of a deviation of 2 squares to 2 nats below a uniform guess among 48 tokens.
     sides = made._replace(proximal=made.noise(2.0)).sampled()
     origins = [Origin(token_ids=[0, largest_id])] * COUNT
-    assert diagnosed(part_of(sides, origins=origins)) == [cause]
+    assert causes(part_of(sides, origins=origins)) == [cause]
 
 
 def test_a_nearly_uniform_policy_is_not_broken() -> None:
     made = engines(3)
     flat = made._replace(behavior=made.noise(0.05), proximal=made.noise(0.05))
-    assert diagnosed(part_of(flat.sampled(), origins=[Origin(token_ids=[47])] * COUNT)) == ["bf16_or_low_precision"]
+    assert causes(part_of(flat.sampled(), origins=[Origin(token_ids=[47])] * COUNT)) == ["bf16_or_low_precision"]
 
 
 @pytest.mark.parametrize("is_gradual", [False, True])
@@ -121,7 +110,7 @@ def test_samples_of_another_text_stand_apart(is_gradual) -> None:
     gaps = torch.logspace(-2, 0.5, 60) if is_gradual else torch.tensor([0.05] * 50 + [2.0] * 10)
     moved = [side - gap * (torch.arange(LENGTH) % 2) for side, gap in zip(proximal, gaps, strict=False)]
     sides = moved, [*behavior[: len(gaps)]]
-    assert ("other_text" in diagnosed(part_of(sides))) == (not is_gradual)
+    assert ("other_text" in causes(part_of(sides))) == (not is_gradual)
 
 
 @pytest.mark.parametrize(("count", "is_named"), [(15, False), (16, True)])
@@ -129,7 +118,7 @@ def test_samples_of_another_text_are_looked_for_among_16_or_more(count, is_named
     proximal, behavior = engines(1).sampled()
     others = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0))
     sides = [*proximal[:count]], [*(-4.0 * others), *behavior[2:count]]
-    assert ("other_text" in diagnosed(part_of(sides))) == is_named
+    assert ("other_text" in causes(part_of(sides))) == is_named
 
 
 def late_of(global_noise: Tensor, late_noise: float, begins: int = 60) -> list[Diagnosis]:
@@ -137,9 +126,7 @@ def late_of(global_noise: Tensor, late_noise: float, begins: int = 60) -> list[D
     made = engines(7, count=112)
     is_late = (torch.arange(LENGTH) >= begins)[None, :, None]
     noisy = made.behavior + made.noise(global_noise[None, :, None]) + made.noise(late_noise) * is_late
-    collector = Collector()
-    collector.add(part_of(made._replace(behavior=noisy).sampled()))
-    return collector.diagnoses()
+    return diagnosed(part_of(made._replace(behavior=noisy).sampled()))
 
 
 @pytest.mark.parametrize("noise", [0.15, 0.3])
@@ -195,9 +182,9 @@ def test_zeros_of_a_cut_are_no_placeholders_whatever_the_logits_and_the_vocabula
         proximal, behavior = cut_to_zeros(kind, cut, generator)
         is_zero = (behavior == 0.0) & (proximal < -1.0)
         num_zeros += int(is_zero.sum())
-        assert "placeholder_log_probs" not in diagnosed(part_of(([*proximal], [*behavior])))
+        assert "placeholder_log_probs" not in causes(part_of(([*proximal], [*behavior])))
         # The same on the other side: a trainer that cuts its logits has legitimate zeros.
-        assert "placeholder_log_probs" not in diagnosed(part_of(([*behavior], [*proximal])))
+        assert "placeholder_log_probs" not in causes(part_of(([*behavior], [*proximal])))
     assert num_zeros > 50
 
 
@@ -208,8 +195,7 @@ def test_tokens_without_a_finite_log_prob_are_told_first(side, share, confidence
     spoilt = sides[side][5:]
     for number, values in enumerate(spoilt):
         values[torch.rand(LENGTH, generator=torch.Generator().manual_seed(number)) < share] = math.nan
-    collector = Collector()
-    collector.add(part_of(sides))
+    collector = collected(part_of(sides))
     first = max(collector.diagnoses(), key=lambda found: found.cause == "placeholder_log_probs")
     assert (first.cause, first.confidence) == ("placeholder_log_probs", confidence)
     missing = [values.isnan() for values in spoilt]
@@ -236,7 +222,7 @@ def with_zeros(place: str, side: int, *, every: int = 1, cut: float = 1.0) -> li
         others[places] = probabilities[number, : len(places)].log()
         zeros[places] = 0.0 if number % every == 0 else others[places]
         zeros[others > math.log(cut)] = 0.0
-    return diagnosed(part_of(sides, masks=masks))
+    return causes(part_of(sides, masks=masks))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -260,7 +246,7 @@ def test_responses_that_repeat_themselves_are_not_shifted(ratio, ahead) -> None:
         for side, moved in zip(sides, (ahead, 0.0), strict=True):
             noise = 1.0 + 0.03 * torch.randn(120, generator=generator)
             side.append(-size * ratio ** (place + moved) * noise)
-    assert "shifted_log_probs" not in diagnosed(part_of(sides))
+    assert "shifted_log_probs" not in causes(part_of(sides))
 
 
 @pytest.mark.parametrize(("halves", "is_named"), [(((0, 64), (64, 128)), True), (((0, 64),), False)])
@@ -271,14 +257,13 @@ def test_a_shift_of_some_responses_shows_in_either_half_of_each(halves, is_named
         for begin, end in halves:
             certain[begin:end] = proximal[number][begin:end]
         proximal[number], behavior[number] = certain, certain.roll(1)
-    assert ("shifted_log_probs" in diagnosed(part_of((proximal, behavior)))) == is_named
+    assert ("shifted_log_probs" in causes(part_of((proximal, behavior)))) == is_named
 
 
 def test_a_fault_stands_before_the_size_of_the_rest_which_says_what_it_is_of() -> None:
     sides, others = engines(4, kernels=0.03).sampled(), engines(8).sampled()
     sides[0][:4] = others[0][:4]
-    collector = Collector()
-    collector.add(part_of(sides))
+    collector = collected(part_of(sides))
     fault, rest = found = collector.diagnoses()
     assert [each.cause for each in found] == ["other_text", "bf16_kernels"]
     # By their confidence the rest would come first.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from archived import unpacked
-from engines import COUNT, Engines, engines, sampled_ids
+from engines import COUNT, Engines, collected, engines, sampled_ids
 
 from mis_ext.rollout.custom_generate import host
 from mis_ext.tools.diagnosis import Diagnosis
@@ -41,13 +41,6 @@ def without_versions(paths: list[Path], folder: Path) -> list[Path]:
             del content["rollout_data"][key]
         torch.save(content, folder / path.name)
     return [folder / path.name for path in paths]
-
-
-def collected(*parts: Part) -> Collector:
-    collector = Collector()
-    for part in parts:
-        collector.add(part)
-    return collector
 
 
 def only(collector: Collector) -> Diagnosis:

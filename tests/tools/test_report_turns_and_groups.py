@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from engines import COUNT, LENGTH, engines
+from engines import COUNT, LENGTH, diagnosed, engines
 
 from mis_ext.tools.dumps import Dumps
-from mis_ext.tools.report import Collector, Part, Parts, summarize
+from mis_ext.tools.report import Part, Parts, summarize
 
 
 def test_responses_of_one_turn_have_no_table_of_turns() -> None:
@@ -24,9 +24,8 @@ def causes(begins: int, deviation_T: torch.Tensor, *, share: float = 1.0) -> lis
     noisy = made._replace(behavior=made.behavior + made.noise(1.0) * deviation).sampled()
     masks = torch.ones(COUNT, LENGTH)
     masks[:count, begins - 8 : begins] = 0.0
-    collector = Collector()
-    collector.add(Part.of_lists(proximal=noisy[0], behavior=noisy[1], masks=[*masks]))
-    return [(found.cause, found.evidence) for found in collector.diagnoses()]
+    found = diagnosed(Part.of_lists(proximal=noisy[0], behavior=noisy[1], masks=[*masks]))
+    return [(each.cause, each.evidence) for each in found]
 
 
 SINCE = torch.arange(LENGTH) - 40
@@ -52,9 +51,8 @@ def test_noise_that_fades_far_behind_is_no_prefix() -> None:
     deviation = torch.where(torch.arange(1024) < 256, 0.1, 0.02)
     behavior = [-2.0 * torch.rand(1024, generator=generator) - 0.1 for _ in range(32)]
     proximal = [each + deviation * torch.randn(1024, generator=generator) * -each.expm1() for each in behavior]
-    collector = Collector()
-    collector.add(Part.of_lists(proximal=proximal, behavior=behavior))
-    assert "stale_prefix_cache" not in {found.cause for found in collector.diagnoses()}
+    found = diagnosed(Part.of_lists(proximal=proximal, behavior=behavior))
+    assert "stale_prefix_cache" not in {each.cause for each in found}
 
 
 def of_24_tokens(first: float, deviation_T: torch.Tensor | float = 0.08) -> list[str]:
@@ -63,9 +61,7 @@ def of_24_tokens(first: float, deviation_T: torch.Tensor | float = 0.08) -> list
     deviation = torch.where(torch.arange(24) < 3, first, deviation_T)
     behavior = [-2.0 * torch.rand(24, generator=generator) - 0.1 for _ in range(96)]
     proximal = [each + deviation * torch.randn(24, generator=generator) * -each.expm1() for each in behavior]
-    collector = Collector()
-    collector.add(Part.of_lists(proximal=proximal, behavior=behavior))
-    return [found.cause for found in collector.diagnoses()]
+    return [found.cause for found in diagnosed(Part.of_lists(proximal=proximal, behavior=behavior))]
 
 
 def test_a_prefix_of_short_responses_is_a_step_behind_the_first_tokens() -> None:

@@ -2,13 +2,14 @@
 """Every cause, alone and in pairs, in tokens of a trained transformer: what is named, and with what share of k3."""
 
 import pytest
+from engines import causes, diagnosed
 from trained_pairs import DOUBTFUL, KERNELS, MIN_SHARE, NEVER_TOGETHER, PAIRS, RIGHT, WRONG, judged, recorded
 from trained_pairs import JUDGED as ALL_JUDGED
 from trained_plants import EXPERTS, IN_LOG_PROBS, PLANTS, collected, sides_of
 
 from mis_ext.tools.diagnosis import CAUSES, Diagnosis
 from mis_ext.tools.diagnosis.size import SIZES
-from mis_ext.tools.report import Collector, Part
+from mis_ext.tools.report import Part
 
 JUDGED = (
     *(("weights 4 updates old", other) for other in ("base 2", "log-probs in bf16")),
@@ -110,10 +111,7 @@ def test_logarithms_to_base_2_are_no_temperature() -> None:
 def test_many_tokens_do_not_make_a_cut_of_another_prompt() -> None:
     """Heavy tails, which a sample misses, leave a mean ratio of 0.986."""
     trainer, engine, *_ = sides_of("another prompt")
-    collector = Collector()
-    for _ in range(8):
-        collector.add(Part.of_lists(proximal=trainer, behavior=engine))
-    assert {each.cause for each in collector.diagnoses()} == {"stale_prefix_cache"}
+    assert causes(*[Part.of_lists(proximal=trainer, behavior=engine)] * 8) == ["stale_prefix_cache"]
 
 
 @pytest.mark.whole_run
@@ -122,9 +120,8 @@ def test_zeros_in_most_samples_are_placeholders_however_far_apart_these_are() ->
     engine = [each - 0.5 * (number > 9) for number, each in enumerate(engine)]
     for number in range(10, len(engine)):
         engine[number][trainer[number].argmin()] = 0.0
-    collector = Collector()
-    collector.add(Part.of_lists(proximal=trainer, behavior=engine))
-    (found,) = [each for each in collector.diagnoses() if each.cause == "placeholder_log_probs"]
+    part = Part.of_lists(proximal=trainer, behavior=engine)
+    (found,) = [each for each in diagnosed(part) if each.cause == "placeholder_log_probs"]
     assert "54 of" in found.evidence
 
 
