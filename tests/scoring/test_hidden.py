@@ -12,14 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from mis_ext.scoring import KeptColumns, hidden, score_hidden
 
 
-@pytest.fixture(params=["eager", "triton"])
-def backend(request, monkeypatch) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setenv("MIS_EXT_BACKEND", request.param)
-    return request.param
-
-
 @pytest.fixture(params=["one tile", "many tiles"])
 def passes(request, monkeypatch) -> int:
     """How many times the gradient of the weight is added to, at most."""

@@ -19,14 +19,6 @@ from thread_ranks import Rank, run_ranks
 from mis_ext.scoring import hidden, score_hidden
 
 
-@pytest.fixture(params=["eager", "triton"])
-def backend(request, monkeypatch) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setenv("MIS_EXT_BACKEND", request.param)
-    return request.param
-
-
 def part_of(case: Case, rank: int, ranks: int) -> Case:
     """The rows of the weight, and of the bias, that a rank has."""
     width = len(case.weight_VE) // ranks

@@ -15,14 +15,6 @@ from mis_ext.scoring.passes import unpacked
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["eager", "triton"])
-def backend(request, monkeypatch) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setenv("MIS_EXT_BACKEND", request.param)
-    return request.param
-
-
 @pytest.mark.parametrize("first_seed", range(0, 160, 20))
 def test_drawn_cases_are_what_float64_says(backend, first_seed) -> None:
     # The interpreter takes a tenth of a second for each; a GPU runs all of them through the kernels.

@@ -14,10 +14,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("first_seed", range(0, 60, 10))
-def test_drawn_cases_are_what_float64_says(monkeypatch, backend, first_seed) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
+def test_drawn_cases_are_what_float64_says(backend, first_seed) -> None:
     for seed in range(first_seed, first_seed + 10):
         case = drawn(seed, most_columns=9000, dtypes=DTYPES)
         on_gpu = case.to("cuda")
@@ -60,8 +58,18 @@ def test_a_real_vocabulary_takes_the_gradients_memory_and_none_in_place(dtype, i
     assert not gradient[1050:].any()
 
 
-def test_it_never_waits_for_the_device() -> None:
-    logits = torch.randn(40, 500, device="cuda", requires_grad=True)
+def score_logits(**keys):
+    return score_tokens(torch.randn(40, 500, device="cuda", requires_grad=True), **keys)
+
+
+def score_head(**keys):
+    hidden_NE = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VE = torch.randn(500, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return score_hidden(hidden_NE, weight_VE, **keys)
+
+
+@pytest.mark.parametrize("score", [score_logits, score_head])
+def test_it_never_waits_for_the_device(score) -> None:
     token_T = torch.randint(500, (30,), device="cuda")
     row_T = torch.randperm(40, device="cuda")[:30]
     kept = KeptColumns(
@@ -74,7 +82,7 @@ def test_it_never_waits_for_the_device() -> None:
             # What is compiled at the first call may wait.
             torch.cuda.set_sync_debug_mode(mode)
             for given in (None, kept):
-                scores = score_tokens(logits, token_T, row_T=row_T, kept=given, temperature=0.7)
+                scores = score(token_T=token_T, row_T=row_T, kept=given, temperature=0.7)
                 (scores.log_prob_T.sum() + scores.entropy_T.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -90,11 +98,9 @@ def test_the_current_device_need_not_be_that_of_the_logits() -> None:
 # --- from hidden states
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("first_seed", range(0, 60, 10))
 @pytest.mark.parametrize("small", [False, True])
 def test_drawn_heads_are_what_float64_says(monkeypatch, backend, first_seed, small) -> None:
-    monkeypatch.setenv("MIS_EXT_BACKEND", backend)
     if small:
         hidden_cases.with_tiles(monkeypatch, tile=200, slopes=500, states=100, device="cuda")
     for seed in range(first_seed, first_seed + 10):
@@ -117,19 +123,3 @@ def test_a_head_takes_less_than_a_gibibyte_above_its_gradients(num_tokens) -> No
     torch.autograd.backward(scores, tuple(torch.randn(2, num_tokens, device="cuda")))
     above = torch.cuda.max_memory_allocated() - before - hidden_NE.nbytes - weight_VE.nbytes
     assert 0 < above <= 1024 * MIB
-
-
-def test_a_head_never_waits_for_the_device() -> None:
-    hidden_NE = torch.randn(40, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight_VE = torch.randn(500, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    token_T = torch.randint(500, (30,), device="cuda")
-    row_T = torch.randperm(40, device="cuda")[:30]
-    kept = KeptColumns(token_T, torch.arange(30, device="cuda"), torch.ones(30, dtype=torch.bool, device="cuda"))
-    try:
-        for mode in ("default", "error"):
-            torch.cuda.set_sync_debug_mode(mode)
-            for given in (None, kept):
-                scores = score_hidden(hidden_NE, weight_VE, token_T, row_T=row_T, kept=given, temperature=0.7)
-                (scores.log_prob_T.sum() + scores.entropy_T.sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -13,13 +13,7 @@ from thread_ranks import Rank, run_ranks
 
 from mis_ext.scoring import KeptColumns, score_tokens, scores
 
-
-@pytest.fixture(params=["eager", "triton"], autouse=True)
-def backend(request, monkeypatch) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setenv("MIS_EXT_BACKEND", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def of_ranks(case: Case, num_ranks: int) -> tuple[list[Any], list[int]]:
