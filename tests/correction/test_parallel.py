@@ -24,17 +24,16 @@ pytestmark = pytest.mark.distributed
 # A topology takes half a minute of two cores: the others are long runs. Tests whose
 # ranks are threads always have four context-parallel ranks, and interpreted kernels.
 BOTH = "CP 2 x DP 2"
-SECTIONS = [
-    "thd",
-    "bshd",
-    "contiguous",
-    "collectives",
-    "wrapped groups",
-    "missing log-probs",
-    "one ULP",
-    "megatron",
-]
-NEEDS_MEGATRON = ["megatron"]
+SECTIONS = {
+    "thd": "packed samples give the results of one rank for every setting",
+    "bshd": "padded samples give the results of one rank",
+    "contiguous": "the pipeline on contiguous and zigzag chunks gives the results of one rank",
+    "collectives": "at most three small collectives that do not depend on the data",
+    "wrapped groups": "fault-tolerant wrappers around the groups work",
+    "missing log-probs": "they do not hang or change anything where the mismatch is only measured",
+    "one ULP": "one token that differs by it is seen by every rank",
+    "megatron": "groups come from Megatron-Core when the host passes none",
+}
 HAS_MEGATRON = find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
@@ -47,7 +46,7 @@ def work(rank: int, topology: str, folder: str) -> None:
     report = Path(folder) / f"rank{rank}.json"
     with joined(rank, world_size, folder, seconds=SECONDS):
         worker = Worker(cp_size, dp_size)
-        for section in [section for section in SECTIONS if not obstacle(section)]:
+        for section in [section for section in SECTIONS if is_possible(section)]:
             if section == "megatron":
                 from megatron.core import parallel_state
 
@@ -85,66 +84,23 @@ def outcomes(tmp_path_factory) -> Callable[[str], tuple[dict[str, list[str]], st
     return functools.cache(lambda topology: run_topology(topology, tmp_path_factory.mktemp("gloo")))
 
 
-def obstacle(section: str) -> str | None:
-    if section in NEEDS_MEGATRON and not HAS_MEGATRON:
-        return "needs megatron-core"
-    return None
-
-
-def assert_section(outcomes, topology: str, section: str) -> None:
-    if obstacle(section):
-        pytest.skip(str(obstacle(section)))
-    sections, crash = outcomes(topology)
-    assert section in sections, f"not reached: {crash}"
-    failures = sections[section]
-    assert not failures, f"{len(failures)} differences, the first:\n" + "\n".join(failures[:3])
-    assert not crash, f"in another section, or after all: {crash}"
+def is_possible(section: str) -> bool:
+    return section != "megatron" or HAS_MEGATRON
 
 
 LONG = (pytest.mark.whole_run, pytest.mark.long_run)
-topologies = pytest.mark.parametrize(
-    "topology", [pytest.param(name, marks=() if name == BOTH else LONG) for name in TOPOLOGIES]
-)
 
 
-@topologies
-def test_packed_samples_give_the_results_of_one_rank_for_every_setting(outcomes, topology):
-    assert_section(outcomes, topology, "thd")
-
-
-@topologies
-def test_padded_samples_give_the_results_of_one_rank(outcomes, topology):
-    assert_section(outcomes, topology, "bshd")
-
-
-@topologies
-def test_the_pipeline_on_contiguous_and_zigzag_chunks_gives_the_results_of_one_rank(outcomes, topology):
-    assert_section(outcomes, topology, "contiguous")
-
-
-@topologies
-def test_at_most_three_small_collectives_that_do_not_depend_on_the_data(outcomes, topology):
-    assert_section(outcomes, topology, "collectives")
-
-
-@topologies
-def test_fault_tolerant_wrappers_around_the_groups_work(outcomes, topology):
-    assert_section(outcomes, topology, "wrapped groups")
-
-
-@topologies
-def test_missing_log_probs_do_not_hang_or_change_anything_in_metrics_only_mode(outcomes, topology):
-    assert_section(outcomes, topology, "missing log-probs")
-
-
-@topologies
-def test_one_token_that_differs_by_one_ulp_is_seen_by_every_rank(outcomes, topology):
-    assert_section(outcomes, topology, "one ULP")
-
-
-@topologies
-def test_groups_come_from_megatron_when_the_host_passes_none(outcomes, topology):
-    assert_section(outcomes, topology, "megatron")
+@pytest.mark.parametrize("topology", [pytest.param(name, marks=() if name == BOTH else LONG) for name in TOPOLOGIES])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_ranks_of_a_topology_give_what_the_section_says(outcomes, topology, section):
+    if not is_possible(section):
+        pytest.skip("needs megatron-core")
+    sections, crash = outcomes(topology)
+    assert section in sections, f"not reached: {crash}"
+    failures = sections[section]
+    assert not failures, f"{SECTIONS[section]}: {len(failures)} differences, the first:\n" + "\n".join(failures[:3])
+    assert not crash, f"in another section, or after all: {crash}"
 
 
 def test_chunks_match_positions_worked_out_by_hand():

@@ -200,7 +200,9 @@ class Worker:
 
     # --- sections
 
-    def compare_hook(self, cases, data: str, *, max_seq_lens=False, miles=True, qkv_format="thd") -> list[str]:
+    def compare_hook(
+        self, cases, data: str, *, max_seq_lens=False, miles=True, qkv_format="thd", wrap=lambda group: group
+    ) -> list[str]:
         failures: list[str] = []
         calls, all_totals = dataset(data, self.dp_size)
         samples, totals = calls[self.dp_rank], all_totals[self.dp_rank]
@@ -211,7 +213,7 @@ class Worker:
             expected = correct(calls, keys, per_token_loss=per_token_loss)[self.dp_rank]
             assert expected.margin > MARGIN
             args = args_of(keys, per_token_loss=per_token_loss, qkv_format=qkv_format)
-            keywords = {"parallel_state": self.parallel_state(), "max_seq_lens": padded} if miles else {}
+            keywords = {"parallel_state": self.parallel_state(wrap), "max_seq_lens": padded} if miles else {}
             output, pg_loss = self.hook(args, samples, totals, padded_lengths=padded, **keywords)
             self.check(
                 failures,
@@ -310,27 +312,13 @@ class Worker:
         return failures
 
     def run_wrapped_groups(self) -> list[str]:
-        failures: list[str] = []
-        calls, all_totals = dataset("broken", self.dp_size)
-        samples, totals = calls[self.dp_rank], all_totals[self.dp_rank]
-        own = self.owned([m.numel() for m in samples.masks], totals)
         made: list[WrappedGroup] = []
 
         def wrap(group: dist.ProcessGroup) -> WrappedGroup:
             made.append(WrappedGroup(group))
             return made[-1]
 
-        for keys, per_token_loss in self.some(grid()[::61]):
-            expected = correct(calls, keys, per_token_loss=per_token_loss)[self.dp_rank]
-            args = args_of(keys, per_token_loss=per_token_loss)
-            output, pg_loss = self.hook(
-                args, samples, totals, parallel_state=self.parallel_state(wrap), max_seq_lens=None
-            )
-            self.check(
-                failures,
-                f"{keys}",
-                lambda e=expected, o=output, p=pg_loss: assert_hook_output(o, e, samples, pg_loss=p, tokens=own),
-            )
+        failures = self.compare_hook(self.some(grid()[::61]), "broken", wrap=wrap)
         if not any(group.used for group in made):
             failures.append("the wrapper's own methods were never called")
         return failures
