@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hook_batches import make_batch
-from process_ranks import run_checks
+from process_ranks import on_processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import mis_ext
@@ -237,13 +237,4 @@ CHECKS: dict[str, Callable[[int], None]] = {
     name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
 }
 
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=2, seconds=60)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_two_processes(reports, check) -> None:
-    for report in reports:
-        assert report[check] == ""
+test_on_two_processes = on_processes(CHECKS, world_size=2, seconds=60)

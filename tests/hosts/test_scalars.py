@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_checks
+from process_ranks import on_processes
 
 import mis_ext
 from mis_ext import GroupNumber, Mean, PackedLayout, scalars
@@ -228,14 +228,4 @@ CHECKS: dict[str, Callable[[int], None]] = {
     name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")
 }
 
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=4, seconds=PATIENCE.seconds)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_four_processes(reports, check) -> None:
-    for report in reports:
-        assert report[check] == ""
+test_on_four_processes = on_processes(CHECKS, world_size=4, seconds=PATIENCE.seconds)

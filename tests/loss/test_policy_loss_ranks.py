@@ -9,7 +9,7 @@ import loss_cases
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_checks
+from process_ranks import on_processes
 from rows import for_each
 from thread_ranks import Rank, current_rank, run_ranks
 
@@ -358,14 +358,4 @@ def megatron(rank: int) -> None:
 
 CHECKS = {check.__name__: check for check in (tensor_parallel, failing_tensor_parallel, context_parallel, megatron)}
 
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=4, seconds=30)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_four_processes(reports, check) -> None:
-    for report in reports:
-        assert report[check] == ""
+test_on_four_processes = on_processes(CHECKS, world_size=4, seconds=30)

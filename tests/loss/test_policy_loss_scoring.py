@@ -12,7 +12,7 @@ import torch.distributed as dist
 from host_stand_ins import HOSTS, called, running
 from loss_cases import GATES, TOP_P
 from parallel_worker import Counter
-from process_ranks import run_checks
+from process_ranks import on_processes
 from synchronisation import recorded
 from thread_ranks import Rank, run_ranks
 from torch.utils._pytree import tree_leaves
@@ -341,14 +341,4 @@ def parts_without_tokens(_rank: int) -> None:
 
 CHECKS = {check.__name__: check for check in (parts_of_a_vocabulary, parts_without_tokens)}
 
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=2, seconds=30)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("check", CHECKS)
-def test_on_two_processes(reports, check) -> None:
-    for report in reports:
-        assert report[check] == ""
+test_on_two_processes = on_processes(CHECKS, world_size=2, seconds=30)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hidden_cases import Answer, Case, answered, assert_near, drawn, judged, with_tiles
-from process_ranks import joined, run_checks, run_processes
+from process_ranks import joined, on_processes, run_processes
 from thread_ranks import Rank, run_ranks
 
 from mis_ext.scoring import hidden, score_hidden
@@ -206,15 +206,7 @@ def check_sequence_parallel(rank: int, ranks: int = 4, device: str = "cpu") -> N
 
 CHECKS = {"parts": check_parts, "sequence parallel": check_sequence_parallel}
 
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict[str, str]]:
-    return run_checks(CHECKS, folder=tmp_path_factory.mktemp("gloo"), world_size=4, seconds=60)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_processes_are_as_one(reports, name) -> None:
-    assert [report[name] for report in reports] == [""] * 4
+test_processes_are_as_one = on_processes(CHECKS, world_size=4, seconds=60)
 
 
 # --- GPUs over NCCL

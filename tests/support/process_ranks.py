@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -124,6 +125,22 @@ def run_checks(
     if crash is not None and all(each.keys() == checks.keys() for each in found):
         raise crash
     return [dict.fromkeys(checks, f"not reached: {crash}") | each for each in found]
+
+
+def on_processes(checks: Mapping[str, Callable[[int], None]], *, world_size: int, seconds: float) -> Callable:
+    """A test of each check, on ranks that start once for all of them."""
+    reports: list[dict[str, str]] = []
+
+    @pytest.mark.distributed
+    @pytest.mark.parametrize("check", checks)
+    def test(tmp_path_factory, check) -> None:
+        if not reports:
+            folder = tmp_path_factory.mktemp("gloo")
+            reports.extend(run_checks(checks, folder=folder, world_size=world_size, seconds=seconds))
+        for report in reports:
+            assert report[check] == ""
+
+    return test
 
 
 def _check(rank: int, world_size: int, folder: str, seconds: float, checks: Mapping[str, Callable]) -> None:
