@@ -7,7 +7,6 @@ import loss_cases
 import pytest
 import torch
 from loss_cases import GATES, GATES_ALONE, HOOK, KL
-from naive_policy_loss import naive_policy_loss
 from rows import for_each
 from test_policy_loss_methods import KEPT, UNSET, batch_of, key_of
 from test_policy_loss_modes import PLAIN, log_probs_of
@@ -305,60 +304,6 @@ def test_nothing_rejected_divides_by_kept_as_by_all_where_masks_sum_to_less_than
     keys = GATES_ALONE | {"rs_lower_bound": 1e-6, "rs_upper_bound": 1e6}
     found, wanted = (computed(keys | {"mis_loss_denominator": name}, given)[0] for name in ("kept", "original"))
     torch.testing.assert_close(found.total, wanted.total, rtol=1e-6, atol=0.0)
-
-
-GEOMETRIC_GATE = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.95, "rs_upper_bound": 1.08}
-TOKEN_GATE = {"use_rs": True, "rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.4}
-TOKENS = {"tis_upper_bound": 1.2} | GEOMETRIC_GATE
-SEQUENCES = {"tis_level": "sequence", "tis_mode": "clip", "tis_batch_normalize": True, "mis_denominator": "kept"}
-
-
-@pytest.mark.parametrize(
-    ("seed", "share", "correction"),
-    [*((seed, 1.0, TOKENS) for seed in range(5)), (5, 0.25, TOKENS), (6, 1.0, SEQUENCES | TOKEN_GATE)],
-)
-def test_the_loss_that_a_reader_meets_first_is_the_loss(seed, share, correction) -> None:
-    """Plain PyTorch, sample by sample, with autograd; and the pass over all tokens with its own slopes."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 40, (12,), generator=generator).tolist()
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
-
-    behavior = -0.1 - noise(1.0).abs()
-    proximal = behavior + noise(0.3)
-    flat = {
-        "current_logprobs": proximal + noise(0.3),
-        "proximal_logprobs": proximal,
-        "behavior_logprobs": behavior,
-        "reference_logprobs": behavior + noise(0.5),
-        "entropy": noise(1.0).abs(),
-        "advantages": noise(1.0),
-        "response_mask": (torch.rand(sum(lengths), generator=generator) < 0.8).int(),
-    }
-    # No sample without a token: what it is divided by is another matter.
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    if share != 1.0:
-        flat["response_mask"] = torch.where(torch.arange(sum(lengths)) % 3 == 0, share, 1.0) * flat["response_mask"]
-    flat["response_mask"][starts] = 1
-    keys = {"mis_loss_mode": "decoupled", "use_tis": True, "eps_clip": 0.15, "eps_clip_high": 0.3} | correction
-    keys |= {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.2, "entropy_coef": 0.1}
-    keys |= {"mis_guard": "warn", "mis_max_reject_fraction": 1.0}
-    found, gradients = computed(keys, flat, layout=PackedLayout.whole(lengths))
-    leaves = [flat[name].clone().requires_grad_() for name in ("current_logprobs", "entropy")]
-    names = {"current_logprobs": "current", "entropy": "entropies", "response_mask": "masks"}
-    given = flat | dict(zip(("current_logprobs", "entropy"), leaves, strict=True))
-    samples = {names.get(key, key.removesuffix("_logprobs")): each.split(lengths) for key, each in given.items()}
-    config = mis_ext.config_from_mapping(keys)
-    wanted = naive_policy_loss(
-        **samples, correction=config, eps_clip=0.15, eps_clip_high=0.3, kl_coef=0.2, entropy_coef=0.1
-    )
-    # Weights are float32: each of 12 means of terms around 1 is off by at most 2^-23.
-    torch.testing.assert_close(found.total, wanted, rtol=0.0, atol=12 * 2**-23)
-    for ours, theirs in zip(gradients, torch.autograd.grad(wanted, leaves), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
-    kept = found.metrics["mis_kept_token_fraction"].value()
-    assert 0.1 < kept < 0.9
 
 
 H = 6
