@@ -82,19 +82,6 @@ def test_a_padded_batch_is_the_packed_one_row_by_row(keys, side) -> None:
 
 
 @configs
-def test_a_padded_batch_is_what_lists_of_samples_give(keys) -> None:
-    config, (proximal, behavior, masks) = config_of(keys), draw()
-    lists = {"train_log_probs": proximal, "rollout_log_probs": behavior, "loss_masks": masks}
-    weights, keep_masks, metrics = mis_ext.compute_mis_weights(config, **lists)
-    found = mis_ext.correct_padded(config, **padded((proximal, behavior, masks)))
-    for row, (weight, keep) in enumerate(zip(weights, keep_masks, strict=True)):
-        torch.testing.assert_close(found.weights[row, : len(weight)], weight, rtol=1e-6, atol=0.0)
-        assert torch.equal(found.keep_mask[row, : len(keep)], keep != 0)
-    values = torch.stack([metric.value() for metric in found.metrics.values()])
-    torch.testing.assert_close(values, torch.stack([*metrics.values()]), rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-@configs
 @sides
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_lies_under_the_mask_changes_nothing(keys, side, garbage) -> None:
