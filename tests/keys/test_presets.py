@@ -49,13 +49,6 @@ def test_the_command_prints_a_file_that_loads_as_the_preset(path: Path, capsys, 
     assert load_config(copy) == preset(path.stem)
 
 
-def test_a_misspelt_preset_gets_the_nearest(capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["presets", "icpop"])
-    error = capsys.readouterr().err
-    assert "no preset 'icpop' (did you mean 'icepop'" in error
-
-
 def test_presets_show_the_core_metrics_but_where_one_compares_or_measures() -> None:
     shown = {name: preset(name).metrics for name in list_presets()}
     assert {name for name, metrics in shown.items() if metrics == "all"} == {"miles_compat", "metrics_only"}

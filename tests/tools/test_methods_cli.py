@@ -3,9 +3,7 @@
 
 import re
 
-import pytest
-
-from mis_ext.methods import METHODS, find_method
+from mis_ext.methods import METHODS
 from mis_ext.tools.cli import main
 
 
@@ -20,12 +18,3 @@ def test_no_list_is_wider_than_a_terminal(capsys) -> None:
     for command in ("methods", "presets"):
         assert main([command]) == 0
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def test_a_misspelt_method_gets_the_nearest(capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["methods", "gsop"])
-    assert caught.value.code == 2
-    assert "no method 'gsop' (did you mean 'gspo'" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no method 'gsop'"):
-        find_method("gsop")

@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-import sys
 import threading
 from typing import Any
 
@@ -276,13 +275,6 @@ def test_wrong_usage_is_named(tmp_path, capsys) -> None:
     before = path.read_bytes()
     assert "is one of the logs" in error_of(capsys, path, "--policy", "strict", "--samples", path)
     assert path.read_bytes() == before
-
-
-def test_without_rich_the_error_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    message = error_of(capsys, write(tmp_path, *good()))
-    assert "needs rich: pip install rich" in message
-    assert "--json" in message
 
 
 def test_conversations_may_be_interleaved_and_spread_over_files_and_compressed(tmp_path, tokenizer_folder) -> None:
