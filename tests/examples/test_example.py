@@ -100,6 +100,9 @@ def test_engine_settings_have_the_types_of_yaml_scalars():
         (["--micro-batch-size", "0"], "--micro-batch-size 0: expected at least 1"),
         (["--save-interval", "0"], "--save-interval 0: expected at least 1"),
         (["--n-samples-per-prompt", "1"], "--n-samples-per-prompt 1: expected at least 2"),
+        (["--task", "arithmetic"], "--task arithmetic needs --model"),
+        (["--model", ".", "--num-layers", "3"], "are for the random decoder"),
+        (["--entropy-coef", "0.1"], "need --loss-type custom_loss"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(capsys: pytest.CaptureFixture[str], flags: list[str], message: str):

@@ -113,15 +113,3 @@ def test_a_clip_beside_a_method_is_the_users(tmp_path: Path):
     assert parse_args(flags).eps_clip_high is None
     assert parse_args([*flags, "--eps-clip-high", "0.3"]).eps_clip_high == 0.3
     assert parse_args(WHOLE_LOSS).eps_clip_high == 0.28
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--entropy-coef", "0.1"], "need --loss-type custom_loss"),
-    ],
-)
-def test_options_that_the_examples_own_loss_has_not_are_refused(capsys, flags, message):
-    with pytest.raises(SystemExit):
-        parse_args(flags)
-    assert message in capsys.readouterr().err

@@ -339,16 +339,3 @@ def test_a_story_that_ends_with_the_right_number_is_worth_1(checkpoint: Pretrain
     assert question.worth(f"{max(numbers)}. {story} {min(numbers)}") == 0.0
     assert question.worth(f"{story[4:]} {story[4:8]}. It is {max(numbers)}") == 0.0
     assert question.worth(story) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--task", "arithmetic"], "--task arithmetic needs --model"),
-        (["--model", ".", "--num-layers", "3"], "are for the random decoder"),
-    ],
-)
-def test_flags_of_the_other_model_are_refused(capsys: Any, flags: list[str], message: str) -> None:
-    with pytest.raises(SystemExit):
-        parse_args(flags)
-    assert message in capsys.readouterr().err
