@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of every format as columns, then as samples: what hosts write with torch, and JSON lines."""
+"""Files of every format as rows, then as samples: what hosts write with torch, and JSON lines."""
 
 from __future__ import annotations
 
@@ -32,76 +32,83 @@ KEYS = {
     "rewards": ("reward",),
     "group_indices": ("group_index", "group_id"),
     "metadata": (),
+    "rollout_id": ("step",),
+    "train_weight_version": (),
 }
-"""The other names that a key of a column has in a row."""
+"""The keys of a row, each with its other names; of those that are there the first counts."""
 CANARY = "on_policy_tokens_canary"
 """Under ``metadata``, as :func:`mis_ext.rollout.generate` leaves it there."""
 OPTIONAL = ("advantages", "rewards", "group_indices", "metadata")
 """Not what a sample is about: a column of another length, as of a whole rollout in the file of a rank, is left out."""
-VERSION_OF_FILE = "train_weight_version"
-"""May also be one for the whole file."""
-_NAMES: dict[str, tuple[str, ...]] = {**KEYS, VERSION_OF_FILE: ()}
-
-ROLLOUT_IDS = ("rollout_id", "step")
-"""Names of the rollout of a row, or of the whole file; the first that is there counts."""
+OF_FILE = ("rollout_id", "train_weight_version")
+"""May also be one for the whole file, and no list."""
 
 
-class Columns(NamedTuple):
-    """The columns of a file, and what it says of all its samples.
+class Content(NamedTuple):
+    """The samples of a file, a row each under the names of :data:`KEYS`, and what it says of all of them.
 
-    ``rollout_id`` is of the file, or one of each sample. ``has_trainer`` is false for what a host dumps before the
-    trainer gets it. ``cp_rank`` holds parts of responses if ``cp_size`` is above 1. ``keys`` are those of the file.
+    ``keys`` are those of the file. ``has_trainer`` is false for what a host dumps before the trainer gets it.
+    ``cp_rank`` holds parts of responses if ``cp_size`` is above 1.
     """
 
-    columns: Mapping[str, Any]
-    rollout_id: int | Sequence[int | None] | None = None
+    rows: Sequence[Mapping[str, Any]]
+    keys: Sequence[str]
     has_trainer: bool = True
     cp_rank: int = 0
     cp_size: int = 1
     is_padded: bool = False
-    keys: Sequence[str] = ()
 
 
-def _first(said: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return next((said[name] for name in names if said.get(name) is not None), None)
+def _first(said: Mapping[str, Any], key: str) -> Any:
+    return next((said[name] for name in (key, *KEYS[key]) if said.get(name) is not None), None)
 
 
-def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Rows, a sample each, as columns; None where a row lacks a key."""
-    rows = list(rows)
-    if not rows:
+def _content_of(samples: Sequence[Mapping[str, Any]], **of_all: Any) -> Content:
+    """Samples, each with its own keys; ``of_all`` is said of all of them."""
+    if not samples:
         raise ValueError("holds no sample")
-    return {key: [_first(row, (key, *others)) for row in rows] for key, others in _NAMES.items()}
+    rows = [{key: _first(sample, key) for key in KEYS} | of_all for sample in samples]
+    return Content(rows, [*dict.fromkeys(str(key) for sample in samples for key in sample)])
 
 
-def read_torch(path: Path, *, trust_pickle: bool) -> Columns:
-    """The columns of a host's ``.pt`` file, in the old format or the new one."""
+def read_torch(path: Path, *, trust_pickle: bool) -> Content:
+    """The content of a host's ``.pt`` file, in the old format or the new one."""
     content = _load(path, trust_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"holds a {type(content).__name__}, not a dict of lists")
-    version, rollout_id = content.get("format_version"), _first(content, ROLLOUT_IDS)
+    version, rollout_id = content.get("format_version"), _first(content, "rollout_id")
     if version not in (None, 2):
         raise ValueError(f"format_version is {version!r}; known are 2 and files without one")
     if version == 2 or ("samples" in content and "rollout_data" not in content):
         samples = content.get("samples")
         if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise ValueError("its samples are not a list of dicts")
-        return Columns(columns_of(samples), rollout_id, has_trainer=version == 2, keys=_keys_of(samples))
+        return _content_of(samples, rollout_id=rollout_id)._replace(has_trainer=version == 2)
     columns = content.get("rollout_data", content)
     if not isinstance(columns, dict):
         raise ValueError(f"holds a {type(columns).__name__}, not a dict of lists")
-    return Columns(
-        columns,
-        rollout_id,
+    cp_size = int(content.get("cp_size", 1))
+    return Content(
+        _rows_of({**columns, "rollout_id": rollout_id}, has_parts=cp_size > 1),
+        [*map(str, columns)],
         cp_rank=int(content.get("cp_rank", 0)),
-        cp_size=int(content.get("cp_size", 1)),
+        cp_size=cp_size,
         is_padded=content.get("qkv_format") == "bshd",
-        keys=_keys_of([columns]),
     )
 
 
-def _keys_of(rows: Iterable[Mapping[Any, Any]]) -> list[str]:
-    return [*dict.fromkeys(str(key) for row in rows for key in row)]
+def _rows_of(columns: Mapping[str, Any], *, has_parts: bool) -> list[dict[str, Any]]:
+    """Lists with a value per sample as rows; without any known key one that lacks everything."""
+    # What only parts need may be of the whole rollout elsewhere.
+    unused = () if has_parts else ("total_lengths", "max_seq_lens")
+    lists = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
+    of_file = {key: lists.pop(key) for key in OF_FILE if not isinstance(lists.get(key, []), list)}
+    lengths = {key: len(column) for key, column in lists.items() if key not in OPTIONAL}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"not the same number of samples for every key: {lengths}")
+    num_samples = max(lengths.values(), default=1)
+    lists = {key: column for key, column in lists.items() if len(column) == num_samples}
+    return [of_file | {key: column[index] for key, column in lists.items()} for index in range(num_samples)]
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
@@ -133,8 +140,8 @@ def _harmless() -> list[Any]:
     return [range, numpy.ndarray, numpy.dtype, *dtypes, *named]
 
 
-def read_json_lines(path: Path) -> Columns:
-    """The columns of a file of JSON lines, an object each: lists of equal length, by key, and each line's rollout."""
+def read_json_lines(path: Path) -> Content:
+    """The content of a file of JSON lines, an object each."""
     rows: list[dict[str, Any]] = []
     # As bytes, where only a line feed ends a line: JSON leaves other such characters as they are.
     with path.open("rb") as file:
@@ -149,7 +156,7 @@ def read_json_lines(path: Path) -> Columns:
             if not isinstance(row, dict):
                 raise ValueError(f"line {number}: a {type(row).__name__}, not an object")
             rows.append(row)
-    return Columns(columns_of(rows), [_first(row, ROLLOUT_IDS) for row in rows], keys=_keys_of(rows))
+    return _content_of(rows)
 
 
 class ContextPart(NamedTuple):
@@ -236,7 +243,7 @@ class DumpedSample:
         }
         for key, side in (("log_probs", "trainer"), ("rollout_log_probs", "engine")):
             if lists[key] is None:
-                known = {*_NAMES, *ROLLOUT_IDS, *(name for names in _NAMES.values() for name in names)}
+                known = {*KEYS, *(name for names in KEYS.values() for name in names)}
                 meant = did_you_mean(key, [each for each in self.keys if each not in known])
                 found = ", ".join(map(repr, self.keys)) or "none"
                 return f"no log-probs of the {side}: {key!r} is missing, the keys found are {found}{meant}"
@@ -288,25 +295,10 @@ def read_file(path: Path, *, trust_pickle: bool) -> list[DumpedSample]:
         raise ValueError(f"{path}: {reason}") from error
 
 
-def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
-    columns = content.columns
-    # What only parts need may be of the whole rollout elsewhere.
-    unused = () if content.cp_size > 1 else ("total_lengths", "max_seq_lens")
-    per_sample = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
-    of_file = columns.get(VERSION_OF_FILE)
-    if isinstance(of_file, list):
-        per_sample[VERSION_OF_FILE], of_file = of_file, None
-    lengths = {key: len(column) for key, column in per_sample.items() if key not in OPTIONAL}
-    for key in OPTIONAL:
-        if key in per_sample and {len(per_sample[key])} != {*lengths.values()}:
-            del per_sample[key]
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"not the same number of samples for every key: {lengths}")
-    dtype, rollout_ids = _narrowest_dtype(per_sample), content.rollout_id
+def _to_samples(content: Content, path: str) -> list[DumpedSample]:
+    dtype = _narrowest_dtype(content.rows)
     samples = []
-    for index in range(max(lengths.values(), default=1)):
-        row = {key: column[index] for key, column in per_sample.items()}
-        row["rollout_id"] = rollout_ids[index] if isinstance(rollout_ids, list) else rollout_ids
+    for index, row in enumerate(content.rows):
         advantages = _numbers(row, "advantages", torch.float32)
         samples.append(
             DumpedSample(
@@ -317,7 +309,7 @@ def _to_samples(content: Columns, path: str) -> list[DumpedSample]:
                 token_ids=row.get("tokens"),
                 response_ids=_response_ids(row),
                 sampled_ids=row.get("rollout_token_ids"),
-                proximal_weight_version=row.get(VERSION_OF_FILE, of_file),
+                proximal_weight_version=row.get("train_weight_version"),
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
                 rollout_id=_integer(row, "rollout_id"),
                 sample_index=_integer(row, "sample_indices"),
@@ -356,7 +348,7 @@ def _reward(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0) else None
 
 
-def _part(row: Mapping[str, Any], content: Columns) -> ContextPart | None:
+def _part(row: Mapping[str, Any], content: Content) -> ContextPart | None:
     if content.cp_size == 1:
         return None
     total_length = _integer(row, "total_lengths")
@@ -367,12 +359,13 @@ def _part(row: Mapping[str, Any], content: Columns) -> ContextPart | None:
     return ContextPart(content.cp_rank, content.cp_size, total_length, laid_out_length)
 
 
-def _narrowest_dtype(columns: Mapping[str, Iterable[Any]]) -> torch.dtype:
+def _narrowest_dtype(rows: Iterable[Mapping[str, Any]]) -> torch.dtype:
+    """Return float32 if it holds all log-probs of lists exactly, else float64."""
     lists = [
-        _numbers({key: values}, key, torch.float64)
+        _numbers(row, key, torch.float64)
+        for row in rows
         for key in ("log_probs", "rollout_log_probs")
-        for values in columns.get(key, ())
-        if values is not None and not isinstance(values, Tensor)
+        if row.get(key) is not None and not isinstance(row[key], Tensor)
     ]
     flat = torch.cat(lists) if lists else torch.empty(0)
     flat = flat[~flat.isnan()]
