@@ -139,6 +139,12 @@ def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, content, r
         ({"advantage": "high"}, "advantages must be numbers, got 'high'"),
         ({"sample_index": "a"}, "sample_indices must be an integer, got 'a'"),
         ({"rollout_id": [1]}, r"rollout_id must be an integer, got \[1\]"),
+        ({"rollout_id": 1.5}, r"rollout_id must be an integer, got 1\.5"),
+        ({"response_length": "abc"}, "response_lengths must be an integer of at least 0, got 'abc'"),
+        ({"response_length": -1}, "response_lengths must be an integer of at least 0, got -1"),
+        ({"response_length": 2.5}, r"response_lengths must be an integer of at least 0, got 2\.5"),
+        ({"tokens": 5}, "tokens must be a list, got 5"),
+        ({"loss_mask": 1, "response_length": 2}, "loss_masks must be a list, got 1"),
     ],
 )
 def test_what_is_no_number_is_named_by_its_key(tmp_path, values, reason) -> None:

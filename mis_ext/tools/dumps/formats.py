@@ -299,15 +299,19 @@ def _to_samples(content: Content, path: str) -> list[DumpedSample]:
     dtype = _narrowest_dtype(content.rows)
     samples = []
     for index, row in enumerate(content.rows):
+        for key in ("loss_masks", "tokens"):
+            if row.get(key) is not None and not hasattr(row[key], "__len__"):
+                raise ValueError(f"{key} must be a list, got {row[key]!r}")
+        length = _integer(row, "response_lengths", low=0)
         advantages = _numbers(row, "advantages", torch.float32)
         samples.append(
             DumpedSample(
                 proximal_log_probs=_numbers(row, "log_probs", dtype),
                 behavior_log_probs=_numbers(row, "rollout_log_probs", dtype),
-                response_mask=_mask(row, index),
-                response_length=_integer(row, "response_lengths"),
+                response_mask=_mask(row, length, index),
+                response_length=length,
                 token_ids=row.get("tokens"),
-                response_ids=_response_ids(row),
+                response_ids=_response_ids(row, length),
                 sampled_ids=row.get("rollout_token_ids"),
                 proximal_weight_version=row.get("train_weight_version"),
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
@@ -337,11 +341,17 @@ def _problem_of_mask(mask: Any) -> str | None:
     return None if bool(((values >= 0) & (values <= 1)).all()) else "loss_mask has values that are not in [0, 1]"
 
 
-def _integer(row: Mapping[str, Any], key: str) -> int | None:
+def _integer(row: Mapping[str, Any], key: str, *, low: float = -math.inf) -> int | None:
+    value = row.get(key)
     try:
-        return None if row.get(key) is None else int(row[key])
-    except _OF_CONTENT as error:
-        raise ValueError(f"{key} must be an integer, got {reprlib.repr(row[key])}") from error
+        number = None if value is None else int(value)
+    except _OF_CONTENT:
+        number = None
+    # Of a fraction nothing is cut off.
+    if value is not None and (number is None or number < low or (isinstance(value, float) and value != number)):
+        least = f" of at least {low:g}" if math.isfinite(low) else ""
+        raise ValueError(f"{key} must be an integer{least}, got {reprlib.repr(value)}")
+    return number
 
 
 def _reward(value: Any) -> float | None:
@@ -388,23 +398,23 @@ def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype) -> Any:
     return found
 
 
-def _mask(row: Mapping[str, Any], index: int) -> Any:
+def _mask(row: Mapping[str, Any], length: int | None, index: int) -> Any:
     """The mask of the response; where there is none but a length, ones, so that the length is compared too."""
-    mask, length = row.get("loss_masks"), row.get("response_lengths")
+    mask = row.get("loss_masks")
     if mask is None:
-        return None if length is None else torch.ones(int(length))
-    if length is not None and len(mask) != int(length):
-        raise ValueError(f"sample {index}: loss_masks has {len(mask)} values, but response_lengths is {int(length)}")
+        return None if length is None else torch.ones(length)
+    if length is not None and len(mask) != length:
+        raise ValueError(f"sample {index}: loss_masks has {len(mask)} values, but response_lengths is {length}")
     return mask
 
 
-def _response_ids(row: Mapping[str, Any]) -> Any:
-    tokens, length = row.get("tokens"), row.get("response_lengths")
+def _response_ids(row: Mapping[str, Any], length: int | None) -> Any:
+    tokens = row.get("tokens")
     if tokens is None:
         return None
     if length is None:
         length = max((len(row[key]) for key in ("loss_masks", "log_probs") if row.get(key) is not None), default=0)
-    return tokens[max(0, len(tokens) - int(length)) :]
+    return tokens[max(0, len(tokens) - length) :]
 
 
 def _flat_versions(versions: Any) -> list[str]:
