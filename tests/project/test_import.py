@@ -54,7 +54,7 @@ others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{{name}}" 
 print(*[name for name in others if name in sys.modules])
 
 import mis_ext.tools.explain as explain
-print(explain.traps.__name__, explain.law.GaussianLaw.__name__)
+print(explain.traps.__name__, explain.effect.GaussianLaw.__name__)
 
 import mis_ext.tools.cli, {", ".join(PACKAGES)}
 for package in map(sys.modules.get, {PACKAGES}):

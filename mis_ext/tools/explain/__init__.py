@@ -7,8 +7,8 @@ from mis_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mis_ext.tools.explain.effect import Effect as Effect
+    from mis_ext.tools.explain.effect import GaussianLaw as GaussianLaw
     from mis_ext.tools.explain.effect import effect_of as effect_of
-    from mis_ext.tools.explain.law import GaussianLaw as GaussianLaw
     from mis_ext.tools.explain.traps import Circumstances as Circumstances
     from mis_ext.tools.explain.traps import Trap as Trap
     from mis_ext.tools.explain.traps import traps_of as traps_of

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.methods.method import Method
-from mis_ext.tools.explain.effect import described_gates
-from mis_ext.tools.explain.law import GaussianLaw
+from mis_ext.tools.explain.effect import GaussianLaw, described_gates
 
 MIN_LEARNING_RATE = 0.9
 MAX_LENGTH_BIAS, SHORTER, LONGER = 0.2, 0.25, 4.0
