@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.tools.cli import main
 from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
-from mis_ext.tools.explain.traps import TRAPS
+from mis_ext.tools.explain.traps import TrapName
 from mis_ext.tools.report import Part, WhatIf, summarize
 from mis_ext.tools.report.recommendation import circumstances_of
 from mis_ext.tools.report.what_if import Outcome
@@ -200,7 +201,7 @@ def test_what_was_measured_decides_where_the_law_expects_something_else() -> Non
 
     weighs, gated = CorrectionConfig(weight=SEQUENCE), CorrectionConfig(gates=(PRODUCT,))
     # The law does not predict the mean of what multiplies the loss.
-    assert set(TRAPS) == {*FIRES, "low_learning_rate"}
+    assert set(get_args(TrapName)) == {*FIRES, "low_learning_rate"}
     assert fired(weighs, k3=1e-3, length=64, ess_sequence=1.0, learning_rate=0.89) == {"low_learning_rate"}
     assert fired(weighs, k3=1e-3, length=64, ess_sequence=0.19) == {"hopeless_sequences"}
     assert fired(weighs, k3=1e-3, length=4096, ess_sequence=0.21) == set()

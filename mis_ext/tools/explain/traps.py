@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from mis_ext.correction.config import CorrectionConfig
+from mis_ext.correction.config import CorrectionConfig, Gate
 from mis_ext.methods.method import Method
 from mis_ext.tools.explain.effect import GaussianLaw, described_gates
 
@@ -25,16 +25,22 @@ HARMLESS_K3 = 1e-3
 COST_OF_GATES = (
     "filters on sequences with bounds of 1 % lowered the reward by 0.08 to 0.28 at a staleness of 1 or 2 steps"
 )
-_STALE_GATES = (
-    "with stale weights, filters on sequences with bounds of 1 % rejected 66 to 93 % of the responses at first, and "
-    "runs collapsed earlier; wider bounds were not tested"
-)
+
+TrapName = Literal[
+    "hopeless_sequences",
+    "rejects_much",
+    "length_bias",
+    "stale_gates",
+    "costly_gates",
+    "single_sequence",
+    "low_learning_rate",
+]
 
 
 class Trap(NamedTuple):
     """A warning: its name, stable for programs, and what it says."""
 
-    name: str
+    name: TrapName
     text: str
 
 
@@ -66,39 +72,60 @@ class Circumstances:
 
 
 def traps_of(config: CorrectionConfig, found: Circumstances, method: Method | None = None) -> list[Trap]:
-    """The traps that ``config``, beside a method, falls into under these circumstances, in the order of ``TRAPS``."""
-    traps = [Trap(name, text) for name, rule in TRAPS.items() for text in rule(config, found)]
-    if method is not None and method.multiplies_ratios:
-        traps += [Trap("hopeless_sequences", text) for text in _hopeless(found, "use a method of tokens")]
-    if method is not None and method.judges_sequences and found.is_stale:
-        traps.append(Trap("stale_gates", _STALE_GATES))
-    return traps
+    """The traps that ``config``, beside a method, falls into under these circumstances."""
+    return [*_traps(config, found, method)]
 
 
-def _hopeless(found: Circumstances, advice: str) -> Iterator[str]:
-    if found.ess_sequence < FEW_SEQUENCES_ESS:
+def _traps(config: CorrectionConfig, found: Circumstances, method: Method | None) -> Iterator[Trap]:
+    gates, weight = config.all_gates.values(), config.weight
+    products = any(gate.statistic == "ratio" and gate.reduce == "sum" for gate in gates)
+    products = products or (weight is not None and weight.level == "sequence")
+    is_of_method = method is not None and method.multiplies_ratios
+    if (products or is_of_method) and found.ess_sequence < FEW_SEQUENCES_ESS:
+        advice = "use a method of tokens" if is_of_method else "use the token or geometric level"
         tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
-        yield (
+        yield Trap(
+            "hopeless_sequences",
             f"products of ratios over {found.length:.0f} tokens have an effective sample size of "
-            f"{found.ess_sequence:.2g} of the batch: a few sequences decide{tail}; {advice}, or shorter responses"
+            f"{found.ess_sequence:.2g} of the batch: a few sequences decide{tail}; {advice}, or shorter responses",
         )
-
-
-def _hopeless_sequences(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    products = [gate.statistic == "ratio" and gate.reduce == "sum" for gate in config.all_gates.values()]
-    if any(products) or (config.weight is not None and config.weight.level == "sequence"):
-        yield from _hopeless(found, "use the token or geometric level")
-
-
-def _single_sequence(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    weight, scope, num_sequences = config.weight, config.scope, found.num_sequences
-    if config.normalize_over is None or weight is None or weight.level == "token":
-        return
+    removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
+    if removed > config.max_reject_fraction:
+        yield Trap(
+            "rejects_much",
+            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in our runs, "
+            "a geometric filter that rejected 38 % or more lowered the reward",
+        )
+    for name, gate in described_gates(config).items():
+        if not gate.is_of_tokens:
+            yield from _length_bias(name, gate, found)
+    if found.is_stale and (gates_sequences(config) or (method is not None and method.judges_sequences)):
+        yield Trap(
+            "stale_gates",
+            "with stale weights, filters on sequences with bounds of 1 % rejected 66 to 93 % of the responses at "
+            "first, and runs collapsed earlier; wider bounds were not tested",
+        )
+    bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in gates)
+    # With stale weights they cost more, which ``stale_gates`` says.
+    if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
+        yield Trap(
+            "costly_gates",
+            f"{COST_OF_GATES} and raised it nowhere: above k3 {HARMLESS_K3:g} use mis, unless the filter is for a few "
+            "invalid responses",
+        )
     # How many a call has is not always known: then a micro-batch may have one, and all ranks together hardly.
-    if num_sequences == 1 or (num_sequences is None and scope == "micro_batch"):
-        yield (
+    is_single = found.num_sequences == 1 or (found.num_sequences is None and config.scope == "micro_batch")
+    if is_single and config.normalize_over is not None and weight is not None and weight.level != "token":
+        yield Trap(
+            "single_sequence",
             f"{weight.level}-level weights normalised over a single sequence are always 1, so nothing is corrected: "
-            "use tis_normalize_scope: data_parallel, or larger micro-batches"
+            "use tis_normalize_scope: data_parallel, or larger micro-batches",
+        )
+    if found.learning_rate < MIN_LEARNING_RATE:
+        yield Trap(
+            "low_learning_rate",
+            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD the step too; with Adam, or "
+            "where the norm is clipped, a factor that stays the same cancels",
         )
 
 
@@ -107,59 +134,14 @@ def gates_sequences(config: CorrectionConfig) -> bool:
     return any(not gate.is_of_tokens for gate in config.all_gates.values())
 
 
-def _rejects_much(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
-    if removed > config.max_reject_fraction:
-        yield (
-            f"removes {removed:.1%}, more than mis_max_reject_fraction = {config.max_reject_fraction:g}: in our runs, "
-            "a geometric filter that rejected 38 % or more lowered the reward"
+def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
+    shorter, longer = SHORTER * found.length, LONGER * found.length
+    short, expected, long = (GaussianLaw(found.k3, each).acceptance(gate) for each in (shorter, found.length, longer))
+    # Where the law expects fewer responses than were kept, it does not describe these.
+    if expected > found.kept_sequences - MAX_LENGTH_BIAS and abs(short - long) > MAX_LENGTH_BIAS:
+        side = "long" if short > long else "short"
+        yield Trap(
+            "length_bias",
+            f"{name}: by the Gaussian approximation it accepts {short:.0%} of responses of {shorter:.0f} tokens and "
+            f"{long:.0%} of {longer:.0f}: {side} ones are rejected for their length",
         )
-
-
-def _length_bias(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    for name, gate in described_gates(config).items():
-        lengths = [found.length * factor for factor in (SHORTER, LONGER)]
-        short, long = (GaussianLaw(found.k3, length).acceptance(gate) for length in lengths)
-        # Where the law expects fewer responses than were kept, it does not describe these.
-        is_law = GaussianLaw(found.k3, found.length).acceptance(gate) > found.kept_sequences - MAX_LENGTH_BIAS
-        if not gate.is_of_tokens and is_law and abs(short - long) > MAX_LENGTH_BIAS:
-            side = "long" if short > long else "short"
-            yield (
-                f"{name}: by the Gaussian approximation it accepts {short:.0%} of responses of "
-                f"{lengths[0]:.0f} tokens and {long:.0%} of {lengths[1]:.0f}: {side} ones are rejected for their length"
-            )
-
-
-def _stale_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    if found.is_stale and gates_sequences(config):
-        yield _STALE_GATES
-
-
-def _costly_gates(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    bands = any(gate.statistic == "ratio" and gate.reduce in ("sum", "mean") for gate in config.all_gates.values())
-    # With stale weights they cost more, which ``stale_gates`` says.
-    if bands and found.k3 > HARMLESS_K3 and not found.is_stale:
-        yield (
-            f"{COST_OF_GATES} and raised it nowhere: above k3 {HARMLESS_K3:g} use mis, unless the "
-            "filter is for a few invalid responses"
-        )
-
-
-def _low_learning_rate(config: CorrectionConfig, found: Circumstances) -> Iterator[str]:
-    if found.learning_rate < MIN_LEARNING_RATE:
-        yield (
-            f"multiplies the gradient by {found.learning_rate:.2g} on average: with SGD the step too; with Adam, or "
-            "where the norm is clipped, a factor that stays the same cancels"
-        )
-
-
-TRAPS: dict[str, Callable[[CorrectionConfig, Circumstances], Iterator[str]]] = {
-    "hopeless_sequences": _hopeless_sequences,
-    "rejects_much": _rejects_much,
-    "length_bias": _length_bias,
-    "stale_gates": _stale_gates,
-    "costly_gates": _costly_gates,
-    "single_sequence": _single_sequence,
-    "low_learning_rate": _low_learning_rate,
-}
-"""A rule per trap, by the name of the trap: what it yields are the warnings."""
