@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mis_ext.correction.config import REDUCTIONS, CorrectionConfig, Gate, Weight
@@ -84,8 +84,6 @@ LIMITS = (
     "Expected by the Gaussian approximation: the d of all tokens are independent, N(-k3, 2 k3). Real mismatch has "
     "heavier tails, and its errors repeat within a response. mis-ext report measures your own dumps."
 )
-_OF_METHOD = ("kept_tokens", "kept_sequences")
-"""Values that the approximation does not have for a method outside of the hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +150,20 @@ def explain_config(
 
     def expected(length: float) -> Effect:
         found = effect_of(judged, k3=k3, length=length)
-        nothing: dict[str, Any] = {} if unknown is None else dict.fromkeys(_OF_METHOD, math.nan)
-        return replace(found, **nothing)
+        # The law does not have these for a method outside of the hook.
+        return found if unknown is None else replace(found, kept_tokens=math.nan, kept_sequences=math.nan)
 
     effect = expected(length)
     lengths = sorted({min(max(1.0, length * factor), MAX_LENGTH) for factor in _OTHER_LENGTHS})
-    shared = {each.name: getattr(effect, each.name) for each in fields(Circumstances) if hasattr(effect, each.name)}
-    found = Circumstances(**shared, is_stale=is_stale, num_sequences=num_sequences)
+    found = Circumstances(
+        k3=k3,
+        length=length,
+        ess_sequence=effect.ess_sequence,
+        kept_tokens=effect.kept_tokens,
+        kept_sequences=effect.kept_sequences,
+        is_stale=is_stale,
+        num_sequences=num_sequences,
+    )
     notes = [*said]
     if unknown is not None:
         notes.append("the law has no prediction for this method: mis-ext report --method measures it on a dump")
