@@ -60,6 +60,8 @@ def trainer_log_probs(
     if distribution.logit_bias:
         bias_V = scaled_TV.new_zeros(scaled_TV.shape[1])
         for token_id, bias in distribution.logit_bias:
+            if not 0 <= token_id < len(bias_V):
+                raise ValueError(f"logit_bias is for token id {token_id}, legal are 0 to {len(bias_V) - 1}")
             bias_V[token_id] = bias
         scaled_TV = scaled_TV + bias_V
     scaled_TV = scaled_TV / distribution.temperature

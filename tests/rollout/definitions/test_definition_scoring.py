@@ -109,6 +109,9 @@ def test_what_cannot_be_scored_is_refused() -> None:
         trainer_log_probs(logits, [3], Distribution(), vocab_size=3)
     with pytest.raises(ValueError, match=r"vocab_size must be in \[1, 4\], the width of the logits, got 5"):
         trainer_log_probs(logits, [3], Distribution(), vocab_size=5)
+    for distribution in (Distribution(logit_bias=((3, 1.0),)), Distribution(logit_bias=((-1, 1.0),))):
+        with pytest.raises(ValueError, match=r"logit_bias is for token id (3|-1), legal are 0 to 2"):
+            trainer_log_probs(logits, [2], distribution, vocab_size=3)
     with pytest.raises(ValueError, match="the trainer cannot compute this: because"):
         trainer_log_probs(logits, [3], Distribution(unrepeatable=("because",)))
 
