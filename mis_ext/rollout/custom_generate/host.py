@@ -104,7 +104,10 @@ class Settings:
         if self.environment is None:
             return None
         module, _, name = self.environment.rpartition(".")
-        step = getattr(importlib.import_module(module), name)
+        try:
+            step = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{KEY}.environment: {self.environment} cannot be imported: {error}") from error
         if not inspect.iscoroutinefunction(step):
             raise TypeError(f"{KEY}.environment: {self.environment} must be an async def, got {step!r}")
         return cast(Environment, step)

@@ -92,6 +92,12 @@ def test_the_session_is_named_to_a_router_that_routes_by_it(tokenizer_folder, po
         ({"max_attempts": 0}, ValueError, r"on_policy_tokens\.max_attempts must be in \[1, 1000\], got 0"),
         ({"environment": "step"}, ValueError, "a dotted path such as my_agent.step, got 'step'"),
         ({"environment": "os.path.join"}, TypeError, "os.path.join must be an async def"),
+        (
+            {"environment": "absent.step"},
+            ValueError,
+            r"on_policy_tokens\.environment: absent\.step cannot be imported: No",
+        ),
+        ({"environment": "os.step"}, ValueError, r"on_policy_tokens\.environment: os\.step cannot be imported: module"),
         ({"canary": "on"}, ValueError, "on_policy_tokens.canary must be warn or stop, got 'on'"),
         ({"cache_by_version": 1}, TypeError, "on_policy_tokens.cache_by_version must be true or false, got 1"),
         ("an_environment.step", TypeError, "on_policy_tokens must be a mapping of environment, max_turns"),
