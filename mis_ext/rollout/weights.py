@@ -63,7 +63,7 @@ def compare_weights(engine: str, trainer: str | Path | Callable[[], object]) -> 
     is_vllm, checker, baseline = status == 404, f"{address}/weights_checker", {}
     if is_vllm:
         checker = f"{address}/weight_checker"
-        baseline = _expect(checker, {"action": "checksum"})["checksums"]
+        baseline = _expect(checker, {"action": "checksum"}, "checksums")
         packed = [name for name, digest in baseline.items() if digest == _NO_BYTES]
         if packed:
             raise ValueError(f"{address}: {len(packed)} tensors are packed for kernels and empty, such as {packed[0]}")
@@ -84,9 +84,9 @@ def compare_weights(engine: str, trainer: str | Path | Callable[[], object]) -> 
     _expect(checker, {"action": "reset" if is_vllm else "reset_tensors"})
     load()
     if is_vllm:
-        said = _expect(checker, {"action": "compare", "baseline": baseline})
+        mismatches = _expect(checker, {"action": "compare", "baseline": baseline}, "mismatches")
         # Behind the ranks.
-        return [WeightDifference(name, math.nan) for name in sorted({e.rpartition(":")[2] for e in said["mismatches"]})]
+        return [WeightDifference(name, math.nan) for name in sorted({each.rpartition(":")[2] for each in mismatches})]
     status, said = _post(checker, {"action": "compare"})
     found = [(name, float(largest)) for name, largest in _DIFFERENCE.findall(str(said.get("message")))]
     # A NaN has no place in an order.
@@ -98,11 +98,14 @@ def compare_weights(engine: str, trainer: str | Path | Callable[[], object]) -> 
     return [WeightDifference(*each) for each in by_size]
 
 
-def _expect(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+def _expect(url: str, payload: dict[str, Any], field: str | None = None) -> Any:
+    """A field of the response; the request must succeed."""
     status, said = _post(url, payload)
     if status != 200:
         raise _refused(url, said)
-    return said
+    if field is not None and field not in said:
+        raise ConnectionError(f"{url}: the response has no {field}: {said}")
+    return None if field is None else said[field]
 
 
 def _refused(url: str, said: dict[str, Any]) -> ConnectionError:

@@ -144,3 +144,13 @@ def test_weights_that_kernels_have_packed_are_refused() -> None:
     model[0].weight.data = torch.empty(0)
     with Vllm(model, trained=[model]).served() as server, pytest.raises(ValueError, match="1 tensors are packed"):
         compare_weights(f"http://127.0.0.1:{server.port}", "trained")
+
+
+@pytest.mark.parametrize("action", ["checksum", "compare"])
+def test_a_field_that_vllm_does_not_send_is_named(action) -> None:
+    vllm = Vllm(layers(0), trained=[layers(0)])
+    reply = vllm.reply
+    vllm.reply = lambda request: (200, {"ok": True}) if request.get("action") == action else reply(request)
+    field = {"checksum": "checksums", "compare": "mismatches"}[action]
+    with vllm.served() as server, pytest.raises(ConnectionError, match=f"weight_checker: the response has no {field}"):
+        compare_weights(f"http://127.0.0.1:{server.port}", "trained")
