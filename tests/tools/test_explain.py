@@ -177,6 +177,12 @@ def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
     assert name not in [trap.name for trap in explain_config(CorrectionConfig(), **there).traps]
 
 
+def test_a_length_below_one_token_is_none() -> None:
+    config = CorrectionConfig(gates=(PRODUCT,))
+    (trap,) = [each for each in explain_config(config, k3=0.3, length=1).traps if each.name == "length_bias"]
+    assert "of responses of 1 tokens and 26% of 4" in trap.text
+
+
 def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_path, capsys) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(

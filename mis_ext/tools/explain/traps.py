@@ -135,7 +135,8 @@ def gates_sequences(config: CorrectionConfig) -> bool:
 
 
 def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
-    shorter, longer = SHORTER * found.length, LONGER * found.length
+    # No response is shorter than a token.
+    shorter, longer = max(1.0, SHORTER * found.length), LONGER * found.length
     short, expected, long = (GaussianLaw(found.k3, each).acceptance(gate) for each in (shorter, found.length, longer))
     # Where the law expects fewer responses than were kept, it does not describe these.
     if expected > found.kept_sequences - MAX_LENGTH_BIAS and abs(short - long) > MAX_LENGTH_BIAS:
