@@ -123,6 +123,8 @@ def test_files_are_read_one_after_the_other(tmp_path) -> None:
         ({"format_version": 3}, "format_version is 3; known are 2 and files without one"),
         ({"samples": {"log_probs": []}}, "its samples are not a list of dicts"),
         ({"samples": [[1.0]]}, "its samples are not a list of dicts"),
+        ({"format_version": None, "rollout_data": {}, "cp_size": 0}, "cp_size must be an integer of at least 1, got 0"),
+        ({"format_version": None, "rollout_data": {}, "cp_rank": "a"}, "cp_rank must be an integer of at least 0, got"),
     ],
 )
 def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, content, reason) -> None:

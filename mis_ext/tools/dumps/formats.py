@@ -87,11 +87,11 @@ def read_torch(path: Path, *, trust_pickle: bool) -> Content:
     columns = content.get("rollout_data", content)
     if not isinstance(columns, dict):
         raise ValueError(f"holds a {type(columns).__name__}, not a dict of lists")
-    cp_size = int(content.get("cp_size", 1))
+    cp_size = _integer(content, "cp_size", low=1) or 1
     return Content(
         _rows_of({**columns, "rollout_id": rollout_id}, has_parts=cp_size > 1),
         [*map(str, columns)],
-        cp_rank=int(content.get("cp_rank", 0)),
+        cp_rank=_integer(content, "cp_rank", low=0) or 0,
         cp_size=cp_size,
         is_padded=content.get("qkv_format") == "bshd",
     )
