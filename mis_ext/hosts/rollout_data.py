@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, PackedStreams
-from mis_ext.hosts.groups import Groups
+from mis_ext.hosts.groups import Groups, device_of
 from mis_ext.hosts.packing import check_mask, pack
 from mis_ext.validation import check_entries
+
+
+def device_of_rollout(rollout_data: Mapping[str, Any]) -> torch.device:
+    """Where the masks are; of masks of a wrong type, where collectives are, in which other ranks hear of it."""
+    masks = rollout_data.get("loss_masks")
+    return device_of(*masks if isinstance(masks, Sequence) else ())
 
 
 def pack_rollout(

@@ -472,6 +472,20 @@ def test_an_error_in_one_ranks_rollout_is_named_on_all_others(layout, spoil) -> 
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 0, Exception, "rollout_mask_sums")
 
 
+@for_each("name, value, message", [
+    ("loss_masks", 3, "loss_masks must be a list of 1-D tensors, got int"),
+    ("response_lengths", torch.ones(4), r"response_lengths\[0\] must be an integer"),
+])  # fmt: skip
+def test_a_wrong_type_in_one_ranks_rollout_is_named_on_all_others(name, value, message) -> None:
+    def work(rank: Rank) -> None:
+        data = {**local_batch(rank), "rollout_mask_sums": torch.full((4,), 40.0)}
+        if rank.number == 0:
+            data[name] = value
+        prepare_rollout(args_of(mis_denominator="kept"), 3, data)
+
+    assert_agreement(run_ranks(work, dp_size=2), 0, TypeError, message)
+
+
 def test_a_shared_denominator_on_one_rank_is_refused_on_all() -> None:
     def work(rank: Rank) -> None:
         batch = local_batch(rank)

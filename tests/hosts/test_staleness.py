@@ -139,6 +139,8 @@ def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -
     assert "no weight_updater with a weight_version" in message(lambda args: prepare_rollout(args, 0, data))
     without = {name: value for name, value in data.items() if name != "teacher_log_probs"}
     assert "mis_ext.rollout.generate" in message(lambda args: Trainer(args).train_actor(without))
+    broken = data | {"teacher_log_probs": [*data["teacher_log_probs"][:-1], None]}
+    assert "the versions of this rollout: AttributeError" in message(lambda args: Trainer(args).train_actor(broken))
 
     def copied(args: argparse.Namespace) -> None:
         others = [each.clone() for each in batch["rollout_log_probs"]]

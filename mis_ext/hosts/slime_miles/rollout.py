@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import gather_rows, global_rank
 from mis_ext.correction.layout import PackedStreams
-from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
+from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, stack_mask_sums, unpack
-from mis_ext.hosts.rollout_data import TokenLags, pack_rollout
+from mis_ext.hosts.rollout_data import TokenLags, device_of_rollout, pack_rollout
 from mis_ext.hosts.session import Session, all_arguments, current_run, read_argument
 from mis_ext.keys.reading import GroupConfig, RunConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
@@ -110,7 +110,10 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     session.rollout_seen = True
     config = session.config
     if config.staleness:
-        session.token_lags = _token_lags(rollout_data)
+        try:
+            session.token_lags = _token_lags(rollout_data)
+        except Exception as error:
+            session.token_lags = f"mis_staleness: the versions of this rollout: {type(error).__name__}: {error}"
     refuses_shared = config.denominator == "kept" and not config.per_token_loss and not config.metrics_only
     key = of_prompts.needs_rollout
     if key is None and not refuses_shared:
@@ -124,7 +127,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         return
     groups = find_groups()
     alone = groups.without_data_parallelism
-    lengths, device = rollout_data.get("response_lengths") or (), device_of(*rollout_data.get("loss_masks") or ())
+    lengths, device = rollout_data.get("response_lengths", ()), device_of_rollout(rollout_data)
     measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
     streams: PackedStreams | None = None
     own: dict[str, Tensor] = {}

@@ -16,8 +16,8 @@ import torch
 
 from mis_ext.correction.collectives import gather_objects
 from mis_ext.correction.layout import PackedLayout, PackedStreams
-from mis_ext.hosts.groups import Groups, device_of, find_groups, global_rank, initialized_megatron
-from mis_ext.hosts.rollout_data import pack_rollout
+from mis_ext.hosts.groups import Groups, find_groups, global_rank, initialized_megatron
+from mis_ext.hosts.rollout_data import device_of_rollout, pack_rollout
 from mis_ext.tools.diagnosis.evidence import Origin
 from mis_ext.tools.report.part import Part
 from mis_ext.tools.report.summary import OF_PROMPTS, measure
@@ -69,8 +69,8 @@ def rollout_mismatch(rollout_data: dict[str, Any], groups: Groups, rollout_id: i
     Without the reward, which the host logs itself, and without what needs the prompts. The arguments and errors are
     those of :func:`log_mismatch`.
     """
-    device = device_of(*rollout_data.get("loss_masks") or ())
     try:
+        device = device_of_rollout(rollout_data)
         share = _share(pack_rollout(rollout_data, groups, rollout_id, device=device, key=_HOOK, remedy=_REMEDY))
     except Exception:
         _over_ranks(global_rank(), groups)
