@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -53,15 +53,11 @@ class Origin(NamedTuple):
         return math.nan if ids is None or not len(ids) else float(torch.as_tensor(ids).double().max())
 
 
-class Turns(NamedTuple):
-    """Of each trained token ``[T]`` the number of its turn, from 0 in each response, and its place in the turn."""
+def turns_of(trained_T: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor]:
+    """``[T]`` each: the number of a trained token's turn, from 0 in each response, and its place in the turn.
 
-    turn_T: Tensor
-    place_T: Tensor
-
-
-def turns_of(trained_T: Tensor, position_T: Tensor) -> Turns:
-    """Turns of whole responses, one after the other: a turn begins behind a masked token, or with the response."""
+    A turn begins behind a masked token, or with the response.
+    """
     begins_T = trained_T & (position_T == 0)
     begins_T[1:] |= trained_T[1:] & ~trained_T[:-1]
     index_T = torch.arange(len(begins_T), device=begins_T.device)
@@ -69,7 +65,7 @@ def turns_of(trained_T: Tensor, position_T: Tensor) -> Turns:
     before_T = torch.cat([count_T.new_zeros(1), count_T])[index_T - position_T]
     last_begin_T = torch.where(begins_T, index_T, 0)
     place_T = index_T - (last_begin_T.cummax(0).values if len(index_T) else index_T)
-    return Turns((count_T - before_T - 1).clamp_min(0), place_T)
+    return (count_T - before_T - 1).clamp_min(0), place_T
 
 
 def positions(layout: PackedLayout) -> Tensor:
@@ -170,11 +166,8 @@ class Evidence:
     def joined(cls, parts: Iterable[Evidence]) -> Evidence:
         """The tokens of all parts, in their order."""
         parts = [*parts]
-        before, offsets = 0, []
-        for part in parts:
-            offsets.append(before)
-            before += len(part.steps)
-        moved = [replace(part, sample_T=part.sample_T + offset) for part, offset in zip(parts, offsets, strict=True)]
+        first = accumulate((len(part.steps) for part in parts), initial=0)
+        moved = [replace(part, sample_T=part.sample_T + number) for part, number in zip(parts, first, strict=False)]
         types = {"trainer_T": torch.float64, "engine_T": torch.float64, "repeated_T": torch.int8}
         rows = [
             torch.cat([torch.empty(0, dtype=types.get(name, torch.int64)), *(getattr(part, name) for part in moved)])
@@ -292,11 +285,6 @@ class Evidence:
         return self.per_sample(self.d_T.abs()) / self.num_S
 
     @cached_property
-    def k3_S(self) -> Tensor:
-        """``[S]`` sums of k3."""
-        return self.per_sample(self.k3_T)
-
-    @cached_property
     def shift_S(self) -> Tensor:
         """``[S]`` mean ``|d|`` over mean 1 - p; NaN where a response is too certain to tell."""
         room_S = self.per_sample(self.room_T)
@@ -377,9 +365,8 @@ class Power(NamedTuple):
         """From log-probs of tokens."""
         w = (o - s).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
         excess, excess_error = mean_and_error(w)
-        if not len(w):
-            return cls(excess, excess_error)
         s, o = s - s.mean(), o - o.mean()
+        # 0 without a token.
         along = float(w @ s)
         if not along:
             return cls(excess, excess_error)

@@ -50,7 +50,8 @@ def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
     far_S = torch.zeros_like(known_S)
     far_S[known_S] = _upper(values_S[known_S].log())
     near_S = known_S & ~far_S
-    if not bool(far_S.any()) or not _is_theirs(tokens, far_S):
+    # Responses that loop are far, too, with no more k3 than kernels give.
+    if not tokens.of_samples(far_S).k3 > limit.KERNEL_K3:
         return None
     near, far = (float(tokens.gap_S[each_S].median()) for each_S in (near_S, far_S))
     evidence = (
@@ -58,11 +59,6 @@ def _apart(tokens: Evidence, values_S: Tensor) -> Groups | None:
         f"nats per token, the others {far / near:.2g} times as much"
     )
     return Groups(far_S, evidence, *_apart_by(tokens, far_S, near_S))
-
-
-def _is_theirs(tokens: Evidence, far_S: Tensor) -> bool:
-    """Return True if the k3 of far responses is more than kernels give: responses that loop are far, too."""
-    return float(tokens.k3_S[far_S].sum()) > limit.KERNEL_K3 * float(tokens.num_S[far_S].sum())
 
 
 def _upper(values_N: Tensor) -> Tensor:
