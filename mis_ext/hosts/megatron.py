@@ -283,13 +283,7 @@ def fused_scores(
     padded_lengths = None
     if config.is_padded:
         padded_lengths = batch.get("max_seq_lens") or [logits.shape[1] * groups.cp_size] * len(logits)
-    places = response_places(
-        layout,
-        total_lengths=batch["total_lengths"],
-        padded_lengths=padded_lengths,
-        cp_rank=groups.cp_rank,
-        cp_size=groups.cp_size,
-    )
+    places = response_places(layout, groups, total_lengths=batch["total_lengths"], padded_lengths=padded_lengths)
     num_rows = logits.shape[:-1].numel()
     if places.num_rows > num_rows:
         raise ValueError(
@@ -455,23 +449,17 @@ class Places(NamedTuple):
 
 
 def response_places(
-    layout: PackedLayout,
-    *,
-    total_lengths: Sequence[int],
-    padded_lengths: Sequence[int] | None,
-    cp_rank: int,
-    cp_size: int,
+    layout: PackedLayout, groups: Groups, *, total_lengths: Sequence[int], padded_lengths: Sequence[int] | None
 ) -> Places:
     """Positions of the local response tokens of a zigzag or whole layout.
 
     Args:
         layout: The local tokens.
+        groups: Which ranks share sequences.
         total_lengths: Tokens per prompt and response; the rows of a sample without padding.
         padded_lengths: Rows per sample of ``[B, L, V]`` logits; None for packed ones.
-        cp_rank: This rank within the context-parallel group.
-        cp_size: Ranks in the context-parallel group.
     """
-    chunks = owned_chunks(cp_rank=cp_rank, cp_size=cp_size)
+    chunks = owned_chunks(cp_rank=groups.cp_rank, cp_size=groups.cp_size)
     rows: list[int] = []
     tokens: list[int] = []
     row = token = whole = 0

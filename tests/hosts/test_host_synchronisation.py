@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mis_ext.correction import layout as layout_module
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts import megatron
+from mis_ext.hosts.groups import Groups
 
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 
@@ -119,9 +120,8 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
             layout = PackedLayout.context_parallel(
                 response_lengths=responses, total_lengths=totals, cp_rank=1, cp_size=cp_size
             )
-        found = megatron.response_places(
-            layout, total_lengths=totals, padded_lengths=None, cp_rank=cp_size - 1, cp_size=cp_size
-        )
+        groups = Groups(cp_rank=cp_size - 1, cp_size=cp_size)
+        found = megatron.response_places(layout, groups, total_lengths=totals, padded_lengths=None)
         assert len(found.row_T) == layout.num_local_tokens
         assert len(layout.position_T) == len(layout.sequence_T) == layout.num_local_tokens
         assert len(layout.local_part(torch.zeros(sum(responses)))) == layout.num_local_tokens
