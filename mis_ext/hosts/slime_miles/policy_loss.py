@@ -140,21 +140,9 @@ def scores_without_logits(
 ) -> Any:
     """Compute the values of the framework's own log-prob function from hidden states: lists of samples.
 
-    Its parameters are those of both frameworks' functions. One that neither has is a ``TypeError``: it may say which
-    columns to score.
-
-    Args:
-        logits: With the head that would make them.
-        args: The framework's arguments.
-        unconcat_tokens: Whole samples.
-        total_lengths: Of the samples.
-        response_lengths: Of their responses.
-        with_entropy: Whether the entropy is asked for too.
-        entropy_requires_grad: Of Miles. Nothing here has a gradient, in a pass that scores.
-        non_loss_data: True, as Megatron-Core's schedule says it of a pass that scores.
-        max_seq_lens: Of Miles, the padded lengths.
-        top_p_token_ids: Of slime, the tokens that top-p kept.
-        top_p_token_offsets: Of slime, where those of each token begin.
+    Its parameters are those of both frameworks' functions: ``entropy_requires_grad`` and ``max_seq_lens`` are Miles',
+    the last two slime's. One that neither has is a ``TypeError``: it may say which columns to score. Nothing here has a
+    gradient, because Megatron-Core's schedule sets ``non_loss_data`` for a pass that scores.
 
     Raises:
         ValueError: The framework asks for a loss.
