@@ -263,19 +263,15 @@ def _collect_samples(calls: Sequence[_Call]) -> tuple[TrainingSample, ...]:
 def _join_path(path: list[_Call]) -> TrainingSample:
     tokens = [*path[0].prompt]
     loss_mask, log_probs, versions = list[int](), list[float](), list[str | None]()
-    for number, call in enumerate(path):
-        if number:
-            between = call.prompt[len(tokens) :]
-            tokens += between
-            loss_mask += [0] * len(between)
-            log_probs += [0.0] * len(between)
-            versions += [None] * len(between)
-        sampled = call.generation
-        count = len(sampled.sampled_ids)
-        tokens += sampled.sampled_ids
-        loss_mask += [1] * count
-        log_probs += sampled.log_probs
-        versions += sampled.weight_versions or [sampled.weight_version] * count
+    for call in path:
+        # Of the first call nothing: the sample begins with its prompt.
+        between, sampled = call.prompt[len(tokens) :], call.generation
+        num_between, num_sampled = len(between), len(sampled.sampled_ids)
+        tokens += [*between, *sampled.sampled_ids]
+        loss_mask += [0] * num_between + [1] * num_sampled
+        log_probs += [*[0.0] * num_between, *sampled.log_probs]
+        versions += [None] * num_between
+        versions += sampled.weight_versions or [sampled.weight_version] * num_sampled
     return TrainingSample(
         tokens=tokens,
         response_length=len(loss_mask),
