@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,9 +20,9 @@ _COLLAPSE_REPORT = (
 _PPO = "min(r A, clip(r, 0.8, 1.2) A)"
 
 
-def _with_ppo(*factors: Factor) -> Method:
+def _with_ppo(*factors: Factor, normalize_over: NormalizeOver | None = None) -> Method:
     """PPO with a clip range of [0.8, 1.2] on current / proximal, times the given factors of proximal / behavior."""
-    return Method(surrogate=Ratio(low=0.8, high=1.2), factors=factors)
+    return Method(surrogate=Ratio(low=0.8, high=1.2), factors=factors, normalize_over=normalize_over)
 
 
 @published(
@@ -132,8 +131,7 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
     Claims: stable where GRPO collapses; less gradient noise.
     Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
-    method = _with_ppo(PairWeight(), PairGate(low=low, high=high, action="zero"))
-    return dataclasses.replace(method, normalize_over=normalize_over)
+    return _with_ppo(PairWeight(), PairGate(low=low, high=high, action="zero"), normalize_over=normalize_over)
 
 
 @published(
