@@ -89,11 +89,6 @@ class FirstUpdate(NamedTuple):
     passed_T: Tensor
     kept_T: Tensor
 
-    @property
-    def live_T(self) -> Tensor:
-        """``[T]`` bool: whether the token has a policy gradient."""
-        return self.factor_T != 0.0
-
 
 @torch.no_grad()
 def first_update(
