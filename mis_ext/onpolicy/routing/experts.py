@@ -163,17 +163,9 @@ class RoutedExperts:
         ``routed_experts_prompt_start`` to the last but one token, prompt included. Its layers are all decoder layers;
         dense ones hold zeros, and so does what was not written: see :meth:`from_sglang`.
 
-        Args:
-            choice: A choice of the response.
-            num_tokens: Tokens of prompt and response.
-            num_experts: Experts per layer.
-            start: The request's ``routed_experts_prompt_start``.
-            moe_layers: Which of the decoder layers are mixture-of-experts layers, ascending from 0; by default all.
-
-        Raises:
-            TypeError: ``choice`` is no mapping, its ``routed_experts`` no string, or a count no integer.
-            ValueError: Nothing was returned, it is no NumPy file of experts, its rows do not fit ``num_tokens``, every
-                value is 0, ``moe_layers`` is as :meth:`from_sglang` refuses it, or see the class.
+        ``choice`` is a choice of the response, ``start`` the request's ``routed_experts_prompt_start``. The other
+        arguments are those of :meth:`from_sglang`, and so are the errors; a ``ValueError`` is also raised for what is
+        no NumPy file of experts.
         """
         num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
         _check_fields("choice", choice, "start vLLM with --enable-return-routed-experts")

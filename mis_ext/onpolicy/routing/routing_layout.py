@@ -108,13 +108,8 @@ class RoutingLayout:
     ) -> RoutingLayout:
         """Samples padded at the right to one length (``bshd``): Megatron's routers see position after position.
 
-        Args:
-            lengths: Tokens of each sample.
-            padded_length: The length they are padded to, over all context-parallel ranks.
-            cp_rank: See :meth:`packed`.
-            cp_size: See :meth:`packed`.
-            tp_rank: See :meth:`packed`.
-            tp_size: See :meth:`packed`.
+        ``padded_length`` is that length, over all context-parallel ranks. The other arguments are those of
+        :meth:`packed`.
 
         Raises:
             ValueError: See :meth:`packed`; or a sample is longer than ``padded_length``.
@@ -159,8 +154,9 @@ class RoutingLayout:
         self._check(samples)
         stacked = torch.cat([sample.experts_TLK.int().cpu() for sample in samples])
         is_token_T = self.sample_T >= 0
-        experts_TLK = torch.where(is_token_T[:, None, None], stacked[self._token_T()], NOT_RECORDED)
-
+        first_S = torch.tensor([0, *self.lengths]).cumsum(0)
+        token_T = torch.where(is_token_T, first_S[self.sample_T] + self.position_T, 0)
+        experts_TLK = torch.where(is_token_T[:, None, None], stacked[token_T], NOT_RECORDED)
         recorded_T = experts_TLK[:, 0, 0] != NOT_RECORDED
         is_last_T = self.position_T == torch.tensor(self.lengths)[self.sample_T] - 1
         missing_T = is_token_T & ~recorded_T & ~is_last_T
@@ -175,11 +171,6 @@ class RoutingLayout:
             num_experts=samples[0].num_experts,
             num_missing=int(missing_T.sum()),
         )
-
-    def _token_T(self) -> Tensor:
-        """The token of each row, counted through all samples; 0 for padding."""
-        first_S = torch.tensor([0, *self.lengths]).cumsum(0)
-        return torch.where(self.sample_T >= 0, first_S[self.sample_T] + self.position_T, 0)
 
     def _check(self, samples: Sequence[RoutedExperts]) -> None:
         if len(samples) != len(self.lengths):
