@@ -192,7 +192,6 @@ _MODULE_TENSOR = re.compile(r"(?:(?P<module>.+)\.)?(?:inputs\.(?P<argument>[^.]+
 
 class _Dump(NamedTuple):
     path: Path
-    step: int
     name: str
 
     def load(self) -> dict[str, Any]:
@@ -252,8 +251,8 @@ def _steps(directory: Path) -> dict[int, list[_Dump]]:
     for path in directory.glob("*.pt"):
         match = _FILE.fullmatch(path.name)
         if match is not None:
-            dump = _Dump(path, int(match["step"]), match["name"].partition("___")[0])
-            found[dump.step].append((int(match["index"]), dump))
+            dump = _Dump(path, match["name"].partition("___")[0])
+            found[int(match["step"])].append((int(match["index"]), dump))
     if not found:
         several = f"; it holds several experiments: {[folder.name for folder in folders]}" if folders else ""
         raise ValueError(f"no dumps of rank 0 in {directory}{several}")
