@@ -83,6 +83,13 @@ DUMPS = {
     "code": (".pt", lambda path: torch.save([torch.ones(2), Runs(path.parent / "made")], path)),
     "a program of TorchScript": (".pt", lambda path: torch.jit.script(Scripted()).save(path)),
 }
+REASONS = {
+    "text": "cannot be read",
+    "no UTF-8": "line 1: 'utf-8' codec can't decode",
+    "a list a line": "line 1: a list",
+    "another format": "must end in .pt or .jsonl",
+}
+"""What the line says of some."""
 JUDGED = ("lengths of another dump", "nothing of the trainer", "no trained token", "words in a mask")
 """Of these the audit has a verdict."""
 YAMLS = {
@@ -152,7 +159,9 @@ def test_a_dump_that_cannot_be_read_is_refused_in_a_line(name, fails, tmp_path):
     ending, make = DUMPS[name]
     path = tmp_path / f"dump{ending}"
     make(path)
-    assert str(path) in fails("report", path, "--out", tmp_path / "out")
+    line = fails("report", path, "--out", tmp_path / "out")
+    assert str(path) in line
+    assert REASONS.get(name, "") in line
     if name not in JUDGED:
         assert str(path) in fails("audit", path)
     # A recording has an ending of its own, and no JSON lines.
