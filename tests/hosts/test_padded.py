@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padded batches give, row by row, what the same responses give packed."""
 
-import dataclasses
 import math
 import runpy
 from pathlib import Path
@@ -95,23 +94,6 @@ def test_what_lies_under_the_mask_changes_nothing(keys, side, garbage) -> None:
     assert torch.equal(found.keep_mask, clean.keep_mask)
     for name, metric in clean.metrics.items():
         torch.testing.assert_close(found.metrics[name].value(), metric.value(), rtol=0.0, atol=0.0, equal_nan=True)
-
-
-@configs
-def test_means_add_up_over_calls(keys) -> None:
-    config, samples = config_of(keys), draw()
-    config = config.replace(normalize_over=None, denominator="fixed")
-    whole = mis_ext.correct_padded(config, **padded(samples)).metrics
-    parts = [mis_ext.correct_padded(config, **padded(tuple(x[p] for x in samples))) for p in (slice(2), slice(2, 5))]
-    for name, metric in whole.items():
-        if isinstance(metric, Mean):
-            found = [part.metrics[name] for part in parts]
-            total, count = sum(each.total for each in found), sum(each.count for each in found)
-            torch.testing.assert_close(total / count, metric.value(), rtol=1e-5, atol=1e-6, equal_nan=True)
-        else:
-            # Nothing in it that could be added up.
-            assert isinstance(metric, GroupNumber)
-            assert [field.name for field in dataclasses.fields(metric)] == ["number"]
 
 
 @configs
