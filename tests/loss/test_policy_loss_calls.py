@@ -244,23 +244,6 @@ def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:
     assert all(value.shape == () and not value.requires_grad and not value.is_cuda for value in metrics.values())
 
 
-def of_lengths(lengths: list) -> dict:
-    """A micro-batch with log-probs in place of logits."""
-    generator = torch.Generator().manual_seed(0)
-
-    def column() -> list:
-        return list((torch.randn(sum(lengths), generator=generator) * 0.05 - 1.0).split(lengths))
-
-    keys = ("current", "entropy", "advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
-    return {key: column() for key in keys} | {
-        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
-        "rollout_mask_sums": torch.tensor(lengths).float(),
-        "total_lengths": [length + 3 for length in lengths],
-        "response_lengths": lengths,
-        "logits": torch.zeros(1, 1, 2),
-    }
-
-
 def given_scores(unscored):
     log_probs, entropies = (torch.cat(unscored.batch[key]).requires_grad_() for key in ("current", "entropy"))
     return hosts.Scores(log_probs, entropies)
@@ -286,7 +269,7 @@ def test_no_value_is_read_and_the_work_does_not_depend_on_the_number_of_samples(
     args = loss_cases.host_args(**GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1} | MODES[name])
     counts = []
     for num_samples, length in ((40, 64), (8, 64), (24, 64)):
-        batch = of_lengths([length] * num_samples)
+        batch = loss_cases.of_lengths([length] * num_samples)
         # The guards read until they have seen enough, and index tensors of new lengths are built from Python numbers.
         batch_loss(current_run(args, whole_loss=True), host, batch, batch["logits"])
         inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

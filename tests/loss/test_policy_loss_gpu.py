@@ -6,7 +6,7 @@ from argparse import Namespace
 import loss_cases
 import pytest
 import torch
-from test_policy_loss_calls import MODES, given_scores, of_lengths
+from test_policy_loss_calls import MODES, given_scores
 from torch.profiler import ProfilerActivity, profile
 
 from mis_ext.hosts.groups import Groups
@@ -40,7 +40,7 @@ def computed(args: Namespace, batch: dict) -> tuple:
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_gpu_gives_the_numbers_of_the_cpu_and_the_same_bits_twice(name) -> None:
-    args, batch = loss_cases.host_args(**KEYS | MODES[name]), of_lengths([700] * 12)
+    args, batch = loss_cases.host_args(**KEYS | MODES[name]), loss_cases.of_lengths([700] * 12)
     (on_cpu, wanted), (first, found), (again, same) = (
         computed(args, moved(batch, device)) for device in ("cpu", "cuda", "cuda")
     )
@@ -52,7 +52,7 @@ def test_a_gpu_gives_the_numbers_of_the_cpu_and_the_same_bits_twice(name) -> Non
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_loss_never_waits_and_its_metrics_wait_once(name) -> None:
-    args, batch = loss_cases.host_args(**KEYS | MODES[name]), moved(of_lengths([700] * 12), "cuda")
+    args, batch = loss_cases.host_args(**KEYS | MODES[name]), moved(loss_cases.of_lengths([700] * 12), "cuda")
     # The guards look at the first calls of each args at once, and wait for what they see.
     for _ in range(3):
         on_host(computed(args, batch)[0].metrics)

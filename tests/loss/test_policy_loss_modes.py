@@ -126,16 +126,6 @@ def assert_same(one: tuple, other: tuple) -> None:
     torch.testing.assert_close((one[0], one[2]), (other[0], other[2]), rtol=1e-6, atol=1e-9)
 
 
-def test_the_scoring_pass_is_not_looked_at_in_bypass_and_reinforce() -> None:
-    batch = double_batch()
-    other = batch | {"log_probs": [torch.full_like(x, -3.0) for x in batch["log_probs"]]}
-    for mode in ("bypass", "reinforce"):
-        keys = GATES | BEHAVIOR | {"mis_loss_mode": mode}
-        one, two = computed(keys, batch), computed(keys, other)
-        assert torch.equal(one[2], two[2])
-        assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
-
-
 # --- denominators and rejected tokens
 
 

@@ -269,22 +269,6 @@ def test_the_debug_dump_of_slime_gets_its_samples_and_else_none_is_made() -> Non
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-6, atol=1e-6)
 
 
-def of_lengths(lengths: list[int]) -> dict:
-    """A micro-batch with prompts of three tokens."""
-    generator = torch.Generator().manual_seed(0)
-
-    def column() -> list:
-        return list((torch.randn(sum(lengths), generator=generator) * 0.05 - 2.0).split(lengths))
-
-    return {key: column() for key in ("advantages", "log_probs", "rollout_log_probs")} | {
-        "unconcat_tokens": [torch.randint(8, (length + 3,), generator=generator) for length in lengths],
-        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
-        "rollout_mask_sums": torch.tensor(lengths).float(),
-        "total_lengths": [length + 3 for length in lengths],
-        "response_lengths": lengths,
-    }
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_work_from_logits_to_gradient_does_not_depend_on_the_number_of_samples(host, monkeypatch) -> None:
     args = loss_cases.host_args(**GATES, entropy_coef=0.1)
@@ -294,7 +278,7 @@ def test_the_work_from_logits_to_gradient_does_not_depend_on_the_number_of_sampl
         # The guards read until they have seen enough: the first call is not counted. Nor is a call with a look at the
         # mask, one of four.
         for num_samples in (40, 8, 24):
-            batch = of_lengths([64] * num_samples)
+            batch = loss_cases.of_lengths([64] * num_samples)
             for _ in range(3):
                 batch_loss(run, find_host(args, run.config, *find_ranks()), batch, torch.randn(1, 67 * num_samples, 8))
             logits = torch.randn(1, 67 * num_samples, 8, requires_grad=True)

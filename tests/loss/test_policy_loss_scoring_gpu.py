@@ -6,7 +6,7 @@ import pytest
 import torch
 from host_stand_ins import HOSTS, called, running
 from test_policy_loss_gpu import moved
-from test_policy_loss_scoring import HOT, assert_same, of_lengths
+from test_policy_loss_scoring import HOT, assert_same
 from torch.profiler import ProfilerActivity, profile
 
 from mis_ext.hosts.megatron import batch_loss
@@ -43,7 +43,7 @@ def test_it_gives_the_loss_with_the_hosts_own_log_probs(monkeypatch, name, backe
 
 
 def micro_batch(num_samples: int) -> dict:
-    return on_gpu(loss_cases.with_top_p(of_lengths([64] * num_samples)))
+    return on_gpu(loss_cases.with_top_p(loss_cases.of_lengths([64] * num_samples)))
 
 
 @pytest.mark.parametrize("name", ["slime", "slime, top-p", "miles"])

@@ -267,3 +267,21 @@ def contiguous_rows(batch: dict, *, cp_rank: int, cp_size: int) -> torch.Tensor:
 def with_options(batch: dict, args: Namespace) -> dict:
     """Without what the host would not have."""
     return batch | {"log_probs": None} if args.skip_actor_forward_only else batch
+
+
+def of_lengths(lengths: list[int]) -> dict:
+    """A micro-batch with prompts of three tokens, and log-probs in place of logits."""
+    generator = torch.Generator().manual_seed(0)
+
+    def column() -> list:
+        return list((torch.randn(sum(lengths), generator=generator) * 0.05 - 2.0).split(lengths))
+
+    keys = ("current", "entropy", "advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
+    return {key: column() for key in keys} | {
+        "unconcat_tokens": [torch.randint(8, (length + 3,), generator=generator) for length in lengths],
+        "loss_masks": [torch.ones(length, dtype=torch.int32) for length in lengths],
+        "rollout_mask_sums": torch.tensor(lengths).float(),
+        "total_lengths": [length + 3 for length in lengths],
+        "response_lengths": lengths,
+        "logits": torch.zeros(1, 1, 2),
+    }
