@@ -186,19 +186,18 @@ def compare(
         check_instance(side, recording, Recording)
     names = names if isinstance(names, NameMap) else NameMap(names or {})
     findings = _Findings(allow)
-    modules: list[ModuleDifference] = []
-    bases: list[str] = []
+    # By the name without the number of the call.
+    compared: list[tuple[str, ModuleDifference]] = []
     for pair in _pairs(a, b, names, findings):
         difference = _compare_pair(pair, a, b, findings)
         if difference is not None:
-            modules.append(difference)
-            # Without the number of the call.
-            bases.append(pair.module_a.partition("#")[0])
-    blamed = {base for base, module in zip(bases, modules, strict=True) if module.is_culprit}
-    for index, base in enumerate(bases):
+            compared.append((pair.module_a.partition("#")[0], difference))
+    culprits = {base for base, module in compared if module.is_culprit}
+    modules = []
+    for base, module in compared:
+        has_inner = any(inner != base and (not base or inner.startswith(f"{base}.")) for inner in culprits)
         # A culprit inside of it is to blame.
-        if any(inner != base and (not base or inner.startswith(f"{base}.")) for inner in blamed):
-            modules[index] = replace(modules[index], culprit_row=None)
+        modules.append(replace(module, culprit_row=None) if has_inner else module)
     return Comparison(
         modules=tuple(sorted(modules, key=lambda module: module.order)),
         problems=tuple(findings.problems),
@@ -354,11 +353,8 @@ class NameMap:
     def __init__(self, pairs: Mapping[str, str | Parts]) -> None:
         self.pairs = dict(pairs)
         for source, target in self.pairs.items():
-            unknown = (
-                set(_PLACEHOLDER.findall(target)) - set(_PLACEHOLDER.findall(source))
-                if isinstance(target, str)
-                else set()
-            )
+            found = _PLACEHOLDER.findall(target) if isinstance(target, str) else []
+            unknown = {*found} - {*_PLACEHOLDER.findall(source)}
             if unknown:
                 raise ValueError(f"{target!r} has placeholders that {source!r} does not: {sorted(unknown)}")
         self._patterns = {source: _pattern(source) for source in sorted(self.pairs, key=lambda x: "{" in x)}
