@@ -26,6 +26,7 @@ import psutil
 from grpo import sglang_engine
 from grpo.block_quantization import BlockQuantizer
 from grpo.sglang_engine import SGLangEngine
+from tiny_shape import TINY
 from transformers import Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -33,23 +34,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 EOS = 3
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]] * 8
-SHAPE = {
-    # Not a multiple of 64, to which SGLang pads.
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    # Five times the usual, so that the distributions are far from uniform.
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-}
-QWEN3 = Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False)
-TIED_QWEN2 = Qwen2Config(**SHAPE, tie_word_embeddings=True)
+SHAPE = TINY | {"eos_token_id": EOS}
+QWEN3 = Qwen3Config(**SHAPE, head_dim=16)
+TIED_QWEN2 = Qwen2Config(**SHAPE | {"tie_word_embeddings": True})
 
 # bf16 keeps 8 bits: logits of a few units are off by about 1e-2, twice that after division by 0.7 and the softmax.
 BF16_TOLERANCE = 0.1

@@ -25,27 +25,14 @@ from echo_worker import serve_echo
 from grpo import vllm_engine
 from grpo.engine_process import EngineProcess
 from grpo.vllm_engine import VLLMEngine
+from tiny_shape import TINY
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]] * 4
 EOS = 3
-CONFIG = Qwen3Config(
-    vocab_size=50,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=256,
-    initializer_range=0.1,
-    bos_token_id=None,
-    eos_token_id=EOS,
-    pad_token_id=None,
-    tie_word_embeddings=False,
-)
+CONFIG = Qwen3Config(**TINY | {"eos_token_id": EOS}, head_dim=32)
 
 
 @pytest.fixture

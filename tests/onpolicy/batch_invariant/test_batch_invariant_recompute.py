@@ -4,7 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_invariant_support import equal_bits, randn
+from batch_invariant_support import each_device, equal_bits, randn
 from torch.utils.checkpoint import checkpoint
 
 from mis_ext.onpolicy.batch_invariant import (
@@ -40,9 +40,6 @@ class Checkpointed(torch.nn.Module):
         return x
 
 
-in_either_kind_of_checkpoint = pytest.mark.parametrize("use_reentrant", [True, False])
-
-
 def wrapped_gradients(model, x, *, in_mode):
     leaf = x.clone().requires_grad_()
     with batch_invariant_forward(model):
@@ -55,23 +52,16 @@ def wrapped_gradients(model, x, *, in_mode):
     return [leaf.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+# On CUDA a thread of autograd computes it again.
+@each_device
 @pytest.mark.parametrize("in_mode", [False, True])
-@in_either_kind_of_checkpoint
-def test_what_a_backward_pass_of_a_wrapped_model_computes_again_is_what_the_forward_computed(use_reentrant, in_mode):
-    x = randn(2, 70, 64)
-    ours = wrapped_gradients(Checkpointed(use_reentrant), x, in_mode=in_mode)
-    expected = wrapped_gradients(Checkpointed(None), x, in_mode=in_mode)
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert equal_bits(mine, theirs)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@in_either_kind_of_checkpoint
-def test_a_thread_of_autograd_computes_again_what_the_forward_computed(use_reentrant):
-    x = randn(2, 70, 64).cuda()
-    ours = wrapped_gradients(Checkpointed(use_reentrant).cuda(), x, in_mode=False)
-    expected = wrapped_gradients(Checkpointed(None).cuda(), x, in_mode=False)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_a_backward_pass_of_a_wrapped_model_computes_again_is_what_the_forward_computed(
+    use_reentrant, in_mode, device
+):
+    x = randn(2, 70, 64, device=device)
+    ours = wrapped_gradients(Checkpointed(use_reentrant).to(device), x, in_mode=in_mode)
+    expected = wrapped_gradients(Checkpointed(None).to(device), x, in_mode=in_mode)
     for mine, theirs in zip(ours, expected, strict=True):
         assert equal_bits(mine, theirs)
 

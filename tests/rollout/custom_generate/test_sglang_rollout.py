@@ -22,6 +22,7 @@ if torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
+from tiny_shape import TINY
 from tiny_tokenizers import english_tokenizer, render
 from tokens.sample import Sample, Status, host_args
 from transformers import Qwen3Config, Qwen3MoeConfig
@@ -70,23 +71,8 @@ ENVIRONMENT = {"on_policy_tokens": {"environment": f"{__name__}.step"}, "rollout
 
 
 def drawn(kind, **more):
-    config = kind(
-        vocab_size=len(TOKENIZER),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=CONTEXT,
-        # Five times the usual, so that the distributions are far from uniform.
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=None,
-        **more,
-    )
+    shape = TINY | {"vocab_size": len(TOKENIZER), "max_position_embeddings": CONTEXT, "eos_token_id": END}
+    config = kind(**shape, head_dim=16, **more)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

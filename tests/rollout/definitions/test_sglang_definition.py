@@ -17,6 +17,7 @@ import torch
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed (requirements/sglang-cpu.txt)", allow_module_level=True)
 
+from tiny_shape import TINY
 from transformers import Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -73,24 +74,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def model():
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        # Five times the usual, so that the distributions are far from uniform.
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_config(Qwen3Config(**TINY, head_dim=16), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
