@@ -92,41 +92,12 @@ def test_a_map_and_allowances_are_read(tmp_path, capsys, suffix: str) -> None:
     assert main(command[:3]) == 1
 
 
-@needs_rich
-@pytest.mark.parametrize(
-    "change", [lambda values: values[:, :1], lambda values: values.double(), lambda values: values[..., :1]]
-)
-def test_an_allowed_module_may_have_other_rows_dtypes_and_sizes(tmp_path, change) -> None:
-    values = torch.ones(1, 2, 3)
-    for name, tensors in (("a", (values, values)), ("b", (values, change(values)))):
-        model = nn.ModuleDict({"same": nn.Identity(), "other": nn.Identity()})
-        model.forward = lambda x, y, model=model: [model["same"](x), model["other"](y), None][2]
-        rows = Rows.packed([2])
-        rows = Rows(sequence=rows.sequence, position=rows.position, kept=torch.tensor([0]))
-        with record(model) as recorder, recorder.rows(rows):
-            model(*tensors)
-        recorder.recording().save(tmp_path / f"{name}.pt")
-    command = ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
-    assert main(command) == 1
-    assert main([*command, "--allow", "other"]) == 0
-    assert main([*command, "--allow", "same"]) == 1
-
-
-@pytest.mark.parametrize("case", ["no file", "no recording", "bad map", "no dumps", "no subcommand argument"])
-def test_wrong_usage_exits_with_2(files, tmp_path, case: str) -> None:
+def test_a_map_that_is_none_and_a_folder_without_dumps_are_refused(files, tmp_path) -> None:
     (tmp_path / "map.yaml").write_text("- a list")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text.pt").write_text("text")
-    command = {
-        "no file": [files[0], str(tmp_path / "none.pt")],
-        "no recording": [files[0], str(tmp_path / "text.pt")],
-        "bad map": [*files, "--map", str(tmp_path / "map.yaml")],
-        "no dumps": [files[0], str(tmp_path / "empty")],
-        "no subcommand argument": [files[0]],
-    }[case]
-    with pytest.raises(SystemExit) as error:
-        main(["diff", *command])
-    assert error.value.code == 2
+    for command in ([*files, "--map", str(tmp_path / "map.yaml")], [files[0], str(tmp_path / "empty")]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["diff", *command])
 
 
 class Dumps:
@@ -203,19 +174,6 @@ def test_dumps_are_read_by_module_and_token(tmp_path, nested: bool) -> None:
     # Without a list of requests they are numbered as they appear.
     appeared = read_sglang_dumps(tmp_path / "experiment").outputs["model.norm"]["1"]
     assert appeared.sequence_N.tolist() == [0, 1, 1, 1, 1, 2, 2, 2]
-
-
-@needs_rich
-def test_dumps_can_be_compared_from_the_command_line(tmp_path, capsys) -> None:
-    a, b = dumped(tmp_path / "a"), dumped(tmp_path / "b")
-    assert main(["diff", str(a), str(b), "--request", "a", "--request", "b"]) == 0
-    path = next(b.glob("step=2*dense.output*"))
-    content = torch.load(path)
-    content["value"][1, 1] += 1
-    torch.save(content, path)
-    assert main(["diff", str(a), str(b), "--request", "a", "--request", "b"]) == 1
-    assert "culprit" in (out := " ".join(capsys.readouterr().out.split()))
-    assert "first divergence: model.layers.0.output.dense (sequence 1, position 3): inputs equal" in out
 
 
 @needs_rich
