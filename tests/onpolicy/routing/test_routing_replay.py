@@ -88,30 +88,6 @@ def test_replaying_the_trainers_own_experts_changes_no_bit(model, packed) -> Non
     assert all(torch.equal(x, y) for x, y in zip(expected, gradients(model), strict=True))
 
 
-def test_every_layer_dispatches_each_token_to_the_experts_of_its_row(model) -> None:
-    lengths = (6, 4)
-    samples = [random_routing(n, seed=n) for n in lengths]
-    layout = RoutingLayout.padded(lengths, padded_length=6)
-    with router_outputs(model) as own, torch.no_grad():
-        score(model, tokens())
-    with router_outputs(model) as seen, replay_routing(model, [layout.local(samples)]), torch.no_grad():
-        score(model, tokens())
-    assert list(seen) == ["decoder.layers.0.mlp.router", "decoder.layers.2.mlp.router"]
-    for column, (name, [(_, _, routing_map)]) in enumerate(seen.items()):
-        experts = chosen(routing_map)
-        for index, length in enumerate(lengths):
-            for position in range(length - 1):
-                # Megatron flattens [sequence, batch, hidden].
-                row = position * len(lengths) + index
-                assert experts[row] == set(samples[index].experts_TLK[position, column].tolist()), (name, row)
-    # The router's input in the first layer does not depend on the replay, so what is left to it is as without.
-    first = "decoder.layers.0.mlp.router"
-    left_to_it = [10, 7, 9, 11]
-    assert [chosen(seen[first][0][2])[row] for row in left_to_it] == [
-        chosen(own[first][0][2])[row] for row in left_to_it
-    ]
-
-
 def test_tokens_that_were_not_recorded_keep_the_trainers_choice(model) -> None:
     whole = random_routing(6, seed=1)
     cached = RoutedExperts.from_rows(whole.experts_TLK[3:5], num_tokens=6, num_experts=8, start=3)
