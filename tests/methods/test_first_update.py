@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from method_cases import HOOK, apply, make_data, parameters
-from method_cases import HOOK_PARAMETERS as FIRING
+from method_cases import apply, make_data, parameters
 from rows import for_each
 
 import mis_ext
@@ -63,21 +62,6 @@ def test_where_every_token_has_the_mean_of_its_sequence_a_rejected_one_lowers_it
         keep_mask_T=torch.tensor([True, False, True, True]),
     )
     assert found.factor_T.tolist() == [1.5] * 4
-
-
-@for_each("name", HOOK)
-def test_what_the_hook_can_do_has_the_hooks_weights_and_masks(name) -> None:
-    data, mask, layout = make_data()
-    method = METHODS[name](**FIRING.get(name, {}))
-    found = first_update(method, **streams(data), advantages_T=data.advantages, response_mask_T=mask, layout=layout)
-    config = equivalent_correction(NO_CORRECTION, method)
-    correction = mis_ext.compute_correction(
-        **streams(data), response_mask_R=mask, layout=layout, config=config.replace(metrics=())
-    )
-    assert torch.equal(found.kept_T, correction.keep_mask_T)
-    wanted_T = torch.where(correction.keep_mask_T, correction.weights_T, 0.0).double()
-    # The hook's weights are float32; a sum of ten log-ratios of 0.4 nats rounds to 1e-6 of its exp.
-    torch.testing.assert_close(found.factor_T, wanted_T, rtol=5e-6, atol=0.0)
 
 
 def test_an_equivalent_configuration_stands_alone_and_keeps_what_else_the_file_says() -> None:
