@@ -23,10 +23,10 @@ OF_K3, OF_DIFFERENCE = (5.0, 0.1), (2.0, 0.3)
 """The alerts: a multiple of the first WINDOW steps, and a limit. The second one was chosen on these runs."""
 HEAD = """# From train_rollout_logprob_abs_diff to mis_k3_kl
 
-`python lab/studies/abs_diff.py > lab/evidence/abs_diff.md`, from the results in `lab/evidence/results`. Nothing runs.
+`python lab/studies/abs_diff.py > lab/evidence/abs_diff.md` makes this page from the stored results.
 
-slime and Miles log `train_rollout_logprob_abs_diff` without mis_ext: the mean of $|d|$. `mis_k3_kl` is the mean of
-$e^d - 1 - d$. Each row has the steps of all runs of one condition. The quotient is k3 divided by the square of the mean
+slime and Miles log `train_rollout_logprob_abs_diff`, the mean of $|d|$, without mis_ext. `mis_k3_kl` is the mean of
+$e^d - 1 - d$. Each row has the steps of all runs of one condition. The *quotient* is k3 divided by the squared mean
 difference: 5 %, median, and 95 % of the steps.
 
 """
