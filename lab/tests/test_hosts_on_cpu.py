@@ -551,7 +551,7 @@ def run_on_cpu(host: Host, folder: Path) -> str:
     reason="no checkouts of both: set SLIME_DIR and MEGATRON_DIR, or run lab/hosts/slime_cpu.sh once",
 )
 def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
-    assert "8 runs are as they must be" in run_on_cpu(SLIME, tmp_path)
+    assert "8 runs passed" in run_on_cpu(SLIME, tmp_path)
 
 
 @pytest.mark.whole_run
@@ -560,7 +560,7 @@ def test_unmodified_slime_trains_alike_with_its_own_correction_and_with_ours(tmp
     reason="no checkout of Miles: set MILES_DIR, or run lab/hosts/miles_cpu.sh once",
 )
 def test_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
-    assert "5 runs are as they must be" in run_on_cpu(MILES, tmp_path)
+    assert "5 runs passed" in run_on_cpu(MILES, tmp_path)
 
 
 @pytest.mark.whole_run
@@ -569,7 +569,7 @@ def test_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp
     reason="no checkouts of both: set MILES_DIR and MILES_MEGATRON_DIR, or run lab/hosts/miles_megatron_cpu.sh once",
 )
 def test_the_megatron_trainer_of_unmodified_miles_trains_alike_with_its_own_correction_and_with_ours(tmp_path) -> None:
-    assert "7 runs are as they must be" in run_on_cpu(MILES_MEGATRON, tmp_path)
+    assert "7 runs passed" in run_on_cpu(MILES_MEGATRON, tmp_path)
 
 
 def test_a_first_gradient_norm_that_is_not_the_one_by_hand_is_a_fault() -> None:

@@ -141,7 +141,7 @@ def machine(packages: Iterable[str]) -> dict[str, Any]:
 
 
 def record(results: Sequence[Result], *, about: dict[str, Any]) -> dict[str, Any]:
-    """All numbers that the host logged, of each run, with commits, command, date, hardware and versions."""
+    """All values that the framework logged, of each run, with commits, command, date, hardware and versions."""
     runs = {
         result.case.name: {
             "title": result.case.title,
@@ -173,13 +173,14 @@ def page(results: Sequence[Result], *, host: Host, about: dict[str, Any], verdic
     stand_ins = "\n".join(f"| {name} | {what} |" for name, what in host.stand_ins.items())
     return f"""# {host.title} on a CPU{": " * bool(part)}{part}
 
-Written by `{about["command"]}` on {about["date"]}. All numbers that {host.title} logged are in
+Written by `{about["command"]}` on {about["date"]}. All values that {host.title} logged are in
 the `.json` of the same name.
 
 {verdict}
 
 {table(results)}
-*Scoring pass*: the host's separate forward pass over the rollout. *s a step*: of the last rollout, with that pass.
+*Scoring pass* is the framework's separate forward pass over the rollout. *s a step* is the time of a step of the last
+rollout, with that pass.
 {_explained(results)}
 | checkout | commit |
 |---|---|
@@ -198,11 +199,12 @@ def _explained(results: Sequence[Result]) -> str:
     if not any(result.case.layout for result in results):
         return ""
     return f"""
-The runs in a layout are in float32, where their title does not say bfloat16. *Off*: relative difference from the same
-run on one rank, in the first step: of the gradient norm, then of that metric `train/mis_*` which differs most. Up to
-{SAME:g} passes, for sums of float32 in another order. In bfloat16 up to {CLOSE_IN_BFLOAT16:g} passes. DP 2 is compared
-with micro-batches of twice the tokens: our metrics are those of a call on all ranks, and the host averages over calls.
-*By hand*: the first gradient of what a run should compute, from definitions, one sample after the other (by_hand.py).
+The runs in a layout are in float32 unless their title has bfloat16. *Off* is the relative difference from the same run
+on one rank in the first step: of the gradient norm, and of the metric `train/mis_*` that differs most. The limit is
+{SAME:g} in float32 and {CLOSE_IN_BFLOAT16:g} in bfloat16. DP 2 is compared with micro-batches of twice the
+tokens, because our metrics are those of a call on all ranks, and the framework averages over calls.
+*By hand* is the first gradient that a run should have, computed from definitions, one sample after the other
+(by_hand.py).
 """
 
 

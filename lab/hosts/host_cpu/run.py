@@ -196,7 +196,7 @@ def main() -> int:
         print(f"FAULT {fault}")
     if faults:
         return 1
-    verdict = f"{len(results)} runs are as they must be. The host's own parser takes {checked}."
+    verdict = f"{len(results)} runs passed. The framework's own parser accepts {checked}."
     print(verdict)
     if options.record is not None:
         command = shlex.join(["bash", host.script, *sys.argv[2:]])

@@ -165,8 +165,8 @@ SLIME = Host(
     stand_ins={
         "CUDA": "its calls go to the CPU (device.py), NCCL's to gloo, by slime's own registry of accelerators",
         "torch.compile": "leaves functions as they are (device.py)",
-        "bfloat16": "float32 in the runs in a layout, by an argument that the host has no flag for (train.py)",
-        "process groups": "the host's wrapper of one passes on two collectives that torch 2.13 renamed (device.py)",
+        "bfloat16": "float32 in the runs in a layout, by an argument without a flag (train.py)",
+        "process groups": "the framework's wrapper passes on two collectives that torch 2.13 renamed (device.py)",
         "Transformer Engine": "a layer spec with its parameter names, and packed attention; with context parallelism "
         "each rank gathers all tokens (layers.py)",
         "the engine": "recorded rollouts in slime's own file format: random tokens, drawn mismatch (inputs.py). "
