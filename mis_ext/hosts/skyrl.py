@@ -42,7 +42,7 @@ def register(keys: Keys) -> None:
             advantages=advantages,
             response_mask=loss_mask,
         )
-        # SkyRL reports its loss itself. What is called a loss it adds up over micro-batches, which no mean is for.
+        # SkyRL reports its loss itself. It sums metrics whose name has "loss" over micro-batches, so a mean is wrong.
         metrics = {name: metric for name, metric in found.metrics.items() if not name.endswith("loss")}
         return found.total, agreed_scalars(metrics, prefix="")
 

@@ -44,7 +44,7 @@ def group_advantages(
 
     Args:
         rewards: ``[N]``, of each sample; the advantages have their dtype, or float32 where they are integers.
-        groups: ``[N]``, which prompt it answers.
+        groups: ``[N]``, the prompt of each sample.
         trajectories: ``[N]``, which samples of a prompt are one trajectory. None: each is its own.
         counted: ``[N]`` bool, False for a sample that is not trained. A trajectory counts if one of its samples does.
             None: all count.
@@ -149,7 +149,7 @@ def prompt_factors(
     is one prompt in each.
 
     Args:
-        group_N: Which prompt a sample answers.
+        group_N: The prompt of each sample.
         step_N: The optimizer step that it is trained in.
         kept_N: The sum of the mask over its kept tokens.
         tokens_N: The sum of its mask.

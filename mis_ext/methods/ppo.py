@@ -82,7 +82,7 @@ def bypass(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     When: the mismatch is small, and the extra forward pass is expensive.
     Claims: one forward pass less, and the ratio is the token's importance ratio.
     Counter-claims: part of the clip range is spent on the mismatch, and no metric can tell mismatch from staleness.
-        With weights 4 updates old a pretrained model learned 0.06 less than with token TIS (lab/evidence).
+        At a staleness of 4 updates a pretrained model learned 0.06 less than with token TIS (lab/evidence).
     """
     return Method(surrogate=Ratio(pair=TOTAL, low=1.0 - low, high=1.0 + high))
 

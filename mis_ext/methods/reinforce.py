@@ -147,7 +147,7 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
     When: CISPO is fast at first, and then collapses.
     Claims: above 1 the weights of correct responses keep entropy up, below 1 they distil; 61.0 % on AIME 24, where
     CISPO has 55.4 % and DAPO 50.2 %.
-    Counter-claims: four bounds to tune; too narrow ones for incorrect responses end in repetition or in empty answers.
+    Counter-claims: four bounds to tune; too narrow ones for incorrect responses end in repetition or empty responses.
     The bounds are from mis_ext, the abstract has none; the sign of the advantage stands for correctness.
     """
     return Method(

@@ -429,7 +429,7 @@ def maspo(
     positive: NotNegative = 0.03,
     negative: NotNegative = 0.03,
 ) -> Method:
-    """A soft gate that is wide for rare tokens and for good answers, narrow for bad ones.
+    """A soft gate that is wide for rare tokens and good responses, and narrow for bad ones.
 
     When: hard clips remove gradients, and the policy should learn rare tokens.
     Claims: up to 3 points over GRPO at 1.5B to 14B, with more entropy.

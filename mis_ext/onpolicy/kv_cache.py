@@ -25,9 +25,8 @@ DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def simulate_kv_cache(model: Module | Sequence[Module], dtype: str, *, queries: bool = False) -> ExitStack:
     """Let a Megatron-Core model round keys and values to a dtype, and back, before every attention.
 
-    They are rounded as the attention gets them: normed, rotated, by element, so under any tensor and context
-    parallelism alike. Megatron-Core calls its own attention and Transformer Engine's alike; with the latter it was not
-    tried.
+    They are rounded as the attention gets them (normed, rotated, by element), so in the same way under any tensor and
+    context parallelism. It also applies to Transformer Engine's attention, with which it was not tested.
 
     For an engine that is aligned in all else, whose attention computes in the model's dtype and reads prompts from the
     cache too. With others it can make the mismatch larger: SGLang's Triton attention reads the keys of a prompt before

@@ -201,7 +201,7 @@ def _log_probs(score: PackedFunction, sequences: list[Tensor]) -> tuple[list[Ten
 def packed_transformers(model: Any) -> PackedFunction:
     """A transformers causal language model, called as trainers call it without padding.
 
-    It gets ``position_ids`` that begin anew with each sequence, and no mask. If your trainer gives more, such as
+    It gets ``position_ids`` that begin again with each sequence, and no mask. If your trainer gives more, such as
     ``seq_idx``, write the function yourself.
 
     Args:

@@ -238,7 +238,7 @@ class AbortedRequest(RolloutError):
 
 
 class NotASample(RolloutError):
-    """The server searched or chose among samples, so its answer was not drawn from the policy."""
+    """The server searched or chose among samples, so its response was not drawn from the policy."""
 
 
 class UnprovenTokenIds(RolloutError):

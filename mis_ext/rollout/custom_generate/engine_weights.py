@@ -16,7 +16,7 @@ from mis_ext.rollout.custom_generate.endpoints import SGLANG, ask_json, was_abor
 from mis_ext.rollout.custom_generate.host import KEY, Settings
 from mis_ext.rollout.generation import Tokenizer
 
-# Prose, figures and code, as models have them in their prompts and answers; a few hundred tokens in most vocabularies.
+# Prose, figures, and code, as in prompts and responses; a few hundred tokens in most vocabularies.
 CANARY_TEXT = """
 A ship leaves the harbour at six in the morning with 48 boxes of oranges and 17 boxes of lemons. Each box of oranges
 weighs 12 kilograms, and each box of lemons weighs half as much. How heavy is the freight? First we count the oranges:

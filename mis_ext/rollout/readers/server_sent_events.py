@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streamed answers: the events of one request, joined into the response that the readers take.
+"""Streamed responses: the events of one request, joined into the response that the readers take.
 
 The readers count and compare what was joined as they do with any response.
 """
@@ -34,7 +34,7 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
 
     Raises:
         AbortedRequest: The stream breaks off, or has an error.
-        MalformedResponse: A line is no event, or an event no part of an answer.
+        MalformedResponse: A line is no event, or an event no part of a response.
     """
     events = _events(lines, request_id)
     for event in events:

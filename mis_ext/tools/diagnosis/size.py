@@ -96,7 +96,7 @@ SIZES = (
         math.inf,
         "large_mismatch",
         "a large mismatch, which low precision gave in some models only",
-        f"above what low precision gave in SmolLM2-135M, {limit.QUANTISED_K3:g}; weights a step old gave 8e-2 in a "
+        f"above what low precision gave in SmolLM2-135M, {limit.QUANTISED_K3:g}; weights one step stale gave 8e-2 in a "
         "small model",
         "Check weight syncs first, then correct with token TIS (preset mis).",
     ),

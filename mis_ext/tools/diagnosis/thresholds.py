@@ -80,8 +80,8 @@ MIN_STILL, MIN_ROOM, MOVED_FACTOR = 0.5, 1e-6, 5.0
 steps that differ by this factor (at most 2.5 in 36 runs with up-to-date weights, 13 and more where an update moved a
 nearly certain policy); samples whose mean 1 - p is below the second are rounded too much to tell."""
 MAX_STALE_DIFF = 1.0
-"""Nats per token, where most open tokens were raised: another text is farther. (Weights eight updates old set 1 % of
-the samples of SmolLM2 farther apart.)"""
+"""Nats per token, where most open tokens were raised: another text is farther. (Weights eight updates stale set 1 %
+of the samples of SmolLM2 farther apart.)"""
 
 # --- steps and versions
 

@@ -240,9 +240,9 @@ def _in_words(
         reasons = [_sentence(main.evidence), main.advice, until, size]
     if is_stale:
         reasons.append(
-            "In a pretrained model token TIS gained 0.13 of reward with weights 8 steps old, 0.06 with weights 4 steps "
-            "old, and made no difference with weights one step old; in a tiny one it gained 0.14 with weights one step "
-            "old, 0.34 with older ones. Filters on sequences with bounds of 1 % lowered the reward there."
+            "In a pretrained model token TIS gained 0.13 of reward at a staleness of 8 steps, 0.06 at 4 steps, and "
+            "made no difference at one step. In a tiny one it gained 0.14 at one step, and 0.34 at more. Filters on "
+            "sequences with bounds of 1 % lowered the reward there."
         )
     else:
         reasons.append(
