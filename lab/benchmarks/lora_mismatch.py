@@ -149,15 +149,15 @@ def engine(folder: Path, *, dtype: str, adapter: Path | None = None) -> Iterator
 def measure(engine: Any, prompts: list[list[int]], tokens: int, *, score: Any, lora: bool = False) -> dict[str, float]:
     """k3, largest and mean absolute difference of the engine's tokens."""
     options: dict[str, Any] = {"lora_path": ["adapter"] * len(prompts)} if lora else {}
-    answers = engine.generate(
+    responses = engine.generate(
         input_ids=prompts,
         sampling_params={"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
         return_logprob=True,
         **options,
     )
     diffs = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        rows = answer["meta_info"]["output_token_logprobs"]
+    for prompt, response in zip(prompts, responses, strict=True):
+        rows = response["meta_info"]["output_token_logprobs"]
         ids = torch.tensor([*prompt, *(row[1] for row in rows)])
         diffs.append(score(ids)[len(prompt) - 1 :] - torch.tensor([row[0] for row in rows]))
     diff = torch.cat(diffs).double()

@@ -7,9 +7,9 @@ HOST is slime or miles. transformers samples from MODEL (``lab/hosts/slime_gpu/m
 rounded to e4m3, one scale per row: the mismatch is that of an engine with FP8 weights. The host's own ``Sample`` and
 writer make the files, so the host must be on the path. Miles reads slime's files too.
 
-With ``--tokens`` nothing is sampled, as long answers would take hours: the answers are one sum after the other, until a
-rollout has so many tokens, scored by the same engine, and half of the rewards are 1. Each number makes a rollout, whose
-samples are the first parts of those of a larger one; ``slime_gpu.py memory`` trains on them.
+With ``--tokens`` nothing is sampled, because long responses would take hours. The responses are one sum after the
+other, until a rollout has so many tokens, scored by the same engine. Half of the rewards are 1. Each number makes a
+rollout, whose samples are the first parts of those of a larger one; ``slime_gpu.py memory`` trains on them.
 """
 
 import argparse
@@ -63,8 +63,8 @@ def sampled(engine: Any, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
     cache, tokens, log_probs = DynamicCache(config=engine.config), [], []
     for _ in tqdm(range(MAX_TOKENS), desc="tokens", leave=False):
         position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -token_BT.shape[1] :]
-        answer = engine(token_BT, mask_BT, position_BT, cache, logits_to_keep=1)
-        log_prob_BV = answer.logits[:, -1].float().log_softmax(-1)
+        output = engine(token_BT, mask_BT, position_BT, cache, logits_to_keep=1)
+        log_prob_BV = output.logits[:, -1].float().log_softmax(-1)
         token_BT = log_prob_BV.exp().multinomial(1)
         tokens.append(token_BT)
         log_probs.append(log_prob_BV.gather(1, token_BT))
@@ -81,7 +81,7 @@ def rollout(
     num_prompts: int,
     sample_type: Any,
 ) -> list[Any]:
-    """Draw the questions of one rollout, and sample answers: each a ``Sample`` of the host."""
+    """Draw the questions of one rollout, and sample responses: each a ``Sample`` of the framework."""
     tasks = [draw_task(generator) for _ in range(num_prompts)]
     prompts = [
         tokenizer.apply_chat_template(
@@ -126,7 +126,7 @@ def written(
     num_prompts: int,
     sample_type: Any,
 ) -> list[Any]:
-    """Samples with answers nobody sampled, ``num_tokens`` in all: sums, and what the engine thinks of them."""
+    """Samples of ``num_tokens`` in all that no engine sampled: sums, with the log-probs of the engine."""
     samples = []
     count = num_prompts * SAMPLES_PER_PROMPT
     for index in tqdm(range(count), desc="samples", leave=False):
@@ -140,11 +140,11 @@ def written(
         token_T = torch.tensor(tokens[: num_tokens // count], device=engine.device)
         # The state before a token predicts it.
         hidden_TH = engine.model(token_T[None]).last_hidden_state[0, len(prompt) - 1 : -1]
-        answer_T = token_T[len(prompt) :]
+        response_T = token_T[len(prompt) :]
         log_prob_T = torch.cat(
             [
                 engine.lm_head(rows).float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-                for rows, tokens in zip(hidden_TH.split(SCORED_AT_ONCE), answer_T.split(SCORED_AT_ONCE), strict=True)
+                for rows, tokens in zip(hidden_TH.split(SCORED_AT_ONCE), response_T.split(SCORED_AT_ONCE), strict=True)
             ]
         )
         samples.append(
@@ -153,11 +153,11 @@ def written(
                 index=index,
                 prompt=question,
                 tokens=token_T.tolist(),
-                response_length=len(answer_T),
+                response_length=len(response_T),
                 label=label,
                 reward=float(index % 2),
                 rollout_log_probs=log_prob_T.tolist(),
-                loss_mask=[1] * len(answer_T),
+                loss_mask=[1] * len(response_T),
                 status=sample_type.Status.TRUNCATED,
             )
         )

@@ -55,11 +55,11 @@ def test_the_sampler_reports_the_log_probs_of_transformers_and_stops_at_the_end(
     sampler = TransformersSampler(policy.config, dtype=torch.float32, device=CPU)
     sampler.load(policy.state_dict())
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13]] * 20
-    # A digit, which these answers have often.
-    answers = sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
-    assert answers == sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
-    assert len({len(ids) for ids in answers.ids}) > 2
-    for prompt, ids, logprobs in zip(prompts, answers.ids, answers.logprobs, strict=True):
+    # A digit, which these responses have often.
+    responses = sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
+    assert responses == sampler.sample(prompts, num_tokens=9, temperature=0.7, end_token=4, seed=3)
+    assert len({len(ids) for ids in responses.ids}) > 2
+    for prompt, ids, logprobs in zip(prompts, responses.ids, responses.logprobs, strict=True):
         assert 4 not in ids[:-1]
         assert len(ids) == 9 or ids[-1] == 4
         logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].detach() / 0.7
@@ -79,10 +79,10 @@ def test_weights_in_e4m3_are_rounded_before_the_engine_gets_them() -> None:
     assert all(torch.equal(weight, weights[name]) for name, weight in sampler._prepared(weights).items())
 
 
-def test_answers_are_cut_behind_their_first_end() -> None:
-    answers = ended(torch.tensor([[3, 1, 1], [1, 2, 2], [2, 2, 2]]), torch.tensor([[-1.0, -2, -3]] * 3), 1)
-    assert answers.ids == [[3, 1], [1], [2, 2, 2]]
-    assert answers.logprobs == [[-1.0, -2.0], [-1.0], [-1.0, -2.0, -3.0]]
+def test_responses_are_cut_behind_their_first_end() -> None:
+    responses = ended(torch.tensor([[3, 1, 1], [1, 2, 2], [2, 2, 2]]), torch.tensor([[-1.0, -2, -3]] * 3), 1)
+    assert responses.ids == [[3, 1], [1], [2, 2, 2]]
+    assert responses.logprobs == [[-1.0, -2.0], [-1.0], [-1.0, -2.0, -3.0]]
 
 
 @pytest.fixture
@@ -167,10 +167,10 @@ def test_runs_one_after_the_other_hold_the_memory_of_one(workplace: Workplace) -
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_passes_of_so_many_tokens_train_as_passes_of_so_many_answers(
+def test_passes_of_so_many_tokens_train_as_passes_of_so_many_responses(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, per_token: bool
 ) -> None:
-    question = lambda rng: (f"{rng.randrange(10 ** rng.randrange(1, 6))} x 7?", lambda answer: len({*answer}) / 9)  # noqa: E731
+    question = lambda rng: (f"{rng.randrange(10 ** rng.randrange(1, 6))} x 7?", lambda response: len({*response}) / 9)  # noqa: E731
     monkeypatch.setitem(questions._TASKS, "arithmetic", question)
     size = {
         "num_prompts": 4,
@@ -201,9 +201,9 @@ def test_advantages_are_divided_by_the_deviation_of_their_question_or_not() -> N
         def grade(self, ids: list[int]) -> float:
             return float(ids[0])
 
-    answers = [Completion(token_ids=[worth], log_probs=[0.0], weight_version=0) for worth in (0, 0, 0, 1)]
+    responses = [Completion(token_ids=[worth], log_probs=[0.0], weight_version=0) for worth in (0, 0, 0, 1)]
     found = [
-        [sample.advantage for sample in grade_groups([Asked()], answers, num_samples=4, divided=divided)[0]]
+        [sample.advantage for sample in grade_groups([Asked()], responses, num_samples=4, divided=divided)[0]]
         for divided in (True, False)
     ]
     assert found[1] == [-0.25, -0.25, -0.25, 0.75]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's model runner with answers in words: prompts of unequal length, an end token, tied embeddings, Llama."""
+"""SGLang's model runner with responses in words: prompts of unequal length, an end token, tied embeddings, Llama."""
 
 # The imports after the skip need packages that only the example's environment has.
 
@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from evidence.engines import EngineSpec
     from evidence.pretrained.group import PretrainedGroup
-    from evidence.pretrained.samplers import Answers, SGLangSampler, Unrounded
+    from evidence.pretrained.samplers import Responses, SGLangSampler, Unrounded
     from evidence.pretrained.training import PretrainedTraining
     from evidence.pretrained.workplace import Workplace
     from evidence.study import NONE
@@ -54,10 +54,10 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def largest_difference(policy: PreTrainedModel, answers: Answers) -> float:
+def largest_difference(policy: PreTrainedModel, responses: Responses) -> float:
     """Of the engine's log-probs from those of transformers in float32."""
     found = 0.0
-    for prompt, ids, logprobs in zip(PROMPTS, answers.ids, answers.logprobs, strict=True):
+    for prompt, ids, logprobs in zip(PROMPTS, responses.ids, responses.logprobs, strict=True):
         with torch.no_grad():
             logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
@@ -86,7 +86,7 @@ def test_a_coarse_cache_is_an_exact_one_for_an_evaluation(policy: PreTrainedMode
     assert again == coarse
 
 
-def test_answers_that_have_ended_leave_the_batch_and_the_others_go_on_as_they_were(
+def test_responses_that_have_ended_leave_the_batch_and_the_others_go_on_as_they_were(
     policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = SGLangSampler(
@@ -98,20 +98,20 @@ def test_answers_that_have_ended_leave_the_batch_and_the_others_go_on_as_they_we
     settings = {"num_tokens": 48, "temperature": 0.8, "end_token": END, "seed": 1}
     try:
         engine.load(policy.state_dict())
-        answers = engine.sample(PROMPTS, **settings)
-        assert answers == engine.sample(PROMPTS, **settings)
+        responses = engine.sample(PROMPTS, **settings)
+        assert responses == engine.sample(PROMPTS, **settings)
     finally:
         engine.close()
     once = sizes[: len(sizes) // 2]
     # A look every eight forwards. Who stays has not ended by then.
-    still = [sum(len(ids) > start for ids in answers.ids) for start in range(8, len(once), 8)]
+    still = [sum(len(ids) > start for ids in responses.ids) for start in range(8, len(once), 8)]
     assert once == [32] * 8 + [count for count in still for _ in range(8)][: len(once) - 8]
     assert len({*once}) > 2
-    assert largest_difference(policy, answers) < 1e-4
+    assert largest_difference(policy, responses) < 1e-4
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp8_blocks"])
-def test_answers_have_the_log_probs_of_the_weights_that_were_loaded(policy: PreTrainedModel, weights: str) -> None:
+def test_responses_have_the_log_probs_of_the_weights_that_were_loaded(policy: PreTrainedModel, weights: str) -> None:
     engine = SGLangSampler(
         EngineSpec(kind="sglang", weights=weights), policy.config, batch=32, length=16, device=torch.device("cpu")
     )
@@ -123,13 +123,13 @@ def test_answers_have_the_log_probs_of_the_weights_that_were_loaded(policy: PreT
                     weight.add_(torch.randn_like(weight) * 0.02).copy_(weight.bfloat16())
             engine.load(policy.state_dict())
             settings = {"num_tokens": 9, "temperature": 0.8, "end_token": END}
-            answers = engine.sample(PROMPTS, **settings, seed=seed)
-            assert answers == engine.sample(PROMPTS, **settings, seed=seed)
-            assert answers != engine.sample(PROMPTS, **settings, seed=seed + 10)
+            responses = engine.sample(PROMPTS, **settings, seed=seed)
+            assert responses == engine.sample(PROMPTS, **settings, seed=seed)
+            assert responses != engine.sample(PROMPTS, **settings, seed=seed + 10)
             # In bfloat16, or with 8 bits; random weights would differ by 1 and more.
-            assert 0 < largest_difference(policy, answers) < (0.05 if weights == "auto" else 0.3)
-            assert len({len(ids) for ids in answers.ids}) > 2
-            assert all(END not in ids[:-1] and (len(ids) == 9 or ids[-1] == END) for ids in answers.ids)
+            assert 0 < largest_difference(policy, responses) < (0.05 if weights == "auto" else 0.3)
+            assert len({len(ids) for ids in responses.ids}) > 2
+            assert all(END not in ids[:-1] and (len(ids) == 9 or ids[-1] == END) for ids in responses.ids)
     finally:
         engine.close()
 
@@ -139,7 +139,9 @@ def test_the_trainers_weights_reach_the_engine_with_their_biases_in_both_directi
 ) -> None:
     """In float32: what the engine says of its tokens is what the trainer says, before and after it has learned."""
     monkeypatch.setitem(
-        questions._TASKS, "arithmetic", lambda rng: (f"{rng.randrange(100)} x 7?", lambda answer: len({*answer}) / 9)
+        questions._TASKS,
+        "arithmetic",
+        lambda rng: (f"{rng.randrange(100)} x 7?", lambda response: len({*response}) / 9),
     )
     write_tiny_checkpoint(tmp_path, family=Qwen2Config)
     size = {"num_steps": 3, "num_prompts": 4, "response_length": 8, "num_evaluated": 32, "max_tokens": 200}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the answers to one prompt share: their baseline before and after rejection, and the weight of their prompt."""
+"""What the samples of one prompt share: their baseline before and after rejection, and the weight of their prompt."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from reference_groups import Answer, advantages, loss_of_prompts
+from reference_groups import GradedSample, advantages, loss_of_prompts
 from thread_ranks import Rank, current_rank, run_ranks
 from zigzag import take
 
@@ -29,33 +29,33 @@ ESTIMATES = pytest.mark.parametrize("leave_one_out", [False, True], ids=["mean",
 DEVIATION = pytest.mark.parametrize("with_deviation", [False, True], ids=["no deviation", "deviation"])
 
 
-def drawn(seed: int) -> list[Answer]:
+def drawn(seed: int) -> list[GradedSample]:
     """Prompts of one to six trajectories, of one to three samples, in any order; some samples do not count."""
     chance = random.Random(seed)
-    answers = [
-        Answer(prompt, trajectory, reward, counts=chance.random() > 0.2)
+    samples = [
+        GradedSample(prompt, trajectory, reward, counts=chance.random() > 0.2)
         for prompt in (3, 5, 11)
         for trajectory in range(chance.randint(1, 6))
         for reward in [chance.choice([0.0, 0.5, 1.0])]
         for _ in range(chance.randint(1, 3))
     ]
-    chance.shuffle(answers)
-    return answers
+    chance.shuffle(samples)
+    return samples
 
 
 @DEVIATION
 @ESTIMATES
 def test_an_advantage_is_over_the_trajectories_of_its_prompt_that_count(leave_one_out, with_deviation) -> None:
     for seed in range(20):
-        answers = drawn(seed)
-        prompt, trajectory, reward, counts, *_ = map(torch.tensor, zip(*answers, strict=True))
+        samples = drawn(seed)
+        prompt, trajectory, reward, counts, *_ = map(torch.tensor, zip(*samples, strict=True))
         settings = {"leave_one_out": leave_one_out, "with_deviation": with_deviation}
         found = group_advantages(reward.double(), prompt, trajectories=trajectory, counted=counts, **settings)
-        expected = torch.tensor(advantages(answers, **settings), dtype=torch.float64)
+        expected = torch.tensor(advantages(samples, **settings), dtype=torch.float64)
         # A trajectory counts if one of its samples does.
         torch.testing.assert_close(found[counts], expected[counts])
         left_out = {} if with_deviation and not leave_one_out else settings
-        own = [each._replace(trajectory=place, counts=True) for place, each in enumerate(answers)]
+        own = [each._replace(trajectory=place, counts=True) for place, each in enumerate(samples)]
         torch.testing.assert_close(
             group_advantages(reward, prompt, **left_out).double(),
             torch.tensor(advantages(own, **settings), dtype=torch.float64),
@@ -133,7 +133,7 @@ FAN_OUT = [
     # Three samples of one trajectory, of a prompt of two; slime 2302.
     *(Sample(0, 1.0, rollout_id=7) for _ in range(3)),
     Sample(0, 0.0),
-    # Another number of answers, and one that earned nothing because its environment failed.
+    # Another number of samples, and one that earned nothing because its environment failed.
     Sample(4, 1.0, rollout_id=0),
     Sample(4, 0.0),
     Sample(4, -1.0, remove_sample=True),
@@ -165,7 +165,7 @@ def test_all_count_where_the_key_says_so_and_others_alone_are_compared() -> None
 @pytest.mark.parametrize("over", ["all", "trained", "kept"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_rewards_and_rollout_together_apply_the_baseline_once(baseline, over, with_deviation) -> None:
-    """From rewards to the advantages that are trained; of five answers one is not trained, and one is rejected."""
+    """From rewards to the advantages that are trained; of five samples one is not trained, and one is rejected."""
     rewards, trained, kept = (
         [1.0, 0.0, 0.5, 0.0, 7.0],
         [True, True, True, True, False],
@@ -193,8 +193,8 @@ def test_rewards_and_rollout_together_apply_the_baseline_once(baseline, over, wi
     }
     prepare_rollout(args, 0, rollout)
     counts = {"all": [True] * 5, "trained": trained, "kept": kept}[over]
-    answers = [Answer(0, *each) for each in zip(range(5), rewards, counts, strict=True)]
-    expected = advantages(answers, leave_one_out=baseline == "leave_one_out", with_deviation=with_deviation)
+    graded = [GradedSample(0, *each) for each in zip(range(5), rewards, counts, strict=True)]
+    expected = advantages(graded, leave_one_out=baseline == "leave_one_out", with_deviation=with_deviation)
     assert [float(each[0]) for each in rollout["advantages"]] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -274,7 +274,7 @@ GATE = {"use_tis": True, "tis_level": "none", "use_rs": True, "rs_level": "geome
 BAND = {"rs_lower_bound": 0.9, "rs_upper_bound": 1.1}
 LENGTHS = [5, 17, 3, 9, 12, 4, 8, 6, 11]
 PROMPTS = [0, 0, 0, 0, 0, 1, 1, 1, 1]
-# The second trajectory has two samples. Prompt 0 has answers in both steps.
+# The second trajectory has two samples. Prompt 0 has samples in both steps.
 TRAJECTORIES = [0, 1, 1, 2, 3, 4, 5, 6, 7]
 INDICES = [0, 1, 1, 2, 3, 4, 5, 6, 7]
 REWARDS = [0.0, 1.0, 1.0, 0.5, 0.0, 1.0, 0.0, 1.0, 0.0]
@@ -293,13 +293,15 @@ def whole_rollout() -> dict[str, list[torch.Tensor]]:
     return {"log_probs": train, "rollout_log_probs": rollout, "loss_masks": masks}
 
 
-def answers_of(keys: dict[str, Any], masks: list[torch.Tensor]) -> list[Answer]:
+def samples_of(keys: dict[str, Any], masks: list[torch.Tensor]) -> list[GradedSample]:
     over_kept = keys.get("mis_group_over") == "kept"
     tokens = [float(mask.sum()) for mask in masks]
     rejected = REJECTED if keys.get("use_tis", True) else ()
     kept = [0 if place in rejected else count for place, count in enumerate(tokens)]
     counts = [not over_kept or count > 0 for count in kept]
-    return [Answer(*each) for each in zip(PROMPTS, TRAJECTORIES, REWARDS, counts, STEPS, kept, tokens, strict=True)]
+    return [
+        GradedSample(*each) for each in zip(PROMPTS, TRAJECTORIES, REWARDS, counts, STEPS, kept, tokens, strict=True)
+    ]
 
 
 def data_of(rank: Rank, whole: dict[str, list[torch.Tensor]], rewards: list[float]) -> dict[str, Any]:
@@ -375,7 +377,7 @@ def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys, scale) -> None:
             mask * (scale * (0.1 + torch.rand(len(mask), generator=shares))) for mask in whole["loss_masks"]
         ]
     with_deviation = keys.get("grpo_std_normalization", True)
-    every = [each._replace(counts=True) for each in answers_of({}, whole["loss_masks"])]
+    every = [each._replace(counts=True) for each in samples_of({}, whole["loss_masks"])]
     before = advantages(every, leave_one_out=False, with_deviation=with_deviation)
 
     def on_rank(rank: Rank) -> list[float]:
@@ -387,24 +389,24 @@ def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys, scale) -> None:
 
     parts = run_ranks(on_rank, cp_size=cp_size, dp_size=dp_size)
     assert all(isinstance(part, list) for part in parts), parts
-    answers = answers_of(keys, whole["loss_masks"])
+    samples = samples_of(keys, whole["loss_masks"])
     now = before
     if "mis_group_over" in keys:
         leaves_out = keys.get("mis_group_baseline") == "leave_one_out"
-        now = advantages(answers, leave_one_out=leaves_out, with_deviation=with_deviation)
-    losses = [-advantage * each.kept for advantage, each in zip(now, answers, strict=True)]
+        now = advantages(samples, leave_one_out=leaves_out, with_deviation=with_deviation)
+    losses = [-advantage * each.kept for advantage, each in zip(now, samples, strict=True)]
     for step, rollouts in enumerate((3, 5)):
         found = sum(part[step] for part in parts)
         if keys.get("mis_prompt_mean"):
             terms = rollouts
             if keys.get("calculate_per_token_loss"):
-                terms = sum(max(each.tokens, 1.0) for each in answers if each.step == step)
-            expected = terms * loss_of_prompts(answers, losses, step=step)
+                terms = sum(max(each.tokens, 1.0) for each in samples if each.step == step)
+            expected = terms * loss_of_prompts(samples, losses, step=step)
         else:
-            sums = {t: sum(each.tokens for each in answers if each.trajectory == t) for t in TRAJECTORIES}
+            sums = {t: sum(each.tokens for each in samples if each.trajectory == t) for t in TRAJECTORIES}
             expected = sum(
                 loss / max(sums[each.trajectory], 1.0)
-                for each, loss in zip(answers, losses, strict=True)
+                for each, loss in zip(samples, losses, strict=True)
                 if each.step == step
             )
         assert found == pytest.approx(expected, rel=2e-5)
@@ -414,7 +416,7 @@ def test_the_loss_of_a_step_is_that_of_its_prompts(layout, keys, scale) -> None:
 def test_a_rank_whose_samples_are_wrong_is_named_on_all_others(layout) -> None:
     cp_size, dp_size = layout
     whole, failing = whole_rollout(), cp_size * dp_size - 1
-    before = advantages(answers_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
+    before = advantages(samples_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
 
     def on_rank(rank: Rank) -> None:
         data = data_of(rank, whole, before)
@@ -446,7 +448,7 @@ def test_an_error_behind_the_correction_of_a_rollout_is_named_on_the_other_repli
 
 def test_a_rank_with_fewer_rewards_is_named_on_the_other() -> None:
     whole = whole_rollout()
-    before = advantages(answers_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
+    before = advantages(samples_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
 
     def on_rank(rank: Rank) -> None:
         data = data_of(rank, whole, before)
@@ -466,7 +468,7 @@ def test_rewards_that_were_compared_with_others_are_refused_on_every_rank(dp_siz
     """slime takes all samples for one prompt where their number is not what it expects (slime 1414)."""
     whole = whole_rollout()
     together = [
-        each._replace(prompt=0, trajectory=place) for place, each in enumerate(answers_of({}, whole["loss_masks"]))
+        each._replace(prompt=0, trajectory=place) for place, each in enumerate(samples_of({}, whole["loss_masks"]))
     ]
     before = advantages(together, leave_one_out=False, with_deviation=True)
 
@@ -481,7 +483,7 @@ def test_rewards_that_were_compared_with_others_are_refused_on_every_rank(dp_siz
 def test_without_a_correction_the_samples_that_are_trained_are_kept() -> None:
     whole = whole_rollout()
     whole["loss_masks"][6].zero_()
-    before = advantages(answers_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
+    before = advantages(samples_of({}, whole["loss_masks"]), leave_one_out=False, with_deviation=True)
 
     def on_rank(rank: Rank) -> list[torch.Tensor]:
         data = data_of(rank, whole, before)
@@ -491,9 +493,9 @@ def test_without_a_correction_the_samples_that_are_trained_are_kept() -> None:
         return data["advantages"]
 
     (found,) = run_ranks(on_rank)
-    answers = answers_of({}, whole["loss_masks"])
-    answers[6] = answers[6]._replace(counts=False)
-    now = advantages(answers, leave_one_out=False, with_deviation=True)
+    samples = samples_of({}, whole["loss_masks"])
+    samples[6] = samples[6]._replace(counts=False)
+    now = advantages(samples, leave_one_out=False, with_deviation=True)
     assert [float(each[0]) for place, each in enumerate(found) if place != 6] == pytest.approx(
         [each for place, each in enumerate(now) if place != 6], rel=1e-5
     )

@@ -139,7 +139,7 @@ def _first_prompt(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 
 def _history(tokenizer: PreTrainedTokenizerFast, answer: str) -> tuple[list[int], list[int]]:
-    """The second prompt after an answer in text, and what of it is behind the turn's end."""
+    """The second prompt after a response in text, and what of it is behind the turn's end."""
     behind = encode(tokenizer, "\n") + render(tokenizer, MORE)
     return render(tokenizer, [*QUESTION, {"role": "assistant", "content": answer}, *MORE]), behind
 

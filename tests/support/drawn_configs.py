@@ -146,7 +146,7 @@ def _judged(gate: mis_ext.Gate) -> JudgedGate:
 
 
 def correct_point(point: Point, samples: Samples, *, device: torch.device | str = "cpu") -> mis_ext.Correction:
-    """The package's answer, with the metrics of tokens."""
+    """The package's result, with the metrics of tokens."""
     lengths = [mask.numel() for mask in samples.masks]
     proximal_T, behavior_T, mask_R, lag_T = (
         torch.cat([torch.zeros(0), *column]).to(device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the training modules of slime, vime, and Miles: what the full loss takes from them, token by token.
 
-Written anew from the host contract, in plain operations on one row after the other. vime's is that of 96e0e22e, with
+Written again from the host contract, in plain operations on one row after the other. vime's is that of 96e0e22e, with
 padded batches and without top-p; since 2b83ea20 its interface is slime's.
 """
 

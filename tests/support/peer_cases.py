@@ -86,7 +86,7 @@ def weights_of(batch: dict) -> torch.Tensor:
 
 
 def nemo_data(batch: dict) -> dict[str, torch.Tensor]:
-    """As NeMo-RL holds a batch: with a first token that nobody scores, and a sample that is left out."""
+    """As NeMo-RL holds a batch: with a first token that nobody scores, and a sample that is masked."""
     names = {"prev_logprobs": "old_log_prob", "generation_logprobs": "rollout_log_prob", "advantages": "advantages"}
     data = {name: torch.nn.functional.pad(batch[key], (1, 0)) for name, key in names.items()}
     data["token_mask"] = torch.nn.functional.pad(batch["response_mask"].float(), (1, 0))

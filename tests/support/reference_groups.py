@@ -5,8 +5,8 @@ import statistics
 from typing import NamedTuple
 
 
-class Answer(NamedTuple):
-    """A sample: what it answers, whose trajectory it is part of, and what it earned."""
+class GradedSample(NamedTuple):
+    """A sample with its prompt, its trajectory, and its reward."""
 
     prompt: int
     trajectory: int
@@ -17,11 +17,11 @@ class Answer(NamedTuple):
     tokens: int = 1
 
 
-def advantages(answers: list[Answer], *, leave_one_out: bool, with_deviation: bool) -> list[float]:
-    """Of each sample: its reward beside those of the trajectories of its prompt that count."""
+def advantages(samples: list[GradedSample], *, leave_one_out: bool, with_deviation: bool) -> list[float]:
+    """The reward of each sample, compared with those of the counted trajectories of its prompt."""
     found = []
-    for mine in answers:
-        rewards = {each.trajectory: each.reward for each in answers if each.prompt == mine.prompt and each.counts}
+    for mine in samples:
+        rewards = {each.trajectory: each.reward for each in samples if each.prompt == mine.prompt and each.counts}
         others = [reward for name, reward in rewards.items() if name != mine.trajectory]
         if mine.trajectory not in rewards or not others:
             found.append(0.0)
@@ -32,9 +32,9 @@ def advantages(answers: list[Answer], *, leave_one_out: bool, with_deviation: bo
     return found
 
 
-def loss_of_prompts(answers: list[Answer], losses: list[float], *, step: int) -> float:
+def loss_of_prompts(samples: list[GradedSample], losses: list[float], *, step: int) -> float:
     """The mean over the prompts of a step of the mean over their kept tokens; ``losses`` are sums over kept tokens."""
-    here = [(each, loss) for each, loss in zip(answers, losses, strict=True) if each.step == step]
+    here = [(each, loss) for each, loss in zip(samples, losses, strict=True) if each.step == step]
     means = []
     for prompt in {each.prompt for each, _ in here}:
         kept = sum(each.kept for each, _ in here if each.prompt == prompt)

@@ -12,7 +12,7 @@ import pytest
 def for_each(names: str, rows: Iterable[Any]) -> Callable[[Callable], Callable]:
     """``pytest.mark.parametrize`` as one test, where rows are many, each quicker than what pytest does for a test.
 
-    All rows are tried; the test fails with the first error, and prints the rows that failed. What
+    All rows are tested; the test fails with the first error, and prints the rows that failed. What
     fixtures give is the same for all rows, so a test that writes into one of them is not for this. Nothing may be
     skipped in a row.
     """

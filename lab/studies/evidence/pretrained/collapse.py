@@ -85,7 +85,7 @@ _RATES = [
     (5e-6, {}),
     (2e-6, {"divides_advantages": False}),
     (1e-6, {}),
-    # Answers that are wrong gain nothing by their length.
+    # Responses that are wrong gain nothing by their length.
     (5e-6, {"divides_advantages": False, "per_token_loss": True}),
     (2e-6, {"response_length": 1024}),
     (5e-6, {"divides_advantages": False}),
@@ -108,7 +108,7 @@ def _stable(rate: float, changes: dict[str, Any]) -> PretrainedGroup:
 #
 # Of the rates 2e-6 and 5e-6, at which bf16 did not fall in 56 steps, 2e-6: with 1e-5 the first e4m3 cache lost its
 # reward after 17 steps and bf16 after 44, a sum of rates of 1.7e-4 and of 4.4e-4, and 150 steps of 2e-6 are 3.0e-4: the
-# longest chance to fall before what fells bf16. At 5e-6 answers of bf16 had grown from 305 to 384 tokens in 50 steps.
+# longest chance to fall before what fells bf16. At 5e-6 responses of bf16 had grown from 305 to 384 tokens in 50 steps.
 #
 # The first eight begin together. The others take the place of runs that have collapsed.
 _LADDER_RATE = 2e-6
@@ -125,8 +125,8 @@ def _rung(setting: str, *methods: Method) -> PretrainedGroup:
 #
 # The learning rate is 3e-6. k3 follows the sum of rates: at 2e-6 and at 5e-6 (EARLIER_RATE, eight runs of 63 to 69
 # steps) an uncorrected k3 is 2.5e-2 at a sum of 1e-4, 4e-2 at 2e-4, 1e-1 at 3e-4. One run of 2e-6 fell at 2.2e-4; four
-# that were seen to 3e-4, where 150 steps of 2e-6 end, had not yet. 150 steps of 3e-6 are 4.5e-4. At 5e-6 answers of one
-# bf16 run in two had grown by a third at a sum of 3e-4; at 2e-6 both stood there.
+# that were seen to 3e-4, where 150 steps of 2e-6 end, had not yet. 150 steps of 3e-6 are 4.5e-4. At 5e-6 responses
+# of one bf16 run in two had grown by a third at a sum of 3e-4; at 2e-6 both stood there.
 #
 # A fall counts where it begins by step 150. A run that stands there ends, one that has fallen is watched for the 20
 # steps that the rule asks for: 171 steps at most.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer of long answers: passes of as many tokens as fit, logits of answers alone, scored in one fused pass."""
+"""A trainer of long responses: passes of as many tokens as fit, logits of responses alone, scored in one fused pass."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CompactTrainer(Trainer):
         ]
 
     def _logits(self, model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-        """Of the tokens of answers only, ``[1, R, V]``."""
+        """Of the tokens of responses only, ``[1, R, V]``."""
         row_R = batch.inputs.logit_index_R
 
         def chosen(_: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class CompactTrainer(Trainer):
         return logits.flatten(0, 1)
 
     def _policy_loss(self, data: dict[str, Any], batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Where nobody has scored the answers, the pass that trains on them does."""
+        """Where nobody has scored the responses, the pass that trains on them does."""
         log_prob_T = self._log_probs(logits, batch)
         if data["log_probs"][batch.samples.start] is None:
             data["log_probs"][batch.samples] = split_samples(log_prob_T.detach(), batch)

@@ -18,14 +18,14 @@ class PretrainedGroup(Group):
     Attributes:
         model: The checkpoint's name, for the record; the folder is said at run time.
         task: Of ``grpo.questions``; the file of a prepared one lies among the results.
-        max_prompt: Tokens that the engine has room for before the answer.
+        max_prompt: Tokens that the engine has room for before the response.
         updates: Optimizer steps per rollout. 0: rollouts are scored, and nothing is trained or evaluated.
-        num_evaluated: Held-out questions of an evaluation, one answer each.
-        micro_batch_size: Answers in one pass of the trainer.
-        max_tokens: Of one pass instead, padding included: answers of similar length, which are padded to the longest of
-            them, and logits of their own tokens alone. 0: ``micro_batch_size`` answers as they come.
+        num_evaluated: Held-out questions of an evaluation, one response each.
+        micro_batch_size: Responses in one pass of the trainer.
+        max_tokens: Of one pass instead, padding included: responses of similar length, padded to the longest of them,
+            and logits of their own tokens alone. 0: ``micro_batch_size`` responses as they come.
         divides_advantages: By the standard deviation of their question.
-        per_token_loss: The mean over all tokens of a step, in which long answers weigh more; else over answers.
+        per_token_loss: The mean over all tokens of a step, in which long responses weigh more; else over responses.
         evaluates_in_engine: The engine samples from the trainer's weights in its own dtype, without rounding them, or
             keys and values.
         evaluates_greedily: Evaluations sample a second time, at a temperature of 0.001.
@@ -34,7 +34,7 @@ class PretrainedGroup(Group):
         forks_from: The name of the run from whose state at the alert this one begins.
         stops_collapsed: A run in which rollouts and trainer policy have collapsed goes no further.
         last_fall: Falls that begin later do not count: a run that stands at this step goes no further. 0: all count.
-        num_dumped: Answers of a rollout whose log-probs are kept.
+        num_dumped: Responses of a rollout whose log-probs are kept.
         dtype: Of the trainer's weights: bfloat16 or float16, beside which it updates a copy in float32, or float32.
 
     Raises:
@@ -74,7 +74,7 @@ class PretrainedGroup(Group):
         ):
             raise ValueError(
                 f"{self.name}: evaluates_in_engine needs SGLang in the trainer's dtype, {self.dtype}, that multiplies "
-                "in it and scales no cache, and as many evaluated questions as a rollout has answers"
+                "in it and scales no cache, and as many evaluated questions as a rollout has responses"
             )
 
     @property

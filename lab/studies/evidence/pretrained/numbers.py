@@ -14,12 +14,12 @@ from mis_ext.correction.tokens import is_open
 
 
 def mismatch(proximal: Sequence[Tensor], behavior: Sequence[Tensor]) -> dict[str, float]:
-    """Of the trainer's and the engine's log-probs, one tensor per answer."""
-    lengths = torch.tensor([len(answer) for answer in proximal])
+    """Of the trainer's and the engine's log-probs, one tensor per response."""
+    lengths = torch.tensor([len(response) for response in proximal])
     proximal_T = torch.cat([*proximal]).double().cpu()
     d_T = proximal_T - torch.cat([*behavior]).double().cpu()
-    answer_T = torch.repeat_interleave(lengths)
-    sum_S = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, answer_T, d_T)
+    response_T = torch.repeat_interleave(lengths)
+    sum_S = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, response_T, d_T)
     ess = sum_S.softmax(0).square().sum().reciprocal() / len(lengths)
     is_open_T = is_open(proximal_T - d_T, d_T).float()
     raised_T = torch.where(d_T > 0.0, is_open_T, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who samples answers in words: SGLang, or transformers."""
+"""Who samples responses in words: SGLang, or transformers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from evidence.engines import EngineSpec
 Weights = Mapping[str, Tensor]
 
 
-class Answers(NamedTuple):
-    """Sampled tokens, each answer up to its end token, and their log-probs as the engine reports them."""
+class Responses(NamedTuple):
+    """Sampled tokens, each response up to its end token, and their log-probs as the engine reports them."""
 
     ids: list[list[int]]
     logprobs: list[list[float]]
 
 
 class Sampler(Protocol):
-    """Samples answers from weights that change."""
+    """Samples responses from weights that change."""
 
     def load(self, weights: Weights) -> None:
         """Take over weights under the names that transformers has for them in memory."""
 
     def sample(
         self, prompts: Sequence[list[int]], *, num_tokens: int, temperature: float, end_token: int, seed: int
-    ) -> Answers:
-        """One answer to each prompt, of at most ``num_tokens`` tokens; equal seeds draw with equal random numbers."""
+    ) -> Responses:
+        """One response to each prompt, of at most ``num_tokens`` tokens; equal seeds draw with equal random numbers."""
 
     def close(self) -> None:
         """Free what it holds."""
@@ -47,7 +47,7 @@ def create_sampler(
     device: torch.device,
     evaluates: bool = False,
 ) -> Sampler:
-    """The engine for ``batch`` prompts of at most ``length`` tokens with their answers; :class:`Unrounded` too.
+    """The engine for ``batch`` prompts of at most ``length`` tokens with their responses; :class:`Unrounded` too.
 
     Raises:
         ValueError: Transformers has no such setting.
@@ -115,7 +115,7 @@ class SGLangSampler:
 
     def sample(
         self, prompts: Sequence[list[int]], *, num_tokens: int, temperature: float, end_token: int, seed: int
-    ) -> Answers:
+    ) -> Responses:
         """See :class:`Sampler`."""
         self._runner.reseed(seed)
         generated = self._runner.generate(
@@ -149,7 +149,7 @@ class Unrounded:
     def __init__(self, engine: SGLangSampler) -> None:
         self._engine, self.close = engine, engine.close
 
-    def sample(self, prompts: Sequence[list[int]], **options: Any) -> Answers:
+    def sample(self, prompts: Sequence[list[int]], **options: Any) -> Responses:
         """See :class:`Sampler`."""
         with self._engine.unrounded_cache():
             return self._engine.sample(prompts, **options)
@@ -182,7 +182,7 @@ class TransformersSampler:
     @torch.no_grad()
     def sample(
         self, prompts: Sequence[list[int]], *, num_tokens: int, temperature: float, end_token: int, seed: int
-    ) -> Answers:
+    ) -> Responses:
         """See :class:`Sampler`."""
         generator = torch.Generator(self._device).manual_seed(seed)
         width = max(map(len, prompts))
@@ -194,8 +194,8 @@ class TransformersSampler:
         has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=self._device)
         cache, ids, logprobs = DynamicCache(config=self._model.config), [], []
         for _ in range(num_tokens):
-            answer = self._model(token_BT, mask_BT, position_BT, cache, logits_to_keep=1)
-            logprob_BV = (answer.logits[:, -1].float() / temperature).log_softmax(-1)
+            output = self._model(token_BT, mask_BT, position_BT, cache, logits_to_keep=1)
+            logprob_BV = (output.logits[:, -1].float() / temperature).log_softmax(-1)
             token_BT = logprob_BV.exp().multinomial(1, generator=generator)
             ids.append(token_BT[:, 0])
             logprobs.append(logprob_BV.gather(1, token_BT)[:, 0])
@@ -211,11 +211,11 @@ class TransformersSampler:
         del self._model, self._held
 
 
-def ended(ids_BL: Tensor, logprobs_BL: Tensor, end_token: int) -> Answers:
+def ended(ids_BL: Tensor, logprobs_BL: Tensor, end_token: int) -> Responses:
     """Cut every row behind its first end token."""
     ids, logprobs = ids_BL.tolist(), logprobs_BL.tolist()
     lengths = [row.index(end_token) + 1 if end_token in row else len(row) for row in ids]
-    return Answers(
+    return Responses(
         [row[:length] for row, length in zip(ids, lengths, strict=True)],
         [row[:length] for row, length in zip(logprobs, lengths, strict=True)],
     )

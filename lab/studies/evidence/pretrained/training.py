@@ -22,7 +22,7 @@ from .compact import CompactTrainer
 from .group import PretrainedGroup
 from .workplace import EVALUATION_SEED, Workplace
 
-# Of a greedy answer: equal logits draw lots.
+# Of a greedy response: equal logits draw lots.
 GREEDY = 1e-3
 
 Keep = Callable[[str, dict[str, Any]], None]
@@ -75,7 +75,7 @@ class PretrainedTraining:
         found = numbers.mismatch(data["log_probs"], data["rollout_log_probs"])
         found |= {"reward": float(reward.mean()), "solved": float((reward == 1).float().mean())}
         if step in group.dump_steps:
-            # Where answers are sorted by length, of all lengths.
+            # Where responses are sorted by length, of all lengths.
             chosen = slice(0, group.num_dumped)
             if group.max_tokens:
                 chosen = slice(0, None, -(-len(data["tokens"]) // group.num_dumped))
@@ -111,14 +111,14 @@ class PretrainedTraining:
         self._problems.setstate(state["problems"])
 
     def _rollout(self, step: int) -> tuple[dict[str, Any], Tensor]:
-        """Questions, answers of the engine's weights, and what they are worth."""
+        """Questions, responses of the engine's weights, and what they are worth."""
         group, (_, seed) = self.group, self.group.run
         problems = [self._task.sample(self._problems) for _ in range(group.num_prompts)]
         prompts = [problem.prompt_ids for problem in problems for _ in range(group.samples_per_prompt)]
         if (longest := max(map(len, prompts))) > group.max_prompt:
             raise ValueError(f"{group.name}: a prompt of {longest} tokens, max_prompt is {group.max_prompt}")
         self._engine.load(self._trainer.weights())
-        answers = self._engine.sample(
+        responses = self._engine.sample(
             prompts,
             num_tokens=group.response_length,
             temperature=group.temperature,
@@ -127,7 +127,7 @@ class PretrainedTraining:
         )
         completions = [
             Completion(token_ids=ids, log_probs=logprobs, weight_version=step)
-            for ids, logprobs in zip(answers.ids, answers.logprobs, strict=True)
+            for ids, logprobs in zip(responses.ids, responses.logprobs, strict=True)
         ]
         samples, reward = grade_groups(
             problems, completions, num_samples=group.samples_per_prompt, divided=group.divides_advantages
@@ -164,14 +164,14 @@ class PretrainedTraining:
         temperatures = {"own_reward": group.temperature} | ({"own_greedy": GREEDY} if group.evaluates_greedily else {})
         found = {}
         for name, temperature in temperatures.items():
-            answers = evaluator.sample(
+            responses = evaluator.sample(
                 [question.prompt_ids for question in self._held_out],
                 num_tokens=group.response_length,
                 temperature=temperature,
                 end_token=self._end_token,
                 seed=EVALUATION_SEED,
             )
-            rewards = [question.grade(ids) for question, ids in zip(self._held_out, answers.ids, strict=True)]
+            rewards = [question.grade(ids) for question, ids in zip(self._held_out, responses.ids, strict=True)]
             found[name] = sum(rewards) / len(rewards)
         return found
 
