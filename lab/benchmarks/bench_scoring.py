@@ -96,7 +96,7 @@ class Record:
             self.parts = json.loads(file.read_text())
 
     def begin(self, name: str, header: dict[str, str], problems: list[str]) -> None:
-        """Forget what is measured anew."""
+        """Forget what is measured again."""
         kept = [row for row in self.parts.get(name, []) if name == "A" and row["problem"] not in problems]
         self.parts[name] = kept
         self.parts.setdefault("headers", {})[name] = header

@@ -5,7 +5,7 @@
     python lab/benchmarks/compare_revisions.py BASE [NEW] --what hook policy_loss methods [--calls 300] [--shapes ...]
     torchrun --standalone --nproc-per-node 4 lab/benchmarks/compare_revisions.py BASE --what hook --cp 4 --shapes 8x2048
 
-Each revision is a folder, or a name that git knows; NEW is this checkout where it is left out.
+Each revision is a folder, or a name that git knows; NEW is this checkout if it is omitted.
 
 **Outputs** (some three minutes on two cores): ``revision_outputs.py`` computes with both revisions, each in a process
 of its own, on the same drawn inputs, and with the kernels of each CPU capability: all methods, 200 drawn configurations

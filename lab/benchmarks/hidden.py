@@ -331,7 +331,7 @@ def _cut(impl: str, name: str) -> Way:
         loss_T = function(problem.hidden_TH, problem.weight_VH, problem.token_T, reduction="none", impl=impl)
         return _given(problem, Found(-loss_T), entropy=False)
 
-    remark = "leaves out what bfloat16 would round away" if impl == "cce" else "nothing left out, float32 sums"
+    remark = "omits what bfloat16 would round away" if impl == "cce" else "omits nothing, float32 sums"
     return Way(name, call, "log-prob", f"no entropy; {remark}")
 
 

@@ -10,7 +10,7 @@ checkout_at() {
         [[ -d "$given" ]] || { echo "$variable=$given: there is no such folder" >&2; return 1; }
         found="$(git -C "$given" rev-parse HEAD 2> /dev/null || echo "unknown")"
         if [[ "$found" != "$commit" ]]; then
-            echo "warning: $variable=$given is at commit $found; this was tried with $commit" >&2
+            echo "warning: $variable=$given is at commit $found; this was tested with $commit" >&2
         fi
         printf -v "$variable" '%s' "$(realpath -- "$given")"
         return

@@ -132,7 +132,7 @@ def _write_one(job: int) -> None:
 
 
 def write_random(folder: Path) -> None:
-    """Weights with which everything can be tried before the model is there."""
+    """Weights with which everything can be tested before the model is there."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -441,7 +441,7 @@ class Runner:
         flags, environment = self._command(name, run, port=port, engine=engine)
         begin = time.monotonic()
         codes = [self._process(name, flags, environment, run, first=True)]
-        # One that failed by itself would begin anew, and nothing would be killed.
+        # One that failed by itself would begin again, and nothing would be killed.
         if (folder / "run.log").read_text(errors="replace").endswith(PLANNED):
             codes.append(self._process(name, flags, environment, run, first=False))
         result = {

@@ -38,7 +38,7 @@ def effects(page: str) -> dict[int, list[tuple[str, float, float, float]]]:
 
 
 def main() -> None:
-    """Write the picture beside the page."""
+    """Write the picture next to the page."""
     by_staleness = effects(PAGE.read_text(encoding="utf-8"))
     names = list(dict.fromkeys(name for rows in by_staleness.values() for name, *_ in rows))
     figure, axes = plt.subplots(1, len(by_staleness), figsize=(13, 3.4), sharey=True, constrained_layout=True)

@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS]
 
 
 def pytest_collection_modifyitems(items):
-    """Whole runs, all of them, which `tests/run.sh` leaves out."""
+    """Whole runs, all of them, which `tests/run.sh` skips."""
     for item in items:
         if item.path.is_relative_to(ROOT / "lab"):
             item.add_marker("whole_run")

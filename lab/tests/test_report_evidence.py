@@ -33,7 +33,7 @@ CAUSES = {
     # A cache in fp8 of a small model may have the size of a pretrained model's kernels: then both are named.
     "fp8_cache": "bf16_or_low_precision",
     "length_fp8_cache": "low_precision",
-    # SmolLM2-135M in bfloat16 on both sides, fresh weights.
+    # SmolLM2-135M in bfloat16 on both sides, up-to-date weights.
     "pretrained_floor_lr1e-06": "bf16_or_low_precision",
     # The same model before training, with other settings of one side.
     "pretrained_atlas_fp16": "bf16_kernels",
@@ -45,7 +45,7 @@ CAUSES = {
     "pretrained_precision_aligned": "equal",
     # Updates that reach the trainer's weights and not the engine's: k3 0.24, and a continuum of samples.
     "pretrained_precision_fp16_trainer": "stale_weights",
-    # The model made a mixture of experts, SGLang 0.5.23 on a CPU.
+    # The model converted to an MoE model, SGLang 0.5.23 on a CPU.
     "pretrained_atlas_moe_cpu_mixture": "low_precision",
     # Of what was sampled with top-p 0.9, and with the mask on both sides.
     "top_p_sglang_sampled": "top_p_or_top_k",
@@ -73,7 +73,7 @@ ALIKE = (
 def test_the_cause_of_a_measured_mismatch_is_named(study) -> None:
     (found,) = report_on(study).diagnoses
     assert found.cause == CAUSES[study]
-    # All weights are fresh here.
+    # All weights are up to date here.
     assert not any("open tokens" in words for words in found.alternatives)
 
 

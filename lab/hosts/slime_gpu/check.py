@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is everything there that a host's run on one GPU needs? ``python -m slime_gpu.check HOST`` says what is missing.
 
-Prints the versions, beside those with which the run was tried.
+Prints the versions, with those with which the run was tested.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-# Distribution, module, tried with.
+# Distribution, module, tested with.
 PACKAGES = (
     ("torch", "torch", "2.11.0"),
     ("ray", "ray", "2.60.0"),
@@ -45,11 +45,11 @@ OPTIONAL = (("transformer_engine", "transformer_engine", "2.12.0"),)
 def problems(host: str) -> list[str]:
     """What keeps a host from training here."""
     found = []
-    for name, module, tried in (*PACKAGES, *MORE[host]):
+    for name, module, tested in (*PACKAGES, *MORE[host]):
         try:
             importlib.import_module(module)
         except ImportError as error:
-            found.append(f"{module}: {error}: pip install {name}=={tried}")
+            found.append(f"{module}: {error}: pip install {name}=={tested}")
     if found:
         return found
     import numpy
@@ -102,8 +102,8 @@ def main() -> None:
     host = sys.argv[1]
     found = problems(host)
     print(f"python {platform.python_version()}")
-    for name, _, tried in (*PACKAGES, *MORE[host], *OPTIONAL):
-        print(f"{name} {version(name)}" + ("" if version(name) == tried else f" (tried with {tried})"))
+    for name, _, tested in (*PACKAGES, *MORE[host], *OPTIONAL):
+        print(f"{name} {version(name)}" + ("" if version(name) == tested else f" (tested with {tested})"))
     if found:
         sys.exit("missing:\n  " + "\n  ".join(found))
 

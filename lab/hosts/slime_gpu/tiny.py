@@ -66,9 +66,9 @@ def write_model(folder: Path, *, is_mixture: bool = False) -> None:
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> float:
-    """Return the share of even tokens in the answer."""
-    answer = sample.tokens[len(sample.tokens) - sample.response_length :]
-    return sum(token % 2 == 0 for token in answer) / max(len(answer), 1)
+    """Return the share of even tokens in the response."""
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    return sum(token % 2 == 0 for token in response) / max(len(response), 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``names.txt`` anew: what slime, Miles and Megatron-LM may have on the ``args`` that they hand us.
+"""Records ``names.txt`` again: what slime, Miles and Megatron-LM may have on the ``args`` that they hand us.
 
 The hosts' code is not part of this repository. With a clone of each, from the repository's root:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``losses.pt.xz`` anew: loss, metrics and gradients of the hosts' own policy losses, run here on a CPU.
+"""Records ``losses.pt.xz`` again: loss, metrics and gradients of the hosts' own policy losses, run here on a CPU.
 
 The hosts' code is not part of this repository. With a clone of each, and httpx installed, from the repository's root:
 
@@ -283,7 +283,7 @@ def differs_by_share(host: str, found: dict, wanted: dict) -> str:
 
 
 def differences(host: str, found: dict[str, dict], wanted: dict[str, dict], judge: Judge) -> dict[str, str]:
-    """How the losses of a rank differ, by the name of the option; those that do not are left out."""
+    """How the losses of a rank differ, by the name of the option; those that do not are omitted."""
     out = {}
     for name in found.keys() | wanted.keys():
         if name not in found or name not in wanted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``numbers.json.xz`` anew: corrections and losses of TRL's own ``GRPOTrainer`` on a CPU, and ours in it.
+"""Records ``numbers.json.xz`` again: corrections and losses of TRL's own ``GRPOTrainer`` on a CPU, and ours in it.
 
 TRL is not part of this repository. In the environment that ``examples/trl/run.sh`` makes, from the repository's root:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records ``numbers.json.xz`` anew: what verl's own code computes, with its own correction and with ours.
+"""Records ``numbers.json.xz`` again: what verl's own code computes, with its own correction and with ours.
 
 verl's code is not part of this repository. With a clone of it, in an environment with torch, tensordict, omegaconf,
 ray, transformers and orjson, from the repository's root:

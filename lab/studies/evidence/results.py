@@ -208,7 +208,7 @@ def _complete(rows: list[Row], training: Training) -> list[Row]:
 
 
 def settings(group: Group) -> dict[str, Any]:
-    """What a group sets, as JSON has it; what it leaves at its default is left out."""
+    """What a group sets, as JSON has it; defaults are omitted."""
     found: dict[str, Any] = json.loads(json.dumps(_set_fields(group)))
     return found
 

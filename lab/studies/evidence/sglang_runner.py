@@ -334,7 +334,7 @@ class SGLangRunner:
         )
 
     def reseed(self, seed: int) -> None:
-        """Begin the sampler's random numbers anew."""
+        """Begin the sampler's random numbers again."""
         self._random_state = _seeded_state(self._device, seed)
 
     def close(self) -> None:
@@ -358,7 +358,7 @@ class SGLangRunner:
         )
 
     def _capture(self) -> None:
-        """Capture the graph of a decode anew: it repeats what was computed then."""
+        """Capture the graph of a decode again: it repeats what was computed then."""
         with _kept_random_state(self._device), self._own_arithmetic():
             self._runner.init_decode_cuda_graph()
         # A graph calls no hooks. Each time it writes to the places of the last forward, which it has captured.
@@ -470,7 +470,7 @@ def _keep_rows(batch: Any, indices: list[int]) -> None:
 
 
 def _whole(parts: list[Tensor], rows: list[Tensor], batch_size: int) -> Tensor:
-    """Of what each forward gave for its rows, ``[B, L]``: zeros where a row was left out."""
+    """Of what each forward gave for its rows, ``[B, L]``: zeros where a row was omitted."""
     place_N = torch.cat([row_R + step * batch_size for step, row_R in enumerate(rows)])
     whole = parts[0].new_zeros(len(parts) * batch_size)
     return whole.index_copy_(0, place_N, torch.cat(parts)).view(len(parts), batch_size).T.contiguous()

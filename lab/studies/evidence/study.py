@@ -16,7 +16,7 @@ class Study:
 
     Attributes:
         name: On the command line.
-        question: What the report answers.
+        question: The title of the report.
         groups: Trained one after the other; each is kept when it is finished.
     """
 

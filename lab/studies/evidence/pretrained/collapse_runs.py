@@ -22,7 +22,7 @@ from .group import PretrainedGroup
 
 EVIDENCE = Path(__file__).parents[3] / "evidence"
 STOPPED = EVIDENCE / "collapse_stopped.jsonl"
-"""Every step of runs whose machine had to be given back; their state did not come back, so they begin anew."""
+"""Every step of runs whose machine had to be given back; their state did not come back, so they begin again."""
 # Evaluations of a mean: the last ones.
 LAST = 4
 # What is a warning: a number, its limit in words, and the limit of means of ``SMOOTH`` steps, given the first steps.

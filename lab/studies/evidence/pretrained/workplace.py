@@ -113,7 +113,7 @@ class Workplace:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Free engine and groups; a later run makes them anew."""
+        """Free engine and groups; a later run makes them again."""
         if self._ranks is not None:
             parallel_state.destroy_model_parallel()
             self._ranks = None
