@@ -19,7 +19,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,14 +60,6 @@ READERS: dict[str, Callable[..., Generation]] = {
 _TYPES = {"conversation": str, "request_id": str, "text": str, "choice": int}
 
 
-class LogLineError(ValueError):
-    """A line that holds no call."""
-
-    def __init__(self, file: str, line: int, reason: str) -> None:
-        super().__init__(f"{file}, line {line}: {reason}")
-        self.file, self.line, self.reason = file, line, reason
-
-
 class Line(NamedTuple):
     """A line of a file."""
 
@@ -75,32 +67,24 @@ class Line(NamedTuple):
     number: int
     content: bytes
 
-    @property
-    def place(self) -> dict[str, Any]:
-        """Return its place as plain values."""
-        return {"file": self.file, "line": self.number}
-
     def parse(self) -> dict[str, Any]:
-        """The call that it holds; its request and response are not looked into."""
+        """The call that it holds, else a ``ValueError``; its request and response are not looked into."""
         try:
             row = json.loads(self.content)
-            if not isinstance(row, dict):
-                raise ValueError(f"a line must be an object, got a {type(row).__name__}")
-            check_known("keys", row, {"format", "request", "response", *_TYPES})
-            missing = [key for key in ("conversation", "format", "request", "response") if key not in row]
-            if missing:
-                raise ValueError(f"{' and '.join(missing)} missing")
-            for key, kind in _TYPES.items():
-                # True is an int and no choice.
-                if key in row and type(row[key]) is not kind and (row[key] is not None or key == "conversation"):
-                    raise ValueError(f"{key} must be of type {kind.__name__}, got {row[key]!r:.80}")
-            check_choice("format", row["format"], READERS)
-            return row
         except json.JSONDecodeError as error:
-            raise LogLineError(self.file, self.number, f"no JSON: {error.msg} at character {error.pos}") from error
-        # Nesting beyond what Python's stack holds is a RecursionError.
-        except (ValueError, RecursionError) as error:
-            raise LogLineError(self.file, self.number, str(error)) from error
+            raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"a line must be an object, got a {type(row).__name__}")
+        check_known("keys", row, {"format", "request", "response", *_TYPES})
+        missing = [key for key in ("conversation", "format", "request", "response") if key not in row]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} missing")
+        for key, kind in _TYPES.items():
+            # True is an int and no choice.
+            if key in row and type(row[key]) is not kind and (row[key] is not None or key == "conversation"):
+                raise ValueError(f"{key} must be of type {kind.__name__}, got {row[key]!r:.80}")
+        check_choice("format", row["format"], READERS)
+        return row
 
 
 def read_call(row: Mapping[str, Any]) -> Generation:
@@ -110,35 +94,6 @@ def read_call(row: Mapping[str, Any]) -> Generation:
     generation = READERS[row["format"]](row["request"], row["response"], **{key: row.get(key) for key in keys})
     Field(value=generation.prompt_ids, path="prompt_ids", request_id=generation.request_id).token_ids()
     return generation
-
-
-def read_logs(paths: Iterable[Path]) -> tuple[dict[str, list[Line]], list[LogLineError]]:
-    """The lines of each conversation, in the order of their first calls, and the lines that hold no call.
-
-    The lines are kept as they are: decoded, all of them at once would need many times the memory.
-    """
-    conversations: dict[str, list[Line]] = {}
-    problems: list[LogLineError] = []
-    for path in paths:
-        number, holds_nothing = 0, True
-        with path.open("rb") as raw:
-            lines = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
-            try:
-                for number, content in enumerate(lines, start=1):
-                    if content.isspace():
-                        continue
-                    holds_nothing, line = False, Line(str(path), number, content)
-                    try:
-                        conversations.setdefault(line.parse()["conversation"], []).append(line)
-                    except LogLineError as problem:
-                        problems.append(problem)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                # What came before is worth a report; a log that is being written ends like this.
-                holds_nothing = False
-                problems.append(LogLineError(str(path), number + 1, f"the rest cannot be decompressed: {error}"))
-        if holds_nothing:
-            problems.append(LogLineError(str(path), number + 1, "the file holds no call"))
-    return conversations, problems
 
 
 _COUNTS = ("conversations", "calls", "sampled_tokens", "unchecked_texts")
@@ -153,23 +108,50 @@ class LogReport:
     compares with its sampled ids; ``policy_errors`` are the conversations that the policy refuses.
 
     Args:
-        files: Their names.
+        files: The logs.
         tokenizer: Tells the text of ids; None leaves texts unchecked.
         policy: What is trained under it is built; None builds nothing. The classes do not depend on it.
     """
 
     def __init__(
-        self, files: Sequence[str], *, tokenizer: Tokenizer | None = None, policy: Policy | None = None
+        self, files: Iterable[Path], *, tokenizer: Tokenizer | None = None, policy: Policy | None = None
     ) -> None:
         self._files, self._tokenizer, self._policy = [*files], tokenizer, policy
         self._counts = Counter[str]()
         self._metrics = Counter[str]()
         self._refused, self._boundaries, self._texts, self._policy_errors = (_Table() for _ in range(4))
 
-    def add_problem(self, problem: LogLineError) -> None:
-        """Count one more line that holds no call."""
-        example = {"conversation": None, "file": problem.file, "line": problem.line, "message": problem.reason}
-        self._refused.add(type(problem).__name__, False, example)
+    def read(self) -> dict[str, list[Line]]:
+        """The lines of each conversation, in the order of their first calls; lines that hold no call are counted.
+
+        The lines are kept as they are: decoded, all of them at once would need many times the memory.
+        """
+        conversations: dict[str, list[Line]] = {}
+        for path in self._files:
+            number, holds_nothing = 0, True
+            with path.open("rb") as raw:
+                lines = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
+                try:
+                    for number, content in enumerate(lines, start=1):
+                        if content.isspace():
+                            continue
+                        holds_nothing, line = False, Line(str(path), number, content)
+                        try:
+                            conversations.setdefault(line.parse()["conversation"], []).append(line)
+                        # Nesting beyond what Python's stack holds is a RecursionError.
+                        except (ValueError, RecursionError) as error:
+                            self._refuse_line(path, number, str(error))
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    # What came before is worth a report; a log that is being written ends like this.
+                    holds_nothing = False
+                    self._refuse_line(path, number + 1, f"the rest cannot be decompressed: {error}")
+            if holds_nothing:
+                self._refuse_line(path, number + 1, "the file holds no call")
+        return conversations
+
+    def _refuse_line(self, path: Path, line: int, reason: str) -> None:
+        example = {"conversation": None, "file": str(path), "line": line, "message": reason}
+        self._refused.add("LogLineError", False, example)
 
     def add(self, lines: Iterable[Line]) -> tuple[TrainingSample, ...]:
         """Count one more conversation; returns what is trained under the policy.
@@ -181,7 +163,7 @@ class LogReport:
         places: list[dict[str, Any]] = []
         for line in lines:
             row = line.parse()
-            place = {"conversation": row["conversation"], **line.place}
+            place = {"conversation": row["conversation"], "file": line.file, "line": line.number}
             self._counts["calls"] += 1
             try:
                 generation = read_call(row)
@@ -252,7 +234,7 @@ class LogReport:
         return {
             "passed": not reasons,
             "reasons": reasons,
-            "files": self._files,
+            "files": [*map(str, self._files)],
             **{name: self._counts[name] for name in _COUNTS},
             "refused": self._refused.to_dict(),
             "boundaries": self._boundaries.to_dict(),

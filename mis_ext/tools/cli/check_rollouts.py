@@ -67,12 +67,10 @@ def run(parsed: argparse.Namespace) -> Result:
 
 
 def _check(parsed: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    from mis_ext.rollout.rollout_log import LogReport, read_logs
+    from mis_ext.rollout.rollout_log import LogReport
 
-    report = LogReport([str(path) for path in parsed.files], tokenizer=tokenizer, policy=parsed.policy)
-    conversations, problems = read_logs(parsed.files)
-    for problem in problems:
-        report.add_problem(problem)
+    report = LogReport(parsed.files, tokenizer=tokenizer, policy=parsed.policy)
+    conversations = report.read()
     with nullcontext() if parsed.samples is None else parsed.samples.open("w") as samples:
         for name, lines in conversations.items():
             trained = report.add(lines)
