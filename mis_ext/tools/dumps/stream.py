@@ -36,9 +36,6 @@ class Dumps:
         trust_pickle: Let a ``.pt`` file create any Python object, which can run any code in it.
         need_tokens: Whether it is an error if no token can be used.
         watch: Gets the paths and hands them out again, one when it is read: for a progress bar.
-
-    Attributes:
-        skipped: What the last iteration did not hand out, and why. Whatever is not here was handed out.
     """
 
     def __init__(
@@ -53,7 +50,12 @@ class Dumps:
         self._trust_pickle = trust_pickle
         self._need_tokens = need_tokens
         self._watch = watch
-        self.skipped: list[Skipped] = []
+        self._joiner = Joiner()
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """What the last iteration did not hand out so far, and why. Whatever is not here was handed out."""
+        return self._joiner.skipped
 
     def __iter__(self) -> Iterator[DumpedSample]:
         """Each sample once, as soon as it is whole; those that lack something last.
@@ -63,14 +65,12 @@ class Dumps:
             ValueError: The content of a file has no known format, files contradict each other, or no token can be
                 used: none has a log-prob of both sides, finite and under no mask. The message names the file.
         """
-        joiner, is_usable, obstacle = Joiner(), False, ""
-        for sample in self._joined(joiner):
+        self._joiner, is_usable, obstacle = Joiner(), False, ""
+        for sample in self._samples():
             is_usable = is_usable or (self._need_tokens and num_usable_tokens(sample) > 0)
             if not obstacle and sample.obstacle is not None:
                 obstacle = f"; {sample.name}: {sample.obstacle}"
-            self.skipped = joiner.skipped
             yield sample
-        self.skipped = joiner.skipped
         if self._need_tokens and not is_usable:
             raise ValueError(
                 f"{', '.join(map(str, self._paths)) or 'no file'}: no usable tokens. Each sample needs log_probs "
@@ -78,7 +78,8 @@ class Dumps:
                 f"{obstacle}{''.join(f'; {skipped}' for skipped in self.skipped)}"
             )
 
-    def _joined(self, joiner: Joiner) -> Iterator[DumpedSample]:
+    def _samples(self) -> Iterator[DumpedSample]:
+        joiner = self._joiner
         for path in self._watch(self._paths):
             samples = read_file(regular_file(path), trust_pickle=self._trust_pickle)
             if not samples:
