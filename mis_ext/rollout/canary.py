@@ -7,11 +7,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from mis_ext.validation import MismatchWarning
 
-Verdict = Literal["first", "arrived", "old", "unknown"]
+Verdict = Literal["old", "unknown", "first", "arrived"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+"""The worst first."""
 _KEPT_VERSIONS = 8
 # Two scorings of the same weights differ by about the noise.
 _NOISE_FACTOR = 2.0

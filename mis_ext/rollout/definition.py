@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from mis_ext.rollout.generation import MINUS_INFINITY
 from mis_ext.rollout.sampling_parameters import PENALTIES, SamplingParameters, Server
@@ -15,7 +15,6 @@ from mis_ext.validation import check_choice
 SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 ToldMode = Literal["raw_logprobs", "processed_logprobs"]
-_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 # By so much a sum of probabilities may exceed 1: no one says in which type the log-probs were, and one of bfloat16
 # between -4 and -8 is rounded by up to 2**-6. In float32 it is 1e-3.
 _MASS_ERROR = 2e-2
@@ -182,7 +181,7 @@ def define_log_probs(
         ValueError: Another server, mode or backend.
     """
     check_choice("server", server, _BACKENDS)
-    check_choice("logprobs_mode", logprobs_mode, _MODES)
+    check_choice("logprobs_mode", logprobs_mode, get_args(LogProbsMode))
     is_raw = logprobs_mode.startswith("raw")
     # Where vLLM returns processed log-probs, it does not draw with FlashInfer.
     backends = _BACKENDS[server][1:] if server == "vllm" and not is_raw else _BACKENDS[server]

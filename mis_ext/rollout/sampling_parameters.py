@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mis_ext.validation import check_bool, check_choice, check_mapping, check_number
 
 Server = Literal["sglang", "vllm"]
-SERVERS = ("sglang", "vllm")
 
 # Key: the value that changes nothing, and the legal range.
 _NUMBERS: dict[str, tuple[float, float, float]] = {
@@ -129,7 +128,7 @@ class SamplingParameters:
             ValueError: A value outside its range.
             TypeError: A value of another type.
         """
-        check_choice("server", server, SERVERS)
+        check_choice("server", server, get_args(Server))
         # None: the sampling parameters came without the body around them.
         api = "openai" if "messages" in request or "prompt" in request else None
         around: dict[str, Any] = {}

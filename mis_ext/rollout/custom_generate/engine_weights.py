@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mis_ext.rollout.canary import Canary, CanaryResult, StaleWeightsError, StaleWeightsWarning, Verdict
+from mis_ext.rollout.canary import VERDICTS, Canary, CanaryResult, StaleWeightsError, StaleWeightsWarning, Verdict
 from mis_ext.rollout.custom_generate.endpoints import SGLANG, ask_json, was_aborted
 from mis_ext.rollout.custom_generate.host import KEY, Settings
 from mis_ext.rollout.generation import Tokenizer
@@ -35,10 +35,6 @@ Some words about the tide. Water rises and falls twice a day, since the Moon pul
 its centre, and the far side less. Who wants to leave a shallow bay should know the hour of high water; it comes about
 fifty minutes later every day. Therefore the answer is: {"freight": 678, "unit": "kg", "departure": "07:00"}.
 """
-
-
-VERDICTS: tuple[Verdict, ...] = ("old", "unknown", "first", "arrived")
-"""The worst first."""
 
 
 class EngineWeights(NamedTuple):

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mis_ext.frameworks import find_framework
 from mis_ext.rollout.builder import build_samples
+from mis_ext.rollout.canary import VERDICTS
 from mis_ext.rollout.custom_generate.endpoints import VLLM, endpoint_of, post_json, was_aborted
-from mis_ext.rollout.custom_generate.engine_weights import VERDICTS, EngineWeights, engine_weights
+from mis_ext.rollout.custom_generate.engine_weights import EngineWeights, engine_weights
 from mis_ext.rollout.custom_generate.host import (
     CANARY,
     KEY,
