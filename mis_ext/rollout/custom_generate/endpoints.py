@@ -13,16 +13,14 @@ import importlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from mis_ext.frameworks import Framework, find_framework
-from mis_ext.rollout.generation import Generation
 from mis_ext.rollout.readers.servers import read_sglang_generate, read_vllm_generate
 
-_Request = dict[str, Any]
-_Response = Mapping[str, Any]
+_Json = dict[str, Any]
 # What the frameworks' sampling parameters are called in vLLM, where the name differs.
 _VLLM_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -33,28 +31,18 @@ _VLLM_NAMES = {
 _ENDINGS = {"abort": "abort", "length": "length", "repetition": "length"}
 
 
-class Endpoint(NamedTuple):
-    """One endpoint.
+class Endpoint:
+    """An endpoint behind a router.
 
     Attributes:
         server: The engine; its name begins the arguments with the router's address.
         path: Of the endpoint.
         session_header: The header by which the router keeps a conversation on one engine.
-        request: Makes the request from the model, the prompt's ids, the sampling parameters, and the number of tokens
-            whose experts are known (None: no experts are asked for).
-        meta_info: Reads the metadata of a response.
-        read: Checks a response, and reads it.
-        finished: The response of an aborted request as that of one which reached its token limit, its number of
-            tokens given.
     """
 
     server: str
     path: str
     session_header: str
-    request: Callable[[str, list[int], Mapping[str, Any], int | None], _Request]
-    meta_info: Callable[[_Response], Mapping[str, Any]]
-    read: Callable[..., Generation]
-    finished: Callable[[_Request, _Response, int], dict[str, Any]]
 
     def url(self, args: Any) -> str:
         """Address at which the router accepts requests."""
@@ -66,17 +54,71 @@ class Endpoint(NamedTuple):
         return f"http://{host}:{port}"
 
 
-def _ask_sglang(_model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Request:
-    request = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
-    if num_rows is not None:
-        request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
-    return request
+class Sglang(Endpoint):
+    """The endpoint of slime and Miles."""
+
+    server, path, session_header = "sglang", "/generate", "X-SMG-Routing-Key"
+    read = staticmethod(read_sglang_generate)
+
+    def request(self, _model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Json:
+        """The request that goes on from a prompt's ids, with ``num_rows`` known rows of experts; None: without any."""
+        request = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+        if num_rows is not None:
+            request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
+        return request
+
+    def meta_info(self, response: _Json) -> Mapping[str, Any]:
+        """The metadata of a response."""
+        return response.get("meta_info") or {}
+
+    def finished(self, request: _Json, response: _Json, length: int) -> _Json:
+        """The response of an aborted request as that of one which reached its token limit after ``length`` tokens."""
+        # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
+        ending = {"finish_reason": {"type": "length", "length": length}}
+        return {
+            **response,
+            "meta_info": {"prompt_tokens": len(request["input_ids"]), **response["meta_info"], **ending},
+        }
 
 
-def _finished_sglang(request: _Request, response: _Response, length: int) -> dict[str, Any]:
-    # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
-    ending = {"finish_reason": {"type": "length", "length": length}}
-    return {**response, "meta_info": {"prompt_tokens": len(request["input_ids"]), **response["meta_info"], **ending}}
+class Vllm(Endpoint):
+    """The endpoint of vime."""
+
+    server, path, session_header = "vllm", "/inference/v1/generate", "x-session-id"
+    read = staticmethod(read_vllm_generate)
+
+    def request(self, model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Json:
+        """As of SGLang; what is known of experts is in the parameters."""
+        parameters = vllm_parameters(params)
+        # Servers that do not know it send all rows.
+        if num_rows:
+            parameters["routed_experts_prompt_start"] = num_rows
+        return {"model": model, "token_ids": ids, "sampling_params": parameters}
+
+    def meta_info(self, response: _Json) -> Mapping[str, Any]:
+        """The metadata of a response, with SGLang's names."""
+        choice, usage = (response.get("choices") or [{}])[0], response.get("usage") or {}
+        reason, ids = choice.get("finish_reason"), choice.get("token_ids") or ()
+        rows = (choice.get("logprobs") or {}).get("content") or ()
+        spans = choice.get("weight_versions")
+        meta = {
+            "finish_reason": {"type": _ENDINGS.get(reason, "stop")},
+            "prompt_tokens": usage.get("prompt_tokens", 0),
+            "completion_tokens": usage.get("completion_tokens", 0),
+            "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            "output_token_logprobs": [[row.get("logprob"), token] for row, token in zip(rows, ids, strict=False)],
+            "routed_experts": choice.get("routed_experts"),
+            "weight_versions": spans,
+            "weight_version": spans[-1]["version"] if spans else response.get("weight_version"),
+        }
+        if kept := choice.get("sampling_mask"):
+            meta["top_p_token_ids"] = [token for row in kept for token in row]
+            meta["top_p_token_offsets"] = [*accumulate(map(len, kept), initial=0)]
+        return {name: value for name, value in meta.items() if value is not None}
+
+    def finished(self, _request: _Json, response: _Json, _length: int) -> _Json:
+        """As of SGLang."""
+        return {**response, "choices": [{**choice, "finish_reason": "length"} for choice in response["choices"]]}
 
 
 def vllm_parameters(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,60 +130,10 @@ def vllm_parameters(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "logprobs": 1}
 
 
-def _ask_vllm(model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Request:
-    parameters = vllm_parameters(params)
-    # Servers that do not know it send all rows.
-    if num_rows:
-        parameters["routed_experts_prompt_start"] = num_rows
-    return {"model": model, "token_ids": ids, "sampling_params": parameters}
+SGLANG, VLLM = Sglang(), Vllm()
 
 
-def _meta_of_vllm(response: _Response) -> Mapping[str, Any]:
-    choice, usage = (response.get("choices") or [{}])[0], response.get("usage") or {}
-    reason, ids = choice.get("finish_reason"), choice.get("token_ids") or ()
-    rows = (choice.get("logprobs") or {}).get("content") or ()
-    spans = choice.get("weight_versions")
-    meta = {
-        "finish_reason": {"type": _ENDINGS.get(reason, "stop")},
-        "prompt_tokens": usage.get("prompt_tokens", 0),
-        "completion_tokens": usage.get("completion_tokens", 0),
-        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        "output_token_logprobs": [[row.get("logprob"), token] for row, token in zip(rows, ids, strict=False)],
-        "routed_experts": choice.get("routed_experts"),
-        "weight_versions": spans,
-        "weight_version": spans[-1]["version"] if spans else response.get("weight_version"),
-    }
-    if kept := choice.get("sampling_mask"):
-        meta["top_p_token_ids"] = [token for row in kept for token in row]
-        meta["top_p_token_offsets"] = [*accumulate(map(len, kept), initial=0)]
-    return {name: value for name, value in meta.items() if value is not None}
-
-
-def _finished_vllm(_request: _Request, response: _Response, _length: int) -> dict[str, Any]:
-    return {**response, "choices": [{**choice, "finish_reason": "length"} for choice in response["choices"]]}
-
-
-SGLANG = Endpoint(
-    server="sglang",
-    path="/generate",
-    session_header="X-SMG-Routing-Key",
-    request=_ask_sglang,
-    meta_info=lambda response: response.get("meta_info") or {},
-    read=read_sglang_generate,
-    finished=_finished_sglang,
-)
-VLLM = Endpoint(
-    server="vllm",
-    path="/inference/v1/generate",
-    session_header="x-session-id",
-    request=_ask_vllm,
-    meta_info=_meta_of_vllm,
-    read=read_vllm_generate,
-    finished=_finished_vllm,
-)
-
-
-def endpoint_of(sample: object) -> Endpoint:
+def endpoint_of(sample: object) -> Sglang | Vllm:
     """The endpoint for the samples of a framework; SGLang's where none runs."""
     framework = find_framework(sample)
     return VLLM if framework is not None and framework.engine == "vllm" else SGLANG
