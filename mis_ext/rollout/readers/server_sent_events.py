@@ -51,7 +51,10 @@ def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") ->
 def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
     events: list[Field] = []
     for number, raw in enumerate(lines):
-        line = (raw.decode() if isinstance(raw, bytes) else raw).strip()
+        try:
+            line = (raw.decode() if isinstance(raw, bytes) else raw).strip()
+        except UnicodeDecodeError as error:
+            raise MalformedResponse(request_id, f"line {number} is no UTF-8: {error}") from error
         # A comment keeps the connection open; of a named event the data says what it is.
         if not line or line.startswith((":", "event:")):
             continue
@@ -64,7 +67,7 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
             return events
         try:
             event = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MalformedResponse(request_id, f"line {number} is no JSON: {error}") from error
         events.append(Field(value=event, path=f"event[{len(events)}]", request_id=request_id))
     raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")

@@ -208,7 +208,10 @@ def test_events_of_two_requests_are_refused() -> None:
         join_stream(lines_of(events))
 
 
-@pytest.mark.parametrize("line", ["event without data", "data: {", "data: 5"])
+NESTED = pytest.param("data: " + "[" * 100_000, id="nested")
+
+
+@pytest.mark.parametrize("line", ["event without data", "data: {", "data: 5", b"data: \xff", NESTED])
 def test_a_line_that_is_no_event_is_refused(line) -> None:
-    with pytest.raises(MalformedResponse):
-        join_stream([line, "data: [DONE]"])
+    with pytest.raises(MalformedResponse, match=r"request 'r7': (line 0|event\[0\]) "):
+        join_stream([line, "data: [DONE]"], request_id="r7")
