@@ -87,11 +87,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
     require("transformers")
     import transformers
 
-    if path.is_dir():
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    else:
-        from_file: Any = transformers.PreTrainedTokenizerFast
-        tokenizer = from_file(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
+    try:
+        if path.is_dir():
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        else:
+            from_file: Any = transformers.PreTrainedTokenizerFast
+            tokenizer = from_file(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
+    # Of a broken file the library raises no narrower class.
+    except Exception as error:
+        raise ValueError(f"--tokenizer {path} cannot be read: {error}") from error
     return cast("Tokenizer", tokenizer)
 
 

@@ -253,6 +253,13 @@ def test_a_broken_line_is_reported_with_its_place_and_the_others_are_read(tmp_pa
     assert report["boundaries"]["contiguous"]["count"] == 1
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "."])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, capsys, name) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    said = error_of(capsys, write(tmp_path, *good()), "--tokenizer", tmp_path / name)
+    assert f"--tokenizer {tmp_path / name} cannot be read: " in said
+
+
 @pytest.mark.parametrize("rows", [(), (genuine("generate_empty"),), (genuine("generate_abort"),)])
 def test_a_log_without_a_sampled_token_never_passes(tmp_path, rows) -> None:
     report = report_of(write(tmp_path, *rows))
