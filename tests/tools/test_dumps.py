@@ -123,6 +123,14 @@ def test_files_are_read_one_after_the_other(tmp_path) -> None:
         ({"format_version": 3}, "format_version is 3; known are 2 and files without one"),
         ({"samples": {"log_probs": []}}, "its samples are not a list of dicts"),
         ({"samples": [[1.0]]}, "its samples are not a list of dicts"),
+        (
+            {"format_version": None, "rollout_data": {"log_probs": 5}},
+            "log_probs must be a list with a value per sample",
+        ),
+        (
+            {"format_version": None, "rollout_data": {"log_probs": [torch.ones(2) * 1j]}},
+            "log_probs must be numbers, got",
+        ),
         ({"format_version": None, "rollout_data": {}, "cp_size": 0}, "cp_size must be an integer of at least 1, got 0"),
         ({"format_version": None, "rollout_data": {}, "cp_rank": "a"}, "cp_rank must be an integer of at least 0, got"),
     ],
@@ -145,7 +153,9 @@ def test_a_file_of_another_format_is_an_error_that_names_it(tmp_path, content, r
         ({"response_length": "abc"}, "response_lengths must be an integer of at least 0, got 'abc'"),
         ({"response_length": -1}, "response_lengths must be an integer of at least 0, got -1"),
         ({"response_length": 2.5}, r"response_lengths must be an integer of at least 0, got 2\.5"),
+        ({"log_probs": -1.0}, r"log_probs must be numbers, got -1\.0"),
         ({"tokens": 5}, "tokens must be a list, got 5"),
+        ({"train_weight_version": [1]}, r"train_weight_version must be a number or a name, got \[1\]"),
         ({"loss_mask": 1, "response_length": 2}, "loss_masks must be a list, got 1"),
     ],
 )
@@ -154,6 +164,12 @@ def test_what_is_no_number_is_named_by_its_key(tmp_path, values, reason) -> None
     path.write_text(json.dumps({"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0]} | values))
     with pytest.raises(ValueError, match=rf"words\.jsonl: {reason}"):
         read(path)
+
+
+def test_log_probs_that_are_no_list_are_an_obstacle(tmp_path) -> None:
+    values = torch.ones(2, 2)
+    torch.save({"log_probs": [values], "rollout_log_probs": [values - 1.0]}, tmp_path / "7.pt")
+    assert read(tmp_path / "7.pt")[0].obstacle == "lists of other lengths: log_probs 2 x 2, rollout_log_probs 2 x 2"
 
 
 def test_an_advantage_may_be_null(tmp_path) -> None:

@@ -196,6 +196,16 @@ def test_a_mask_that_is_none_takes_its_sample_out(mask, tmp_path):
     assert (bad.problem, good.problem) == ("loss_mask has values that are not in [0, 1]", None)
 
 
+@pytest.mark.parametrize("ids", [[1, None], ["a", "b"], [1, 10**30], [1, 1e308], [1, 0.5]], ids=str)
+@pytest.mark.parametrize("key", ["tokens", "rollout_token_ids"])
+def test_ids_that_are_none_take_their_sample_out(key, ids, tmp_path, capsys):
+    path = tmp_path / "dump.jsonl"
+    path.write_text(json.dumps(ROW | {key: ids}) + "\n" + json.dumps(ROW) + "\n")
+    assert main(["report", str(path), "--json", "--preset", "mis"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["skipped"]
+    assert f"dump.jsonl, its sample 0: {key} is not comparable" in said
+
+
 def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys, wide_terminal):
     path = tmp_path / "a\x1b[31mb\udcff.pt"
     dump(loss_masks=[torch.tensor([1, 2, 1]), torch.ones(2)])(path)

@@ -103,6 +103,9 @@ def _rows_of(columns: Mapping[str, Any], *, has_parts: bool) -> list[dict[str, A
     unused = () if has_parts else ("total_lengths", "max_seq_lens")
     lists = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
     of_file = {key: lists.pop(key) for key in OF_FILE if not isinstance(lists.get(key, []), list)}
+    for key, column in lists.items():
+        if not hasattr(column, "__len__"):
+            raise ValueError(f"{key} must be a list with a value per sample, got {column!r}")
     lengths = {key: len(column) for key, column in lists.items() if key not in OPTIONAL}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
@@ -248,7 +251,7 @@ class DumpedSample:
                 found = ", ".join(map(repr, self.keys)) or "none"
                 return f"no log-probs of the {side}: {key!r} is missing, the keys found are {found}{meant}"
         shapes = {key: torch.as_tensor(values).shape for key, values in lists.items() if values is not None}
-        if len({*shapes.values()}) > 1:
+        if len({*shapes.values()}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
             lengths = (f"{key} {' x '.join(map(str, shape)) or 'a number'}" for key, shape in shapes.items())
             return f"lists of other lengths: {', '.join(lengths)}"
         return None
@@ -303,7 +306,7 @@ def _to_samples(content: Content, path: str) -> list[DumpedSample]:
             if row.get(key) is not None and not hasattr(row[key], "__len__"):
                 raise ValueError(f"{key} must be a list, got {row[key]!r}")
         length = _integer(row, "response_lengths", low=0)
-        advantages = _numbers(row, "advantages", torch.float32)
+        advantages = _numbers(row, "advantages", torch.float32, may_be_one=True)
         samples.append(
             DumpedSample(
                 proximal_log_probs=_numbers(row, "log_probs", dtype),
@@ -313,7 +316,7 @@ def _to_samples(content: Content, path: str) -> list[DumpedSample]:
                 token_ids=row.get("tokens"),
                 response_ids=_response_ids(row, length),
                 sampled_ids=row.get("rollout_token_ids"),
-                proximal_weight_version=row.get("train_weight_version"),
+                proximal_weight_version=_version(row, "train_weight_version"),
                 behavior_weight_versions=_flat_versions(row.get("weight_versions")) or None,
                 rollout_id=_integer(row, "rollout_id"),
                 sample_index=_integer(row, "sample_indices"),
@@ -323,7 +326,7 @@ def _to_samples(content: Content, path: str) -> list[DumpedSample]:
                 group_index=row.get("group_indices"),
                 canary=metadata.get(CANARY) if isinstance(metadata := row.get("metadata"), Mapping) else None,
                 part=_part(row, content),
-                problem=_problem_of_mask(row.get("loss_masks")) if content.has_trainer else _NO_TRAINER,
+                problem=_problem_of(row) if content.has_trainer else _NO_TRAINER,
                 path=path,
                 index=index,
                 keys=content.keys,
@@ -332,13 +335,30 @@ def _to_samples(content: Content, path: str) -> list[DumpedSample]:
     return samples
 
 
-def _problem_of_mask(mask: Any) -> str | None:
+def _problem_of(row: Mapping[str, Any]) -> str | None:
+    """Why the mask or the ids of a sample cannot be compared; None if they can."""
+    numbers = {"loss_mask": row.get("loss_masks"), **{key: row.get(key) for key in ("tokens", "rollout_token_ids")}}
+    for key, values in numbers.items():
+        try:
+            found = torch.ones(()) if values is None else torch.as_tensor(values).double()
+        except _OF_CONTENT as error:
+            return f"{key} is not comparable: {error}"
+        # NaN is in no range, and no integer.
+        if key == "loss_mask" and not bool(((found >= 0) & (found <= 1)).all()):
+            return "loss_mask has values that are not in [0, 1]"
+        if key != "loss_mask" and not torch.equal(found.long().double(), found):
+            return f"{key} is not comparable: it has values that are no integers"
+    return None
+
+
+def _version(row: Mapping[str, Any], key: str) -> Any:
+    version = row.get(key)
     try:
-        values = torch.ones(()) if mask is None else torch.as_tensor(mask).double()
+        if version is not None and not isinstance(version, str):
+            float(version)
     except _OF_CONTENT as error:
-        return f"loss_mask is not comparable: {error}"
-    # NaN is in no range.
-    return None if bool(((values >= 0) & (values <= 1)).all()) else "loss_mask has values that are not in [0, 1]"
+        raise ValueError(f"{key} must be a number or a name, got {reprlib.repr(version)}") from error
+    return version
 
 
 def _integer(row: Mapping[str, Any], key: str, *, low: float = -math.inf) -> int | None:
@@ -372,28 +392,34 @@ def _part(row: Mapping[str, Any], content: Content) -> ContextPart | None:
 def _narrowest_dtype(rows: Iterable[Mapping[str, Any]]) -> torch.dtype:
     """Return float32 if it holds all log-probs of lists exactly, else float64."""
     lists = [
-        _numbers(row, key, torch.float64)
+        found
         for row in rows
         for key in ("log_probs", "rollout_log_probs")
-        if row.get(key) is not None and not isinstance(row[key], Tensor)
+        if not isinstance(row.get(key), Tensor) and (found := _numbers(row, key, torch.float64)) is not None
     ]
     flat = torch.cat(lists) if lists else torch.empty(0)
     flat = flat[~flat.isnan()]
     return torch.float32 if torch.equal(flat.float().double(), flat.double()) else torch.float64
 
 
-def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype) -> Any:
+def _numbers(row: Mapping[str, Any], key: str, dtype: torch.dtype, *, may_be_one: bool = False) -> Tensor | None:
     """A tensor as it is; a list, or one number, in this type."""
     values = row.get(key)
-    if values is None or isinstance(values, Tensor):
-        return values
-    try:
-        # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
-        rows = [math.nan if value is None else value for value in values] if isinstance(values, Iterable) else values
-        found = torch.tensor(rows, dtype=dtype)
-    except _OF_CONTENT:
-        found = None
-    if found is None or found.dim() > 1:
+    if values is None:
+        return None
+    if isinstance(values, Tensor):
+        is_legal, found = not values.is_complex() and values.layout is torch.strided, values
+    else:
+        try:
+            # Engines return None where they scored nothing; as NaN it is INVALID unless it is masked.
+            many = isinstance(values, Iterable)
+            found = torch.tensor(
+                [math.nan if each is None else each for each in values] if many else values, dtype=dtype
+            )
+            is_legal = found.dim() == 1 or (found.dim() == 0 and may_be_one)
+        except _OF_CONTENT:
+            is_legal = False
+    if not is_legal:
         raise ValueError(f"{key} must be numbers, got {reprlib.repr(values)}")
     return found
 
