@@ -247,6 +247,19 @@ def test_worst_tokens_have_their_text(tmp_path) -> None:
     assert before == tokenizer.decode(ids[:-1][-12:])
 
 
+@pytest.mark.parametrize("placeholder", [-100, 2**40])
+def test_a_worst_token_beside_a_placeholder_is_shown_by_ids(tmp_path, placeholder) -> None:
+    pytest.importorskip("transformers")
+    from tiny_tokenizers import english_tokenizer
+
+    english_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    row = {"tokens": [5, placeholder, 7], "log_probs": [-1.0, -4.0], "rollout_log_probs": [-1.0, -1.0]}
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n")
+    code, found = json_of("report", tmp_path / "run.jsonl", "--tokenizer", tmp_path / "tokenizer", "--preset", "mis")
+    (worst,) = found["summary"]["worst_tokens"]
+    assert (code, worst["text"][0]) == (0, str(placeholder))
+
+
 def test_what_is_not_used_is_said(tmp_path) -> None:
     rows = [
         {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.1, -2.0], "advantages": 1.0, "reward": 1.0},

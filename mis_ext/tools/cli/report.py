@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_ext.files import write_whole
+from mis_ext.rollout.generation import find_illegal_id
 from mis_ext.tools.cli.command import Result, require, show, show_grid, show_table, watch
 
 if TYPE_CHECKING:
@@ -163,9 +164,17 @@ def _with_text(report: Report, path: Path) -> Report:
     tokens = []
     for token in report.summary.worst_tokens:
         own = () if token.token_id is None else (token.token_id,)
-        before, text, behind = (tokenizer.decode([*ids]) for ids in (token.ids_before, own, token.ids_behind))
+        before, text, behind = (_decoded(tokenizer, ids) for ids in (token.ids_before, own, token.ids_behind))
         tokens.append(dataclasses.replace(token, text=(before, text, behind)))
     return dataclasses.replace(report, summary=dataclasses.replace(report.summary, worst_tokens=tokens))
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of ids; the ids as they are where one, as -100 for an image, is none of a tokenizer."""
+    if find_illegal_id([*ids]) is not None:
+        return " ".join(map(str, ids))
+    text: str = tokenizer.decode([*ids])
+    return text
 
 
 def _write(report: Report, folder: Path, *, run: str) -> None:
