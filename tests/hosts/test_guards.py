@@ -156,15 +156,6 @@ def test_masked_tokens_do_not_trip_the_guards() -> None:
     call(batch)
 
 
-@pytest.mark.parametrize("spoil", [zeros, constant, sentinel, shifted_later])
-def test_a_mistake_that_stopped_a_call_stops_the_next_one_too(spoil) -> None:
-    args, batch = argparse.Namespace(use_tis=True), make_batch()
-    spoil(batch)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="mis_guard"):
-            mis_ext.compute_mis_weights_with_cp(args, **batch)
-
-
 def test_a_mistake_that_was_corrected_stops_nothing_any_more() -> None:
     args, batch = argparse.Namespace(use_tis=True), make_batch()
     zeros(batch)

@@ -24,13 +24,6 @@ def test_samples_of_another_length_are_refused_even_if_the_total_fits(name) -> N
         call(batch)
 
 
-def test_a_missing_sample_is_refused() -> None:
-    batch = make_batch(3, 10)
-    batch["rollout_log_probs"].pop()
-    with pytest.raises(ValueError, match=r"rollout_log_probs has samples of \[10, 10\]"):
-        call(batch)
-
-
 SAMPLES = {
     "None": (lambda x: None, TypeError, r"\[1\] must be a 1-D tensor, got NoneType"),
     "a list": (lambda x: x.tolist(), TypeError, r"\[1\] must be a 1-D tensor, got list"),
