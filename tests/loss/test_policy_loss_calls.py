@@ -213,6 +213,7 @@ def test_a_pass_that_nobody_needs_is_said(mode) -> None:
         with_pass = called(HOOK | {"mis_loss_mode": mode})
     without = called(HOOK | BEHAVIOR | {"mis_loss_mode": mode})
     assert torch.equal(with_pass[2], without[2])
+    assert all(torch.equal(with_pass[1][name], without[1][name]) for name in without[1])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
