@@ -42,21 +42,16 @@ class EngineWeights(NamedTuple):
 
     Attributes:
         versions: What each engine calls its weights.
-        canaries: What the canary says of each; nothing where it was not asked for, or the framework aborted it.
+        verdict: The canary's worst of all; None where it was not asked for, or the framework aborted it.
     """
 
     versions: tuple[str, ...]
-    canaries: tuple[CanaryResult, ...] = ()
+    verdict: Verdict | None = None
 
     @property
     def cache_key(self) -> str:
         """Equal as long as no engine has other weights: one version, or that of each engine where they differ."""
         return ",".join(self.versions if len({*self.versions}) > 1 else self.versions[:1])
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of all engines, by :data:`VERDICTS`."""
-        return min((result.verdict for result in self.canaries), key=VERDICTS.index)
 
     def is_outdated(self, meta_info: Mapping[str, Any]) -> bool:
         """True if a response began with later weights and reused a cached prefix of these."""
@@ -102,7 +97,8 @@ class Watch:
                     raise StaleWeightsError(message)
                 # Python shows the same text once.
                 warnings.warn(message, StaleWeightsWarning, stacklevel=1)
-        return EngineWeights(tuple(versions), tuple(result for result in results if result is not None))
+        verdicts = (result.verdict for result in results if result is not None)
+        return EngineWeights(tuple(versions), min(verdicts, key=VERDICTS.index, default=None))
 
     async def _check(self, engine: str, version: str, settings: Settings, tokenizer: Tokenizer) -> CanaryResult | None:
         canary, result = self._canaries.get(engine, (Canary(), None))

@@ -223,7 +223,7 @@ def _append(
 
 def _note_weights(sample: Any, ended: Ended, *, is_resumed: bool, evaluation: bool) -> None:
     """Count what is known of the engines' weights, and leave the canary's word where the framework's dump has it."""
-    verdicts = [call.weights.verdict for call in ended.calls if call.weights is not None and call.weights.canaries]
+    verdicts = [call.weights.verdict for call in ended.calls if call.weights is not None and call.weights.verdict]
     counts = {f"canary_{verdict}": verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     if any(call.is_outdated for call in ended.calls):
         counts["outdated_prefixes"] = sum(call.is_outdated for call in ended.calls)
