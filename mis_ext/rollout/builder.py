@@ -225,7 +225,7 @@ def _describe(
         earlier=earlier.request_id,
         later=call.generation.request_id,
         continues=call.ancestor.generation.request_id if call.ancestor is not None and is_used else None,
-        position=position if compared is not None else None,
+        position=position,
         expected_id=expected_id,
         found_id=found_id,
         expected_text=expected_text,
