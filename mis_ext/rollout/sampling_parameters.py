@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from mis_ext.validation import check_bool, check_choice, check_mapping, check_number
+from mis_ext.validation import check_bool, check_choice, check_instance, check_mapping, check_number
 
 Server = Literal["sglang", "vllm"]
 
@@ -174,7 +174,8 @@ class SamplingParameters:
             logit_bias = {key: max(-100.0, min(100.0, bias)) for key, bias in logit_bias.items()}
         elif server == "vllm" and api is None and any(abs(bias) > 100.0 for bias in logit_bias.values()):
             doubts.append("logit_bias beyond 100: read as in /inference/v1/generate; pass the whole request")
-        offers_tools = bool(given.get("tools")) and given.get("tool_choice") != "none"
+        tools = check_instance("tools", given.get("tools", []), (list, tuple))
+        offers_tools = bool(tools) and given.get("tool_choice") != "none"
         if offers_tools:
             grammars += _tool_grammars(given, server)
             if not grammars:

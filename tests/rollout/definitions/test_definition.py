@@ -234,6 +234,7 @@ def test_what_constrains_the_tokens_is_read() -> None:
         ({"top_k": -2}, ValueError, "top_k must be at least 1, or 0 or -1 for all tokens, got -2"),
         ({"top_k": 1.0}, TypeError, "top_k must be a whole number"),
         ({"top_k": True}, TypeError, "top_k must be a whole number"),
+        ({"tools": 5}, TypeError, "tools must be a list or tuple, got 5"),
         ({"logit_bias": [1]}, TypeError, r"logit_bias must map token ids to numbers, got \[1\]"),
         ({"logit_bias": {"yes": 1.0}}, ValueError, "keys of logit_bias must be token ids, .* got 'yes'"),
         ({"logit_bias": {"-1": 1.0}}, ValueError, "keys of logit_bias must be token ids, .* got '-1'"),
