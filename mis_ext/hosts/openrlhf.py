@@ -61,7 +61,7 @@ class MisLoss:
             advantages=advantages,
             response_mask=action_mask,
         )
-        # OpenRLHF weights them by the tokens of the micro-batch, and a NaN by 0 is a NaN.
+        # OpenRLHF weights them by the tokens of the micro-batch, where a NaN by 0 is a NaN: a 0 here is never counted.
         self.metrics = {
             name: torch.where(found.num_terms > 0.0, metric.value(), 0.0) for name, metric in found.metrics.items()
         }

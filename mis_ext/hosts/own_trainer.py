@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group, gather_objects
+from mis_ext.correction.collectives import Group, gather_objects, gather_rows
 from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import GroupNumber, Mean, Metric
@@ -192,20 +192,17 @@ def measured_scalars(metrics: Mapping[str, Metric], *, group: Group | None = Non
 def agreed_scalars(metrics: Mapping[str, Metric], *, prefix: str) -> dict[str, float]:
     """:func:`scalars` of a micro-batch, for a framework that averages them and needs the same names on every rank.
 
-    A rank that did not measure a metric gets the mean of the ranks that did. What none of them measured is left out.
-    Every rank must call it for each of its micro-batches; with Megatron, all of the data-parallel group.
+    A metric that this rank did not measure is the mean of the ranks that did. A metric that no rank measured is left
+    out. Every rank must call it for each of its micro-batches; with Megatron, every rank of a data-parallel group.
     """
     own, megatron = scalars(metrics, prefix=prefix), initialized_megatron()
-    ranks = gather_objects(own, megatron.get_data_parallel_group() if megatron else dist.group.WORLD)
-    agreed = {}
-    for name, number in own.items():
-        measured = [of_rank[name] for of_rank in ranks if not math.isnan(of_rank[name])]
-        if measured:
-            agreed[name] = sum(measured) / len(measured) if math.isnan(number) else number
-        elif megatron and len(ranks) > 1:
-            # SkyRL drops the micro-batches with which it fills up a rank of Megatron, and the names in them.
-            agreed[name] = number
-    return agreed
+    if not own:
+        return {}
+    group = megatron.get_data_parallel_group() if megatron else dist.group.WORLD
+    device = _pair(*next(iter(metrics.items())))[0].device
+    mean_M = gather_rows(torch.tensor([*own.values()], dtype=torch.float64, device=device), group).nanmean(0)
+    numbers = zip(own.items(), mean_M.tolist(), strict=True)
+    return {name: mean if math.isnan(number) else number for (name, number), mean in numbers if not math.isnan(mean)}
 
 
 def _terms(calls: Sequence[Mapping[str, Metric]]) -> list[tuple[str, float, float]]:

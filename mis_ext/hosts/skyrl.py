@@ -3,13 +3,45 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
-from mis_ext.hosts.own_trainer import agreed_scalars, keys_in
+from mis_ext.hosts.own_trainer import keys_in, scalars
 from mis_ext.hosts.whole_loss import policy_loss_from_log_probs
 from mis_ext.keys.reading import Keys
+
+
+class _Number(float):
+    """A metric of a micro-batch. One that measured nothing is no term of the mean, maximum, or minimum over them.
+
+    SkyRL takes ``sum(numbers) / len(numbers)``, ``max(numbers)``, or ``min(numbers)``, where a NaN could be the result.
+    A name that is left out could be missing on one rank alone, and the ranks reduce one name after the other.
+    """
+
+    terms: list[float]
+
+    def __new__(cls, *numbers: float) -> _Number:
+        terms = [number for number in numbers if number == number]
+        mean = super().__new__(cls, sum(terms) / len(terms) if terms else math.nan)
+        mean.terms = terms
+        return mean
+
+    def __radd__(self, _start: float) -> _Number:
+        return self
+
+    def __add__(self, other: _Number) -> _Number:  # type: ignore[override]
+        return _Number(*self.terms, *other.terms)
+
+    def __truediv__(self, _count: float) -> float:
+        return float(self)
+
+    def __gt__(self, other: float) -> bool:
+        return other != other or super().__gt__(other)
+
+    def __lt__(self, other: float) -> bool:
+        return other != other or super().__lt__(other)
 
 
 def register(keys: Keys) -> None:
@@ -44,7 +76,7 @@ def register(keys: Keys) -> None:
         )
         # SkyRL reports its loss itself. It sums metrics whose name has "loss" over micro-batches, so a mean is wrong.
         metrics = {name: metric for name, metric in found.metrics.items() if not name.endswith("loss")}
-        return found.total, agreed_scalars(metrics, prefix="")
+        return found.total, {name: _Number(number) for name, number in scalars(metrics, prefix="").items()}
 
     if "mis_ext" in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister("mis_ext")

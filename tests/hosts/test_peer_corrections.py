@@ -9,6 +9,8 @@ Their modules stand in here by what of them we look at.
 import functools
 import json
 import lzma
+import math
+import pickle
 import sys
 import types
 from pathlib import Path
@@ -118,17 +120,44 @@ def test_the_loss_is_that_of_skyrl(name, registered) -> None:
         assert not any(key.endswith("loss") for key in metrics)
 
 
-def test_a_micro_batch_of_padding_has_no_metrics_in_skyrl(registered) -> None:
+def reduced(micro_batches: list[dict]) -> dict[str, float]:
+    """What a rank of SkyRL makes of the metrics of its micro-batches: its ``reduce_metrics``."""
+    found = {}
+    for name in micro_batches[0]:
+        values = [metrics[name] for metrics in micro_batches]
+        assert all(isinstance(value, float) for value in values)
+        if name.endswith(("_max", "_min")):
+            found[name] = float(max(values) if name.endswith("_max") else min(values))
+        else:
+            found[name] = sum(values) / len(values)
+    return found
+
+
+def test_a_micro_batch_of_padding_neither_blanks_nor_moves_the_metrics_of_skyrl(registered) -> None:
     loss_fn = registered("skyrl", {"mis_loss_method": "ppo", "use_tis": True, "mis_metrics": "all"})
-    batch = BATCHES["apart"]
-    streams = batch["log_prob"], batch["old_log_prob"], batch["advantages"], None
-    mask = batch["response_mask"]
-    loss, metrics = loss_fn(*streams, torch.zeros_like(mask), batch["rollout_log_prob"])
-    assert float(loss) == 0.0
-    # SkyRL takes means, maxima and minima over the micro-batches that have a name: a NaN could be each of them.
-    assert metrics == {}
-    _, metrics = loss_fn(*streams, mask, batch["rollout_log_prob"])
-    assert {"mis_ratio_max", "mis_ratio_min", "mis_k3_kl", "pg_clipfrac"} <= metrics.keys()
+
+    def metrics_of(name: str, *, is_padding: bool = False) -> dict:
+        batch = BATCHES[name]
+        mask = batch["response_mask"] * (not is_padding)
+        streams = batch["log_prob"], batch["old_log_prob"], batch["advantages"], None
+        loss, metrics = loss_fn(*streams, mask, batch["rollout_log_prob"])
+        assert float(loss) == 0.0 or not is_padding
+        return metrics
+
+    close, apart, padding = metrics_of("close"), metrics_of("apart"), metrics_of("apart", is_padding=True)
+    # Ranks reduce one name after the other.
+    assert [*padding] == [*close]
+    assert all(math.isnan(value) for value in padding.values())
+    wanted = {name: (float(close[name]) + float(apart[name])) / 2 for name in close}
+    wanted |= {name: max(close[name], apart[name]) for name in close if name.endswith("_max")}
+    wanted |= {name: min(close[name], apart[name]) for name in close if name.endswith("_min")}
+    assert {"mis_ratio_max", "mis_ratio_min", "mis_k3_kl", "pg_clipfrac"} <= wanted.keys()
+    for order in ([close, apart, padding], [padding, close, padding, apart], [close, apart]):
+        assert reduced(order) == pytest.approx(wanted)
+        # One of its backends sends them to other ranks.
+        assert reduced(pickle.loads(pickle.dumps(order))) == pytest.approx(wanted)
+    # A rank that measured nothing has no number to show, whatever it measured before.
+    assert all(math.isnan(value) for value in reduced([padding, padding]).values())
 
 
 def test_skyrl_gets_the_last_keys_and_must_give_a_mask(registered) -> None:
