@@ -7,6 +7,7 @@ import shutil
 import weakref
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -127,6 +128,26 @@ def test_files_are_read_one_after_the_other(tmp_path) -> None:
             {"format_version": None, "rollout_data": {"log_probs": 5}},
             "log_probs must be a list with a value per sample",
         ),
+        *(
+            (
+                {"format_version": None, "rollout_data": {"log_probs": [torch.ones(2)], key: value}},
+                f"{key} must be a list with a value per sample, got ",
+            )
+            for key, value in (
+                ("rewards", torch.tensor(1.0)),
+                ("rewards", numpy.array(1.0)),
+                ("metadata", {"a": 1}),
+                ("log_probs", {0: torch.ones(2)}),
+            )
+        ),
+        ({"samples": [{"tokens": torch.tensor(5)}]}, r"tokens must be a list, got tensor\(5\)"),
+        *(
+            (
+                {"format_version": None, "rollout_data": {"response_lengths": values}},
+                "response_lengths must be an integer of at least 0, got .*2.5",
+            )
+            for values in (torch.tensor([2.5, 2.0]), [torch.tensor(2.5)], [numpy.float32(2.5)], numpy.array([2.5]))
+        ),
         (
             {"format_version": None, "rollout_data": {"log_probs": [torch.ones(2) * 1j]}},
             "log_probs must be numbers, got",
@@ -164,6 +185,12 @@ def test_what_is_no_number_is_named_by_its_key(tmp_path, values, reason) -> None
     path.write_text(json.dumps({"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0]} | values))
     with pytest.raises(ValueError, match=rf"words\.jsonl: {reason}"):
         read(path)
+
+
+def test_an_integer_may_be_a_string(tmp_path) -> None:
+    path = tmp_path / "words.jsonl"
+    path.write_text(json.dumps({"log_probs": [-1.0], "rollout_log_probs": [-1.0], "sample_index": "3"}))
+    assert read(path)[0].sample_index == 3
 
 
 def test_log_probs_that_are_no_list_are_an_obstacle(tmp_path) -> None:

@@ -104,14 +104,19 @@ def _rows_of(columns: Mapping[str, Any], *, has_parts: bool) -> list[dict[str, A
     lists = {key: columns[key] for key in KEYS if key not in unused and columns.get(key) is not None}
     of_file = {key: lists.pop(key) for key in OF_FILE if not isinstance(lists.get(key, []), list)}
     for key, column in lists.items():
-        if not hasattr(column, "__len__"):
-            raise ValueError(f"{key} must be a list with a value per sample, got {column!r}")
+        if not _is_list(column):
+            raise ValueError(f"{key} must be a list with a value per sample, got {reprlib.repr(column)}")
     lengths = {key: len(column) for key, column in lists.items() if key not in OPTIONAL}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"not the same number of samples for every key: {lengths}")
     num_samples = max(lengths.values(), default=1)
     lists = {key: column for key, column in lists.items() if len(column) == num_samples}
     return [of_file | {key: column[index] for key, column in lists.items()} for index in range(num_samples)]
+
+
+def _is_list(value: Any) -> bool:
+    """True for a list, an array, or a tensor. Without a dimension, the last two have ``__len__`` and no length."""
+    return hasattr(value, "__len__") and not isinstance(value, Mapping) and getattr(value, "ndim", 1) > 0
 
 
 def _load(path: Path, trust_pickle: bool) -> Any:
@@ -303,8 +308,8 @@ def _to_samples(content: Content, path: str) -> list[DumpedSample]:
     samples = []
     for index, row in enumerate(content.rows):
         for key in ("loss_masks", "tokens"):
-            if row.get(key) is not None and not hasattr(row[key], "__len__"):
-                raise ValueError(f"{key} must be a list, got {row[key]!r}")
+            if row.get(key) is not None and not _is_list(row[key]):
+                raise ValueError(f"{key} must be a list, got {reprlib.repr(row[key])}")
         length = _integer(row, "response_lengths", low=0)
         advantages = _numbers(row, "advantages", torch.float32, may_be_one=True)
         samples.append(
@@ -367,8 +372,9 @@ def _integer(row: Mapping[str, Any], key: str, *, low: float = -math.inf) -> int
         number = None if value is None else int(value)
     except _OF_CONTENT:
         number = None
-    # Of a fraction nothing is cut off.
-    if value is not None and (number is None or number < low or (isinstance(value, float) and value != number)):
+    # A fraction is an error, also one of torch or NumPy. A string does not equal its number.
+    is_fraction = number is not None and not isinstance(value, str) and bool(value != number)
+    if value is not None and (number is None or number < low or is_fraction):
         least = f" of at least {low:g}" if math.isfinite(low) else ""
         raise ValueError(f"{key} must be an integer{least}, got {reprlib.repr(value)}")
     return number
