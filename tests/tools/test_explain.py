@@ -180,7 +180,7 @@ def test_a_trap_fires_where_it_belongs_and_not_elsewhere(name) -> None:
 def test_a_length_below_one_token_is_none() -> None:
     config = CorrectionConfig(gates=(PRODUCT,))
     (trap,) = [each for each in explain_config(config, k3=0.3, length=1).traps if each.name == "length_bias"]
-    assert "of responses of 1 tokens and 26% of 4" in trap.text
+    assert "of responses at a length of 1 and 26% at 4 tokens" in trap.text
 
 
 def test_a_gate_that_the_law_does_not_know_leaves_dashes_and_no_all_clear(tmp_path, capsys) -> None:

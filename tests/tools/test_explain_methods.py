@@ -18,6 +18,7 @@ from mis_ext.tools.method_files import NO_CORRECTION, method_yaml
 
 pytest.importorskip("rich")
 K3, LENGTH = 5e-3, 40
+SEQUENCE_LEVEL = CorrectionConfig(weight=Weight(level="sequence"))
 
 
 def as_loss(**chosen) -> LossSettings:
@@ -59,6 +60,21 @@ def test_traps_of_a_method_are_those_of_its_kind() -> None:
     assert names("aipo", k3=1e-3, length=2048, is_stale=True) == []
     assert names("mis_po", k3=1e-3, length=2048, is_stale=True) == ["stale_gates"]
     assert names("mis_po", k3=1e-3, length=2048) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "advice"),
+    [
+        (SEQUENCE_LEVEL, "aipo", "use the token or geometric level, or"),
+        (NO_CORRECTION, "reinforce_sequence_snis", "use a method of tokens, or"),
+        (SEQUENCE_LEVEL, "reinforce_sequence_snis", "use the token or geometric level and a method of tokens, or"),
+    ],
+)
+def test_the_advice_is_for_the_configuration_and_the_method(config, name, advice) -> None:
+    found = Circumstances(k3=0.1, length=64, ess_sequence=0.01, kept_tokens=1.0, kept_sequences=1.0)
+    (trap,) = traps_of(config, found, METHODS[name].method)
+    assert trap.name == "hopeless_sequences"
+    assert f"few sequences decide; {advice} shorter responses" in trap.text
 
 
 def test_traps_of_a_method_reach_the_explanation() -> None:

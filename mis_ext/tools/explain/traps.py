@@ -82,12 +82,13 @@ def _traps(config: CorrectionConfig, found: Circumstances, method: Method | None
     products = products or (weight is not None and weight.level == "sequence")
     is_of_method = method is not None and method.multiplies_ratios
     if (products or is_of_method) and found.ess_sequence < FEW_SEQUENCES_ESS:
-        advice = "use a method of tokens" if is_of_method else "use the token or geometric level"
+        of_both = {"the token or geometric level": products, "a method of tokens": is_of_method}
+        advice = " and ".join(name for name, multiplies in of_both.items() if multiplies)
         tail = "" if math.isnan(found.k_hat) else f" (k-hat {found.k_hat:.2g}; above 0.7 their mean is unreliable)"
         yield Trap(
             "hopeless_sequences",
             f"products of ratios over {found.length:.0f} tokens have an effective sample size of "
-            f"{found.ess_sequence:.2g} of the batch: a few sequences decide{tail}; {advice}, or shorter responses",
+            f"{found.ess_sequence:.2g} of the batch: a few sequences decide{tail}; use {advice}, or shorter responses",
         )
     removed = 1.0 - min(found.kept_tokens, found.kept_sequences)
     if removed > config.max_reject_fraction:
@@ -143,6 +144,6 @@ def _length_bias(name: str, gate: Gate, found: Circumstances) -> Iterator[Trap]:
         side = "long" if short > long else "short"
         yield Trap(
             "length_bias",
-            f"{name}: by the Gaussian approximation it accepts {short:.0%} of responses of {shorter:.0f} tokens and "
-            f"{long:.0%} of {longer:.0f}: {side} ones are rejected for their length",
+            f"{name}: by the Gaussian approximation it accepts {short:.0%} of responses at a length of {shorter:.0f} "
+            f"and {long:.0%} at {longer:.0f} tokens: {side} ones are rejected for their length",
         )
