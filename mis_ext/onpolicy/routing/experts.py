@@ -163,9 +163,13 @@ class RoutedExperts:
         ``routed_experts_prompt_start`` to the last but one token, prompt included. Its layers are all decoder layers;
         dense ones hold zeros, and so does what was not written: see :meth:`from_sglang`.
 
-        ``choice`` is a choice of the response, ``start`` the request's ``routed_experts_prompt_start``. The other
-        arguments are those of :meth:`from_sglang`, and so are the errors; a ``ValueError`` is also raised for what is
-        no NumPy file of experts.
+        ``choice`` is a choice of the response, ``start`` the request's ``routed_experts_prompt_start``. ``num_tokens``,
+        ``num_experts``, and ``moe_layers`` are those of :meth:`from_sglang`.
+
+        Raises:
+            TypeError: ``choice`` is no mapping, its ``routed_experts`` no string, or a count no integer.
+            ValueError: Nothing was returned, it is no NumPy file of experts, its rows do not fit ``num_tokens``, every
+                value is 0, ``moe_layers`` omits a layer with experts; or see the class.
         """
         num_tokens, start = check_integer("num_tokens", num_tokens), check_integer("start", start)
         _check_fields("choice", choice, "start vLLM with --enable-return-routed-experts")
