@@ -95,13 +95,13 @@ class Collector:
         return {name: what_if.outcome() for name, what_if in self._what_if.items()}
 
 
-def summarize(parts: Iterable[Part], *, num_worst: int = NUM_WORST) -> Summary:
+def summarize(parts: Iterable[Part]) -> Summary:
     """The summary of a run from its parts.
 
     Raises:
         ValueError: There is none.
     """
-    collector = Collector(num_worst=num_worst)
+    collector = Collector()
     for part in parts:
         collector.add(part)
     return collector.summary()
