@@ -127,10 +127,11 @@ def test_missing_log_probs_are_an_error_with_a_correction_and_nan_without(host, 
     with pytest.raises(ValueError, match="log"):
         mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **broken)
 
-    args = args_of(METRICS_ONLY, qkv_format=qkv_format)
+    args, pg_loss = args_of(METRICS_ONLY, qkv_format=qkv_format), pg_loss.requires_grad_()
     loss, masks, usual = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **keywords)
     assert loss is pg_loss
     assert masks is samples.masks
+    assert not any(values.requires_grad for values in usual.values())
     loss, masks, metrics = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **broken)
     response = flat(samples.masks) != 0
     assert loss is pg_loss

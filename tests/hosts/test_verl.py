@@ -2,6 +2,7 @@
 """Our numbers are those that verl's own code gave, recorded by ``lab/peers/verl/record.py``."""
 
 import argparse
+import functools
 import json
 import lzma
 import sys
@@ -17,6 +18,7 @@ import yaml
 from flat_keys import keys_of
 
 import mis_ext
+from mis_ext.hosts import own_trainer
 from mis_ext.hosts.verl import register, whole_loss
 from mis_ext.hosts.verl_options import convert_verl
 from mis_ext.keys.reading import read_keys
@@ -307,12 +309,20 @@ def test_a_trainer_that_asks_verl_for_weights_alone_is_refused(keys, verl) -> No
         ask(log_ratio=torch.zeros(1, 2), response_mask=torch.ones(1, 2), rollout_is="token", rollout_is_threshold=2.0)
 
 
+def with_row(row: torch.Tensor, group: object, *, number: float) -> torch.Tensor:
+    """The rows of two ranks, of which the other one has this number everywhere."""
+    return torch.stack([row, torch.full_like(row, number)])
+
+
+@pytest.mark.parametrize("others_measured", [False, True])
 @pytest.mark.parametrize("keys", [{"use_tis": True}, {"mis_loss_method": "ppo", "use_tis": True}])
-def test_a_micro_batch_of_padding_has_no_metrics(keys, verl, monkeypatch) -> None:
+def test_a_micro_batch_of_padding_has_the_metrics_of_the_other_ranks(keys, others_measured, verl, monkeypatch) -> None:
     batch = BATCHES["apart"] | {"response_mask": torch.zeros_like(BATCHES["apart"]["response_mask"])}
     monkeypatch.setitem(BATCHES, "apart", batch)
+    gather = functools.partial(with_row, number=2.0 if others_measured else float("nan"))
+    monkeypatch.setattr(own_trainer, "gather_rows", gather)
     register(keys)
-    assert corrected(verl)[2] == {}
+    metrics = corrected(verl)[2]
     if "mis_loss_method" in keys:
         names = ("old_log_prob", "log_prob", "advantages", "response_mask")
         loss, metrics = verl.core_algos.POLICY_LOSS_REGISTRY["mis_ext"](
@@ -322,8 +332,8 @@ def test_a_micro_batch_of_padding_has_no_metrics(keys, verl, monkeypatch) -> Non
             **{name: batch[name] for name in names},
         )
         assert float(loss) == 0.0
-        # verl takes their mean over micro-batches and ranks, which a NaN would be.
-        assert metrics == {}
+    # verl takes their mean over micro-batches and ranks, which a NaN would be.
+    assert {*metrics.values()} == ({2.0} if others_measured else set())
 
 
 def test_bypass_mode_refuses_a_method_that_looks_at_the_proximal_policy() -> None:

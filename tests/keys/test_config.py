@@ -103,6 +103,11 @@ def test_a_filter_is_what_its_keys_say(text: str, gate: Gate) -> None:
     assert from_yaml(flat).gates[1:] == (gate,)
 
 
+def test_all_filters_of_a_list_are_read_in_their_order() -> None:
+    text = ", ".join([*GATES][:3])
+    assert from_yaml(f"{{use_rs: true, rs_level: none, rs_gates: [{text}]}}").gates == (*[*GATES.values()][:3],)
+
+
 def test_a_bound_of_a_weight_at_an_open_end_is_none() -> None:
     assert Weight(mode="unbounded", high=math.inf) == Weight(mode="unbounded")
     assert Weight(low=0.0) == Weight()

@@ -264,6 +264,7 @@ def test_formulas_and_bounds_are_those_of_the_file(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["miss"], "'miss' (did you mean 'mis'"),
         (["nothing.yaml"], "nothing.yaml"),
         (["mis", "--k3", "-1"], "k3 must be in [0, 10], got -1.0"),
         (["mis", "--k3", "small"], "argument --k3: invalid float value: 'small'"),

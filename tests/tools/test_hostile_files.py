@@ -76,8 +76,8 @@ DUMPS = {
     "deep": (".jsonl", content(b'{"log_probs":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")),
     "a huge number": (".jsonl", content(b'{"log_probs":[-' + b"9" * 400 + b'],"rollout_log_probs":[-1]}\n')),
     "more digits than Python reads": (".jsonl", content(b'{"log_probs":[-' + b"9" * 5000 + b"]}\n")),
-    "no UTF-8": (".jsonl", content(b"\xff\xfe{}\n")),
-    "a list a line": (".jsonl", content(b"[1, 2]\n")),
+    "no UTF-8": (".jsonl", content(b"{}\n\xff\xfe{}\n")),
+    "a list a line": (".jsonl", content(b"{}\n[1, 2]\n")),
     "words in a mask": (".jsonl", row(loss_mask=["a", "b"])),
     "another format": (".parquet", content(b"PAR1xxxxPAR1")),
     "code": (".pt", lambda path: torch.save([torch.ones(2), Runs(path.parent / "made")], path)),
@@ -85,8 +85,8 @@ DUMPS = {
 }
 REASONS = {
     "text": "cannot be read",
-    "no UTF-8": "line 1: 'utf-8' codec can't decode",
-    "a list a line": "line 1: a list",
+    "no UTF-8": "line 2: 'utf-8' codec can't decode",
+    "a list a line": "line 2: a list",
     "another format": "must end in .pt or .jsonl",
 }
 """What the line says of some."""
