@@ -275,7 +275,7 @@ def all_arguments(args: Any) -> dict[str, Any]:
 class Run(NamedTuple):
     """The settings of a run, read from its arguments, and the state that it keeps between calls.
 
-    ``failed``: an error of this rank before the work of the call, which raises it where the others hear of it.
+    ``failed``: an error found before the call's work. ``local_work`` raises it, so that the other ranks are told.
     """
 
     config: RunConfig
@@ -307,7 +307,8 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
     key: int | str = id(args)
     if isinstance(args, Mapping):
-        key = _content(args)
+        # What is not read may change, also on one rank alone.
+        key = repr({name: args[name] if name in _READ else None for name in args})
     before, _ = _runs.get(key, (None, None))
     if before is not None and (before.config.whole_loss is not None or not whole_loss):
         _runs.move_to_end(key)
@@ -329,11 +330,6 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     return _runs[key][0]
 
 
-def _content(args: Mapping[str, Any]) -> str:
-    """The keys of a mapping and the values that are read: others may change, also on one rank alone."""
-    return repr({name: args[name] if name in _READ else None for name in args})
-
-
 _met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """Of each session the calls in which all ranks have read their keys. Beside the session, which can be copied."""
 
@@ -341,8 +337,7 @@ _met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
     """:func:`current_run` of ranks that share a call.
 
-    In the first call of a run with these groups, all ranks raise an error if one of them refuses its keys. A rank that
-    cannot read its ``args`` at all takes the call for a later one of its last run, with the error in ``failed``.
+    In the first call of a run with these groups, all ranks raise an error if one of them cannot read its keys.
     """
     if groups.is_alone:
         return current_run(args, whole_loss=whole_loss)
@@ -351,12 +346,8 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     try:
         run = current_run(args, whole_loss=whole_loss)
     except Exception as error:
-        last = next((run for run, _ in reversed(_runs.values()) if call in _met.get(run.session, ())), None)
-        if last is not None and not _can_be_read(args):
-            return last._replace(failed=error)
-        if last is not None:
-            # Other keys are a new run, on all ranks. If others have the old keys, the backend may end this process.
-            _LOG.error("rank %d: %s: %s", global_rank(), type(error).__name__, error)
+        # If this is a later call for the others, the backend may end this process.
+        _log(error)
         with contextlib.suppress(Exception):
             _due_status(together, device).tell()
         raise
@@ -372,15 +363,12 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
         except guards.RankFailed:
             raise
         except Exception as error:
-            # The others have heard that all could read their keys.
-            return run._replace(failed=error)
+            # The others have heard that all could read their keys. A pipeline stage without a loss only logs this.
+            _log(error)
+            run = run._replace(failed=error)
     met.add(call)
     return run
 
 
-def _can_be_read(args: Any) -> bool:
-    """Return whether there are values to read, be they right or wrong."""
-    with contextlib.suppress(Exception):
-        all_arguments(args)
-        return not isinstance(args, Mapping) or bool(_content(args))
-    return False
+def _log(error: Exception) -> None:
+    _LOG.error("rank %d: %s: %s", global_rank(), type(error).__name__, error)

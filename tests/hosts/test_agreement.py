@@ -248,58 +248,32 @@ def test_keys_that_one_rank_cannot_read_are_told_by_the_hook(layout) -> None:
     assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
 
 
-class Unreadable(dict):
-    """Keys of which no one can be read: an object with an attribute that raises, and a mapping with such a value."""
-
-    @property
-    def tis_upper_bound(self) -> float:
-        raise KeyError("no value here")
-
-    def __getitem__(self, key: str) -> Any:
-        return self.tis_upper_bound
-
-
-def _hook(args: Any, rank: Rank) -> Any:
-    return call(rank, local_batch(rank), args)
-
-
-@for_each("compute, layout", [
-    *((_hook, layout) for layout in LAYOUTS.values()),
-    (lambda args, rank: _loss(args, rank.groups), (1, 2)),
-    (lambda args, rank: _loss_from_hidden(args, rank.groups), (1, 2)),
-    (lambda args, rank: _loss_func(args, rank.groups), (1, 2)),
+@for_each("wrong, kind, message", [
+    (args_of(**MISSPELLED), ValueError, "unknown keys: 'tis_levle'"),
+    (None, TypeError, "args must be a mapping"),
 ])  # fmt: skip
-def test_args_that_one_rank_cannot_read_in_a_later_call_are_told(compute, layout) -> None:
-    cp_size, dp_size = layout
-    for unreadable, kind, message in (
-        (None, TypeError, "args must be a mapping"),
-        (Unreadable(use_tis=True), KeyError, "no value here"),
-        (type("Object", (), {"tis_upper_bound": Unreadable.tis_upper_bound})(), KeyError, "no value here"),
-    ):
-
-        def work(rank: Rank, unreadable: Any = unreadable) -> Any:
-            keys = {"mis_guard": "warn", "eps_clip": 0.2}
-            # An earlier run has other messages.
-            earlier, args = args_of(**keys), args_of(tis_batch_normalize=True, **keys)
-            compute(earlier, rank)
-            compute(args, rank)
-            return compute(unreadable if rank.number == 1 else args, rank)
-
-        assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, kind, message)
-
-
 @layouts
-def test_new_keys_are_told_as_in_a_first_call_and_logged(layout, capfd) -> None:
+def test_new_keys_are_told_as_in_a_first_call_and_logged(layout, wrong, kind, message, capfd) -> None:
     """Where the others have their old ones, gloo ends the process of this rank without its error."""
 
     def work(rank: Rank) -> tuple:
-        call(rank, local_batch(rank), args_of())
-        wrong = MISSPELLED if rank.number == 1 else {}
-        return call(rank, local_batch(rank), args_of(tis_batch_normalize=True, **wrong))
+        args = args_of()
+        for _ in range(2):
+            call(rank, local_batch(rank), args)
+        return call(rank, local_batch(rank), wrong if rank.number == 1 else args_of(tis_batch_normalize=True))
 
     cp_size, dp_size = layout
-    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
-    assert capfd.readouterr().err.startswith("rank 1: ValueError: unknown keys: 'tis_levle' (did you mean ")
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, kind, message)
+    assert capfd.readouterr().err.startswith(f"rank 1: {kind.__name__}: {message}")
+
+
+def test_a_loss_func_is_not_made_of_args_that_cannot_be_read() -> None:
+    def work(rank: Rank) -> Any:
+        _loss_func({"eps_clip": 0.2, "mis_loss_mode": "bypass"}, rank.groups)
+        # A pipeline stage that is not the last one does not call it.
+        return mis_ext.make_loss_func(None if rank.number == 1 else {"eps_clip": 0.3}, {}, groups=rank.groups)
+
+    assert_agreement(run_ranks(work, dp_size=2), 1, TypeError, "args must be a mapping")
 
 
 def test_keys_of_the_loss_that_one_rank_cannot_read_after_the_hook_are_told() -> None:
@@ -312,7 +286,7 @@ def test_keys_of_the_loss_that_one_rank_cannot_read_after_the_hook_are_told() ->
 
 
 @layouts
-def test_a_status_that_one_rank_cannot_read_is_told_in_the_correction(layout) -> None:
+def test_a_status_that_one_rank_cannot_read_is_logged_and_told_in_the_correction(layout, capfd) -> None:
     gather = runs._statuses_of_ranks
 
     def gather_or_fail(*given: Any) -> Any:
@@ -324,9 +298,20 @@ def test_a_status_that_one_rank_cannot_read_is_told_in_the_correction(layout) ->
     def work(rank: Rank) -> tuple:
         return call(rank, local_batch(rank), args_of(tis_batch_normalize=True))
 
+    def make_only(rank: Rank) -> int:
+        """What a pipeline stage does that is not the last one: it computes no loss."""
+        args = args_of(eps_clip=0.2)
+        for _ in range(2):
+            mis_ext.make_loss_func(args, {}, groups=rank.groups)
+        return rank.num_collectives
+
     cp_size, dp_size = layout
     with mock.patch.object(runs, "_statuses_of_ranks", gather_or_fail):
         assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, MemoryError, "none left")
+        assert "rank 1: MemoryError: none left" in capfd.readouterr().err
+        # In their second call all know that the first is behind them.
+        counts = run_ranks(make_only, cp_size=cp_size, dp_size=dp_size)
+        assert counts == [(cp_size > 1) + (dp_size > 1)] * len(counts)
 
 
 def test_ranks_call_again_when_the_keys_of_one_are_corrected() -> None:

@@ -2,8 +2,7 @@
 """One rank fails somewhere in a call: all ranks end soon, and those that needed it name it.
 
 A scenario draws ranks, a call, its keys, the rank that fails, and where: in its keys, in its data, in the reducer of a
-user, or in any tensor operation of the call, so also in a metric, in the sums of a method, and between collectives. In
-a later call there may be no keys to read.
+user, or in any tensor operation of the call, so also in a metric, in the sums of a method, and between collectives.
 
     pytest -m long_run tests/hosts/test_drawn_failures.py    # 200 scenarios
 """
@@ -65,7 +64,6 @@ OF_LOSS = [
     {"eps_clip": 0.2, "eps_clip_high": None, "use_rollout_logprobs": True, "mis_loss_method": "p3o"},
 ]
 MISSPELLED = {"tis_levle": "token"}
-NO_ARGS = "no args"
 SPOILED = {
     "a length that is no integer": ("response_lengths", lambda x: [*x[:-1], x[-1] + 0.5]),
     "lengths as tensors": ("loss_masks", lambda x: x[:-1]),
@@ -101,21 +99,15 @@ def drawn(seed: int) -> Scenario:
     keys = draw.choice(OF_LOSS if is_loss else OF_HOOK)
     # An operation more often than not: it may be any.
     tp, cp, dp = TOPOLOGIES[topology]
-    faults = [
-        NO_ARGS,
-        "keys",
-        *(name for name in SPOILED if cp == 1 or name not in ALONE_WITH_LENGTHS),
-        *["operation"] * 8,
-    ]
+    faults = ["keys", *(name for name in SPOILED if cp == 1 or name not in ALONE_WITH_LENGTHS), *["operation"] * 8]
     if tp > 1:
         # Keys and lengths are read before the scores.
         faults = ["no list", "operation"]
     if is_loss and REDUCER in keys:
         faults += ["loss_cases.refuse_masks", "loss_cases.refuse_loss"] * 3
     fault, failing = draw.choice(faults), draw.randrange(tp * cp * dp)
-    # Keys are read in the first call alone. Where there are none, a rank takes it for a later one.
+    # Keys are read in the first call alone.
     is_first_call = draw.random() < 0.5 or fault == "keys" or fault.startswith("loss_cases")
-    is_first_call = is_first_call and fault != NO_ARGS
     place, has_data = draw.random(), is_loss or draw.random() < 0.7
     return Scenario(topology, is_loss, keys, failing, fault, place, is_first_call, has_data)
 
@@ -235,8 +227,6 @@ def outcome_of(scenario: Scenario, ranks: Ranks) -> Outcome | None:
         watched = Watched(1 + first + int(scenario.place * (good.num_operations - first)))
     elif is_failing and scenario.fault == "keys":
         args = make_args(**MISSPELLED)
-    elif is_failing and scenario.fault == NO_ARGS:
-        args = None
     elif is_failing and scenario.fault in SPOILED:
         name, spoil = SPOILED[scenario.fault]
         batch[name] = spoil(batch[name])
