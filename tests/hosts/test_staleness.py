@@ -125,7 +125,7 @@ def test_a_rank_without_samples_has_no_lags_and_no_error() -> None:
     assert loss_T.shape == (0,)
 
 
-def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -> None:
+def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it(capfd) -> None:
     batch, _, data = rollout()
 
     def message(prepare) -> str:
@@ -141,6 +141,7 @@ def test_who_gives_no_lags_is_named_in_the_loss_where_other_ranks_hear_of_it() -
     assert "mis_ext.rollout.generate" in message(lambda args: Trainer(args).train_actor(without))
     broken = data | {"teacher_log_probs": [*data["teacher_log_probs"][:-1], None]}
     assert "the versions of this rollout: AttributeError" in message(lambda args: Trainer(args).train_actor(broken))
+    assert "in _token_lags" in capfd.readouterr().err
 
     def copied(args: argparse.Namespace) -> None:
         others = [each.clone() for each in batch["rollout_log_probs"]]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncente
 from mis_ext.rollout.custom_generate.host import VERSIONS
 from mis_ext.validation import check_instance, check_lengths
 
+_LOG = logging.getLogger("mis_ext")
 _UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_loss"
 
 
@@ -113,6 +115,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         try:
             session.token_lags = _token_lags(rollout_data)
         except Exception as error:
+            # With its traceback: the loss has the text alone, as an error would keep the rollout's memory.
+            _LOG.exception("mis_staleness: the versions of this rollout")
             session.token_lags = f"mis_staleness: the versions of this rollout: {type(error).__name__}: {error}"
     refuses_shared = config.denominator == "kept" and not config.per_token_loss and not config.metrics_only
     key = of_prompts.needs_rollout
