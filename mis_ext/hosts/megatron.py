@@ -127,7 +127,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     config, loss, groups = run.config, run.config.loss, host.groups
     settings = loss.settings
     lengths, device = read_argument(batch, "response_lengths"), device_of(logits)
-    with loss_work(run, lengths, groups=groups, device=device, extra_metrics=host.metrics):
+    told_lengths = read_argument(batch, "loss_masks") if lengths is None else lengths
+    with loss_work(run, told_lengths, groups=groups, device=device, extra_metrics=host.metrics):
         check_entries("batch", batch, _NEEDED)
         if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
             reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by

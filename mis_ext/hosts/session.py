@@ -132,6 +132,7 @@ class Session:
 
         It is sent in the collectives of a correction, if the call ``corrects``, and then over ``status_groups``, where
         others call :meth:`exchange_status`. ``failed``: an error that there is already, instead of the work.
+        ``response_lengths``: a rank without them gives the masks of its responses.
         """
         try:
             if failed is not None:
@@ -141,7 +142,8 @@ class Session:
             # The first error is raised, even if a group fails too.
             with contextlib.suppress(Exception):
                 if corrects and not groups.is_alone:
-                    # Only context-parallel ranks have messages as long as those of this rank: none without lengths.
+                    # Only context-parallel ranks have messages as long as those of this rank. Without lengths, it
+                    # sends none.
                     lengths = () if groups.cp_group is None else tuple(map(_as_integer, response_lengths))
                     due_of(self.config, lengths, groups.cp_group, groups.dp_group, device=device).tell()
                 _due_status(status_groups, device).tell()
@@ -216,8 +218,11 @@ class Session:
 def _as_integer(length: Any) -> int:
     """A length on a rank that failed, perhaps because it is no integer: 0 where it is no number either.
 
-    Where other context-parallel ranks have other lengths, messages over tokens have other shapes there.
+    Where other context-parallel ranks have other lengths, messages over tokens have other shapes there. A mask is as
+    long as its response.
     """
+    if isinstance(length, Tensor) and length.dim() == 1:
+        return length.numel()
     try:
         return int(length)
     except (TypeError, ValueError, OverflowError):

@@ -153,6 +153,20 @@ def test_a_length_that_one_rank_cannot_read_is_told_too(length, error) -> None:
     assert_agreement(run_ranks(work, cp_size=2, dp_size=2), 1, error, r"response_lengths\[0\] must be an integer")
 
 
+@layouts
+def test_a_rank_without_lengths_is_told_by_the_hook(layout) -> None:
+    cp_size, dp_size = layout
+
+    def work(rank: Rank) -> tuple:
+        batch = local_batch(rank)
+        if rank.number == 1:
+            batch["response_lengths"] = None
+        # Messages have the lengths of responses, and the number of responses.
+        return call(rank, batch, args_of(tis_mode="mask", tis_batch_normalize=True))
+
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, TypeError, "response_lengths")
+
+
 SEGMENTS = {"use_rs": True, "rs_gates": [{"reduce": "segment_mean", "low": 0.5, "high": 2.0}]}
 
 

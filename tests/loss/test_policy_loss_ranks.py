@@ -130,14 +130,16 @@ def test_a_rank_without_tokens_still_reaches_every_logit() -> None:
             assert count == 1 or float(loss) == 0.0
 
 
-def failing_on_rank_1(rank: Rank, keys: dict, extra: frozenset, *, spoiled: bool = False, reducer: str = "") -> tuple:
+def failing_on_rank_1(
+    rank: Rank, keys: dict, extra: frozenset, *, spoiled: dict | None = None, reducer: str = ""
+) -> tuple:
     """The gradient, or the error, where rank 1 has its own reducer or batch; and whether the loss sums over ranks."""
     given = {REDUCER: reducer if rank.number == 1 else "loss_cases.reduce_by_constant"} if reducer else {}
     cp_size = 3 - rank.groups.dp_size
     local = loss_cases.local_batch(loss_cases.whole_batch(), cp_rank=rank.cp_rank, cp_size=cp_size)
     logits = local.pop("logits").requires_grad_()
-    if rank.number == 1 and spoiled:
-        local["advantages"] = local["advantages"][:1]
+    if rank.number == 1:
+        local |= spoiled or {}
     run = current_run(loss_cases.host_args(**keys | given), whole_loss=True)
     groups = {"cp_group": rank.groups.cp_group, "dp_group": rank.groups.dp_group}
     sums = groups_of_sums(run.config.loss.settings, **groups, extra_metrics=extra)
@@ -154,13 +156,14 @@ LOSSES_OF_RANKS = [{}, GSPO, AVERAGED, loss_cases.GATES, loss_cases.GATES | GSPO
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("keys", LOSSES_OF_RANKS)
 @pytest.mark.parametrize("extra", [frozenset(), MILES_METRICS])
-def test_an_error_of_one_rank_leaves_none_waiting(dp_size, keys, extra) -> None:
+@pytest.mark.parametrize(("name", "value"), [("advantages", []), ("response_lengths", None)])
+def test_an_error_of_one_rank_leaves_none_waiting(dp_size, keys, extra, name, value) -> None:
     """Whatever the loss exchanges, sums of its own, of a correction or nothing."""
     good, bad = run_ranks(
-        lambda rank: failing_on_rank_1(rank, keys, extra, spoiled=True), cp_size=3 - dp_size, dp_size=dp_size
+        lambda rank: failing_on_rank_1(rank, keys, extra, spoiled={name: value}), cp_size=3 - dp_size, dp_size=dp_size
     )
-    assert isinstance(bad[0], ValueError)
-    assert "advantages has samples" in str(bad[0])
+    assert isinstance(bad[0], (TypeError, ValueError))
+    assert name in str(bad[0])
     assert_told(*good, is_corrected="use_rs" in keys)
 
 

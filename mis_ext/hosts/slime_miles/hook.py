@@ -60,7 +60,8 @@ def compute_mis_weights_with_cp(
     device = device_of(pg_loss)
     run = shared_run(args, groups, device=device)
     session, streams = run.session, None
-    with session.local_work(response_lengths, groups=groups, device=device, failed=run.failed):
+    told_lengths = loss_masks if response_lengths is None else response_lengths
+    with session.local_work(told_lengths, groups=groups, device=device, failed=run.failed):
         run.check_rollout()
         if run.config.double_correction is not None:
             session.report("double_correction", run.config.double_correction)
