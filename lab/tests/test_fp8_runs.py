@@ -62,10 +62,10 @@ def test_the_table_has_a_line_for_each_run_that_has_begun(tmp_path: Path) -> Non
     Results(tmp_path / "unfinished")._write(groups[4], done, _run(130, 0.02), {})
     _, _, first, second, _, said = fp8.report(results).splitlines()
     # k3 is 0.06 at steps 121 to 130, and 0.02 in the last ten.
-    start = "| fp8 products, none, 1 | 150 | 1.00e-02 | 6.00 ± 0.00 | 2.00 | step 14 | 0.500, 0.500 | "
+    start = "| fp8 matmuls, none, 1 | 150 | 1.00e-02 | 6.00 ± 0.00 | 2.00 | step 14 | 0.500, 0.500 | "
     assert first == f"{start}0.600, 0.600, 0.600, 0.600 | 8.0 |"
-    assert second.startswith("| fp8 products, none, 2 | 130 | 1.00e-02 | 2.00 ± 0.00 | 2.00 | no |")
-    assert said == "**fp8 products: k3 grows: times 6.00 and 2.00 by step 130.**"
+    assert second.startswith("| fp8 matmuls, none, 2 | 130 | 1.00e-02 | 2.00 ± 0.00 | 2.00 | no |")
+    assert said == "**fp8 matmuls: k3 grows: times 6.00 and 2.00 by step 130.**"
 
 
 def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judged(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_the_page_compares_the_runs_with_int4_and_bf16_at_the_step_that_is_judge
     assert [line.split(" |")[0] for line in lines[head + 2 : head + 9]] == [
         "| int4 weights",
         "| int4 weights, token TIS",
-        "| fp8 products",
-        "| fp8 products, token TIS",
+        "| fp8 matmuls",
+        "| fp8 matmuls, token TIS",
         "| e4m3 weights",
         "| e4m3 weights, token TIS",
         "| bf16",

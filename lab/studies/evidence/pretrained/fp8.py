@@ -30,7 +30,7 @@ from .group import PretrainedGroup, runs_of
 from .studies import token_tis
 
 FP8, SMOKE = "fp8_training", "fp8_smoke"
-ENGINE_NAMES = {"fp8_products": "fp8 products", "e4m3_weights": "e4m3 weights"}
+ENGINE_NAMES = {"fp8_products": "fp8 matmuls", "e4m3_weights": "e4m3 weights"}
 JUDGED_AT, FEWEST_STEPS = 130, 100
 GROWS, STABLE = 1.6, 1.35
 

@@ -34,7 +34,7 @@ def page(results: Results, output: Path) -> list[str]:
         "Qwen2.5-Coder-1.5B-Instruct with the questions, sampling seeds, and learning rate of [the study of int4 "
         "weights](collapse.md). The trainer computes in bf16, with one update per rollout. Two engines:",
         "",
-        "- *fp8 products*: weights of projections are e4m3 with one scale per block of 128 x 128, inputs are e4m3 with "
+        "- *fp8 matmuls*: weights of projections are e4m3 with one scale per block of 128 x 128, inputs are e4m3 with "
         "one scale per token and 128 channels, and SGLang multiplies them in fp8. All else stays in bf16.",
         "- *e4m3 weights*: every matrix, embedding and head included, is rounded to e4m3 with one scale per row. The "
         "engine multiplies in bf16.",
@@ -43,14 +43,14 @@ def page(results: Results, output: Path) -> list[str]:
         "of the first ten steps, *by step 130* that of steps 121 to 130. Rules fixed beforehand: "
         "`lab/studies/evidence/pretrained/fp8.py`.",
         "",
-        "**With fp8 products k3 grows, in a repeat: it was 1.8 and 2.2 times its start by step 130.** The rule asks "
+        "**With fp8 matmuls k3 grows, in a repeat: it was 1.8 and 2.2 times its start by step 130.** The rule asks "
         "for 1.6 in both runs. A first attempt ended at step 101 and was not resolved. With bf16 k3 was 0.78 to 1.15 "
         "times its start, with int4 weights 6 to 19 times.",
         "",
         "**With e4m3 weights the rule does not decide: k3 was 1.1 and 2.4 times its start.** By step 150 it was 1.3 "
         "and 3.1 times. At both steps the rollouts had rewards within the range of bf16.",
         "",
-        "**The growth is in rare tokens.** The mean of |d| was 0.97 and 1.03 times its start with fp8 products, and "
+        "**The growth is in rare tokens.** The mean of |d| was 0.97 and 1.03 times its start with fp8 matmuls, and "
         "2.2 to 6.0 times in five runs with int4 weights. The share of tokens with a ratio above 2 was 3.7 and 7.2 "
         "times its start, with int4 weights 1.2 to 1.4 times. These numbers were chosen after the runs.",
         "",
@@ -59,7 +59,7 @@ def page(results: Results, output: Path) -> list[str]:
         "fixed for this.",
         "",
         "**One of the four runs without a correction lost reward, from about step 123 on.** It is seed 1 with fp8 "
-        "products. The reward fell first, from 0.79 (steps 113 to 122) to 0.69 (123 to 129), while k3 stayed at "
+        "matmuls. The reward fell first, from 0.79 (steps 113 to 122) to 0.69 (123 to 129), while k3 stayed at "
         "0.004. Then k3 rose to 0.006, and the reward fell to 0.61 in steps 134 to 143, where six bf16 runs had 0.80 "
         "to 0.83. A mean of ten steps has a standard error of 0.03. The run ended before a recovery could show, and "
         "the trainer policy was last evaluated at step 120. So the runs do not show that the mismatch caused the loss. "
@@ -79,7 +79,7 @@ def page(results: Results, output: Path) -> list[str]:
         "without a correction. An evaluation has 128 questions and a standard error of 0.04, so one evaluation does "
         "not resolve differences below about 0.1. The trainer policies of six bf16 runs had 0.73 to 0.90 at step 120.",
         "",
-        "- **The runs with fp8 products were repeated.** The first attempt ended at steps 104 and 101, with 1.34 and "
+        "- **The runs with fp8 matmuls were repeated.** The first attempt ended at steps 104 and 101, with 1.34 and "
         "1.99 times. We read it, and then repeated it with the same seeds, to reach step 130. By step 101 the repeat "
         "would not be resolved either (1.35 and 2.04). Sums on a GPU have no fixed order, so a run does not repeat "
         "itself, but both attempts use the same two seeds. They do not count as four independent runs. Seed 1 with "
