@@ -88,7 +88,7 @@ class PackingReport:
             )
         found = self.differing
         if not found and self.allowed > _MOST_ROUNDING:
-            return f"the logits are too coarse to tell: {self.allowed:.2g} nats can be rounding; check in float32"
+            return f"too coarse to tell: {self.allowed:.2g} nats can be rounding; check in float32"
         if not found:
             return (
                 f"no difference above {self.allowed:.2g} nats between sequences in packed rows and the same alone: "

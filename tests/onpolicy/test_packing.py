@@ -344,7 +344,7 @@ def test_logits_too_coarse_to_tell_do_not_pass(largest, passed) -> None:
     report = check_packing(behind_others(largest, largest, 0, torch.bfloat16), SHORT)
     assert report.differing == []
     assert report.passed is passed
-    too_coarse = f"the logits are too coarse to tell: {report.allowed:.2g} nats can be rounding; check in float32"
+    too_coarse = f"too coarse to tell: {report.allowed:.2g} nats can be rounding; check in float32"
     assert (report.explain() == too_coarse) is not passed
     # More than this is a leak all the same.
     found = check_packing(behind_others(largest, largest, 32, torch.bfloat16), SHORT).explain()
