@@ -75,7 +75,7 @@ class CompactTrainer(Trainer):
         return logits.flatten(0, 1)
 
     def _policy_loss(self, data: dict[str, Any], batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Where nobody has scored the responses, the pass that trains on them does."""
+        """Responses that have no scores yet get them from the pass that trains on them."""
         log_prob_T = self._log_probs(logits, batch)
         if data["log_probs"][batch.samples.start] is None:
             data["log_probs"][batch.samples] = split_samples(log_prob_T.detach(), batch)
