@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CUDA devices: the same bits on every run, and the judge's numbers with NCCL in place of gloo."""
+"""On CUDA devices: the same bits on every run, and the judge's numbers over NCCL, or over gloo on a single device."""
 
 import json
 import math
@@ -90,13 +90,13 @@ class CudaWorker(Worker):
         return on_cpu(output), pg_loss
 
 
-def work(rank: int, topology: str, folder: str) -> None:
+def work(rank: int, topology: str, backend: str, folder: str) -> None:
     """Compare one rank's part with the judge, and write down what differs."""
     world_size = math.prod(ON_GPUS[topology])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank if backend == "nccl" else 0)
     os.environ |= ENVIRONMENT | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     try:
-        with joined(rank, world_size, folder, seconds=PATIENCE, backend="nccl"):
+        with joined(rank, world_size, folder, seconds=PATIENCE, backend=backend):
             worker = CudaWorker(*ON_GPUS[topology], seconds=PATIENCE)
             cases = SETTINGS + COMPILED
             failures = worker.compare_hook(cases, "plain") + worker.compare_hook(cases, "broken")
@@ -114,7 +114,18 @@ def test_nccl_gives_the_results_of_one_rank(topology: str, tmp_path: Path) -> No
     world_size = math.prod(ON_GPUS[topology])
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices")
+    compare(topology, "nccl", tmp_path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("topology", ["CP 2", "CP 2 x DP 2"])
+def test_ranks_that_share_a_device_give_the_results_of_one_rank(topology: str, tmp_path: Path) -> None:
+    # NCCL takes one rank per device.
+    compare(topology, "gloo", tmp_path)
+
+
+def compare(topology: str, backend: str, folder: Path) -> None:
     # A process that has asked for CUDA cannot be forked.
-    run_processes(work, topology, str(tmp_path), world_size=world_size, start_method="spawn")
-    failures = [text for path in tmp_path.glob("*.json") for text in json.loads(path.read_text())]
+    run_processes(work, topology, backend, str(folder), world_size=math.prod(ON_GPUS[topology]), start_method="spawn")
+    failures = [text for path in folder.glob("*.json") for text in json.loads(path.read_text())]
     assert not failures, f"{len(failures)} differences, the first:\n" + "\n".join(failures[:3])
