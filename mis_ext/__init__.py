@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance-sampling correction of the mismatch between inference and training engines in LLM RL.
 
-To read the code, start at :mod:`mis_ext.correction.correct`. The hosts call :mod:`mis_ext.hosts.slime_miles.hook`.
+To read the code, start at :mod:`mis_ext.correction.correct`. slime and Miles call
+:mod:`mis_ext.hosts.slime_miles.hook`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and texts as users have them: what can be read without harm, what is written whole or not at all, and shown.
+"""Files and texts of users: safe reading, atomic writing, and text for the terminal.
 
-And the YAML files that ship, with what each says about itself in its first lines.
+Also the YAML files of the presets, with the remarks in their first lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_YAML_NODES = 100_000
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """The path, if a regular file is there: a pipe would block for ever, and some devices never end."""
+    """The path, if it is a regular file: a pipe could block forever, and some devices never end."""
     path = Path(path)
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -37,7 +37,7 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """Of two values for one key YAML's own loader keeps the last, in silence."""
+    """A loader that refuses duplicate keys. YAML's own loader silently keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set[str]()
@@ -53,7 +53,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file."""
     size = regular_file(path).stat().st_size
     if size > _MAX_YAML_BYTES:
-        raise ValueError(f"{path}: has {size:,} bytes, a configuration at most {_MAX_YAML_BYTES:,}")
+        raise ValueError(f"{path}: has {size:,} bytes; a configuration may have at most {_MAX_YAML_BYTES:,}")
     try:
         content: Any = yaml.load(Path(path).read_bytes().decode("utf-8"), _Loader)
         num_nodes = _num_nodes(content, {})
@@ -71,23 +71,23 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _num_nodes(value: Any, known: dict[int, int]) -> int:
-    """Count the values, those behind an alias as often as it is used."""
+    """Count the values; the values of an alias count once per use."""
     if not isinstance(value, (dict, list)):
         return 1
     if id(value) not in known:
-        known[id(value)] = _MAX_YAML_NODES + 1  # While it is looked into: whoever holds itself is endless.
+        known[id(value)] = _MAX_YAML_NODES + 1  # While it is counted: a value that contains itself is endless.
         parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_num_nodes(part, known) for part in parts)
     return known[id(value)]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is never half there: beside its place first, as UTF-8, then under its name.
+    """Write a file atomically, as UTF-8: first to a temporary file in the same folder, which is then renamed.
 
-    What is no regular file, as ``/dev/stdout``, is written to directly.
+    A path that is not a regular file, such as ``/dev/stdout``, is written directly.
 
     Raises:
-        OSError: It cannot be written; what was there before stays.
+        OSError: It cannot be written. The previous content stays.
     """
     data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     path = path.resolve()
@@ -103,12 +103,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def printable(text: str) -> str:
-    """The text, where what a terminal would obey or could not write is escaped; lines stay."""
+    """The text with control characters and unprintable characters escaped; line breaks stay."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
 def hanging(label: str, text: str) -> str:
-    """A label and a text in lines of the terminal, at most 80 columns, all of which begin behind the label."""
+    """A label and a text, wrapped to the terminal, at most 80 columns. All lines of the text begin after the label."""
     return textwrap.fill(
         text,
         min(80, shutil.get_terminal_size().columns),
@@ -120,7 +120,7 @@ def hanging(label: str, text: str) -> str:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Dataclasses, named tuples and tensors as dicts and lists; NaN is None, a number beyond all bounds a string."""
+    """Dataclasses, named tuples and tensors as dicts and lists; NaN becomes None, and infinity a string."""
     if hasattr(value, "tolist"):
         return to_jsonable(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -150,7 +150,7 @@ class PresetRemarks(NamedTuple):
 
 
 def list_presets() -> tuple[str, ...]:
-    """Names of the presets."""
+    """The names of the presets."""
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 

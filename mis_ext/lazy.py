@@ -12,8 +12,8 @@ from typing import Any
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose ``__name__`` is given.
 
-    Its names, and the module of each, are those that it imports under ``if TYPE_CHECKING:``, read from its source: what
-    type checkers see and what loads late is one list.
+    Its names and their modules are the imports under ``if TYPE_CHECKING:`` in its source. So type checkers and lazy
+    loading use the same list.
     """
     namespace = vars(sys.modules[package])
     if not namespace["__file__"].endswith(".py"):
@@ -21,7 +21,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             f"{package} reads its names, and Triton its kernels, from source: install it with its .py files"
         )
     source = namespace["__loader__"].get_data(namespace["__file__"]).decode()
-    # Each in a line of its own: from MODULE import NAME as NAME. To import a parser would take longer than the package.
+    # Each import has its own line: from MODULE import NAME as NAME. Importing a parser would take longer than the
+    # package.
     lines = [line.split() for line in source.splitlines() if line.startswith("    from ")]
     module_of = {name: module for _, module, _, name, _, _ in lines}
 
@@ -30,7 +31,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             return import_module(f"{package}.{name}")
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        # Kept, so that the next use costs what any other global costs.
+        # Stored as a global, so that the next use is fast.
         namespace[name] = getattr(import_module(module_of[name]), name)
         return namespace[name]
 

@@ -19,7 +19,7 @@ class MismatchWarning(UserWarning):
 
 
 class Errors(list[Exception]):
-    """Errors of several keys, which are raised together; a ``with`` block collects one."""
+    """Errors of several keys, which are raised together. A ``with`` block collects one error."""
 
     def __enter__(self) -> Errors:
         return self
@@ -36,7 +36,7 @@ class Errors(list[Exception]):
         return self
 
     def raise_all(self) -> None:
-        """Raise what was collected, a line for each: a ``TypeError`` if all are of this type, else a ``ValueError``."""
+        """Raise the collected errors, one per line: a ``TypeError`` if all are of this type, else a ``ValueError``."""
         if self:
             kind = TypeError if all(isinstance(error, TypeError) for error in self) else ValueError
             raise kind("\n".join(dict.fromkeys("\n".join(map(str, self)).splitlines()))) from None
@@ -44,7 +44,7 @@ class Errors(list[Exception]):
 
 @contextmanager
 def errors_of(key: str) -> Iterator[None]:
-    """Say in which mapping an error is."""
+    """Prefix errors with the name of the mapping."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -54,7 +54,7 @@ def errors_of(key: str) -> Iterator[None]:
 def check_number(
     key: str, value: Any, *, low: float, high: float, open_low: bool = False, open_high: bool = False
 ) -> float:
-    """``value`` as a float from ``low`` to ``high``, both legal unless said to be open; NaN is never legal."""
+    """``value`` as a float in ``[low, high]``; ``open_low`` and ``open_high`` exclude an end. NaN is never legal."""
     legal = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{key} must be a number in {legal}, got {value!r}{_yaml_hint(value)}")
@@ -69,7 +69,7 @@ def check_number(
 
 
 def check_integer(key: str, value: Any, *, low: int | None = None) -> int:
-    """``value`` as an int, of at least ``low`` where that is given; a truth value, a float or a string is none."""
+    """``value`` as an int, at least ``low`` if that is given. A boolean, a float or a string is refused."""
     legal = "an integer" if low is None else f"an integer of at least {low}"
     try:
         number = operator.index(value)
@@ -110,7 +110,7 @@ def check_choice(key: str, value: Any, choices: Collection[_Choice]) -> _Choice:
 
 def check_known(where: str, keys: Iterable[str], known: Collection[str]) -> None:
     """Refuse keys outside ``known``, each with the nearest known key."""
-    # In ASCII: a Cyrillic letter would look like the one that is meant.
+    # In ASCII, because a Cyrillic letter would look like the intended letter.
     hints = [f"{key!a}{did_you_mean(key, known)}" for key in keys if key not in known]
     if hints:
         listed = f". Known: {', '.join(sorted(known))}" if len(known) <= _FEW else ""
@@ -128,7 +128,7 @@ def check_mapping(key: str, value: Any) -> dict[str, Any]:
 
 
 def check_tensors(given: Mapping[str, Any]) -> None:
-    """Refuse what is no tensor, by its name."""
+    """Refuse values that are not tensors, by name."""
     from torch import Tensor  # Where keys alone are checked, torch need not be loaded.
 
     for name, value in given.items():
@@ -141,14 +141,14 @@ def check_lengths(key: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, Iterable) or isinstance(value, str):
         raise TypeError(f"{key} must be a list of integers of at least 0, got {value!r}")
     lengths = tuple(value)
-    # Every micro-batch has new ones.
+    # A fast path: every micro-batch has new lengths.
     if {*map(type, lengths)} <= {int} and min(lengths, default=0) >= 0:
         return lengths
     return tuple(check_integer(f"{key}[{index}]", length, low=0) for index, length in enumerate(lengths))
 
 
 def check_entries(what: str, given: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """Refuse a mapping without one of the names that are ``needed``."""
+    """Refuse a mapping that lacks a ``needed`` name."""
     missing = [name for name in needed if given.get(name) is None]
     if missing:
         raise ValueError(f"{what} has no {', '.join(missing)}")
@@ -156,15 +156,15 @@ def check_entries(what: str, given: Mapping[str, Any], needed: Iterable[str]) ->
 
 _TRUTH = " (YAML reads yes, no, on and off as true and false: quote them)"
 _FEW = 10
-"""So many names are listed in an error; of more the three nearest are."""
+"""An error lists all legal names up to this number; of more names it lists the three nearest."""
 _LIKE = 0.65
-"""Of difflib: one slip in a name of three letters leaves two thirds of it; words that mean something else are below."""
+"""Cutoff of difflib. A typo in a name of three letters leaves a similarity of two thirds; unrelated words are below."""
 
 
 def did_you_mean(value: Any, choices: Collection[str]) -> str:
-    """Up to three names that may be meant, to append to an error; if none is like it, the nearest of many."""
+    """Up to three similar names, to append to an error. If none is similar, the nearest three of many names."""
     said = str(value).casefold()
-    # The beginning of a name, by whole words, is nearer than a name of few letters.
+    # A name that begins with the given words is nearer than a short name with similar letters.
     begun = [choice for choice in choices if choice.startswith(f"{said}_")]
     near = list(dict.fromkeys((*begun, *difflib.get_close_matches(said, choices, 3, _LIKE))))[:3]
     if near:
@@ -173,7 +173,7 @@ def did_you_mean(value: Any, choices: Collection[str]) -> str:
 
 
 def _yaml_hint(value: Any) -> str:
-    """Return how YAML writes the number that a text is meant as."""
+    """Return the YAML spelling of a number that was given as a string."""
     try:
         number = float(value if isinstance(value, str) else "")
     except ValueError:

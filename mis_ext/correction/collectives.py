@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only module that communicates.
 
-The correction gathers small rows, and reduces them locally in rank order: the same bits on every rank and on every run.
-Its callers are in :mod:`mis_ext.correction.correct`. Large tensors of scoring are reduced by the backend, in any order.
-A group is a ``torch.distributed`` process group, or a fault-tolerant wrapper around one as Miles uses, which has to be
-called through its own methods; objects are gathered over the former only. None is a group of one.
+The correction gathers small rows and reduces them locally in rank order, so results are bitwise equal on all ranks and
+in all runs. Its callers are in :mod:`mis_ext.correction.correct`. The backend reduces the large tensors of scoring, in
+any order. A group is a ``torch.distributed`` process group, a fault-tolerant wrapper around one (Miles), or None for a
+single rank. A wrapper must be called through its own methods, and cannot gather objects.
 
-A rank with a local error joins the collectives of the call that are still due, sends its status there, and raises
-then: see :class:`Due`. A status is one float, and the maximum over ranks counts:
+A rank with a local error joins the remaining collectives of the call, sends its status in them, and then raises: see
+:class:`Due`. A status is one float. The ranks take the maximum:
 
-- ``rank + 1``: this rank failed. Of several, the others name the highest.
+- ``rank + 1``: this rank failed. If several ranks fail, the other ranks report the highest.
 - ``-inf``: it did not fail.
-- ``-(rank + 1)``, in the first call alone: it did not fail, and cannot compile its graphs.
+- ``-(rank + 1)``, only in the first call: it did not fail, but cannot compile its graphs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Group = Any
 
 
 def group_size(group: Group | None) -> int:
-    """The number of ranks of a group; 1 without one."""
+    """The number of ranks of a group; 1 for None."""
     if group is None:
         return 1
     return int(group.size()) if is_fault_tolerant(group) else dist.get_world_size(group)
@@ -50,15 +50,15 @@ def gather_rows(row: Tensor, group: Group | None) -> Tensor:
         if not group.allgather([list(rows.unbind(0))], [row], AllgatherOptions()).wait():
             raise RuntimeError("a collective over a fault-tolerant group failed: a peer is gone")
     else:
-        # Before all_gather and all_reduce slime looks how much memory is free, and before this it does not. That waits
-        # for the driver, and clears all caches where it is little (issues 1717 and 2268 of THUDM/slime). gloo: 1-D.
+        # slime checks the free memory before all_gather and all_reduce, but not before this function. The check waits
+        # for the driver, and clears all caches if memory is low (issues 1717 and 2268 of THUDM/slime). gloo: 1-D.
         gather = _function(group, name="all_gather_into_tensor", renamed="all_gather_single")
         gather(rows.view(-1), row.view(-1), group=group)
     return rows
 
 
 def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
-    """The sum of large tensors of all ranks, in place: not gathered first, so not in rank order."""
+    """The sum of large tensors over all ranks, in place. The backend sums them, so not in rank order."""
     if group is None:
         return states
     if is_fault_tolerant(group):
@@ -68,7 +68,7 @@ def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
 
 
 def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
-    """Of the sum of large tensors of all ranks, this rank's equal part of the rows."""
+    """This rank's share of the rows of the sum over all ranks; all shares are equal."""
     num_rows = len(states) // group_size(group)
     if is_fault_tolerant(group):
         return gather_rows(states, group).sum(0)[rank * num_rows : (rank + 1) * num_rows]
@@ -98,11 +98,11 @@ class Message(NamedTuple):
 
 
 _BITS, _STATUS_BYTES = 8, 4
-"""Of a byte; and of a status, a float32, at the end of a message of bytes."""
+"""Bits per byte; bytes of a status, a float32 at the end of a message of bytes."""
 
 
 def bits_message(num_tokens: int, group: Group | None) -> Message:
-    """The message of :meth:`Due.gather_bits`: 8 tokens a byte, and the status."""
+    """The message of :meth:`Due.gather_bits`: 8 tokens per byte, then the status."""
     return Message((-(-num_tokens // _BITS) + _STATUS_BYTES,), torch.uint8, group)
 
 
@@ -120,7 +120,7 @@ class Due:
         return rows
 
     def merge(self, own: Tensor, num_sums: int) -> Tensor:
-        """``[F, ...]`` of all ranks: sums, and after ``num_sums`` rows maxima."""
+        """``[F, ...]`` over all ranks: sums in the first ``num_sums`` rows, maxima in the rest."""
         parts = self.gather(own)
         return torch.cat([parts[:, :num_sums].sum(0), parts[:, num_sums:].amax(0)])
 
@@ -136,30 +136,30 @@ class Due:
         return bits.flatten()[: len(flags_R)].bool(), status_1
 
     def tell(self) -> None:
-        """Join all that are left with nothing but the status of this rank, which failed: no rank waits for it."""
+        """Join all remaining collectives with only the status of this failed rank, so that no rank waits for it."""
         due, self._due = self._due, []
         status = torch.tensor([global_rank() + 1.0], device=self._device)
         for shape, dtype, group in due:
             row = torch.zeros(shape, dtype=dtype, device=self._device)
-            # Values of segments have no place for it: a later message of the call has.
+            # Segment values have no place for the status. A later message of the call has one.
             end = status.view(torch.uint8) if dtype == torch.uint8 else status
             row[-len(end) :] = end
             gather_rows(row, group)
 
     @contextlib.contextmanager
     def told_of_errors(self) -> Iterator[None]:
-        """An error in this block is raised after the other ranks know of it."""
+        """An error in this block is raised after this rank has sent its status to the other ranks."""
         try:
             yield
         except Exception:
-            # The first error is raised, also where the group itself is broken.
+            # Raise the first error, even if the group itself fails.
             with contextlib.suppress(Exception):
                 self.tell()
             raise
 
 
 def _function(group: Group, *, name: str, renamed: str) -> Callable[..., Any]:
-    """Since torch 2.13 it has a new name. Of slime's and Miles' own groups only the function of the old name knows."""
+    """The collective has a new name since torch 2.13. Only the old one supports process groups of slime and Miles."""
     new = getattr(dist, renamed, None) if type(group) is dist.ProcessGroup else None
     return new or getattr(dist, name)  # type: ignore[no-any-return]
 

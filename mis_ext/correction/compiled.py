@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a correction as graphs of ``torch.compile``: the same functions, with fewer launches.
 
-Each configuration has graphs of its own: one of all passes (:func:`run_passes`); or, in a call with collectives, one
-for tokens, one for responses, and one for the outputs. The last computes tokens and responses again, so that only sums
-pass from graph to graph. The graphs hold for calls of any lengths: padding keeps away sizes of 0 and 1, for which torch
-compiles again. Outside of the graphs are:
+Each configuration has its own graphs. A call without collectives runs one graph of all passes (:func:`run_passes`). A
+call with collectives runs one graph for tokens, one for responses, and one for the outputs. The output graph computes
+tokens and responses again, so that only sums pass from graph to graph. The graphs accept calls of any length: padding
+avoids the sizes 0 and 1, for which torch recompiles. These steps are outside of the graphs:
 
 - before: the casts to float32, the lengths, the gathered values of segments, and padding (:meth:`Graphs.parts`);
 - between: the collectives of sums;
-- after: removal of the padding, with context parallelism the gathered mask, the product with the loss, and properties
-  of ``Correction`` such as ``metrics``, which are computed when they are read.
+- after: removal of the padding, the gathered mask (context parallelism), the product with the loss, and properties of
+  ``Correction`` such as ``metrics``, which are computed when they are read.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from mis_ext.validation import MismatchWarning
 
 _LOG = logging.getLogger("mis_ext")
 _ANY_SIZES = symbols.patch(use_duck_shape=False)
-"""Sizes that happen to be equal in the first call are not taken to be equal in all."""
+"""Sizes that are equal in the first call may differ in later calls."""
 _FIXED_BOUNDS = torch._dynamo.config.patch(specialize_float=True)
-"""The numbers of a plan are constants of its graphs."""
+"""The floats of a plan are constants of its graphs."""
 
 
 @functools.lru_cache(maxsize=32)
 def graphs_of(config: CorrectionConfig, *, token_metrics: bool) -> Graphs:
-    """The graphs of a configuration; equal ones share them."""
+    """The graphs of a configuration. Equal configurations share them."""
     return Graphs(correct.plan_of(config, token_metrics=token_metrics))
 
 
 class Graphs:
     """The passes of one configuration, each a graph that the first call compiles.
 
-    Ranks that share a call run in one mode: compiled code rounds differently, and context-parallel ranks have to agree
-    on every keep mask. So the first call of ranks compiles, computes without graphs, and sends the other ranks in its
-    status whether compilation failed.
+    All ranks of a call run in the same mode: compiled code rounds differently, and context-parallel ranks must agree on
+    every keep mask. So the first call with other ranks compiles, computes without graphs, and reports in its status
+    whether compilation failed.
 
     Attributes:
-        obstacle: Why calls run without graphs; None while they do not.
-        is_agreed: Whether the other ranks have said that they have graphs too.
+        obstacle: Why calls run without graphs; None if they run with graphs.
+        is_agreed: Whether the ranks have exchanged whether they have graphs.
         is_compared: Whether a call has compared the graphs with the passes without graphs.
     """
 
@@ -70,7 +70,7 @@ class Graphs:
         self._output_graph = _compiled(_outputs)
 
     def run(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
-        """The passes of a call: with graphs, if they can be compiled and the other ranks have theirs."""
+        """The passes of a call, with graphs if all ranks could compile them."""
         if over_cp is None and over_dp is None:
             return self._parts_if_possible(x, layout, None, None)
         if not self.is_agreed:
@@ -80,14 +80,14 @@ class Graphs:
         return correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
 
     def _agree(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
-        """The first call of ranks: without graphs, so that its status can say whether they were compiled."""
-        # Copies stand for what the other ranks send: the graphs hold for memory that the graph before has not made.
+        """The first call with other ranks runs without graphs. Its status reports whether they were compiled."""
+        # Copies replace the exchanges, because later a graph reads memory that the previous graph did not allocate.
         copies = [None if exchange is None else torch.clone for exchange in (over_cp, over_dp)]
         self._parts_if_possible(x, layout, *copies)
         own_status = -math.inf if self.obstacle is None else -(global_rank() + 1.0)
         found = correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp, status=own_status)
         self.is_agreed = True
-        # No other call waits for its status.
+        # Only this call waits for its status.
         status = float(found.group_A[-1])
         if -math.inf < status < 0.0 and self.obstacle is None:
             self._give_up(f"rank {round(-status) - 1} could not compile")
@@ -97,7 +97,7 @@ class Graphs:
         """The passes as one graph; or as three, with the exchanges between them."""
         plan, length_S, num_blocks = self._plan, layout.length_S, layout.num_blocks
         num_tokens, num_responses = layout.num_local_tokens, layout.num_sequences
-        # No size of a graph is 0 or 1: two responses of a token that nothing generated are added, and cut off again.
+        # No size of a graph may be 0 or 1: add two responses of one masked token each, and remove them afterwards.
         if num_responses < 2 or num_blocks < 2:
             length_S, num_blocks = torch.nn.functional.pad(length_S, (0, 2), value=1), num_blocks + 2
             x = Inputs._make(None if row is None else torch.nn.functional.pad(row, (0, 2)) for row in x)
@@ -120,7 +120,7 @@ class Graphs:
         )
 
     def _parts_if_possible(self, x: Inputs, layout: PackedLayout, over_cp: Exchange, over_dp: Exchange) -> Passed:
-        """The passes with graphs; without, once they could not be compiled or gave other numbers."""
+        """The passes with graphs, or without graphs after these failed to compile or gave different values."""
         try:
             if self.obstacle is None:
                 found = self.parts(x, layout, over_cp, over_dp)
@@ -130,9 +130,9 @@ class Graphs:
                 return found
         except torch.cuda.OutOfMemoryError:
             raise
-        # Another error than one of the compiler is raised again by the passes without graphs.
+        # If the error is not one of the compiler, the passes without graphs raise it again.
         except Exception as error:
-            # torch says which backend raised, and in the next line what.
+            # The first line of torch's message names the backend, and the second line the error.
             said = " ".join(str(error).strip().splitlines()[:2])
             self._give_up(f"{type(error).__name__}: {said}" if said else repr(error))
         return correct.run_passes(x, layout.blocks, self._plan, over_cp, over_dp)
@@ -140,15 +140,15 @@ class Graphs:
     def _give_up(self, obstacle: str) -> None:
         self.obstacle = obstacle
         warnings.warn(
-            "mis_compile: the correction runs without torch.compile, with the same numbers up to rounding and more "
-            f"launches ({obstacle}); mis_compile: false ends this warning",
+            f"mis_compile: the correction runs without torch.compile ({obstacle}). Values are equal up to rounding, "
+            "and it needs more kernel launches. Set mis_compile: false to silence this warning",
             MismatchWarning,
             stacklevel=2,
         )
 
 
 def _check_equal(found: Passed, expected: Passed) -> None:
-    """Refuse graphs with other numbers: a compiler that makes a mistake raises no error of its own."""
+    """Refuse graphs that give different values, because a compiler bug may raise no error."""
     is_near_T = torch.isclose(found.weights_T, expected.weights_T, rtol=1e-4)
     num_others = int((~is_near_T | (found.loss_mask_T != expected.loss_mask_T)).sum())
     # A value at a bound may be on one side with graphs, and on the other without.
@@ -180,12 +180,12 @@ def _outputs(x: Inputs, length_S: Tensor, num_blocks: int, sums: tuple[Tensor, .
 
 def _compiled(function: Any) -> Callable[..., Any]:
     """A graph for tensors of any sizes."""
-    # torch counts the graphs of a code object, up to 8: this one has a code object of its own.
+    # torch allows 8 graphs per code object, so each graph gets its own code object.
     alone = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     graph = torch.compile(alone, dynamic=True, fullgraph=True, options={"guard_filter_fn": _guards_of_call})
     return _ANY_SIZES(_FIXED_BOUNDS(graph))  # type: ignore[no-any-return]
 
 
 def _guards_of_call(guards: Sequence[Any]) -> list[bool]:
-    """Select the guards that torch checks in each call: not the plan, which a graph keeps, nor values of modules."""
+    """Select the guards that torch checks in each call: all but the plan, which a graph keeps, and module globals."""
     return [not guard.is_global and "plan" not in guard.name for guard in guards]

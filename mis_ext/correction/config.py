@@ -45,11 +45,11 @@ class Gate:
             this reduction over its tokens. ``segment_sum``, ``segment_mean``: it judges each segment, a run of
             generated tokens such as a turn. For ratios ``sum`` is the product, and ``mean`` the geometric mean.
         low: Lower bound, or None.
-        high: Upper bound, or None. A minimum with a lower bound alone, or a maximum with an upper one, is a veto: it
-            also finds every response in which a response token has no finite ratio.
+        high: Upper bound, or None. A minimum with only a lower bound, or a maximum with only an upper bound, is a veto:
+            it also finds every response in which a response token has no finite ratio.
         action: What happens to tokens or responses outside of the bounds. ``reject`` sets their mask to 0. ``zero``
             sets their weight to 0 and keeps the mask, so that the framework's KL and entropy terms keep the token.
-        name: First part of the names of its metrics; by default ``rs_...``, from its place among the gates.
+        name: Prefix of its metric names; by default ``rs_...``, from its kind and its position among the gates.
     """
 
     statistic: str = "ratio"
@@ -71,14 +71,14 @@ class Gate:
             bound = getattr(self, key)
             if bound is None:
                 continue
-            # Types first: the truth value False equals 0, which is no bound.
+            # Check the type first: False equals 0, which is no bound.
             if check_number(key, bound, low=-math.inf, high=math.inf) in ends:
-                # A bound at the end of the legal range does nothing, and makes no other gate of it.
+                # A bound at the end of the legal range has no effect. Gates with and without it must be equal.
                 object.__setattr__(self, key, None)
             else:
                 check_number(key, bound, low=smallest, high=largest)
         if self.low is None and self.high is None:
-            raise ValueError("a gate needs low or high: an open band rejects nothing")
+            raise ValueError("a gate needs low or high: without bounds it rejects nothing")
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low must be below high, got low={self.low} and high={self.high}")
         is_word = isinstance(self.name, str) and self.name.isascii() and self.name.isidentifier()
@@ -92,7 +92,7 @@ class Gate:
 
     @property
     def edges(self) -> tuple[float, float]:
-        """The bounds on the scale of the statistic (of a ratio its log), ``-inf`` and ``inf`` where open."""
+        """The bounds on the scale of the statistic (the log of a ratio); ``-inf`` or ``inf`` without a bound."""
         low = -math.inf if self.low is None else self.row.edge(self.low)
         return low, math.inf if self.high is None else self.row.edge(self.high)
 
@@ -108,7 +108,7 @@ class Gate:
 
     @property
     def is_veto(self) -> bool:
-        """True if a single token can reject its response; one without a finite ratio always does."""
+        """True if one token can reject its response. A token without a finite ratio always does."""
         return (self.reduce == "min" and self.high is None) or (self.reduce == "max" and self.low is None)
 
 
@@ -118,11 +118,11 @@ _VETO_NAMES = {
     ("proximal_probability", "min"): "rs_veto_probability",
     (LAG, "max"): "rs_staleness",
 }
-"""Names of vetoes, as their metrics have them: the first that of the frameworks' example, for ``rs_veto_threshold``."""
+"""Prefixes of the metrics of vetoes. The first, for ``rs_veto_threshold``, is the name in the frameworks' example."""
 
 
 class Bound(NamedTuple):
-    """A ``mode`` of a weight: which edges it uses, and whether what lies outside of them leaves the mask; in words."""
+    """A ``mode`` of a weight: the bounds that it uses, whether it rejects values outside, and its description."""
 
     has_low: bool
     has_high: bool
@@ -142,7 +142,7 @@ arXiv:2510.18855."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """Importance weight: the ratio at ``level``, bounded by ``mode``. It carries no gradient, so no bound stops one.
+    """Importance weight: the ratio at ``level``, bounded by ``mode``. It is detached, so a bound stops no gradient.
 
     The token ratio corrects the next token only; the prefix stays off-policy. The product over the response is
     unbiased, and its variance grows exponentially with the length. The geometric mean is biased, but its size does not
@@ -153,8 +153,8 @@ class Weight:
         mode: A name of :data:`BOUNDS`.
         low: Lower bound of the ratio, for modes that have one; 1 / ``high`` by default.
         high: Upper bound of the ratio, for modes that have one; :data:`DEFAULT_UPPER_BOUND` by default.
-        when: Tokens that are weighed, the others have weight 1. ``stale``: those whose lag is above 0 or unknown, at
-            ``level: token``.
+        when: Tokens that get this weight; all other tokens have weight 1. ``stale``: tokens whose lag is above 0 or
+            unknown; it needs ``level: token``.
 
     References:
         Token: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Sequence: Liu,
@@ -173,7 +173,7 @@ class Weight:
         check_choice("mode", self.mode, BOUNDS)
         check_choice("when", self.when, get_args(When))
         bound = self.bound
-        # A bound at the open end of the interval does nothing.
+        # A bound at the open end of the interval has no effect.
         low = None if not bound.has_low and self.low == 0.0 else self.low
         high = None if not bound.has_high and self.high == math.inf else self.high
         if not bound.has_high and (low, high) != (None, None):
@@ -193,8 +193,9 @@ class Weight:
         contains_1 = (low or 0.0) <= 1.0 <= (math.inf if high is None else high)
         if self.when == "stale" and not (self.level == "token" and contains_1 and not bound.rejects):
             raise ValueError(
-                "when: stale gives fresh tokens weight 1 and rejects none: it needs level: token, bounds that contain "
-                f"1, and another mode than mask, got level: {self.level}, mode: {self.mode}, low={low}, high={high}"
+                "when: stale gives fresh tokens weight 1 and rejects none: it needs level: token, bounds that "
+                f"contain 1, and a mode other than mask, got level: {self.level}, mode: {self.mode}, low={low}, "
+                f"high={high}"
             )
 
     @property
@@ -209,12 +210,12 @@ class Weight:
 
     @property
     def edges(self) -> tuple[float, float]:
-        """Logs of the bounds, ``-inf`` and ``inf`` where open."""
+        """Logs of the bounds; ``-inf`` or ``inf`` without a bound."""
         return math.log(self.low) if self.low else -math.inf, math.log(self.high) if self.high else math.inf
 
     def bounded(self, log_ratio: Tensor) -> Tensor:
         """The weight of log-ratios (nats, any shape): their ``exp``, bounded by ``mode``."""
-        # What lies outside of the bounds is then rejected.
+        # Values outside of these bounds are rejected by the gate.
         low, high = (-math.inf, math.inf) if self.bound.rejects else self.edges
         # max(low, min(rho, high))
         return log_ratio.clamp(max(low, -MAX_LOG_RATIO), min(high, MAX_LOG_RATIO)).exp()
@@ -222,11 +223,11 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """One point in the space of corrections. Build it by hand, from a mapping, from YAML or from a preset.
+    """Configuration of a correction. Create it directly, from a mapping, from YAML or from a preset.
 
     Args:
         weight: The importance weight. None: only gates, and weight 1.
-        gates: A token is kept only if all gates keep it. Each gate looks at the original response mask.
+        gates: A token is kept only if all gates keep it. Each gate reads the original response mask.
         normalize_over: ``kept`` or ``valid``: divide the weights by their mean over kept or over all valid tokens
             (responses). None: do not divide.
         scope: The samples over which this mean and the factor of ``denominator: kept`` are computed.
@@ -236,13 +237,13 @@ class CorrectionConfig:
             each response counts by its kept share.
         per_token_loss: True if the framework averages over tokens, not over per-sample means.
         metrics: ``core``, ``all``, or names.
-        metric_max: Each token counts at most this much in ``k3_kl``, each response in ``chi2_token`` and ``chi2_seq``.
+        metric_max: Largest value of a token in ``k3_kl``, and of a response in ``chi2_token`` and ``chi2_seq``.
         warn_only: Guards that warn instead of raising an error.
         max_reject_fraction: Warn when a larger share of tokens or responses is rejected.
-        metrics_only: Measure, and change nothing.
-        compile: Run as graphs of ``torch.compile``: ``auto``, on a GPU; True; False.
-        staleness: Each token comes with its lag, and metrics distinguish fresh tokens from stale ones. True where a
-            gate looks at the lag, or the weight has ``when: stale``.
+        metrics_only: Compute metrics, and change neither weights nor masks.
+        compile: Whether to run as graphs of ``torch.compile``: True, False, or ``auto`` (only on a GPU).
+        staleness: Each token comes with its lag, and metrics distinguish fresh tokens from stale tokens. Becomes True
+            if a gate reads the lag, or if the weight has ``when: stale``.
     """
 
     weight: Weight | None = Weight()
@@ -295,13 +296,13 @@ class CorrectionConfig:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
-                f"the name of a gate gives two metrics one name ({', '.join(twice)}): give it another name"
+                f"the name of a gate leads to duplicate metric names ({', '.join(twice)}): give it another name"
             )
         _ = self.rows
 
     @functools.cached_property
     def labelled_gates(self) -> dict[str, Gate]:
-        """``gates`` by the stem of their metrics: their own name, else one after their kind and place."""
+        """``gates`` by the prefix of their metrics: their name, or a default from their kind and position."""
         labels: dict[str, Gate] = {}
         bands = 0
         for gate in self.gates:
@@ -318,9 +319,9 @@ class CorrectionConfig:
 
     @functools.cached_property
     def all_gates(self) -> dict[str, Gate]:
-        """Every gate by label, with the one that the weight implies."""
+        """Every gate by label, including the gate that the weight implies."""
         implied = None if self.weight is None else self.weight.gate
-        # No label has a space.
+        # No other label has a space.
         return self.labelled_gates if implied is None else {"of the weight": implied, **self.labelled_gates}
 
     @property
@@ -343,7 +344,7 @@ class CorrectionConfig:
     def rejects_single_tokens(self) -> bool:
         """True if a kept response can lose tokens: by a filter on tokens, or because they have no ratio."""
         rejecting = [gate for gate in self.all_gates.values() if gate.action == "reject"]
-        # Elsewhere a token without a ratio takes its response out of the mask.
+        # Otherwise a token without a ratio masks its whole response.
         keeps_the_rest = not self.needs_all_ratios and not any(gate.is_veto for gate in rejecting)
         return not self.metrics_only and (keeps_the_rest or any(gate.is_of_tokens for gate in rejecting))
 
@@ -365,7 +366,7 @@ class CorrectionConfig:
 
     @property
     def is_scaled(self) -> bool:
-        """True if weights are multiplied by a factor of all samples of the ``scope``."""
+        """True if weights are multiplied by a factor that is computed over all samples of the ``scope``."""
         return self.normalize_over is not None or self.denominator == "kept"
 
     @functools.cached_property

@@ -8,22 +8,22 @@ passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operatio
 2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
-To follow one filter, take ``rs_veto_threshold: 1.0e-4``. By ``VETOES`` of ``keys/rows.py``, ``_gates`` of
-``keys/reading.py`` makes ``Gate(statistic="ratio", reduce="min", low=1e-4)`` of it. :func:`token_pass` finds the
-log-ratio ``d`` of each token, and :func:`gate_sum` asks for the maximum of ``-d`` in each response.
-:func:`decide_responses` compares the minimum of ``d`` with ``log 1e-4``. A response token without a finite ratio vetoes
-too. ``keep`` of the response is then False, and :func:`output_pass` masks the response.
+Example of a filter: ``rs_veto_threshold: 1.0e-4``. ``_gates`` of ``keys/reading.py`` creates ``Gate(statistic="ratio",
+reduce="min", low=1e-4)`` from it, by ``VETOES`` of ``keys/rows.py``. :func:`token_pass` computes the log-ratio ``d`` of
+each token, and :func:`gate_sum` requests the maximum of ``-d`` in each response. :func:`decide_responses` compares the
+minimum of ``d`` with ``log 1e-4``. A response token without a finite ratio also vetoes. ``keep`` of the response is
+then False, and :func:`output_pass` masks the response.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
-``nonfinite_token_fraction`` counts it. Its whole response is masked if the weight is one of responses, or if a filter
-is a veto or on the sum or mean of a response. A veto with ``action: zero`` sets the weights of the response to 0
+``nonfinite_token_fraction`` counts it. Its whole response is masked if weights are per response, if a filter is a veto,
+or if a filter uses the sum or mean of a response. A veto with ``action: zero`` sets the weights of the response to 0
 instead. ``metrics_only`` masks nothing. In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens
 have no finite log-prob.
 
 Context-parallel ranks agree on the keep mask through ``collectives.py``. For filters on segments they first gather the
 values of the tokens. Then they gather the sums of each response and add them up in rank order (``Due.merge``), so all
-decide alike on responses. Last, they gather one bit per token, which the rank that has the token sets
-(``Due.gather_bits``). Only a configuration that masks whole responses alone, also for a NaN, needs no bits.
+ranks make the same decision for each response. Last, they gather one bit per token, which the rank of the token sets
+(``Due.gather_bits``). A configuration that masks only whole responses, also for a NaN, needs no bits.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask
@@ -89,10 +89,10 @@ class Inputs(NamedTuple):
 
 
 def segment_values(streams: PackedStreams, gates: Sequence[Gate], gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """``[G + 1, T]``: the statistic of each gate in each token's segment; and 1 where all its tokens have a ratio.
+    """``[G + 1, T]``: the statistic of each gate in each token's segment; last, 1 where all its tokens have a ratio.
 
-    The statistics are over tokens that have one. A rank may hold any part of a segment. So the values of all ranks are
-    first laid out as whole responses, in one gather; then every rank adds up the same numbers in the same order.
+    The statistics skip tokens without a ratio. A rank may hold any part of a segment. So one gather arranges the values
+    of all ranks as whole responses. Then every rank adds the same values in the same order.
     """
     t, layout, generated_R = streams.tokens, streams.layout, streams.response_mask_R != 0
     rows = [t.valid.float(), *(torch.where(t.valid, gate.row.of(t), 0.0) for gate in gates)]
@@ -107,8 +107,8 @@ def segment_values(streams: PackedStreams, gates: Sequence[Gate], gather: Callab
 class Judged(NamedTuple):
     """Result of a filter for tokens ``[N, 64]`` or responses ``[S]``.
 
-    ``value``: its statistic, of a ratio the log. ``below``, ``above``: of a valid token, or of a response that has one,
-    outside of that bound. ``passes``: neither, and the statistic is known.
+    ``value``: the statistic; the log of a ratio. ``below``, ``above``: a valid token, or a response with a valid token,
+    is outside of that bound. ``passes``: neither, and the statistic is known.
     """
 
     value: Tensor
@@ -128,7 +128,7 @@ def judge(gate: Gate, value: Tensor, valid: Tensor, known: Tensor | None = None)
 class TokenResults(NamedTuple):
     """Results of single tokens; ``[N, 64]`` each, in blocks. ``weight`` is 0 where a token is not valid.
 
-    ``log_ratio``: what a weight of tokens bounds, nats: 0, and so weight 1, of a fresh token with ``when: stale``.
+    ``log_ratio``: the input of token weights, nats. With ``when: stale`` it is 0 (weight 1) for a fresh token.
     """
 
     keep: Tensor
@@ -150,7 +150,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
     keep = weighted = t.valid
     judged: dict[str, Judged] = {}
     segments = [] if x.segments_GT is None else [*blocks.of_tokens(x.segments_GT).unbind()]
-    # Each gate looks at all valid tokens, whatever the others reject, so that their order does not matter.
+    # Each gate reads all valid tokens, even those that another gate rejects, so their order does not matter.
     for label, gate in plan.config.all_gates.items():
         if gate.is_of_segments:
             judged[label] = judge(gate, segments.pop(0), t.valid, segments[-1] != 0.0)
@@ -181,7 +181,7 @@ def token_pass(x: Inputs, blocks: Blocks, plan: Plan, status: float = -math.inf)
 def gate_sum(label: str, gate: Gate) -> Sum | Max:
     """The formula from which :func:`decide_responses` gets the statistic of a filter.
 
-    The largest statistic, of a minimum the largest of minus it; else the sum, of ratios the sum of their logs.
+    ``max``: the largest value. ``min``: the largest negated value. Otherwise the sum; for ratios, of their logs.
     """
     if gate.reduce == "max":
         return Max(lambda t, s: torch.where(t.valid, s.gates[label].value, -math.inf))
@@ -193,8 +193,8 @@ def gate_sum(label: str, gate: Gate) -> Sum | Max:
 class Responses(NamedTuple):
     """Results of responses; ``[S]`` each, equal on all context-parallel ranks.
 
-    ``of``: sums and maxima over their tokens. ``n``, ``generated``: valid and response tokens. ``log_ratio``: what the
-    weight of a response bounds, 0 with a weight of tokens. ``gates``: those on responses, by label.
+    ``of``: sums and maxima over their tokens. ``n``, ``generated``: numbers of valid and of response tokens.
+    ``log_ratio``: the input of response weights; 0 with token weights. ``gates``: the gates on responses, by label.
     """
 
     of: Mapping[Sum | Max, Tensor]
@@ -210,11 +210,11 @@ class Responses(NamedTuple):
     config: CorrectionConfig
 
     def mean(self, total: Sum) -> Tensor:
-        """The mean over valid tokens, 0 of none."""
+        """The mean over valid tokens; 0 without one."""
         return (self.of[total] / self.n.clamp(min=1.0)).clamp(-MAX_NATS, MAX_NATS)
 
     def measured(self, x: Tensor) -> Tensor:
-        """``x`` of a response with a valid token, else 0."""
+        """``x`` for a response with a valid token, else 0."""
         return torch.where(self.n > 0.0, x, 0.0)
 
 
@@ -229,9 +229,9 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
         if gate.reduce == "min":
             value = -value
         elif gate.reduce == "mean":
-            # Of ratios: the log of the geometric mean.
+            # For ratios, this is the log of the geometric mean.
             value = value / n.clamp(min=1.0)
-        # rs_veto_threshold and its like: a response token without a finite ratio vetoes too.
+        # Vetoes such as rs_veto_threshold: a response token without a finite ratio also vetoes.
         gates[label] = judge(gate, value, n > 0.0, n == generated if gate.is_veto else None)
         if gate.action == "reject":
             keep = keep & gates[label].passes
@@ -250,7 +250,7 @@ def decide_responses(of: Mapping[Sum | Max, Tensor], plan: Plan) -> Responses:
 
 
 def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
-    """Of each response the weights in the mean that divides all weights: their sum, and how many: per token, or 1."""
+    """Weights of each response in the mean that divides all weights: their sum and their number (tokens, or 1)."""
     over_kept = r.config.normalize_over == "kept"
     number = torch.where(r.keep & r.weighted, r.of[LIVE], 0.0) if over_kept else torch.where(r.usable, r.n, 0.0)
     if r.config.has_token_weights:
@@ -261,9 +261,10 @@ def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
 
 
 IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
-# TERMS is what the framework divides by: with a per-token loss the number of response tokens, else the number of
-# responses. KEPT_TERMS is what mis_denominator: kept divides by: with a per-token loss the number of kept tokens, else
-# the sum over responses of kept tokens / response tokens. The framework sums the mask: equal for masks of 0 and 1.
+# TERMS is the denominator of the framework: with a per-token loss the number of response tokens, else the number of
+# responses. KEPT_TERMS is the denominator of mis_denominator: kept: with a per-token loss the number of kept tokens,
+# else the sum over responses of kept tokens / response tokens. The framework sums the mask instead, which gives the
+# same for masks of 0 and 1.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
 
@@ -274,14 +275,16 @@ WATCHED = (
     BatchSum(lambda r: r.num_kept > 0.0),
     BatchSum(lambda r: r.generated > 0.0),
 )
-"""Totals that every call has, first, for the monitor of rejection: response, valid, and kept tokens, responses with a
-kept token, and with a response token."""
+"""The first totals of every call, for the monitor of rejection: response tokens, valid tokens, kept tokens, responses
+with a kept token, and responses with a response token.
+"""
 
 
 def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     """Compute the results of responses, and ``[A + 1]`` float64: totals of this data-parallel rank, and the status."""
     r = decide_responses(plan.of_tokens.named(merged_FS), plan)
-    # What all of them read lets the compiler sum them in one kernel: a response without a response token adds nothing.
+    # A response without a response token adds nothing. All rows read this mask, so the compiler sums them in one
+    # kernel.
     has_tokens_S = r.generated > 0.0
     found = []
     for key in plan.of_responses.sums:
@@ -291,13 +294,13 @@ def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     for key in plan.of_responses.maxima:
         extremes.append(torch.where(has_tokens_S, r.of[key], -math.inf))
     for row_S in (*extremes, merged_FS[-1]):
-        # A call without responses has extremes too.
+        # A call without responses needs extremes too.
         found.append(row_S.amax() if len(row_S) > 0 else row_S.new_full((), -math.inf))
     return r, torch.stack(found)
 
 
 class Batch(NamedTuple):
-    """Sums and maxima over all responses, 0-dim, and by what all weights are divided and multiplied.
+    """Sums and maxima over all responses, and the factors of all weights; 0-dim.
 
     ``scale`` is ``denominator_factor / mean_weight``.
     """
@@ -309,13 +312,13 @@ class Batch(NamedTuple):
 
     @classmethod
     def over(cls, of: Mapping[BatchKey, Tensor], own: Mapping[BatchKey, Tensor], config: CorrectionConfig) -> Batch:
-        """With the factors over the configured scope; ``own`` are the totals of this rank, for ``micro_batch``."""
+        """Compute the factors over the configured scope; ``own``: the totals of this rank, for ``micro_batch``."""
         of_scope = of if config.scope == "data_parallel" else own
         mean_weight = denominator_factor = torch.ones_like(of[GENERATED])
         if config.normalize_over is not None:
             mean_weight = _ratio_or_one(of_scope[IN_MEAN], of_scope[NUMBER_IN_MEAN])
         if config.denominator == "kept":
-            # The framework divides its sum by TERMS. Times TERMS / KEPT_TERMS, it is divided by KEPT_TERMS.
+            # The framework divides its sum by TERMS. The factor TERMS / KEPT_TERMS changes the divisor to KEPT_TERMS.
             denominator_factor = _ratio_or_one(of_scope[TERMS], of_scope[KEPT_TERMS])
         return cls(of, mean_weight, denominator_factor, denominator_factor / mean_weight)
 
@@ -333,8 +336,8 @@ class Passed(NamedTuple):
     """Results of the passes.
 
     ``merged_FS``: ``[F + 1, S]``, sums and maxima of the responses. ``own_A``, ``group_A``: ``[A + 1]``, totals of this
-    data-parallel rank, and of all. Of each the last is a status. ``weights_T``; ``loss_mask_T``, what is left of the
-    mask; ``keep_S``, bool, responses that stay; ``metrics_MT``, of the tokens, or None.
+    data-parallel rank, and of all. The last element of each is a status. ``weights_T``: the weights. ``loss_mask_T``:
+    the mask after rejection. ``keep_S``: bool, the kept responses. ``metrics_MT``: metrics per token, or None.
     """
 
     merged_FS: Tensor
@@ -359,25 +362,25 @@ def output_pass(
     metrics_MT = None
     if plan.token_metrics and plan.rows:
         rows_MS = response_metrics(r, b, plan.rows.values())
-        # Tokens outside the response mask read a column of zeros. Because it is concatenated, a compiler writes the
-        # table to memory; it would divide sum by count again for each token.
+        # Tokens outside the response mask read a column of zeros. Its concatenation makes the compiler write the table
+        # to memory; otherwise it would divide sum by count again for each token.
         place_T = torch.where(mask_T != 0.0, blocks.response_T, len(r.n))
         metrics_MT = torch.cat([rows_MS, rows_MS.new_zeros(len(rows_MS), 1)], -1).index_select(-1, place_T)
-    # A kept token counts as much as its mask: a mask of 0.25 stays one.
+    # A kept token keeps the value of its mask, such as 0.25.
     loss_mask_T = torch.where(blocks.to_tokens(keep_NB), mask_T, 0.0)
     return Passed(merged_FS, own_A, group_A, blocks.to_tokens(weight_NB), loss_mask_T, r.keep, metrics_MT)
 
 
 Exchange = Callable[[Tensor], Tensor] | None
-"""From the sums or totals of this rank to those of all ranks; None for a rank alone."""
+"""Maps the sums or totals of this rank to those of all ranks; None for a single rank."""
 _ALONE = Due((), torch.device("cpu"))
-"""The collectives of a rank alone: none."""
+"""A single rank has no collectives."""
 
 
 def run_passes(
     x: Inputs, blocks: Blocks, plan: Plan, over_cp: Exchange, over_dp: Exchange, *, status: float = -math.inf
 ) -> Passed:
-    """All passes, operation by operation; ``status`` is what this rank sends, see the collectives."""
+    """All passes, operation by operation; ``status``: what this rank sends, see ``collectives.py``."""
     s, parts_FS = token_pass(x, blocks, plan, status)
     merged_FS = parts_FS if over_cp is None else over_cp(parts_FS)
     r, own_A = response_pass(merged_FS, plan)
@@ -408,11 +411,11 @@ class Keys(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call computes.
+    """The computations of a call.
 
-    ``token_metrics``: whether also the metrics of each token. ``rows``: the metrics that are emitted, by public name.
-    ``gate_sums``: of each gate on responses, by label, what it is decided by. ``of_tokens``: what each response sums up
-    over its tokens. ``of_responses``: what the batch sums up over them.
+    ``token_metrics``: whether to compute metrics per token. ``rows``: the metrics that are emitted, by public name.
+    ``gate_sums``: the sum or maximum that decides each gate on responses, by label. ``of_tokens``: sums of each
+    response over its tokens. ``of_responses``: totals over responses.
     """
 
     config: CorrectionConfig
@@ -427,11 +430,11 @@ class Plan(NamedTuple):
 def plan_of(config: CorrectionConfig, *, token_metrics: bool = False) -> Plan:
     """The sums, totals, and metrics that a configuration needs: run the formulas once and record which keys they read.
 
-    The formulas read no field of a plan that is not known by then.
+    The formulas read only fields of the plan that are already set.
     """
     gate_sums = {label: gate_sum(label, gate) for label, gate in config.all_gates.items() if not gate.is_of_tokens}
     plan = Plan(config, token_metrics, config.rows, gate_sums)
-    # These record the keys in order. Every value is 1: no formula branches on one, and 1 has a log.
+    # These record the keys in order. Every value is 1, which has a log. No formula branches on a value.
     of, total = (defaultdict[Any, Tensor](lambda: torch.ones(1, dtype=torch.float64, device="cpu")) for _ in range(2))
     r = decide_responses(of, plan)
     response_metrics(r, Batch.over(total, total, config), plan.rows.values())
@@ -449,14 +452,15 @@ class Correction:
     """Weights, keep masks, and metrics of one call, detached.
 
     Attributes:
-        weights_T: ``[T]`` float32, what multiplies the loss of each local token. A rejected token keeps its weight,
+        weights_T: ``[T]`` float32, the weight of the loss of each local token. A rejected token keeps its weight,
             because the mask removes it. The weight is 0 for a token outside the response mask, for a token without a
             finite ratio, and where a gate has ``action: zero``. With ``metrics_only`` all weights are 1.
-        loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0: what the framework
-            multiplies by. Equal on all context-parallel ranks. With ``metrics_only`` the given mask.
-        token_metrics: ``[T]`` per selected metric, the value of the token's response, 0 outside the response mask:
-            see :func:`~mis_ext.correction.metrics.response_metrics`. Empty unless asked for.
-        status: 0-dim, whether a rank failed whose data this call needed: see :mod:`mis_ext.correction.collectives`.
+        loss_mask_R: ``[R]`` float32, the given mask on tokens that stay in the loss, else 0. The framework multiplies
+            the loss by it. Equal on all context-parallel ranks. With ``metrics_only`` it is the given mask.
+        token_metrics: ``[T]`` per selected metric, the value of the token's response, 0 outside the response mask: see
+            :func:`~mis_ext.correction.metrics.response_metrics`. Empty unless requested.
+        status: 0-dim, whether a rank failed from which this call needed data: see
+            :mod:`mis_ext.correction.collectives`.
     """
 
     config: CorrectionConfig
@@ -470,7 +474,7 @@ class Correction:
 
     @functools.cached_property
     def batch(self) -> Batch:
-        """Totals over all responses: of all data-parallel ranks where a metric or the scale needs them."""
+        """Totals over responses: of all data-parallel ranks if a metric or the scale needs them, else of this rank."""
         of_group, own = map(self._plan.of_responses.named, (self._found.group_A, self._found.own_A))
         return Batch.over(of_group, own, self.config)
 
@@ -496,13 +500,13 @@ class Correction:
 
     @property
     def measured(self) -> dict[str, Tensor]:
-        """``[S]`` bool per selected metric: the responses that it counts; of one of the group, those with a token."""
+        """``[S]`` bool per selected metric: the responses that it counts; for a group metric, those with a token."""
         _, count_MS = self._sums_and_counts
         return dict(zip(self._plan.rows, (count_MS > 0.0).unbind(), strict=True))
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Selected metrics by public name: of this data-parallel rank, but those of the group of all of them."""
+        """Selected metrics by public name: of this data-parallel rank, or of all of them for group metrics."""
         sum_M, count_M = (x_MS.sum(-1).float() for x_MS in self._sums_and_counts)
         return {
             name: GroupNumber(row.value(self.batch).float()) if row.over == "group" else Mean(total, count)
@@ -510,7 +514,7 @@ class Correction:
         }
 
     def weigh(self, loss_T: Tensor) -> Tensor:
-        """``[T]``: the loss times the weights, 0 where a token has none; the gradient is the weight."""
+        """``[T]``: the loss times the weights; 0 where the weight is 0. The gradient is the weight."""
         return torch.where(self.weights_T != 0.0, loss_T * self.weights_T, 0.0)
 
 
@@ -529,18 +533,18 @@ def compute_correction(
     """Correct for the difference between the policy that sampled and the policy that trains.
 
     Args:
-        proximal_logprobs_T: This and the next three as in :class:`~mis_ext.PackedStreams`, of any float dtype.
-        behavior_logprobs_T: ``[T]``, nats.
+        proximal_logprobs_T: ``[T]``, nats, any float dtype; see :class:`~mis_ext.PackedStreams`.
+        behavior_logprobs_T: ``[T]``, nats, any float dtype.
         response_mask_R: ``[R]``, of whole responses on every rank.
         layout: Where the local tokens lie in the responses.
         config: The configuration.
         cp_group: Ranks that hold other parts of the same responses; None for one rank.
         dp_group: Ranks that hold other responses, without context parallelism; None for one rank.
         token_metrics: Also compute the selected metrics per token.
-        lag_T: ``[T]``, as there; needed, and used, with ``staleness`` alone.
+        lag_T: ``[T]``, see :class:`~mis_ext.PackedStreams`; required and used only with ``staleness``.
 
     Raises:
-        ValueError: Lengths disagree, the layout and ``cp_group`` have different ranks, or lags are missing.
+        ValueError: Lengths differ, the layout does not fit ``cp_group``, or lags are missing.
     """
     streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
     check_streams(streams, config, cp_group)
@@ -559,12 +563,12 @@ def correct(
 ) -> Correction:
     """:func:`compute_correction` of a micro-batch that :func:`check_streams` has checked; the arguments are the same.
 
-    Other ranks learn of an error in it by :attr:`Correction.status`, if a collective is still due.
+    If it fails, the other ranks see the error in :attr:`Correction.status`, if a collective is still due.
     """
     layout, device = streams.layout, streams.response_mask_R.device
     is_alone = cp_group is None and dp_group is None
     due = _ALONE if is_alone else due_of(config, layout.response_lengths, cp_group, dp_group, device=device)
-    # No rank waits for one that is alone.
+    # No other rank waits for a single rank.
     with contextlib.nullcontext() if is_alone else due.told_of_errors():
         # Each collective below is also in due_of, in this order.
         plan, mask_R = plan_of(config, token_metrics=token_metrics), streams.response_mask_R.float()
@@ -578,7 +582,7 @@ def correct(
         over_dp = functools.partial(due.merge, num_sums=len(plan.of_responses.sums)) if is_over_dp else None
         wants_graphs = mask_R.is_cuda if config.compile == "auto" else config.compile
         if wants_graphs and not torch.compiler.is_compiling():
-            # Loads the compiler's modules.
+            # This import loads the compiler.
             from mis_ext.correction.compiled import graphs_of
 
             found = graphs_of(config, token_metrics=token_metrics).run(x, layout, over_cp, over_dp)
@@ -590,7 +594,7 @@ def correct(
         elif layout.is_whole:
             loss_mask_R = found.loss_mask_T
         elif not config.rejects_single_tokens:
-            # All ranks find the same for each response, from the same sums.
+            # All ranks make the same decision for each response, from the same sums.
             loss_mask_R = torch.where(found.keep_S.index_select(0, layout.sequence_R), mask_R, 0.0)
         else:
             # Only the rank that has a token knows whether it stays.
@@ -638,9 +642,9 @@ def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Gr
     ranks = 1 if cp_group is None else group_size(cp_group)
     if layout.is_whole != (ranks == 1):
         kind, needed = ("whole", "one rank") if layout.is_whole else ("context_parallel", "several ranks")
-        raise ValueError(f"a layout of PackedLayout.{kind} needs {needed}, and cp_group has {ranks}")
+        raise ValueError(f"a layout of PackedLayout.{kind} needs {needed}, but cp_group has {ranks}")
     if config.staleness and streams.lag_T is None:
         raise ValueError(
-            "mis_staleness, rs_max_staleness, and tis_when: stale need the lags of the tokens: lag, lags of lists, or "
-            "lag_T of PackedStreams"
+            "mis_staleness, rs_max_staleness, and tis_when: stale need the lags of the tokens: pass lag, lags (for "
+            "lists), or lag_T of PackedStreams"
         )

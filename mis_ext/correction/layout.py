@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed layout: which local token belongs to which response, where in it, and sums over the tokens of each."""
+"""The packed layout: the response and the position of each local token, and sums over the tokens of a response."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Partition = Literal["zigzag", "contiguous"]
 
 
 class Pieces(NamedTuple):
-    """Contiguous runs of local tokens, response after response; ``per_sequence`` of each, some of them empty.
+    """Contiguous runs of local tokens: ``per_sequence`` runs for each response in order, some of them empty.
 
-    ``lengths`` are in tokens, ``whole_starts`` say where a piece begins in the concatenated whole responses.
+    ``lengths``: in tokens. ``whole_starts``: where each run begins in the concatenated whole responses.
     """
 
     per_sequence: int
@@ -34,13 +34,13 @@ class PackedLayout:
 
     Attributes:
         response_lengths: Tokens per whole response.
-        pieces: Where the local tokens lie.
+        pieces: Positions of the local tokens.
         is_whole: Whether every rank has whole responses, so that local tokens are all tokens.
         device: Where index tensors go.
         local_lengths: Tokens of each response on this rank.
         num_local_tokens: ``T``.
         num_whole_tokens: ``R``.
-        num_sequences: ``S``, the sequences of this call, also those without a token here.
+        num_sequences: ``S``, the sequences of this call, including those without a local token.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class PackedLayout:
     ) -> PackedLayout:
         """This rank's part of each response under context parallelism.
 
-        The ``L`` positions of prompt and response together are cut as :func:`owned_chunks` says. The log-prob of the
-        token at position ``p`` lies with the owner of position ``p - 1``.
+        :func:`owned_chunks` splits the ``L`` positions of prompt and response. The owner of position ``p - 1`` holds
+        the log-prob of the token at position ``p``.
 
         Args:
             response_lengths: Tokens per response.
@@ -94,8 +94,8 @@ class PackedLayout:
             device: Where the index tensors live.
 
         Raises:
-            ValueError: A response has no prompt token before it: no rank would own its first log-prob. Or there are
-                more or fewer total or padded lengths than responses. Or a padded length is below its total length.
+            ValueError: A response has no prompt token before it, so no rank would own its first log-prob. Or the
+                numbers of lengths differ. Or a padded length is below its total length.
         """
         responses = check_lengths("response_lengths", response_lengths)
         totals = check_lengths("total_lengths", total_lengths)
@@ -119,7 +119,7 @@ class PackedLayout:
     @property
     def num_blocks(self) -> int:
         """``N``, the :class:`Blocks` of the local tokens."""
-        # No item(), which looks like a wait for the device.
+        # Not item(), which would look like a wait for the device.
         return sum((-(-self._length_S // Blocks.TOKENS)).tolist())
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class PackedLayout:
 
     @functools.cached_property
     def sequence_T(self) -> Tensor:
-        """``[T]``: the sequence of each local token; without :attr:`blocks`, which take longer to make."""
+        """``[T]``: the sequence of each local token; without :attr:`blocks`, which take longer to compute."""
         return torch.repeat_interleave(self.length_S, output_size=self.num_local_tokens)
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class PackedLayout:
         if self.is_whole:
             return self.sequence_T
         length_S = to_device(torch.tensor(self.response_lengths, dtype=torch.int64), self.device)
-        # Tensors as long as the tokens are built on the device: the CPU would take milliseconds.
+        # Tensors with one entry per token are built on the device: the CPU would take milliseconds.
         return torch.repeat_interleave(length_S, output_size=self.num_whole_tokens)
 
     @functools.cached_property
@@ -150,7 +150,9 @@ class PackedLayout:
     def local_part(self, values_R: Tensor) -> Tensor:
         """``[..., T]``: this rank's tokens out of whole responses; without index tensors where every token is local."""
         if values_R.shape[-1] != self.num_whole_tokens:
-            raise ValueError(f"values_R has {values_R.shape[-1]} tokens, the responses have {self.num_whole_tokens}")
+            raise ValueError(
+                f"values_R has {values_R.shape[-1]} tokens, but the responses have {self.num_whole_tokens}"
+            )
         return values_R if self.is_whole else values_R.index_select(-1, self.position_T)
 
     def spread(self, values_S: Tensor) -> Tensor:
@@ -158,11 +160,11 @@ class PackedLayout:
         return values_S.index_select(-1, self.sequence_T)
 
     def sums(self, rows_T: Iterable[Tensor]) -> Tensor:
-        """``[F, S]`` float64: the sum of each row over the local tokens of each sequence, 0 of none."""
+        """``[F, S]`` float64: the sum of each row over the local tokens of each sequence; 0 without tokens."""
         return self.blocks.sums([self._in_blocks(row_T, 0) for row_T in rows_T])
 
     def minima(self, rows_T: Iterable[Tensor]) -> Tensor:
-        """``[F, S]`` float64: the smallest value of each row in each sequence, infinity of none."""
+        """``[F, S]`` float64: the smallest value of each row in each sequence; infinity without tokens."""
         return -self.blocks.maxima([self._in_blocks(-row_T, -math.inf) for row_T in rows_T])
 
     def _in_blocks(self, row_T: Tensor, empty: float) -> Tensor:
@@ -186,7 +188,7 @@ def _context_parallel_layout(
     lengths: list[int] = []
     whole_starts: list[int] = []
     whole_start = 0
-    # Of Python numbers: a micro-batch's lengths are new in training, and it has few of them.
+    # Python integers are fast enough: a micro-batch has few lengths. A cache would not help, as they are new each time.
     for response, total, padded in zip(response_lengths, total_lengths, padded_lengths, strict=True):
         first_logit = total - response - 1
         if first_logit < 0 < response:
@@ -201,21 +203,21 @@ def _context_parallel_layout(
 
 
 def runs(first_P: Tensor, length_P: Tensor, *, total: int) -> Tensor:
-    """The integers ``first, first + 1, ...``, ``length`` of them, run after run; of each row of ``[..., P]``.
+    """Concatenated runs of ``length`` integers ``first, first + 1, ...``, for each row of ``[..., P]``.
 
-    ``total`` is the sum of the lengths, for which the CPU need not wait then.
+    ``total``: the sum of the lengths, so that the CPU does not wait for it.
     """
     shift_P = first_P - (length_P.cumsum(0) - length_P)
     return torch.arange(total, device=length_P.device) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """From the CPU, through pinned memory, so that the copy does not wait."""
+    """Copy from the CPU through pinned memory, so that the copy does not block."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 class Chunks(NamedTuple):
-    """Into how many equal chunks every sequence is cut, and which of them a rank holds, in its order."""
+    """The number of equal chunks of every sequence, and the chunks that a rank holds, in its order."""
 
     num_chunks: int
     owned: tuple[int, ...]
@@ -231,10 +233,10 @@ class Chunks(NamedTuple):
 
 
 def owned_chunks(*, cp_rank: int, cp_size: int, partition: Partition = "zigzag") -> Chunks:
-    """The chunks of a context-parallel rank; one rank holds the one chunk.
+    """The chunks of a context-parallel rank. A single rank holds the only chunk.
 
-    ``zigzag`` cuts ``2 * cp_size`` chunks and gives rank ``r`` the chunks ``r`` and ``2 * cp_size - 1 - r``, so that
-    causal attention costs all ranks the same. ``contiguous`` cuts ``cp_size`` chunks.
+    ``zigzag`` makes ``2 * cp_size`` chunks and gives rank ``r`` the chunks ``r`` and ``2 * cp_size - 1 - r``, so that
+    causal attention has the same cost on all ranks. ``contiguous`` makes ``cp_size`` chunks.
     """
     if cp_size == 1 or partition == "contiguous":
         return Chunks(cp_size, (cp_rank,))
@@ -269,16 +271,16 @@ class PackedStreams(NamedTuple):
 
 
 class Blocks:
-    """Positions of the tokens of each response, and float64 sums over them with the same bits in every run.
+    """Positions of the tokens of each response, and float64 sums over them that are bitwise equal in every run.
 
-    Every response is cut into blocks of 64 tokens, and its last block is filled up with empty slots. So values of
-    tokens form a matrix ``[N, 64]``: a sum over a block is a sum over a row, and ``torch.segment_reduce`` adds up the
-    blocks of each response, one after the other. An empty slot never counts: nothing was generated there.
+    Every response is split into blocks of 64 tokens, and its last block is filled with empty slots. So values of tokens
+    form a matrix ``[N, 64]``: a sum over a block is a sum over a row, and ``torch.segment_reduce`` adds up the blocks
+    of each response, one after the other. An empty slot never counts: nothing was generated there.
 
     Args:
         length_S: Tokens of each response, int64.
-        num_tokens: ``T``, their sum; and
-        num_blocks: ``N``, known on the CPU, so that no size waits for the device.
+        num_tokens: ``T``, their sum.
+        num_blocks: ``N``. Both are known on the CPU, so that no size waits for the device.
     """
 
     TOKENS = 64
@@ -299,7 +301,7 @@ class Blocks:
         return x_T.index_select(-1, self._token_E).view(*x_T.shape[:-1], -1, self.TOKENS)
 
     def to_tokens(self, x_NB: Tensor) -> Tensor:
-        """``[T]``: back from their slots to the stream."""
+        """``[T]``: values of slots in the order of the tokens."""
         return x_NB.flatten().index_select(0, self.slot_T)
 
     def spread_to_blocks(self, x_S: Tensor) -> Tensor:
@@ -307,9 +309,9 @@ class Blocks:
         return x_S.index_select(0, self.response_N)[:, None]
 
     def sums(self, rows_NB: list[Tensor]) -> Tensor:
-        """``[F, S]`` float64: the sum of each row over each response; 0 of no token."""
+        """``[F, S]`` float64: the sum of each row over each response; 0 without tokens."""
         x_NF = torch.stack([*map(functools.partial(torch.sum, dim=-1, dtype=torch.float64), rows_NB)], dim=-1)
-        # From lengths, each call would sum up the offsets again. Unsafe: the device does not wait for a check.
+        # With lengths, each call would compute the offsets again. unsafe=True skips a check that waits for the device.
         return torch.segment_reduce(x_NF, "sum", offsets=self._block_O, axis=0, unsafe=True).T
 
     def maxima(self, rows_NB: list[Tensor]) -> Tensor:
@@ -319,10 +321,10 @@ class Blocks:
 
 
 def _placed(count_S: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """``[S + 1]``: where the tokens or blocks of each response begin, and all end; ``[total]``: whose each is."""
+    """``[S + 1]``: start of each response's tokens or blocks, then the end of all; ``[total]``: their responses."""
     start_O = torch.nn.functional.pad(count_S, (1, 0)).cumsum(0)
     if torch.compiler.is_compiling():
-        # A search is part of a kernel; repeat_interleave is some of its own.
+        # The compiler fuses a search into another kernel; repeat_interleave would need its own kernels.
         return start_O, torch.bucketize(torch.arange(total, device=count_S.device), start_O, right=True) - 1
     return start_O, torch.repeat_interleave(count_S, output_size=total)
 
@@ -331,23 +333,23 @@ def _placed(count_S: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def segment_sums(rows_FR: Sequence[Tensor], mask_R: Tensor, sequence_R: Tensor) -> list[Tensor]:
-    """``F`` times ``[R]`` float64: the sum of each row over the segment of a token, a run of tokens of the mask.
+    """``F`` tensors ``[R]`` float64: the sum of each row over each token's segment, a run of tokens in the mask.
 
-    A token outside of the mask is a segment of its own.
+    Each token outside of the mask is its own segment.
     """
     is_first_R = torch.ones_like(mask_R)
     is_first_R[1:] = ~(mask_R[1:] & mask_R[:-1] & (sequence_R[1:] == sequence_R[:-1]))
     segment_R = is_first_R.cumsum(0) - 1
-    # There may be as many segments as tokens; of fewer the last have length 0, so that no size waits for the device.
+    # There are at most as many segments as tokens. Unused lengths are 0, so that no size waits for the device.
     length_N = torch.zeros_like(segment_R).index_add(0, segment_R, torch.ones_like(segment_R))
     sum_of = functools.partial(torch.segment_reduce, reduce="sum", lengths=length_N, unsafe=True)
     return [sum_of(row_R.double()).index_select(0, segment_R) for row_R in rows_FR]
 
 
 def whole_rows(rows_FT: Tensor, layout: PackedLayout, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """``[F, R]``: rows of local tokens as rows of whole responses; ``gather`` those of all context-parallel ranks."""
+    """``[F, R]``: rows of local tokens as rows of whole responses; ``gather`` collects all context-parallel ranks."""
     if layout.is_whole:
         return rows_FT
     rows_FR = rows_FT.new_zeros(len(rows_FT), layout.num_whole_tokens)
-    # Each token lies on one rank, so that nothing is rounded.
+    # Each token is on one rank, so the sum does not round.
     return gather(rows_FR.index_copy(-1, layout.position_T, rows_FT)).sum(0)

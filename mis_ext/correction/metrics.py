@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All metrics: one row each, with its formula as code and in words.
 
-Mismatch metrics look at the original response mask, whatever the correction does. ``d = log pi_prox - log mu`` of a
-token; ``sum d`` and ``mean d`` are over the tokens of a response. A call computes only the sums and totals that its
-rows read.
+Mismatch metrics use the original response mask, independent of the correction. ``d = log pi_prox - log mu`` of a token;
+``sum d`` and ``mean d`` are over the tokens of a response. A call computes only the sums and totals that its rows read.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "mis_"
 PPO_RANGE = math.log(0.8), math.log(1.2)
-"""Range without PPO's clip, with the frameworks' default of 0.2."""
+"""Log-ratios that PPO does not clip, with the frameworks' default of 0.2."""
 
 Population = Literal["valid_tokens", "response_tokens", "sequences", "responses", "group"]
 """Scope of the mean of a metric. ``sequences``: responses with a valid token. ``responses``: with a response token.
@@ -34,7 +33,7 @@ Population = Literal["valid_tokens", "response_tokens", "sequences", "responses"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """A mean kept as ``(total, count)``: exact under any later sum over calls or data-parallel ranks."""
+    """A mean as ``(total, count)``, so that later sums over calls or data-parallel ranks are exact."""
 
     total: Tensor
     count: Tensor
@@ -62,23 +61,23 @@ Metric = Mean | GroupNumber
 
 
 class Sum(NamedTuple):
-    """A sum over the tokens of a response; of tokens ``[N, 64]``, 0 where one does not count.
+    """A sum over the tokens of a response. The formula gives ``[N, 64]``, 0 for a token that does not count.
 
-    ``r.of[SUM]`` is the sum of each response, ``b.of[SUM]`` that over all responses of all data-parallel ranks. Make
-    each once: two with the same code are two keys.
+    ``r.of[SUM]`` is the sum of each response, and ``b.of[SUM]`` the sum over all responses of all data-parallel ranks.
+    Create each key once: two objects with the same code are two keys.
     """
 
     formula: Callable[[Tokens, TokenResults], Tensor]
 
 
 class Max(NamedTuple):
-    """The same as a maximum; ``-inf`` where a token does not count."""
+    """A maximum over the tokens of a response. The formula gives ``-inf`` for a token that does not count."""
 
     formula: Callable[[Tokens, TokenResults], Tensor]
 
 
 class BatchSum(NamedTuple):
-    """A sum over responses alone, ``b.of[SUM]``; of responses ``[S]``."""
+    """A sum over responses, ``b.of[SUM]``. The formula gives ``[S]``."""
 
     formula: Callable[[Responses], Tensor]
 
@@ -96,7 +95,7 @@ def _dated(t: Tokens) -> Tensor:
 
 
 GENERATED, NUM_VALID = Sum(lambda t, s: t.generated), Sum(lambda t, s: t.valid)
-# These are 0 of a token that is not valid, because its d is.
+# These are 0 for a token that is not valid, because its d and its log-probs are 0.
 SUM_D, LOG_PI, LOG_MU = Sum(lambda t, s: t.d), Sum(lambda t, s: t.log_pi), Sum(lambda t, s: t.log_mu)
 MAX_D, MAX_MINUS_D = Max(lambda t, s: _valid(t, t.d, -math.inf)), Max(lambda t, s: _valid(t, -t.d, -math.inf))
 RHO, RHO_SQUARED = Sum(lambda t, s: _valid(t, t.ratio)), Sum(lambda t, s: _valid(t, t.ratio.square()))
@@ -120,11 +119,12 @@ class MetricRow:
 
     Attributes:
         name: Without prefix.
-        over: What it is a mean over.
+        over: The population of its mean.
         text: What it measures, for the documentation.
-        value: Of the group, a function of ``Batch`` in ``correct.py``. Else ``[S]``, as a :class:`Sum` or a function of
-            ``Responses`` there: over tokens the sum in each response, over sequences or responses the value of each.
-        is_core: Whether it is on the short list to watch.
+        value: For a group metric, a function of ``Batch`` in ``correct.py``. Otherwise ``[S]``, as a :class:`Sum` or a
+            function of ``Responses`` there: for tokens the sum in each response, for sequences or responses the value
+            of each.
+        is_core: Whether it is in the short list of metrics to watch.
         count: The number of tokens that count; a response without one was not measured.
         is_scaled: Whether the value is multiplied by the scale of the weights, which is known after the totals.
     """
@@ -139,19 +139,19 @@ class MetricRow:
 
 
 def highest(b: Batch, maximum: Max, count: Sum = NUM_VALID) -> Tensor:
-    """A maximum over responses; NaN where nothing was counted."""
+    """A maximum over responses; NaN if nothing was counted."""
     return torch.where(b.of[count] > 0.0, b.of[maximum], math.nan)
 
 
 def effective_share(
     weights: Sum | BatchSum, squares: Sum | BatchSum, count: Sum | BatchSum
 ) -> Callable[[Batch], Tensor]:
-    """Kish's effective sample size over the sample size, ``(sum w)^2 / (n sum w^2)``; NaN of no sample."""
+    """Kish's effective sample size over the sample size, ``(sum w)^2 / (n sum w^2)``; NaN without samples."""
     return lambda b: b.of[weights].square() / (b.of[count] * b.of[squares])
 
 
 def _chi2_token(r: Responses) -> Tensor:
-    # Of rho^2 - 1.
+    # The mean of rho^2 - 1.
     return (r.of[_EXCESS_OF_SQUARE] / r.n.clamp(min=1.0)).clamp(max=r.config.metric_max)
 
 
@@ -164,21 +164,21 @@ def _largest_abs_d(b: Batch) -> Tensor:
     return torch.maximum(highest(b, MAX_D), highest(b, MAX_MINUS_D))
 
 
-_K3_TEXT = "`exp d - 1 - d`, at most `mis_metric_max`: KL(mu, pi_prox), never negative"
-_CHI2 = "mean of `exp 2d` over the sequence, minus 1, at most `mis_metric_max`"
+_K3_TEXT = "`exp d - 1 - d`, capped at `mis_metric_max`: KL(mu, pi_prox), never negative"
+_CHI2 = "mean of `exp 2d` over the sequence, minus 1, capped at `mis_metric_max`"
 _PHANTOM = (
-    "`exp d` outside [0.8, 1.2]: with the engine as old policy PPO clips such a token before any update, where its "
-    "advantage has that sign"
+    "`exp d` outside [0.8, 1.2]: with the engine as old policy, PPO clips such a token before any update if its "
+    "advantage has the matching sign"
 )
-_RAISED = f"tokens with `d > 0` among open ones: behavior probability in {OPEN}, two different log-probs"
+_RAISED = f"tokens with `d > 0` among uncertain tokens: behavior probability in {OPEN}, two different log-probs"
 _ESS_TOKEN = "`(sum w)^2 / (n sum w^2)` of the token ratios, `d` clamped to +-20: 1 on-policy"
 _ESS_SEQ = "`(sum W)^2 / (n sum W^2)` of the `n` sequences, `W = exp(sum d)`, `sum d` clamped to +-20"
-_UNDATED = "tokens with a ratio, and weights of unknown age"
-_UNMEASURED = "sequences without any finite ratio: they say nothing in the metrics over tokens and sequences"
+_UNDATED = "tokens with a ratio and an unknown lag"
+_UNMEASURED = "sequences without a finite ratio: metrics over tokens and sequences exclude them"
 _NO_RATIO = "response tokens without a finite ratio"
-_NONZERO = "tokens whose two log-probs are different float32 numbers (+0 equals -0)"
-_FINAL = "bounded and scaled weights, whatever the gates do: their mean over a sequence"
-_VETO = "tokens that alone veto their sequence, those without a finite ratio among them"
+_NONZERO = "tokens whose two log-probs differ in float32 (+0 equals -0)"
+_FINAL = "mean over a sequence of the bounded and scaled weights, independent of gates"
+_VETO = "tokens that veto their sequence, including those without a finite ratio"
 _Row = MetricRow
 _K1 = Sum(lambda t, s: (-t.d).clamp(-MAX_NATS, MAX_NATS))
 _EXCESS_OF_SQUARE = Sum(lambda t, s: t.excess * (t.excess + 2.0))
@@ -204,7 +204,7 @@ MISMATCH_ROWS = (
     _Row("log_ppl_abs_diff", "sequences", "`abs mean d`", lambda r: r.mean(SUM_D).abs()),
     _Row("ppl_ratio", "sequences", "`exp(-mean d)`", lambda r: bounded_exp(-r.mean(SUM_D))),
     _Row("chi2_token", "sequences", _CHI2, _chi2_token),
-    _Row("chi2_seq", "sequences", "`exp(2 sum d) - 1`, at most `mis_metric_max`", _chi2_seq),
+    _Row("chi2_seq", "sequences", "`exp(2 sum d) - 1`, capped at `mis_metric_max`", _chi2_seq),
     _Row("logprob_abs_diff", "valid_tokens", "`abs d`", Sum(lambda t, s: t.d.abs().clamp(max=MAX_NATS)), True),
     _Row("tv", "valid_tokens", "`1 - min(1, exp d)`: total variation", Sum(lambda t, s: -t.excess.clamp(max=0.0))),
     _Row("phantom_clip_fraction", "valid_tokens", _PHANTOM, _OUTSIDE_PPO),
@@ -222,27 +222,27 @@ MISMATCH_ROWS = (
 """Mismatch of the two engines, independent of the correction.
 
 ``kl``, ``k3_kl``: Schulman, Approximating KL Divergence, 2020. Effective sample size: Kish, Survey Sampling, 1965.
-Phantom clipping: Dirhoussi, Defeating the trainer-generator precision mismatch in TRL, 2026, whose range follows from
-the run.
+Phantom clipping: Dirhoussi, Defeating the trainer-generator precision mismatch in TRL, 2026; its range depends on the
+run.
 """
 
 AGE_ROWS = (
-    _Row("lag_mean", "valid_tokens", "mean lag, of tokens with a known one", _LAG, True, DATED),
+    _Row("lag_mean", "valid_tokens", "mean of the known lags", _LAG, True, DATED),
     _Row("lag_max", "group", "largest known lag", lambda b: highest(b, _MAX_LAG, DATED), True),
     _Row("unknown_lag_token_fraction", "response_tokens", _UNDATED, lambda r: r.n - r.of[DATED], True),
     _Row("stale_token_fraction", "valid_tokens", "tokens whose lag is above 0, or unknown", _STALE, True),
-    _Row("k3_kl_fresh", "valid_tokens", "what fresh tokens add to `k3_kl`", _K3_FRESH, True),
-    _Row("k3_kl_stale", "valid_tokens", "what stale tokens add to `k3_kl`", _K3_STALE, True),
+    _Row("k3_kl_fresh", "valid_tokens", "contribution of fresh tokens to `k3_kl`", _K3_FRESH, True),
+    _Row("k3_kl_stale", "valid_tokens", "contribution of stale tokens to `k3_kl`", _K3_STALE, True),
 )
-"""Mismatch and staleness apart: on fresh tokens the engine alone differs, on stale ones the weights do too.
+"""Separate mismatch and staleness: on fresh tokens only the engine differs, on stale tokens the weights do too.
 
-Both parts of ``k3_kl`` are means over all valid tokens: so they are known in each call, also in one that has no token
-of that age.
+Both parts of ``k3_kl`` are means over all valid tokens, so they are known in each call, even without a token of that
+kind.
 """
 
 
 def _row_of(over: Population, name: str, text: str, formula: Callable[[TokenResults | Responses], Tensor]) -> MetricRow:
-    """A row over valid tokens or sequences, whose results have a weight and judged gates under the same names."""
+    """A row over valid tokens or sequences. Both kinds of results name weight, log-ratio and gates the same way."""
     return _Row(name, over, text, Sum(lambda t, s: _valid(t, formula(s))) if over == "valid_tokens" else formula)
 
 
@@ -251,7 +251,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
     mode, of_tokens = weight.mode, weight.level == "token"
     low, high = weight.edges
     if not weight.bound.has_low:
-        # Nothing clips from below: a ratio below 1 / high counts as low.
+        # This mode has no lower bound: a ratio below 1 / high counts as low.
         low = -high
     over: Population = "valid_tokens" if of_tokens else "sequences"
     row = functools.partial(_row_of, over)
@@ -274,7 +274,7 @@ def weight_rows(weight: Weight) -> Iterator[MetricRow]:
 
 
 def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
-    """Rows of values outside the bounds of a filter, independent of other filters."""
+    """Rows of the values of a filter and of those outside of its bounds, independent of other filters."""
     row = functools.partial(_row_of, "valid_tokens" if gate.is_of_tokens else "sequences")
     if gate.is_veto:
         vetoing = Sum(lambda t, s: s.gates[label].below | s.gates[label].above | (t.generated & ~t.valid))
@@ -282,17 +282,17 @@ def gate_rows(label: str, gate: Gate) -> Iterator[MetricRow]:
         vetoed = "sequences with such a token"
         yield _Row(f"{label}_seq_fraction", "responses", vetoed, lambda r: ~r.gates[label].passes)
     else:
-        yield row(f"{label}_fraction_low", "below the band", lambda x: x.gates[label].below)
-        yield row(f"{label}_fraction_high", "above the band", lambda x: x.gates[label].above)
-    # As its bounds are written: of a ratio, not of its log.
+        yield row(f"{label}_fraction_low", "below the lower bound", lambda x: x.gates[label].below)
+        yield row(f"{label}_fraction_high", "above the upper bound", lambda x: x.gates[label].above)
+    # On the scale of the bounds: the ratio, not its log.
     as_bound = bounded_exp if gate.row.is_log else lambda value: value
-    yield row(f"{label}_value", "the statistic itself", lambda x: as_bound(x.gates[label].value))
+    yield row(f"{label}_value", "the value of the statistic", lambda x: as_bound(x.gates[label].value))
 
 
 def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
     """Rows of the final weights and of the kept tokens."""
     if config.normalize_over is not None:
-        yield _Row("batch_norm_factor", "group", "the mean weight divided by", lambda b: b.mean_weight)
+        yield _Row("batch_norm_factor", "group", "the mean weight that divides all weights", lambda b: b.mean_weight)
     if config.weight is not None:
         # Means and extremes over a response, before they are scaled.
         mean = smallest = largest = lambda r: r.weight
@@ -303,10 +303,12 @@ def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
                 lambda r: r.of[_MAX_W],
             )
         yield _Row("is_ratio_mean_final", "sequences", _FINAL, mean, True, is_scaled=True)
-        yield _Row("is_ratio_min_final", "sequences", "their smallest", smallest, is_scaled=True)
-        yield _Row("is_ratio_max_final", "sequences", "their largest", largest, is_scaled=True)
-    text = "sequences of which something is left in the mask"
-    yield _Row("kept_token_fraction", "response_tokens", "what the gates left in the mask", lambda r: r.num_kept, True)
+        yield _Row("is_ratio_min_final", "sequences", "the smallest of these weights", smallest, is_scaled=True)
+        yield _Row("is_ratio_max_final", "sequences", "the largest of these weights", largest, is_scaled=True)
+    text = "sequences with a kept token"
+    yield _Row(
+        "kept_token_fraction", "response_tokens", "tokens that stay in the loss mask", lambda r: r.num_kept, True
+    )
     yield _Row("kept_seq_fraction", "responses", text, lambda r: r.num_kept > 0.0, True)
     if config.denominator == "kept":
         text = "the factor of `mis_denominator: kept`"
@@ -327,9 +329,9 @@ def rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
 
 
 def measure(rows: Collection[MetricRow], r: Responses, b: Batch) -> tuple[Tensor, Tensor]:
-    """``[M, S]`` float64: the sum over what a metric counts in each response, its tokens or itself; and their number.
+    """``[M, S]`` float64: the sum of each metric over the tokens of a response, or over itself; and their number.
 
-    A metric of the group has its value in each response with a response token.
+    A group metric has its value in each response with a response token.
     """
     if not rows:
         return r.n.new_empty(0, len(r.n)), r.n.new_empty(0, len(r.n))
@@ -340,18 +342,18 @@ def measure(rows: Collection[MetricRow], r: Responses, b: Batch) -> tuple[Tensor
         else:
             value_S = r.of[row.value] if isinstance(row.value, Sum) else row.value(r).double()
         tokens_S = r.of[row.count] if row.over in ("valid_tokens", "sequences") else r.generated
-        # What all rows read lets the compiler write them in one kernel.
+        # All rows read this mask, so the compiler writes them in one kernel.
         sums.append(torch.where(tokens_S > 0.0, value_S * b.scale if row.is_scaled else value_S, 0.0))
         counts.append(tokens_S if row.over in ("valid_tokens", "response_tokens") else (tokens_S > 0.0).double())
     return torch.stack(sums), torch.stack(counts)
 
 
 def response_metrics(r: Responses, b: Batch, rows: Collection[MetricRow]) -> Tensor:
-    """``[M, S]`` float32: the value that each token of a response gets of each metric.
+    """``[M, S]`` float32: the value of each metric for all tokens of a response.
 
-    The mean over responses is the metric, or with a loss per token the mean over all response tokens. The framework
-    divides by all of them. So a response that was not measured, because it has no token of the metric's population,
-    gets the mean of the others of this call: NaN where there are none.
+    The metric is the mean over responses, or over response tokens with a per-token loss. The framework divides by all
+    of them. So a response that was not measured, because it has no token of the metric's population, gets the mean of
+    the measured responses of this call; NaN if there are none.
     """
     sum_MS, count_MS = measure(rows, r, b)
     value_MS, is_measured_MS = sum_MS / count_MS.clamp(min=1.0), count_MS > 0.0

@@ -22,7 +22,7 @@ MAX_NATS = 1e6
 UNKNOWN_LAG = 1e6
 """Lag of a token whose weight version is unknown: above every bound, and finite."""
 OPEN = (0.05, 0.9)
-"""Behavior probabilities between which a token is neither rare nor nearly certain, so that training moves it."""
+"""Range of behavior probabilities of uncertain tokens: neither rare nor nearly certain, so that training moves them."""
 
 
 def bounded_exp(x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def bounded_expm1(x: Tensor) -> Tensor:
 def k3(d: Tensor, excess: Tensor | None = None) -> Tensor:
     """``exp d - 1 - d``, an estimator of KL(mu, pi) in nats (Schulman, Approximating KL Divergence, 2020).
 
-    ``excess``: ``exp d - 1`` where it is known.
+    ``excess``: ``exp d - 1`` if it is known.
     """
     # Bounded above like the ratio, so that a huge log-ratio gives the largest value and not a negative one.
     return ((bounded_expm1(d) if excess is None else excess) - d.clamp(max=MAX_LOG_RATIO)).clamp(min=0.0)
@@ -85,7 +85,7 @@ class Tokens:
     def read(cls, log_pi: Tensor, log_mu: Tensor, generated: Tensor, lag: Tensor | None = None) -> Tokens:
         """Subtract in float32. A token without a finite difference is not ``valid``, and its three values are 0.
 
-        A difference of 0 looks like an on-policy token: read ``valid`` before you use a value.
+        Check ``valid`` before you use a value: a difference of 0 looks like an on-policy token.
         """
         log_pi, log_mu = log_pi.detach().float(), log_mu.detach().float()
         # d = log pi - log mu
@@ -96,7 +96,7 @@ class Tokens:
         d, log_pi, log_mu = torch.where(valid, d, 0.0), torch.where(valid, log_pi, 0.0), torch.where(valid, log_mu, 0.0)
         if lag is not None:
             lag = lag.detach().float()
-            # Also False for NaN, and for a version newer than the trainer's, which was misread.
+            # Also False for NaN, and for a version newer than the trainer's, which is a reading error.
             lag = torch.where((lag >= 0.0) & (lag < UNKNOWN_LAG), lag, UNKNOWN_LAG)
         return cls(d, log_pi, log_mu, generated, valid, lag)
 
@@ -117,7 +117,7 @@ class Tokens:
 
     @property
     def excess(self) -> Tensor:
-        """``rho - 1``, with the digits near 0 that the difference loses."""
+        """``rho - 1``, accurate near 0."""
         if self._excess is None:
             self._excess = bounded_expm1(self.d)
         return self._excess
@@ -129,13 +129,13 @@ class Statistic:
 
     Attributes:
         name: As in ``Gate(statistic=...)``.
-        of: Its value at each token; of a ratio or a probability its log.
-        symbol: Its formula at token ``t``, for explanations; its name where there is none.
-        unit: Of its bounds.
+        of: Its value at each token; for a ratio or a probability, its log.
+        symbol: Its formula at token ``t``, or its name, for explanations.
+        unit: The unit of its bounds.
         text: What it measures, for the documentation.
         low: Smallest legal bound.
         high: Largest legal bound.
-        is_log: Bounds are given for its ``exp``; a sum then is a product, a mean the geometric mean.
+        is_log: Bounds are given for its ``exp``; a sum is then a product, and a mean the geometric mean.
     """
 
     name: str
@@ -167,7 +167,7 @@ _K1_TEXT = "behavior minus proximal log-prob: a KL estimate of any sign"
 _KL_TEXT = "KL from trainer to sampler, of this token against all others"
 _REVERSE_KL_TEXT = "KL from sampler to trainer, of this token against all others"
 _EXCESS_TEXT = "half the distance of the ratio from 1, whose expectation is the total variation"
-_EXP_TEXT = "the larger of ratio and 1 / ratio: an error in both directions, which a geometric mean cancels"
+_EXP_TEXT = "the larger of ratio and 1 / ratio: it adds up errors in both directions, which cancel in a geometric mean"
 _GAIN_TEXT = "the trainer's probability minus the sampler's"
 _DIFFERENCE_TEXT = "absolute difference of the probabilities (total variation on the sampled token)"
 _LAG_TEXT = "weight updates since the weights that sampled the token; if unknown, above every bound"

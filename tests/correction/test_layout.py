@@ -117,5 +117,5 @@ def test_the_part_of_a_rank_is_out_of_all_tokens_of_the_responses(num_tokens: in
     layout = PackedLayout.context_parallel([2, 7], total_lengths=[3, 8], cp_rank=0, cp_size=2)
     for each in (layout, PackedLayout.whole([2, 7])):
         assert each.local_part(torch.arange(9)).shape == (each.num_local_tokens,)
-        with pytest.raises(ValueError, match=f"values_R has {num_tokens} tokens, the responses have 9"):
+        with pytest.raises(ValueError, match=f"values_R has {num_tokens} tokens, but the responses have 9"):
             each.local_part(torch.zeros(num_tokens))
