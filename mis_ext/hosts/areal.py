@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AReaL: the full policy loss of mis_ext instead of the one function that has its clip, its mask and its clamp."""
+"""AReaL: the full policy loss of mis_ext replaces the function that has AReaL's clip, mask and clamp."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MisLoss:
     """``ppo_actor_loss_fn = MisLoss(ppo_actor_loss_fn, "mis.yaml")`` below the imports of ``trainer/ppo/actor.py``.
 
     Args:
-        loss_fn: AReaL's ``ppo_actor_loss_fn``, which goes on to report its statistics. Of its settings none acts on our
-            loss.
+        loss_fn: AReaL's ``ppo_actor_loss_fn``, which still reports its statistics. Its settings do not affect the loss
+            of mis_ext.
         keys: A mapping, or the path of a YAML file.
     """
 
@@ -41,10 +41,10 @@ class MisLoss:
         cu_seqlens: Tensor | None = None,
         **settings: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The mean over the tokens of this micro-batch, and AReaL's statistics; its tracker gets our metrics.
+        """The mean over the tokens of this micro-batch, and AReaL's statistics; AReaL's tracker gets our metrics.
 
         Raises:
-            ValueError: Packed tokens come without ``cu_seqlens``, as AReaL's training on trees has them.
+            ValueError: Packed tokens have no ``cu_seqlens``, as in AReaL's tree training.
         """
         from areal.utils import stats_tracker
 
@@ -58,7 +58,7 @@ class MisLoss:
         if logprobs.dim() == 1:
             if cu_seqlens is None:
                 raise ValueError("cu_seqlens is missing: mis_ext needs it to find the sequences of packed tokens")
-            # The lengths are read once from the device, where AReaL's own correction reads a number or two.
+            # The lengths are read once from the device. AReaL's own correction reads one or two values there.
             layout = PackedLayout.whole(cu_seqlens.diff().tolist(), device=logprobs.device)
         found = policy_loss_from_log_probs(
             self.keys,

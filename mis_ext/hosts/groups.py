@@ -35,7 +35,7 @@ class Groups(NamedTuple):
     def of_places(
         cls, cp_rank: int, cp_size: int, cp_group: Group, dp_rank: int, dp_size: int, dp_group: Group
     ) -> Groups:
-        """The groups from ranks, sizes and process groups that a framework states; a group of one rank becomes None."""
+        """The groups from ranks, sizes and process groups of a framework; a group of one rank becomes None."""
         return cls(
             cp_rank=cp_rank,
             cp_size=cp_size,
@@ -52,7 +52,7 @@ class Groups(NamedTuple):
 
     @property
     def started_together(self) -> tuple[Group, ...]:
-        """The groups whose ranks make their first call together: not those of Miles that a replica can join later."""
+        """The groups whose ranks make their first call together, so not Miles' groups that a replica can join later."""
         groups = (self.cp_group, self.dp_group)
         return tuple(group for group in groups if group is not None and not is_fault_tolerant(group))
 
@@ -68,7 +68,7 @@ class Groups(NamedTuple):
 
 
 ALONE = Groups()
-"""The groups of a single process: it reduces over no one else."""
+"""The groups of a single process: it reduces over no other rank."""
 
 
 def initialized_megatron() -> Any:
@@ -78,7 +78,7 @@ def initialized_megatron() -> Any:
 
 
 def device_of(*candidates: Any) -> torch.device:
-    """Return the device of the first tensor among the candidates; without one, that of the collectives."""
+    """Return the device of the first tensor among the candidates; without one, the device of the collectives."""
     for candidate in candidates:
         if isinstance(candidate, Tensor):
             return candidate.device

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runtime checks of a session: data, masks, the rejected share, and failures of other ranks.
 
-The first run of a check waits for the device. Later ones read what has arrived, and report a problem a call late.
+The first run of a check waits for the device. Later runs read values that have arrived, and report a problem one call
+late.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _CAUSES = (
 
 
 class Monitor:
-    """Judges numbers of calls: at once in the first call and on a CPU, else when they have arrived on the host.
+    """Judges values of calls: at once in the first call and on a CPU, else after they have been copied to the CPU.
 
     Args:
-        judge: Of the numbers. Raises, or returns whether it need not look again.
-        every: Look at the numbers of one in so many calls.
-        merge: Combines the numbers of all calls; None: judge each call by itself.
+        judge: Reads the values. Raises, or returns True if no further check is needed.
+        every: Check the values of one in this many calls.
+        merge: Combines the values of all calls; None: judge each call separately.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class Monitor:
         self.is_done = False
 
     def observe(self, numbers_of: Callable[[Any], Tensor | None], seen: Any, *, on: Tensor) -> None:
-        """Judge what has arrived, and if this call has its turn, judge or send ``numbers_of(seen)``.
+        """Judge the values that have arrived. If this call is due, judge or send ``numbers_of(seen)``.
 
         ``numbers_of`` returns ``[N]`` on the device of ``on``, or None if nothing can be wrong.
         """
-        # Nothing can be sent while a CUDA graph is captured.
+        # Nothing can be copied while a CUDA graph is captured.
         if self.is_done or (on.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._num_calls += 1
@@ -89,12 +90,12 @@ class Monitor:
         try:
             self.is_done = bool(self._judge(numbers.tolist()))
         except Exception:
-            self._merged = None  # The next call is judged by itself.
+            self._merged = None  # The next call is judged separately.
             raise
 
 
 def warn_of_rejection(max_fraction: float, totals: Sequence[float]) -> bool:
-    """Warn if a larger share is rejected than ``max_fraction``; return whether it did."""
+    """Warn if a larger share than ``max_fraction`` is rejected; return whether it warned."""
     tokens, valid, kept, kept_responses, responses = totals
     unknown, rejected, lost = (
         1.0 - part / whole if whole else 0.0
@@ -119,33 +120,33 @@ def raise_if_failed(statuses: Sequence[float]) -> None:
     """Raise an error if a status names a rank on which a call failed: see :mod:`mis_ext.correction.collectives`."""
     status = max(statuses)
     if status > 0.0:
-        raise RankFailed(f"a call failed on rank {round(status) - 1}; the error of that rank says why")
+        raise RankFailed(f"a call failed on rank {round(status) - 1}; see the error of that rank")
 
 
 # --- the data of the first calls
 
 
 PAIRS = 7
-"""The place of the number of pairs of neighbors in :func:`data_sums`."""
+"""Index of the number of neighbor pairs in :func:`data_sums`."""
 ENOUGH = 64
-"""Response tokens, or pairs of neighbours, after which a check has judged."""
+"""Number of response tokens, or of neighbor pairs, that is enough for a check."""
 _FEW_PLACEHOLDERS, _SHARE_OF_PLACEHOLDERS = 8, 0.01
 _SENTINEL = -1000.0
-"""Nats. No model gives a token that it sampled such a log-prob."""
+"""Nats. No sampled token has a log-prob below this."""
 _IMPROBABLE = -1.0
-"""Nats. Top-p and min-p leave a log-prob of 0 to tokens above this only."""
+"""Nats. With top-p and min-p, only tokens above this can have a log-prob of 0."""
 _SPREAD = 0.1
-"""Nats, squared: one value in a whole response is right where the other side hardly varies."""
+"""Nats: a constant log-prob in a response is correct if the other side varies less than this."""
 _SHIFT_FACTOR = 0.5
 _MAX_MEAN_ABS_DIFF = 0.3
 
 
 def data_sums(streams: PackedStreams) -> Tensor:
-    """Sums over this rank's tokens, float64, which add up over calls; :func:`findings_in` has their names.
+    """Sums over this rank's tokens, float64, which can be added over calls; :func:`findings_in` has their names.
 
-    The counts of non-finite values are of response tokens, those of placeholders of tokens with a finite ratio.
-    ``gap`` sums absolute gaps, ``first`` and ``second`` over pairs of neighbors, ``earlier`` and ``later`` with one
-    side shifted by a token. Differences are bounded, so that one absurd log-prob does not decide.
+    Non-finite values are counted over response tokens, placeholders over tokens with a finite ratio. ``gap`` sums
+    absolute gaps, ``first`` and ``second`` over pairs of neighbors, ``earlier`` and ``later`` with one side shifted by
+    a token. Differences are bounded, so that a single extreme log-prob does not decide.
     """
     tokens = streams.tokens
     layout, valid_T, trainer_T, engine_T = streams.layout, tokens.valid, tokens.log_pi, tokens.log_mu
@@ -162,7 +163,7 @@ def data_sums(streams: PackedStreams) -> Tensor:
 
 
 def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: PackedLayout) -> Tensor:
-    """Tokens with a placeholder: a sentinel, 0 for an improbable token, or one value in a whole response."""
+    """Tokens with a placeholder: a sentinel, 0 for an improbable token, or the same value in the whole response."""
     usual_T = valid_T & (other_T >= _SENTINEL)
     of_other = [torch.where(valid_T, each, 0.0) for each in (torch.ones_like(other_T), other_T, other_T.square())]
     count_S, sum_S, square_S = layout.sums(of_other)
@@ -174,7 +175,7 @@ def _placeholders(side_T: Tensor, other_T: Tensor, valid_T: Tensor, layout: Pack
 
 
 def findings_in(numbers: Sequence[float]) -> Iterator[tuple[GuardName | None, str]]:
-    """The mistakes that the sums show, each with the guard that stops the run; without one it only warns."""
+    """The mistakes that the sums show, each with the guard that stops the run, or None if it only warns."""
     response, valid, no_engine, no_trainer, of_engine, of_trainer, gap, pairs, first, second, earlier, later = numbers
     nonfinite = {"engine": no_engine, "trainer": no_trainer}
     side = max(nonfinite, key=nonfinite.__getitem__)

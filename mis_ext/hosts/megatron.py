@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches as slime, Miles and Megatron loops hold them, lists of tensors per sample: their scores and full policy loss.
+"""Scores and full policy loss of batches as in slime, Miles and Megatron loops: lists of tensors per sample.
 
-:func:`make_loss_func` is that for a plain Megatron-Core loop, whose ranks share sequences, batch and vocabulary.
-:func:`hand_over_hidden_states` lets a model of Megatron-Core make no logits: what it gives are logits of no columns,
-which the schedule, the wrappers of the model and the framework pass on like any others. With them goes a :class:`Head`,
-from which :func:`fused_scores` takes what it needs, in the loss and in the pass that scores the rollout.
+:func:`make_loss_func` is for a plain Megatron-Core loop, whose ranks share sequences, batch and vocabulary.
+:func:`hand_over_hidden_states` makes a Megatron-Core model return a tensor without columns instead of logits. The
+schedule, the wrappers of the model and the framework pass it on like any logits. It carries a :class:`Head`, which
+:func:`fused_scores` reads in the loss and in the pass that scores the rollout.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MISSING = {
     "state_values": "state_values are missing in the batch (no flag of slime or Miles gives them; a batch of "
     "make_loss_func may have them)",
 }
-"""Where what a loss reads comes from."""
+"""The sources of the inputs of a loss, for errors."""
 _NEEDED = ("response_lengths", "total_lengths", "loss_masks", "advantages")
 
 
@@ -56,10 +56,10 @@ class Unscored(NamedTuple):
     """A micro-batch before its tokens are scored.
 
     Attributes:
-        config: What the run says.
-        batch: ``unconcat_tokens``, ``total_lengths``, and where samples are padded to other lengths ``max_seq_lens``.
-        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary; or what
-            :func:`hand_over_hidden_states` has put in their place.
+        config: The configuration of the run.
+        batch: ``unconcat_tokens``, ``total_lengths``, and ``max_seq_lens`` if samples are padded to other lengths.
+        logits: ``[1, T, V]`` packed or ``[B, L, V]`` padded, this rank's parts of sequences and vocabulary; or the
+            :class:`NoLogits` of :func:`hand_over_hidden_states`.
         layout: The local response tokens.
         groups: The ranks that share sequences.
     """
@@ -72,7 +72,7 @@ class Unscored(NamedTuple):
 
 
 class Host(NamedTuple):
-    """``score`` scores the tokens; ``metrics`` are names beyond slime's."""
+    """``score`` scores the tokens; ``metrics``: names of metrics that slime does not have."""
 
     groups: Groups
     score: Callable[[Unscored], Scores]
@@ -80,16 +80,17 @@ class Host(NamedTuple):
 
 
 def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None = None) -> LossFunc:
-    """``loss_func(output_tensor)`` of a micro-batch, which a ``forward_step`` returns together with the logits.
+    """Return the ``loss_func(output_tensor)`` of a micro-batch, which a ``forward_step`` returns with the logits.
 
     Megatron-Core divides the loss by the number that ``loss_func`` returns, and averages over data- and
-    context-parallel ranks. With ``calculate_per_token_loss`` it sums, and divides by the sum of the numbers. The loss
-    is scaled for this. So the gradient is that of the mean over samples of per-sample means, or of the mean over
-    tokens. Log-probs and entropy are computed here, with Megatron-Core's tensor-parallel group if it is initialised.
+    context-parallel ranks. With ``calculate_per_token_loss`` it sums the loss, and divides by the sum of these numbers.
+    The loss is scaled for this, so the gradient is that of the mean over samples of per-sample means, or of the mean
+    over tokens. Log-probs and entropy are computed here, with Megatron-Core's tensor-parallel group if it is
+    initialised.
 
     Args:
-        args: A namespace, the same object for every micro-batch of a run, or a mapping, with the keys of
-            docs/reference/policy_loss_keys.md. ``calculate_per_token_loss`` must have the same value as in
+        args: A mapping or a namespace with the keys of docs/reference/policy_loss_keys.md. A namespace must be the same
+            object for every micro-batch of a run. ``calculate_per_token_loss`` must have the same value as in
             Megatron-Core's configuration.
         batch: The batch of :func:`~mis_ext.policy_loss`: lists per sample of ``unconcat_tokens``, ``loss_masks``,
             ``advantages`` and log-probs, with ``total_lengths`` and ``response_lengths``.
@@ -116,14 +117,14 @@ def make_loss_func(args: Any, batch: Mapping[str, Any], *, groups: Groups | None
             loss, count = found.loss * cp_size, number / cp_size
         values = torch.stack([*found.metrics.values()])
         pairs = torch.stack([values, count.to(values.dtype).expand_as(values)], dim=1)
-        # Here no framework divides by samples of which nothing is known.
+        # No framework divides these metrics, so samples that were not measured are not counted.
         return loss, number.int(), dict(zip(found.metrics, pairs.unbind(), strict=True)) | found.measured()
 
     return loss_func
 
 
 def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss:
-    """The loss and its metrics, where the logits are."""
+    """The loss and its metrics, on the device of the logits."""
     config, loss, groups = run.config, run.config.loss, host.groups
     settings = loss.settings
     lengths, device = read_argument(batch, "response_lengths"), device_of(logits)
@@ -133,8 +134,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
         if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
             reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
             warnings.warn(
-                f"{reason} does not use the trainer's own pass over the rollout: the framework "
-                "skips it with --use-rollout-logprobs",
+                f"{reason} does not use the trainer's own pass over the rollout: the framework skips it with "
+                "--use-rollout-logprobs",
                 MismatchWarning,
                 stacklevel=4,
             )
@@ -179,7 +180,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             ),
             advantages_T=packed("advantages"),
             response_mask_R=mask_R,
-            # As the frameworks' reducers have it.
+            # As in the reducers of the frameworks.
             divisor_S=divisor_S.clamp_min(1.0),
             layout=layout,
             entropy_T=scores.entropy_T,
@@ -196,15 +197,15 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     found = packed_loss(run, tokens, groups=groups, make_reducer=make_reducer, extra_metrics=host.metrics)
     if layout.num_local_tokens > 0 or scores.log_prob_T.requires_grad:
         return found
-    # The backward pass of context parallelism has collectives, in which a rank without tokens must take part. Log-probs
-    # of no tokens need not come from the logits.
+    # The backward pass of context parallelism has collectives that a rank without tokens must join, but log-probs of
+    # zero tokens may not depend on the logits.
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
 
 
 def _reducer_maker(
     loss: WholeLoss, batch: Batch, layout: PackedLayout
 ) -> Callable[[Correction | None], Reducer] | None:
-    """The user's own function, where there is one; it gets the returned masks, as in the frameworks."""
+    """The reducer function of the user, if there is one. It gets the returned masks, as in the frameworks."""
     if loss.reducer_path is None:
         return None
     module, _, name = loss.reducer_path.rpartition(".")
@@ -218,7 +219,7 @@ def _reducer_maker(
 
 
 def positive_temperature(config: RunConfig) -> float:
-    """By which logits are divided where greedy sampling is not known."""
+    """The divisor of the logits in frameworks without greedy sampling."""
     temperature = config.loss.temperature
     return check_number("rollout_temperature", temperature, low=0.0, high=float("inf"), open_low=True)
 
@@ -231,14 +232,14 @@ def entropy_use(loss: WholeLoss, *, is_observed: bool) -> EntropyUse:
 
 
 class VocabularyPart(NamedTuple):
-    """The tensor-parallel ranks, each of which has a part of the vocabulary, and this rank among them; None for one."""
+    """The tensor-parallel ranks, which share the vocabulary, and this rank among them; None for a single rank."""
 
     group: Group | None = None
     rank: int = 0
 
 
 def megatron_vocabulary() -> VocabularyPart:
-    """This rank's part of the vocabulary, where Megatron-Core is initialised; else all of it."""
+    """This rank's part of the vocabulary if Megatron-Core is initialised, else all of it."""
     megatron = initialized_megatron()
     if megatron is None or megatron.get_tensor_model_parallel_world_size() == 1:
         return VocabularyPart()
@@ -252,7 +253,7 @@ def plain_scores(unscored: Unscored) -> Scores:
 
 
 def refuse_host_scoring(config: RunConfig) -> None:
-    """Refuse a key that asks for the function of a framework."""
+    """Refuse a key that requires the function of a framework."""
     if config.loss.asked_scoring == "host":
         raise ValueError("mis_loss_scoring: host requires slime or Miles: remove the key")
 
@@ -265,18 +266,18 @@ def fused_scores(
     observes_entropy: bool = True,
     kept: KeptColumns | None = None,
 ) -> Scores:
-    """Log-probs and entropy of the response tokens, in one pass over the logits, or without any from hidden states.
+    """Log-probs and entropy of the response tokens, in one pass over the logits, or from hidden states.
 
     Args:
         unscored: The micro-batch.
         part: This rank's part of the vocabulary.
-        temperature: Of the rollout, by which the logits are divided.
-        observes_entropy: Whether the entropy is logged where the loss has no use for it.
-        kept: The tokens among which each one was drawn; None for all.
+        temperature: The rollout temperature, which divides the logits.
+        observes_entropy: Whether the entropy is logged if the loss does not use it.
+        kept: The tokens from which each token was sampled; None for all.
 
     Raises:
-        ValueError: The batch does not fit the logits. Tensor-parallel ranks hear only what the scoring itself refuses;
-            after an earlier error they wait, as no message has their size yet.
+        ValueError: The batch does not fit the logits. Tensor-parallel ranks learn only of errors of the scoring itself.
+            After an earlier error they wait, because no message has their size yet.
     """
     config, batch, logits, layout, groups = unscored
     check_entries("batch", batch, ("unconcat_tokens",))
@@ -288,11 +289,11 @@ def fused_scores(
     num_rows = logits.shape[:-1].numel()
     if places.num_rows > num_rows:
         raise ValueError(
-            f"logits have shape {list(logits.shape)}, {num_rows} rows: total_lengths (max_seq_lens where samples are "
-            f"padded) say at least {places.num_rows}"
+            f"logits have shape {list(logits.shape)}, {num_rows} rows, but total_lengths (max_seq_lens if samples "
+            f"are padded) need at least {places.num_rows}"
         )
     all_tokens = pack("unconcat_tokens", batch["unconcat_tokens"], batch["total_lengths"], device=logits.device)
-    # Of no samples at all there are no integers.
+    # Without samples the tensor is not of integers.
     token_T, row_T = all_tokens.long().index_select(0, places.token_T), places.row_T
     given: dict[str, Any] = {
         "temperature": temperature,
@@ -304,7 +305,7 @@ def fused_scores(
     if not isinstance(logits, NoLogits):
         if logits.shape[-1] == 0:
             raise ValueError(
-                f"logits have shape {list(logits.shape)}: the output layer passes hidden states, and a function "
+                f"logits have shape {list(logits.shape)}: the output layer passes hidden states, but a function "
                 "between it and the loss has dropped them"
             )
         return score_tokens(logits, token_T, row_T=row_T, inplace=loss.inplace, **given)
@@ -325,12 +326,12 @@ def fused_scores(
 
 
 _PASSES_ON = frozenset({"transpose", "contiguous", "float", "to"})
-"""Functions of PyTorch that may come between the output layer of a model and its loss, by name.
+"""Names of PyTorch functions that are allowed between the output layer of a model and its loss.
 
-Not ``detach``: the head would still lead to the graph that was left.
+Not ``detach``: the head would still refer to the graph.
 """
 _CHANGES_NOTHING = frozenset({"requires_grad_", "__get__"})
-"""Functions that return the same tensor, and are neither of these nor in place."""
+"""Other functions that return the same tensor and are not in place."""
 
 
 class Head(NamedTuple):
@@ -348,33 +349,35 @@ class Head(NamedTuple):
 
 
 class NoLogits(Tensor):
-    """Logits of no columns, and their head. An operation on them gives an ordinary tensor, which the loss refuses."""
+    """Logits without columns, and their head. Other operations return an ordinary tensor, which the loss refuses."""
 
     head: Head
 
     @classmethod
     def with_head(cls, logits: Tensor, head: Head) -> NoLogits:
-        """A tensor without columns that has this head."""
+        """Create a tensor without columns that has this head."""
         found = logits.as_subclass(cls)
         found.head = head
         return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass the head on where the tensor itself is passed on.
+        """Keep the head if the function returns the tensor itself.
 
         Raises:
-            RuntimeError: An operation in place, of which the head would know nothing.
+            RuntimeError: The operation is in place, which the head would not see.
         """
         name, kwargs = getattr(func, "__name__", None), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
         if name in _PASSES_ON:
-            # Where it has nothing to do it gives the same tensor.
+            # If it has nothing to do, it returns the same tensor.
             given = args[0] if args else kwargs["input"]
             return found if type(found) is cls else cls.with_head(found, given.head)
         if name == "__setitem__" or (type(found) is cls and name not in _CHANGES_NOTHING):
-            raise RuntimeError(f"{name} in place has no effect on a loss without logits: mis_ext leaves none to change")
+            raise RuntimeError(
+                f"{name} in place has no effect on a loss without logits: mis_ext.model_provider makes none"
+            )
         return found
 
 
@@ -387,9 +390,9 @@ def _is_plain(forward: Any, plain: Any) -> bool:
 def hand_over_hidden_states(model: Any) -> None:
     """Make the last stage of a Megatron-Core model pass hidden states to the loss instead of logits.
 
-    Its output layer keeps its weight and its name in checkpoints. It makes logits as before for whoever calls it with
-    another argument (``runtime_gather_output`` in inference), and where the model itself computes a loss, as that of
-    multi-token prediction. A layer that is put in its place, as that of a critic, is left alone.
+    The output layer keeps its weight and its name in checkpoints. It still makes logits if a call has another argument
+    (``runtime_gather_output`` in inference), and if the model itself computes a loss, such as multi-token prediction. A
+    layer that replaces it, such as that of a critic, is not changed.
 
     Args:
         model: On the last pipeline stage, without wrappers.
@@ -397,13 +400,13 @@ def hand_over_hidden_states(model: Any) -> None:
     Raises:
         ValueError: Its logits are not those of a plain output layer.
     """
-    # Where such a model is, it is installed.
+    # A process with such a model has this package.
     plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
     layer, why = model.output_layer, None
     if not isinstance(layer, plain):
         why = f"the output layer is a {type(layer).__name__}"
     elif not _is_plain(type(layer).forward, plain.forward):
-        why = f"the output layer is a {type(layer).__name__} with a forward of its own, as one with a soft cap has"
+        why = f"the output layer is a {type(layer).__name__} with its own forward, such as one with a soft cap"
     elif layer.skip_bias_add and layer.bias is not None:
         why = "the output layer leaves its bias to its caller (skip_bias_add=True)"
     elif layer.gather_output:
@@ -427,7 +430,7 @@ def hand_over_hidden_states(model: Any) -> None:
             layer.sequence_parallel,
             layer.gradient_accumulation_fusion,
         )
-        # A part of the graph, for a rank whose loss has no token.
+        # This tensor is part of the graph, for a rank without tokens in its loss.
         return NoLogits.with_head(input_[..., :0].repeat(ranks, 1, 1), head), None
 
     def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Any:
@@ -439,9 +442,9 @@ def hand_over_hidden_states(model: Any) -> None:
 
 
 class Places(NamedTuple):
-    """``[T]`` each: which local row of logits scores a response token, and which of all tokens it is.
+    """``[T]`` each: the local row of logits that scores a response token, and the index among all tokens.
 
-    ``num_rows``: how many rows there have to be.
+    ``num_rows``: the required number of rows.
     """
 
     row_T: Tensor
@@ -456,9 +459,9 @@ def response_places(
 
     Args:
         layout: The local tokens.
-        groups: Which ranks share sequences.
-        total_lengths: Tokens per prompt and response; the rows of a sample without padding.
-        padded_lengths: Rows per sample of ``[B, L, V]`` logits; None for packed ones.
+        groups: The ranks that share sequences.
+        total_lengths: Tokens per prompt and response; without padding, the rows of a sample.
+        padded_lengths: Rows per sample of ``[B, L, V]`` logits; None for packed logits.
     """
     chunks = owned_chunks(cp_rank=groups.cp_rank, cp_size=groups.cp_size)
     rows: list[int] = []
@@ -468,19 +471,19 @@ def response_places(
     for index, (response, total) in enumerate(zip(layout.response_lengths, total_lengths, strict=True)):
         if total <= response > 0:
             raise ValueError(
-                f"response_lengths[{index}] is {response}, total_lengths[{index}] {total}: a prompt token must precede "
-                "each response"
+                f"response_lengths[{index}] is {response} and total_lengths[{index}] is {total}: a prompt token must "
+                "precede each response"
             )
         length = total if padded_lengths is None else padded_lengths[index]
         chunk = chunks.padded(length) // chunks.num_chunks
         for place, number in enumerate(chunks.owned):
             _, whole_start = next(pieces)
             position = total - response + whole_start - whole
-            # The logits of the token before it, counted from where this chunk begins among the local rows.
+            # The row of the previous token, counted from the start of this chunk in the local rows.
             rows.append(row + place * chunk + position - 1 - number * chunk)
             tokens.append(token + position)
         row, token, whole = row + len(chunks.owned) * chunk, token + total, whole + response
-    # Only the pieces are copied to the device: all tokens would take longer on the host than the loss on the device.
+    # Only the pieces are copied to the device: for all tokens the CPU would take longer than the loss on the device.
     numbers = torch.tensor([*rows, *tokens, *layout.pieces.lengths], dtype=torch.int64)
     pieces_3P = to_device(numbers, layout.device).view(3, len(rows))
     ends = [first + length for first, length in zip(rows, layout.pieces.lengths, strict=True) if length]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ms-swift: our weights instead of those that its ``GRPOTrainer`` computes of log-probs of vLLM."""
+"""ms-swift: weights of mis_ext replace those that its ``GRPOTrainer`` computes from log-probs of vLLM."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mis_ext.keys.reading import Keys
 
 
 def register(keys: Keys) -> None:
-    """Replace the one method that computes ms-swift's correction, in this process: call it in an external plugin.
+    """Replace the method that computes ms-swift's correction, in this process. Call it in an external plugin.
 
     Raises:
-        ValueError: A key is of the full policy loss, which stays ms-swift's.
+        ValueError: A key belongs to the full policy loss, but ms-swift keeps its own loss.
     """
     from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
@@ -33,7 +33,7 @@ def register(keys: Keys) -> None:
                 "rollout_importance_sampling_mode is None: ms-swift would drop the weights; write token_truncate"
             )
         streams = {"proximal_logprobs": old_per_token_logps, "behavior_logprobs": rollout_per_token_logps}
-        # Every rank corrects a micro-batch here, or none, and the first one logs.
+        # Either every rank corrects a micro-batch here or none does, and the first rank logs.
         found = correct_padded(session, **streams, response_mask=completion_mask, dp_group=dist.group.WORLD)
         log = self._metrics["train" if self.model.training else "eval"]
         for name, value in measured_scalars(found.metrics, group=dist.group.WORLD).items():

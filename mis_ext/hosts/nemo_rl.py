@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL: the full policy loss of mis_ext around its own, which goes on to report its metrics."""
+"""NeMo-RL: the full policy loss of mis_ext around NeMo-RL's own loss, which still reports its metrics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class MisLoss:
     """A loss function for ``grpo_train``: ``loss_fn = MisLoss(loss_fn, "mis.yaml")`` after ``setup``.
 
     Args:
-        loss_fn: The ``ClippedPGLossFn`` that NeMo-RL's ``setup`` made. Of its settings two act on our loss:
-            ``token_level_loss``, and ``force_on_policy_ratio``, with which there are no proximal log-probs.
+        loss_fn: The ``ClippedPGLossFn`` from NeMo-RL's ``setup``. Two of its settings affect the loss of mis_ext:
+            ``token_level_loss``, and ``force_on_policy_ratio``, which leaves no proximal log-probs.
         keys: A mapping, or the path of a YAML file.
 
     Raises:
-        ValueError: Its own loss would add a KL penalty or positive examples, which would be lost.
+        ValueError: NeMo-RL's loss has a KL penalty or positive examples, which would be lost.
     """
 
     def __init__(self, loss_fn: Any, keys: Keys) -> None:
@@ -43,7 +43,7 @@ class MisLoss:
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The part of this micro-batch in the mean over the global batch, and metrics of the same kind."""
+        """The part of this micro-batch in the mean over the global batch, and metrics on the same scale."""
         with torch.no_grad():
             _, metrics = self.host(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         reference = data.get("reference_policy_logprobs")
@@ -57,12 +57,12 @@ class MisLoss:
             response_mask=data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1),
         )
         size = global_valid_toks if self.is_of_tokens else global_valid_seqs
-        # With the metrics, so that the device is read once.
+        # Together with the metrics, so that the device is read once.
         numbers = scalars({"share": GroupNumber(found.num_terms / size), **found.metrics}, prefix="")
         share = numbers.pop("share")
         ours = {}
         for name, value in numbers.items():
-            # NeMo-RL adds up the shares over mini-batches, and divides by their number, but not what has these parts. A
-            # sample that it left out measures nothing, and has no share.
+            # NeMo-RL adds the shares over mini-batches, and divides by their number, except for names with these parts.
+            # A sample that it excluded measures nothing, and has no share.
             ours[name.replace("_max", "_highest").replace("_min", "_lowest")] = value * share if share else 0.0
         return found.total / size, metrics | ours

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF: the full policy loss of mis_ext instead of its fixed ``PolicyLoss``."""
+"""OpenRLHF: the full policy loss of mis_ext replaces its fixed ``PolicyLoss``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class MisLoss:
     """``actor_loss_fn = MisLoss(actor_loss_fn, "mis.yaml")`` in ``ppo_actor.py``.
 
     Args:
-        loss_fn: OpenRLHF's ``PolicyLoss``. Of its settings ``token_level_loss`` acts on our loss, the others on the
-            metrics that it goes on to report.
+        loss_fn: OpenRLHF's ``PolicyLoss``. Its ``token_level_loss`` affects the loss of mis_ext. Its other settings
+            affect only the metrics that it still reports.
         keys: A mapping, or the path of a YAML file.
     """
 
     def __init__(self, loss_fn: Any, keys: Keys) -> None:
         self.host, self.keys = loss_fn, keys_in("OpenRLHF", keys, calculate_per_token_loss=loss_fn.token_level_loss)
         self.metrics: dict[str, Tensor] = {}
-        """Of the last call, each 0-dim: for ``experience.info``."""
+        """Metrics of the last call, each 0-dim, for ``experience.info``."""
 
     def __call__(
         self,
@@ -37,10 +37,10 @@ class MisLoss:
         rollout_log_probs: Tensor | None = None,
         **sizes: Any,
     ) -> tuple[Tensor, ...]:
-        """The loss, and OpenRLHF's metrics: three, and four since 0.11.2.
+        """The loss, and OpenRLHF's metrics: three, or four since 0.11.2.
 
         Raises:
-            ValueError: The keys need log-probs of the engine, and OpenRLHF has not asked it for any.
+            ValueError: The keys need engine log-probs, but OpenRLHF has not requested them.
         """
         streams = log_probs, old_log_probs, advantages, action_mask, rollout_log_probs
         with torch.no_grad():
@@ -49,9 +49,9 @@ class MisLoss:
             loss = current_run(self.keys, whole_loss=True).config.loss
             if loss.has_correction or loss.settings.needs_behavior:
                 raise ValueError(
-                    "OpenRLHF asks its engine for log-probs only while its own correction is on, which has no "
-                    "effect on the loss of mis_ext: write --algo.advantage.is_correction_enable, in OpenRLHF 0.11.2 "
-                    "and newer --algo.advantage.is_correction_level token"
+                    "OpenRLHF requests engine log-probs only if its own correction is on, which has no effect on "
+                    "the loss of mis_ext: write --algo.advantage.is_correction_enable, or in OpenRLHF 0.11.2 and "
+                    "newer --algo.advantage.is_correction_level token"
                 )
         found = policy_loss_from_log_probs(
             self.keys,
@@ -61,7 +61,8 @@ class MisLoss:
             advantages=advantages,
             response_mask=action_mask,
         )
-        # OpenRLHF weights them by the tokens of the micro-batch, where a NaN by 0 is a NaN: a 0 here is never counted.
+        # OpenRLHF multiplies them by the tokens of the micro-batch. NaN times 0 is NaN, so use 0 here; it is never
+        # counted.
         self.metrics = {
             name: torch.where(found.num_terms > 0.0, metric.value(), 0.0) for name, metric in found.metrics.items()
         }

@@ -23,10 +23,10 @@ from mis_ext.validation import check_tensors
 
 
 class PaddedCorrection(NamedTuple):
-    """``weights`` ``[B, T]`` float32, 0 where a token has none; ``keep_mask`` ``[B, T]`` bool; metrics by public name.
+    """``weights`` ``[B, T]`` float32, 0 without a weight; ``keep_mask`` ``[B, T]`` bool; metrics by public name.
 
-    A mean is exact under any later sum of its total and count over calls and data-parallel ranks; the other metrics are
-    already those of all ranks.
+    Totals and counts of a mean may be summed over calls and data-parallel ranks. Other metrics are already over all
+    ranks.
     """
 
     weights: Tensor
@@ -57,7 +57,7 @@ def correct_padded(
             ``staleness``.
 
     Raises:
-        ValueError: The tensors do not have one shape ``[B, T]``, or a guard of the session found wrong data.
+        ValueError: The tensors do not all have the same shape ``[B, T]``, or a guard of the session found wrong data.
         RuntimeError: Another rank of the session failed.
     """
     is_kept = isinstance(session, Session)
@@ -71,10 +71,10 @@ def correct_padded(
             check_tensors({name: tensor})
             if len(shape) != 2 or tensor.shape != shape:
                 raise ValueError(
-                    f"{name} has shape {list(tensor.shape)}, response_mask {list(shape)}: both must be [B, T]"
+                    f"{name} has shape {list(tensor.shape)}, and response_mask has {list(shape)}: both must be [B, T]"
                 )
         if not (is_kept or response_mask.is_cuda):
-            # A session does it in its calls; without one that would wait for a device in each of them.
+            # A session does this in its calls. Without a session, it would wait for the device in each call.
             check_mask(response_mask)
         batch_size, length = shape
         streams = PackedStreams(
@@ -106,13 +106,13 @@ def compute_mis_weights(
     Args:
         config: The configuration, or a mapping of its keys.
         train_log_probs: Per sample ``[R_i]``: nats, scored by the trainer before the update (proximal).
-        rollout_log_probs: The same, recorded by the engine during sampling (behavior).
+        rollout_log_probs: Per sample ``[R_i]``: nats, recorded by the engine during sampling (behavior).
         loss_masks: Per sample ``[R_i]``; nonzero on tokens that the policy generated.
-        lags: Per sample ``[R_i]``, as the ``lag`` of :func:`correct_padded`.
+        lags: Per sample ``[R_i]``, see ``lag`` of :func:`correct_padded`.
 
     Returns:
-        Per sample the weights (float32, 0 where a token has none) and the mask (the given value on kept tokens, else
-        0); and every metric as a 0-dim tensor. docs/reference/metrics.md lists the scope of each metric.
+        Per sample the weights (float32, 0 for tokens without a weight) and the mask (the given value on kept tokens,
+        else 0); and every metric as a 0-dim tensor. docs/reference/metrics.md lists the scope of each metric.
     """
     config = config_given(config)
     check_samples("loss_masks", loss_masks)
@@ -133,7 +133,7 @@ def compute_mis_weights(
 
 
 def keys_in(host: str, keys: Keys, **said: Any) -> dict[str, Any]:
-    """The keys with what a framework says in their place: a key that says otherwise is an error."""
+    """The keys, with values that the framework decides. A key with another value is an error."""
     given = read_keys(keys)
     for name, value in said.items():
         if given.get(name) not in (None, value):
@@ -142,7 +142,7 @@ def keys_in(host: str, keys: Keys, **said: Any) -> dict[str, Any]:
 
 
 def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
-    """Create a session for a framework that keeps its own loss. Keys of the full policy loss raise an error."""
+    """Create a session for a framework that keeps its own loss. Refuse keys of the full policy loss."""
     given = read_keys(keys)
     if says_whole_loss(given):
         raise ValueError(f"keys of the full policy loss: {keeps_loss} keeps its own loss. Use keys of a correction")
@@ -152,21 +152,21 @@ def session_beside(keys: Keys, *, keeps_loss: str) -> Session:
 def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group | None = None) -> dict[str, float]:
     """Convert metrics to floats for wandb, TensorBoard, or MLflow; NaN where nothing was measured.
 
-    A ``Mean`` is the sum of its totals by the sum of its counts, over all calls and ranks. A ``GroupNumber`` is the
-    mean over the calls and ranks in which it was measured. All of them are copied from the device at once.
+    A ``Mean`` is the sum of its totals divided by the sum of its counts, over all calls and ranks. A ``GroupNumber`` is
+    the mean over the calls and ranks in which it was measured. All of them are copied from the device at once.
 
     Args:
         calls: The metrics of each call of a step, as ``correct_padded``, ``Session.correct`` and
             ``policy_loss_from_log_probs`` return them.
         prefix: Prefix of each name.
-        group: Ranks that share the step, data- and context-parallel ones, as a ``torch.distributed`` process group.
-            Every one of them must call, also one that has no metrics. None for one rank.
+        group: Data- and context-parallel ranks that share the step, as a ``torch.distributed`` process group. All of
+            them must call, also a rank without metrics. None for one rank.
 
     Returns:
         By prefixed name, in the same order and with the same bits on every rank of the group.
 
     Raises:
-        TypeError: A metric is neither a ``Mean`` nor a ``GroupNumber``, or the group is not one of torch's own.
+        TypeError: A metric is neither a ``Mean`` nor a ``GroupNumber``, or the group is not a torch process group.
         RuntimeError: Another rank failed.
     """
     sums: dict[str, tuple[float, float]] = {}
@@ -185,15 +185,15 @@ def scalars(*calls: Mapping[str, Metric], prefix: str = "train/", group: Group |
 
 
 def measured_scalars(metrics: Mapping[str, Metric], *, group: Group | None = None) -> dict[str, float]:
-    """:func:`scalars` of one call that were measured, for a framework that averages what it gets."""
+    """The :func:`scalars` of one call that were measured, for a framework that averages its metrics."""
     return {name: value for name, value in scalars(metrics, prefix="", group=group).items() if value == value}
 
 
 def agreed_scalars(metrics: Mapping[str, Metric], *, prefix: str) -> dict[str, float]:
     """:func:`scalars` of a micro-batch, for a framework that averages them and needs the same names on every rank.
 
-    A metric that this rank did not measure is the mean of the ranks that did. A metric that no rank measured is left
-    out. Every rank must call it for each of its micro-batches; with Megatron, every rank of a data-parallel group.
+    A metric that this rank did not measure is the mean of the ranks that did. A metric that no rank measured is
+    omitted. Every rank must call it for each of its micro-batches; with Megatron, every rank of a data-parallel group.
     """
     own, megatron = scalars(metrics, prefix=prefix), initialized_megatron()
     if not own:
@@ -218,7 +218,7 @@ def _terms(calls: Sequence[Mapping[str, Metric]]) -> list[tuple[str, float, floa
     terms = []
     for (name, metric), (total, count) in zip(metrics, pairs, strict=True):
         if not isinstance(metric, Mean):
-            # A number of all ranks counts once where it was measured.
+            # A group metric counts once if it was measured.
             total, count = (0.0, 0.0) if math.isnan(total) else (total, 1.0)
         terms.append((name, total, count))
     return terms
@@ -229,4 +229,4 @@ def _pair(name: str, metric: Metric) -> tuple[Tensor, Tensor]:
         return metric.total, metric.count
     if isinstance(metric, GroupNumber):
         return metric.number, metric.number
-    raise TypeError(f"{name} is a {type(metric).__name__}, no metric of mis_ext: a Mean or a GroupNumber")
+    raise TypeError(f"{name} is a {type(metric).__name__}, not a metric of mis_ext (a Mean or a GroupNumber)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of per-sample tensors, as the frameworks hold them, to packed tensors and back."""
+"""Conversion of lists of per-sample tensors, as in the frameworks, to packed tensors and back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups
 
 Refuse = Callable[[Sequence[float]], None]
-"""Refuses values by their smallest and largest."""
+"""Refuses values by their minimum and maximum."""
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:
-    """``[sum of lengths]``: the samples one after the other, on ``device``; None is no samples."""
+    """``[sum of lengths]``: the concatenated samples on ``device``; None means no samples."""
     samples = [] if samples is None else samples
     try:
         found = tuple(map(Tensor.numel, samples))
-        # Not copied into another list, which at 256 samples shows in the time of a call.
+        # Not copied into another list: with 256 samples this is measurable in a call.
         samples = samples if isinstance(samples, (list, tuple)) else [*samples]
         packed = torch.cat(samples) if found else torch.empty(0)
     except (TypeError, RuntimeError):
@@ -37,44 +37,44 @@ def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *,
 
 def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
     """One tensor per sample of whole responses."""
-    # Not tracked as views, which is faster; no one needs to know that a mask and its neighbour share memory.
+    # Not tracked as views, which is faster. No caller depends on the shared memory of the masks.
     return [*torch.unsafe_split_with_sizes(values_R, layout.response_lengths)]
 
 
 def check_mask(mask: Tensor) -> None:
-    """Refuse a mask that says of a token neither that it is trained nor that it is not. Waits for the device."""
+    """Refuse a mask with NaN, infinite or negative values. Waits for the device."""
     extremes = extremes_of(mask)
     if extremes is not None:
         refuse_mask(extremes.tolist())
 
 
 def extremes_of(values: Tensor) -> Tensor | None:
-    """``[2]``: the smallest and largest value, NaN where one is NaN; None where nothing can be wrong."""
+    """``[2]``: the smallest and largest value, NaN if one is NaN; None if no value can be wrong."""
     if values.dtype in (torch.bool, torch.uint8) or values.numel() == 0:
         return None
     return torch.stack(values.aminmax())
 
 
 def refuse_divisors(extremes: Sequence[float]) -> None:
-    """Refuse divisors with these numbers of :func:`extremes_of`."""
+    """Refuse divisors by the values of :func:`extremes_of`."""
     low, high = extremes
     if not 0.0 < low <= high < math.inf:
         raise ValueError(f"divisors has values from {low:g} to {high:g}: each must be finite and above 0")
 
 
 def refuse_mask_sums(extremes: Sequence[float]) -> None:
-    """Refuse what the framework calls sums of masks, with these numbers of :func:`extremes_of`."""
+    """Refuse the framework's sums of masks by the values of :func:`extremes_of`."""
     low, high = extremes
     if not 0.0 <= low <= high < math.inf:
         raise ValueError(f"rollout_mask_sums has values from {low:g} to {high:g}: each must be finite and at least 0")
 
 
 def stack_mask_sums(given: Any, num_samples: int) -> Tensor:
-    """``[S]``: the tokens of each sample's rollout, as the framework gives them: a list or a tensor."""
+    """``[S]``: the tokens of each sample's rollout, from a list or a tensor of the framework."""
     is_list = isinstance(given, Sequence) and any(isinstance(each, Tensor) for each in given)
     sums_S = torch.stack([*given]) if is_list else torch.as_tensor(given)
     if sums_S.shape != (num_samples,):
-        raise ValueError(f"rollout_mask_sums has shape {list(sums_S.shape)}, there are {num_samples} samples")
+        raise ValueError(f"rollout_mask_sums has shape {list(sums_S.shape)}, but there are {num_samples} samples")
     return sums_S
 
 
@@ -89,7 +89,7 @@ def refuse_mask(extremes: Sequence[float]) -> None:
 
 
 def check_samples(name: str, samples: Any) -> None:
-    """Refuse what is no list of 1-D tensors on one device."""
+    """Refuse values other than a list of 1-D tensors on one device."""
     if not isinstance(samples, (Sequence, Tensor)):
         raise TypeError(f"{name} must be a list of 1-D tensors, got {type(samples).__name__}")
     for index, sample in enumerate(samples):
@@ -98,12 +98,12 @@ def check_samples(name: str, samples: Any) -> None:
         if sample.dim() != 1:
             raise ValueError(f"{name}[{index}] must be a 1-D tensor, got shape {list(sample.shape)}")
         if sample.device != samples[0].device:
-            raise ValueError(f"{name}[{index}] is on {sample.device}, {name}[0] on {samples[0].device}")
+            raise ValueError(f"{name}[{index}] is on {sample.device}, but {name}[0] is on {samples[0].device}")
 
 
 def is_absent(samples: Sequence[Tensor] | None) -> bool:
     """True if the framework has no such samples: None or an empty list."""
-    # Not the truth of a tensor, which would be read from the device.
+    # The truth value of a tensor would be read from the device.
     return samples is None or (isinstance(samples, (list, tuple)) and not samples)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prime-rl: the full policy loss of mis_ext as its custom loss, one packed sample a call."""
+"""prime-rl: the full policy loss of mis_ext as its custom loss, one packed sample per call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     """The sum over the tokens of a sample, which prime-rl divides by the tokens of the whole batch.
 
     Args:
-        inputs: prime-rl's ``LossInputs``. It has no proximal log-probs: a method that looks at them is refused.
+        inputs: prime-rl's ``LossInputs``. It has no proximal log-probs: a method that needs them is refused.
         keys: A mapping or the path of a YAML file, under ``[trainer.loss.kwargs]``.
 
     Returns:
@@ -28,7 +28,7 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
     from prime_rl.trainer.rl.loss import LossOutputs
 
     given = _keys_in(keys) if isinstance(keys, Mapping) else _keys_of_file(keys)
-    # In prime-rl a weight multiplies the loss of a token, as a fractional mask does here.
+    # In prime-rl a weight multiplies the loss of a token, like a fractional mask here.
     mask = inputs.loss_mask.float() if inputs.loss_weights is None else inputs.loss_mask * inputs.loss_weights
     found = policy_loss_from_log_probs(
         given,
@@ -39,13 +39,13 @@ def loss(inputs: Any, *, keys: Keys) -> Any:
         response_mask=mask,
         layout=PackedLayout.whole([len(mask)], device=mask.device),
     )
-    # prime-rl averages over samples, of which those of its empty micro-batches have no token.
+    # prime-rl averages over samples. Samples of its empty micro-batches have no token.
     numbers = measured_scalars(found.metrics)
-    # It puts its own loss of a micro-batch under this name, in one list with ours.
+    # prime-rl adds its own loss of a micro-batch to the same list under this name.
     numbers.pop("loss", None)
     return LossOutputs(loss=found.total, metrics={name: torch.tensor(value) for name, value in numbers.items()})
 
 
 _keys_in = functools.partial(keys_in, "prime-rl", calculate_per_token_loss=True, use_rollout_logprobs=True)
 _keys_of_file = functools.cache(_keys_in)
-"""Of a path; the loss is called for each sample."""
+"""Cached by path, because the loss is called for each sample."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ROLL: our weights and masks instead of its train-infer correction."""
+"""ROLL: weights and masks of mis_ext replace its train-infer correction."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mis_ext.keys.reading import Keys
 
 
 def register(keys: Keys) -> None:
-    """Replace the one function that computes ROLL's correction, for ROLL has no registration of it.
+    """Replace the function that computes ROLL's correction, because ROLL has no registry for it.
 
-    It acts in this process, the driver: ROLL corrects a whole batch there with ``enable_old_logprobs_recompute: true``.
-    Without that setting its workers correct, in processes of their own, and nothing of ours runs.
+    It is replaced in this process, the driver. With ``enable_old_logprobs_recompute: true`` ROLL corrects a whole batch
+    there. Without that setting, its workers correct in their own processes, and mis_ext does not run.
 
     Raises:
-        ValueError: A key is of the full policy loss, which stays ROLL's.
+        ValueError: A key belongs to the full policy loss, but ROLL keeps its own loss.
     """
     from roll.utils import train_infer_corrections
 

@@ -16,7 +16,7 @@ from mis_ext.validation import check_entries
 
 
 def device_of_rollout(rollout_data: Mapping[str, Any]) -> torch.device:
-    """Where the masks are; of masks of a wrong type, where collectives are, in which other ranks hear of it."""
+    """The device of the masks. If they have a wrong type, the device of the collectives that report this error."""
     masks = rollout_data.get("loss_masks")
     return device_of(*masks if isinstance(masks, Sequence) else ())
 
@@ -33,13 +33,13 @@ def pack_rollout(
     """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
 
     Args:
-        rollout_data: What a hook of the whole rollout gets: ``log_probs``, ``rollout_log_probs``, ``loss_masks``,
+        rollout_data: The data of a hook of the whole rollout: ``log_probs``, ``rollout_log_probs``, ``loss_masks``,
             ``total_lengths``, ``response_lengths``.
-        groups: Where this rank stands: it says which tokens of a response are here.
+        groups: The position of this rank, which determines its tokens of a response.
         rollout_id: Number of the rollout, for the message.
-        device: Where the tensors go.
-        key: Who asks, for the message.
-        remedy: What to do where the framework has not scored the rollout, for the message.
+        device: The device of the tensors.
+        key: The key that needs the rollout, for the message.
+        remedy: What to do if the framework has not scored the rollout, for the message.
     """
     check_entries("rollout_data", rollout_data, ("response_lengths", "total_lengths", "loss_masks"))
     sides = ("log_probs", "rollout_log_probs")
@@ -63,18 +63,18 @@ def pack_rollout(
 
 
 class TokenLags:
-    """The lag of every token of a rollout, found again in a micro-batch.
+    """The lag of every token of a rollout, for lookup in a micro-batch.
 
-    The frameworks tell a correction neither which samples it sees nor anything of their versions. But what they give it
-    of the behavior log-probs are the tensors of the rollout themselves.
+    The frameworks pass a correction neither the indices of its samples nor their versions. But the behavior log-probs
+    that they pass are the tensors of the rollout themselves.
 
     Args:
         samples: Behavior log-probs of this rank's tokens, per sample.
-        lags: Per sample ``[length]``, NaN where no one knows.
+        lags: Per sample ``[length]``, NaN if unknown.
     """
 
     def __init__(self, samples: Sequence[Tensor], lags: Sequence[Tensor]) -> None:
-        # Both are held: no other tensor can lie at their place.
+        # Both are kept, so no other tensor can have their address.
         pairs = zip(samples, lags, strict=True)
         self._by_place = {sample.data_ptr(): (sample, lag) for sample, lag in pairs if sample.numel()}
 
@@ -82,11 +82,11 @@ class TokenLags:
         """The lags of some of the samples, in their order.
 
         Raises:
-            ValueError: One is none of the rollout's.
+            ValueError: A sample does not belong to the rollout.
         """
         found = []
         for sample in samples:
-            # What is empty lies at no place.
+            # An empty tensor has no address.
             lag = sample if sample.numel() == 0 else self._by_place.get(sample.data_ptr(), (None, None))[1]
             if lag is None or lag.numel() != sample.numel():
                 raise ValueError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: the configuration that is read of ``args``, and the session that checks the calls.
+"""Runs: the configuration that is read from ``args``, and the session that checks the calls.
 
-Nothing else reads ``args``, whatever kind of object it is. The frameworks give a correction function nowhere to keep
-anything, so it is kept here and not on ``args``: Megatron pickles ``args`` into every checkpoint.
+No other module reads ``args``, which may be any kind of object. The frameworks give a correction function no place for
+state. It is kept here and not on ``args``, because Megatron pickles ``args`` into every checkpoint.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from mis_ext.hosts.rollout_data import TokenLags
 
 _LOG = logging.getLogger("mis_ext")
-_PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in the function there"
+_PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in your function at this flag"
 _NO_LAGS = (
     f"mis_staleness: the tokens have no lag: in slime and Miles {_PREPARE}; elsewhere call policy_loss_from_log_probs, "
     "which has the argument lag"
 )
 _WHO_STORES = {
     "rollout_log_probs": "the rollout function must store the inference engine's log-probs",
-    "train_log_probs": "the host must score the rollout with the trainer before training",
+    "train_log_probs": "the framework must score the rollout with the trainer before training",
 }
 
 
@@ -51,13 +51,14 @@ class Session:
     """Corrects the micro-batches of one run, with one configuration (or a mapping of its keys).
 
     Attributes:
-        token_lags: Lags of the tokens of the current rollout, or why there are none. The caller sets them per rollout.
-        rollout_seen: Whether the rollout was prepared, as keys of prompts require. The caller sets it.
+        token_lags: Lags of the tokens of the current rollout, or the reason why there are none. The caller sets them
+            per rollout.
+        rollout_seen: Whether the rollout was prepared, which keys of prompts require. The caller sets it.
     """
 
     def __init__(self, config: CorrectionConfig | Mapping[str, Any]) -> None:
         self.config = config_given(config)
-        # A rank whose memory is full must know already in which collectives it reports its error.
+        # Compute the plan now: a rank that runs out of memory needs it to report its error.
         plan_of(self.config)
         self.rollout_seen = False
         self.token_lags: TokenLags | str = _NO_LAGS
@@ -108,7 +109,7 @@ class Session:
         return pack("lags", self.token_lags.of([] if samples is None else samples), lengths, device=device)
 
     def join_without_data(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> None:
-        """Take part in a call without data: no token of this rank counts.
+        """Join a call without data: no token of this rank counts.
 
         Raises:
             RuntimeError: Another rank failed.
@@ -131,8 +132,8 @@ class Session:
         """Do local work before the collectives of a call: an error is raised after the other ranks have received it.
 
         It is sent in the collectives of a correction, if the call ``corrects``, and then over ``status_groups``, where
-        others call :meth:`exchange_status`. ``failed``: an error that there is already, instead of the work.
-        ``response_lengths``: a rank without them gives the masks of its responses.
+        other ranks call :meth:`exchange_status`. ``failed``: an existing error, which is raised instead of the work.
+        ``response_lengths``: a rank without them passes the masks of its responses.
         """
         try:
             if failed is not None:
@@ -142,17 +143,17 @@ class Session:
             # The first error is raised, even if a group fails too.
             with contextlib.suppress(Exception):
                 if corrects and not groups.is_alone:
-                    # Only context-parallel ranks have messages as long as those of this rank. Without lengths, it
-                    # sends none.
+                    # Only context-parallel ranks have messages of the same length. Without lengths, this rank sends
+                    # none.
                     lengths = () if groups.cp_group is None else tuple(map(_as_integer, response_lengths))
                     due_of(self.config, lengths, groups.cp_group, groups.dp_group, device=device).tell()
                 _due_status(status_groups, device).tell()
             raise
 
     def exchange_status(self, groups: Sequence[Group], *, device: torch.device) -> Exception | None:
-        """Exchange with other ranks whether a call failed, if no correction does; raise if it did.
+        """Exchange with other ranks whether a call failed, if no correction does this; raise if it failed.
 
-        Returns an error of this rank after the exchange, of which the others do not know.
+        Returns an error of this rank after the exchange, which the other ranks do not know.
         """
         if not groups:
             return None
@@ -166,14 +167,14 @@ class Session:
         return None
 
     def check_range(self, values: Tensor, refuse: Refuse) -> None:
-        """Refuse values by the smallest and largest of them; masks in the first and some later calls."""
+        """Refuse values by their minimum and maximum; masks only in the first and some later calls."""
         every = 1 if refuse is refuse_divisors else guards.CALLS_PER_LOOK
         self._ranges.setdefault(refuse, guards.Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
 
     def report(self, guard: GuardName | None, message: str, *, once: str | None = None) -> None:
-        """Raise, or warn if ``mis_guard`` allows it, if nothing is corrected, or if no guard stops it.
+        """Raise an error. Warn instead if ``mis_guard`` allows it, if nothing is corrected, or without a guard.
 
-        The warning is given once, by default by its text.
+        A warning is given once per ``once``, by default its text.
         """
         if guard is not None and self.config.stops(guard):
             cure = f"To downgrade this error to a warning, set mis_guard: {{{guard}: warn}}"
@@ -183,7 +184,7 @@ class Session:
             warnings.warn(message, MismatchWarning, stacklevel=4)
 
     def report_missing(self, name: str) -> None:
-        """Report that ``rollout_log_probs`` or ``train_log_probs`` are missing, if they would be corrected."""
+        """Report that ``rollout_log_probs`` or ``train_log_probs`` are missing, if the run corrects."""
         if not self.config.metrics_only:
             self.report("missing_log_probs", f"{name} are missing: {_WHO_STORES[name]}")
 
@@ -216,9 +217,9 @@ class Session:
 
 
 def _as_integer(length: Any) -> int:
-    """A length on a rank that failed, perhaps because it is no integer: 0 where it is no number either.
+    """A length on a failed rank. It may be the reason for the error: 0 if it is not a number.
 
-    Where other context-parallel ranks have other lengths, messages over tokens have other shapes there. A mask is as
+    If context-parallel ranks have different lengths, their messages over tokens have different shapes. A mask is as
     long as its response.
     """
     if isinstance(length, Tensor) and length.dim() == 1:
@@ -230,12 +231,12 @@ def _as_integer(length: Any) -> int:
 
 
 def _due_status(groups: Sequence[Group], device: torch.device) -> Due:
-    """A status of ranks alone, where no correction exchanges it; in every call of one shape."""
+    """Only the status of ranks, if no correction exchanges it; it has the same shape in every call."""
     return Due([Message((1,), torch.float32, group) for group in groups], device)
 
 
 def _statuses_of_ranks(groups: Sequence[Group], device: torch.device) -> Tensor:
-    """``[W, 1]``: the statuses of the ranks of the last group, each the highest of its other groups."""
+    """``[W, 1]``: the statuses of the ranks of the last group, each the maximum over its other groups."""
     due = _due_status(groups, device)
     with due.told_of_errors():
         status = torch.full((1,), -torch.inf, device=device)
@@ -252,17 +253,17 @@ _READ = dict.fromkeys((*ARGUMENTS, *OF_OTHERS))
 
 
 def read_argument(args: Any, name: str) -> Any:
-    """``args.name``, None where there is none: of a namespace, a dataclass, a wrapper, or a mapping."""
+    """``args.name`` of a namespace, a dataclass, a wrapper, or a mapping; None if there is none."""
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 
 def all_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments of a configuration, and the names of all others, to find misspellings.
+    """Return the arguments of a configuration, and the names of all other arguments, to find misspellings.
 
-    Includes attributes of classes, properties, and the arguments of a wrapper. Others' properties are not called.
+    Includes class attributes, properties, and the arguments of a wrapper. Other properties are not called.
 
     Raises:
-        TypeError: ``args`` can hold no keys: all of them would be absent, and nothing would be corrected.
+        TypeError: ``args`` cannot hold keys: all keys would be absent, and nothing would be corrected.
     """
     if args is None or isinstance(args, (Sequence, Path, CorrectionConfig, Session)):
         raise TypeError(
@@ -271,16 +272,16 @@ def all_arguments(args: Any) -> dict[str, Any]:
         )
     names = [*args] if isinstance(args, Mapping) else [name for name in dir(args) if not name.startswith("_")]
     values = {name: read_argument(args, name) for name in _READ}
-    # A wrapper may say None for whatever it does not have: that is not the null of a file.
+    # A wrapper may return None for an absent name, which is not the null of a file.
     ours = {name: value for name, value in values.items() if value is not None or name in names}
-    # A value that is not read is a word of its own: the name may be a misspelled key.
+    # Keep the names of other values with a placeholder: a name may be a misspelled key.
     return dict.fromkeys(names, "not read") | ours
 
 
 class Run(NamedTuple):
     """The settings of a run, read from its arguments, and the state that it keeps between calls.
 
-    ``failed``: an error found before the call's work. ``local_work`` raises it, so that the other ranks are told.
+    ``failed``: an error from before the call's work. ``local_work`` raises it, so that other ranks learn of it.
     """
 
     config: RunConfig
@@ -288,14 +289,14 @@ class Run(NamedTuple):
     failed: Exception | None = None
 
     def check_rollout(self) -> None:
-        """Refuse a rollout that was not prepared: the user's function at a flag may not call that of mis_ext."""
+        """Refuse a rollout that was not prepared: a custom function at the flag may not call prepare_rollout."""
         key = self.config.group.needs_rollout
         if key and not self.session.rollout_seen:
             raise ValueError(f"{key}: mis_ext.prepare_rollout was not called before the loss: {_PREPARE}")
 
 
 _runs: OrderedDict[int | str, tuple[Run, Any]] = OrderedDict()
-"""The runs that were used last, by the identity of their ``args``, which are held, or by the content of a mapping."""
+"""The most recent runs, by the identity of their ``args``, which are kept, or by the content of a mapping."""
 
 
 def session_for(args: Any) -> Session:
@@ -304,7 +305,7 @@ def session_for(args: Any) -> Session:
 
 
 def current_run(args: Any, *, whole_loss: bool = False) -> Run:
-    """The run of this ``args`` object, or of mappings with this content, which is read once.
+    """The run of this ``args`` object, or of mappings with this content. It is read once.
 
     The object is the same for all micro-batches of a run. ``whole_loss``: read and check the full policy loss too.
     """
@@ -312,7 +313,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
     key: int | str = id(args)
     if isinstance(args, Mapping):
-        # What is not read may change, also on one rank alone.
+        # Values that are not read may change, also on only one rank.
         key = repr({name: args[name] if name in _READ else None for name in args})
     before, _ = _runs.get(key, (None, None))
     if before is not None and (before.config.whole_loss is not None or not whole_loss):
@@ -322,13 +323,14 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     config = read_config(given, whole_loss=whole_loss)
     session = Session(config.correction) if before is None else before.session
     session.config = config.correction
-    # prepare_rollout reads these keys before a custom loss, which corrects with use_tis only. The hook reports itself.
+    # prepare_rollout reads these keys before a custom loss, which corrects only with use_tis. The hook reports this
+    # itself.
     is_other = not whole_loss and given.get("loss_type") == "custom_loss" and not given.get("use_tis")
     if config.double_correction is not None and not is_other:
         session.report("double_correction", config.double_correction)
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
         measure = "to measure only, use the preset metrics_only"
-        session.report(None, f"--get-mismatch-metrics with use_tis: true does change loss and masks; {measure}")
+        session.report(None, f"--get-mismatch-metrics with use_tis: true changes loss and masks; {measure}")
     _runs[key] = Run(config, session), args
     if len(_runs) > _MAX_HELD:
         _runs.popitem(last=False)
@@ -336,7 +338,7 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
 
 
 _met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Of each session the calls in which all ranks have read their keys. Beside the session, which can be copied."""
+"""The calls of each session in which all ranks have read their keys. Not in the session, which can be copied."""
 
 
 def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: bool = False) -> Run:
@@ -351,7 +353,7 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     try:
         run = current_run(args, whole_loss=whole_loss)
     except Exception as error:
-        # If this is a later call for the others, the backend may end this process.
+        # If this is a later call for the other ranks, the backend may end this process.
         _log(error)
         with contextlib.suppress(Exception):
             _due_status(together, device).tell()
@@ -362,13 +364,14 @@ def shared_run(args: Any, groups: Groups, *, device: torch.device, whole_loss: b
     if together:
         statuses = _statuses_of_ranks(together, device)
         try:
-            # Nothing can be read while a CUDA graph is captured.
+            # No value can be read while a CUDA graph is captured.
             if not (statuses.is_cuda and torch.cuda.is_current_stream_capturing()):
                 guards.raise_if_failed([float(statuses.amax())])
         except guards.RankFailed:
             raise
         except Exception as error:
-            # The others have heard that all could read their keys. A pipeline stage without a loss only logs this.
+            # The other ranks assume that all ranks could read their keys. A pipeline stage without a loss only logs
+            # this.
             _log(error)
             run = run._replace(failed=error)
     met.add(call)

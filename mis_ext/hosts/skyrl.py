@@ -14,10 +14,10 @@ from mis_ext.keys.reading import Keys
 
 
 class _Number(float):
-    """A metric of a micro-batch. One that measured nothing is no term of the mean, maximum, or minimum over them.
+    """A metric of a micro-batch. The mean, maximum or minimum over micro-batches skips one that measured nothing.
 
-    SkyRL takes ``sum(numbers) / len(numbers)``, ``max(numbers)``, or ``min(numbers)``, where a NaN could be the result.
-    A name that is left out could be missing on one rank alone, and the ranks reduce one name after the other.
+    SkyRL computes ``sum(numbers) / len(numbers)``, ``max(numbers)``, or ``min(numbers)``, which could become NaN. A
+    name must not be omitted: it could be missing on only one rank, and the ranks reduce one name after the other.
     """
 
     terms: list[float]
@@ -45,11 +45,11 @@ class _Number(float):
 
 
 def register(keys: Keys) -> None:
-    """Register the policy loss ``mis_ext``, before SkyRL starts its workers: it sends its registry to them.
+    """Register the policy loss ``mis_ext``, before SkyRL starts its workers and sends them its registry.
 
     Raises:
         OSError: The file of keys cannot be read.
-        TypeError: They are no mapping.
+        TypeError: The keys are not a mapping.
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
@@ -65,7 +65,7 @@ def register(keys: Keys) -> None:
     ) -> tuple[Tensor, dict[str, float]]:
         if loss_mask is None:
             raise ValueError("loss_mask is missing: mis_ext needs it to find the tokens of the response")
-        # SkyRL's advantages are divided by the size of the batch: the sum over tokens is what it asks for.
+        # SkyRL divides its advantages by the batch size, so it expects the sum over tokens.
         found = policy_loss_from_log_probs(
             given,
             current_logprobs=log_probs,

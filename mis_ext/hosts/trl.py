@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL: our weights in the losses of its ``GRPOTrainer``, or the full policy loss of mis_ext; the keys say which."""
+"""TRL: weights of mis_ext in the losses of its ``GRPOTrainer``, or the full policy loss of mis_ext, by its keys."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LOST = {
     "aux_loss_enabled": False,
 }
 _UNCUT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Default sampling of TRL, which is from the distribution that its trainer scores."""
+"""Default sampling of TRL: from the same distribution that its trainer scores."""
 
 
 class MisTrainer:
     """``class Trainer(MisTrainer, GRPOTrainer): pass``, with the argument ``mis_keys``: a mapping, or a path of YAML.
 
     Raises:
-        ValueError: A key is wrong, which is said before the model loads, or a setting of the trainer does not fit.
+        ValueError: A key is wrong, which is checked before the model loads, or a setting of the trainer does not fit.
     """
 
     def __init__(self: Any, *args: Any, mis_keys: Keys, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class MisTrainer:
         correction = correct_padded(self.mis_session, **streams, dp_group=dist.group.WORLD)
         log_metrics(self, correction.metrics)
         weights = torch.where(correction.keep_mask, correction.weights, 0.0)
-        # VESPO sums logarithms over padding too: there a ratio of 1 adds nothing.
+        # VESPO sums logarithms over padding too, where a ratio of 1 adds nothing.
         return found | {"importance_sampling_ratio": torch.where(mask > 0, weights, 1.0)}
 
     def _get_per_token_logps_and_entropies(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,8 +71,8 @@ class MisTrainer:
         return scores
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, or the error that this trainer has a loss of its own."""
-        # Liger's loss in older versions of TRL gets our ratio, but not the full policy loss of mis_ext.
+        """TRL's loss; refuse a trainer that computes its own loss."""
+        # In older versions of TRL, Liger's loss gets our ratio, but not the full policy loss of mis_ext.
         self._mis_is_in_loss = self.mis_loss is None and getattr(self, "use_liger_kernel", False)
         loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
         if not self._mis_is_in_loss:
@@ -93,10 +93,10 @@ class MisTrainer:
 
 
 def session_for(trainer: Any, keys: dict[str, Any]) -> Session:
-    """The session of the correction whose weights multiply a loss of TRL's.
+    """The session of the correction whose weights multiply TRL's loss.
 
     Raises:
-        ValueError: VESPO, which multiplies the ratios of a sequence itself, would get ones that are no token's.
+        ValueError: VESPO multiplies the ratios of a sequence itself, so it needs the ratios of tokens.
     """
     config = config_given(keys_in("TRL", keys, calculate_per_token_loss=trainer.loss_type not in ("grpo", "sapo")))
     is_of_tokens = config.weight is None or (config.weight.level == "token" and config.normalize_over is None)
@@ -113,7 +113,7 @@ class WholeLoss:
     """The part of a micro-batch in the mean over a step, and its metrics.
 
     Raises:
-        ValueError: A setting of the trainer would be lost, or its ``loss_type`` is no way to divide.
+        ValueError: A setting of the trainer would be lost, or its ``loss_type`` does not select a denominator.
     """
 
     def __init__(self, trainer: Any, keys: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class WholeLoss:
         if trainer.loss_type not in ("grpo", *_TOKEN_SUMS):
             raise ValueError(
                 f"loss_type={trainer.loss_type} with keys of the full policy loss: use grpo, "
-                f"{', '.join(_TOKEN_SUMS)}, which then only select the denominator"
+                f"{', '.join(_TOKEN_SUMS)}, which only select the denominator here"
             )
         kl = {"use_kl_loss": True, "kl_loss_coef": trainer.beta, "kl_loss_type": "k3"}
         kl |= {"use_unbiased_kl": trainer.args.use_bias_correction_kl}
@@ -137,8 +137,8 @@ class WholeLoss:
         uses_behavior = run.config.loss.settings.needs_behavior or corrects
         if uses_behavior and not (trainer.use_vllm or trainer.rollout_func):
             raise ValueError(
-                "behavior log-probs are missing, and these keys need them: TRL has them with use_vllm=True, or with a "
-                "rollout_func that returns them"
+                "behavior log-probs are missing, but these keys need them: set use_vllm=True, or use a rollout_func "
+                "that returns them"
             )
         if uses_behavior:
             _warn_if_cut(trainer)
@@ -174,7 +174,7 @@ class WholeLoss:
 def _warn_if_cut(trainer: Any) -> None:
     more = getattr(trainer.args, "generation_kwargs", None) or {}
     found = {name: more.get(name, getattr(trainer, name, uncut)) for name, uncut in _UNCUT.items()}
-    # Before TRL had 0 for it, and in vLLM, a top_k of -1 or None keeps all tokens.
+    # In older TRL and in vLLM, a top_k of -1 or None keeps all tokens.
     is_cut = {name: value is not None and value != _UNCUT[name] and value != -1 for name, value in found.items()}
     named = ", ".join(f"{name}={value}" for name, value in found.items() if is_cut[name])
     if named:
@@ -188,10 +188,10 @@ def _warn_if_cut(trainer: Any) -> None:
 
 
 def log_metrics(trainer: Any, metrics: Mapping[str, Metric]) -> None:
-    """Put them among the trainer's own, each the mean over all ranks; ``mis_loss/`` before what TRL may have too."""
+    """Add metrics to the trainer's, as means over all ranks, with the prefix ``mis_loss/`` if TRL may use the name."""
     if not metrics:
         return
-    # A number of all ranks is the same on each of them.
+    # A group metric is the same on each rank.
     pairs = [
         (m.total, m.count) if isinstance(m, Mean) else (m.number, torch.ones_like(m.number)) for m in metrics.values()
     ]

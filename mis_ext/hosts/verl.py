@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl: our correction in its trainer and its bypass mode, or the full policy loss of mis_ext; the keys say which."""
+"""verl: the correction in its trainer and its bypass mode, or the full policy loss of mis_ext, by its keys."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 _SEQUENCES = "seq-mean-token-mean"
 _MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", _SEQUENCES)
 _OWN = {"gspo": "gspo", "sapo": "sapo", "gmpo": "geo_mean"}
-"""Methods whose loss in verl is a mean over sequences whatever ``loss_agg_mode`` says: which of them, its version says.
+"""Methods whose loss in verl may be a mean over sequences for any ``loss_agg_mode``, depending on the version.
 """
 
 
 def register(keys: Keys) -> None:
-    """Put mis_ext into this process of verl; as one of ``VERL_USE_EXTERNAL_MODULES`` with the file ``MIS_EXT_KEYS``.
+    """Install mis_ext in this verl process, also through ``VERL_USE_EXTERNAL_MODULES`` with the file ``MIS_EXT_KEYS``.
 
-    Without a key of the full policy loss, verl's losses get our weights, masks and metrics: its function that computes
-    them is replaced, for verl has no registration of it. With one, the policy losses ``mis_ext`` (three policies) and
-    ``bypass_mode`` (two) are ours, and every other name raises.
+    Without a key of the full policy loss, verl's losses get our weights, masks and metrics: the function that computes
+    them is replaced, because verl has no registry for it. With such a key, the policy losses ``mis_ext`` (three
+    policies) and ``bypass_mode`` (two) are those of mis_ext, and every other name raises an error.
     """
     from verl.protocol import DataProto
     from verl.trainer.ppo import core_algos, rollout_corr_helper
@@ -41,7 +41,7 @@ def register(keys: Keys) -> None:
 
     def correct(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, **_: Any) -> tuple[Any, ...]:
         if session is None:
-            # This field is the only one in which verl hands anything of the behavior policy on to a loss.
+            # This is the only field in which verl passes data of the behavior policy to a loss.
             return DataProto.from_dict({"rollout_is_weights": rollout_log_prob}), response_mask, {}
         streams = {"proximal_logprobs": old_log_prob, "behavior_logprobs": rollout_log_prob}
         found = correct_padded(session, **streams, response_mask=response_mask)
@@ -50,13 +50,14 @@ def register(keys: Keys) -> None:
 
     def correct_alone(**_: Any) -> None:
         raise ValueError(
-            "a trainer on verl's functions, as rLLM, asks for weights alone: mis_ext would get no log-probs, and its "
-            "masks would be lost; write rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: true} and "
-            "rllm.algorithm.loss_fn: bypass_mode, with keys of the full policy loss, or of weights and filters"
+            "a trainer on verl's functions, such as rLLM, requests only weights: mis_ext would get no log-probs, "
+            "and its masks would be lost; write rllm.algorithm.rollout_correction: {tis_mode: null, bypass_mode: "
+            "true} and rllm.algorithm.loss_fn: bypass_mode, with keys of the full policy loss, or of weights and "
+            "filters"
         )
 
     rollout_corr_helper.compute_rollout_correction_and_rejection_mask = correct
-    # verl calls it in the function that is replaced above, and nowhere else.
+    # verl calls it only in the function that is replaced above.
     rollout_corr_helper.compute_rollout_correction_weights = correct_alone
     if session is None:
         own = own_loss(core_algos, given)
@@ -68,20 +69,20 @@ def register(keys: Keys) -> None:
 
 
 def own_loss(core_algos: Any, given: dict[str, Any]) -> PolicyLoss | None:
-    """The loss of verl of the method of these keys, if it may not follow ``loss_agg_mode``."""
+    """The loss in verl of the method in these keys, if it may not follow ``loss_agg_mode``."""
     method = given.get("mis_loss_method")
     name = None if method is None else choose_method("mis_loss_method", method).name
     return getattr(core_algos, f"compute_policy_loss_{_OWN.get(name or '')}", None)
 
 
 def whole_loss(given: dict[str, Any], *, is_bypass: bool, own: PolicyLoss | None = None) -> PolicyLoss:
-    """A policy loss as verl calls it: the mean over its global batch, and metrics of the micro-batch.
+    """A policy loss for verl: the mean over its global batch, and metrics of the micro-batch.
 
     Args:
         given: The keys.
-        is_bypass: What verl calls old log-probs are those of the behavior policy; a method that looks at the proximal
-            one is refused.
-        own: verl's own loss of the same method. Where it does not follow ``loss_agg_mode``, ours does not either.
+        is_bypass: verl's old log-probs are those of the behavior policy. A method that needs the proximal policy is
+            refused.
+        own: verl's own loss of the same method. If it does not follow ``loss_agg_mode``, ours does not either.
     """
     keys: dict[str, dict[str, Any]] = {}
     modes: dict[str, str] = {}
@@ -126,19 +127,19 @@ def _mode_that_acts(said: str, own: PolicyLoss | None, config: Any) -> str:
 
 
 def _follows(own: PolicyLoss, config: Any) -> bool:
-    """True if a loss of verl gives every token the same slope as a mean over tokens."""
+    """True if verl's loss gives every token the same slope, as a mean over tokens does."""
     with torch.enable_grad():
         current = torch.zeros(2, 2, requires_grad=True)
         mask = torch.tensor([[1, 0], [1, 1]])
         streams = {"old_log_prob": torch.zeros(2, 2), "log_prob": current, "advantages": torch.ones(2, 2)}
         value, _ = own(**streams, response_mask=mask, loss_agg_mode="token-mean", config=config)
         (slope,) = torch.autograd.grad(value, current)
-    # A mean over sequences halves it where the response has two tokens.
+    # A mean over sequences halves the slope in a response of two tokens.
     return bool(slope[0, 0].abs() < 1.5 * slope[1, 0].abs())
 
 
 def refused(name: str) -> Callable[..., None]:
-    """A policy loss that stops a run in which verl's own one would take log-probs for weights."""
+    """A policy loss that stops a run in which verl's own loss would use log-probs as weights."""
 
     def loss(**_: Any) -> None:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's options of its rollout correction, as keys of ours that give the same weights and masks."""
+"""Conversion of verl's options of its rollout correction to keys that give the same weights and masks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLACES = (
     "rollout_correction",
     "actor_rollout_ref.actor.policy_loss.rollout_correction",
 )
-"""Places of the options in a configuration of verl; the first that exists counts."""
+"""Places of the options in a configuration of verl; the first existing place counts."""
 
 _SWITCHES = ("bypass_mode", "rollout_is_batch_normalize")
 _REDUCTIONS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
@@ -44,14 +44,14 @@ _FP16, _BF16 = ("float16", "fp16", "half"), ("bfloat16", "bf16")
 
 
 class Converted(NamedTuple):
-    """``keys``: what mis_ext is given. ``remarks``: what the keys cannot say, a sentence each."""
+    """``keys``: the keys for mis_ext. ``remarks``: sentences about settings that keys cannot express."""
 
     keys: dict[str, Any]
     remarks: tuple[str, ...]
 
 
 def options_in(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options in the whole of a configuration of verl, or in a file that has nothing else."""
+    """The options in a whole configuration of verl, or in a file with only these options."""
     for place in PLACES:
         found = _at(content, place)
         if isinstance(found, Mapping):
@@ -101,13 +101,16 @@ def convert_verl(options: Mapping[str, Any]) -> Converted:
     if given.get("rollout_rs") is not None:
         parts["gates"] = [*parts["gates"], *_gates(str(given["rollout_rs"]), given.get("rollout_rs_threshold"))]
     if is_bypass:
-        remarks.append(f"Stay in verl's configuration: bypass_mode: true, loss_type: {loss_type}.")
+        remarks.append(f"Keep in verl's configuration: bypass_mode: true, loss_type: {loss_type}.")
         remarks.append(
-            "Must be in it too, else verl corrects nothing: actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode "
+            "Add to it too, otherwise verl corrects nothing: "
+            "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode "
             "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
         )
         if "normalize_over" in parts:
-            remarks.append("verl's mean of weights is over all ranks in bypass mode, here over the rank's micro-batch.")
+            remarks.append(
+                "In bypass mode, verl's mean of weights is over all ranks; here it is over the rank's micro-batch."
+            )
     if not any(parts.values()):
         remarks.append("Nothing is corrected, as in verl: metrics only.")
         return Converted({"use_tis": False}, tuple(remarks))
@@ -124,8 +127,8 @@ def _weight(level: str, threshold: Any, *, is_normalized: bool) -> dict[str, Any
         return {"weight": {"level": level, "mode": "truncate", "high": high}, "gates": [], **mean}
     if is_normalized:
         raise ValueError(
-            f"rollout_is_batch_normalize with the range rollout_is_threshold={threshold!r}: verl's mean counts what is "
-            "outside as 0, which no key of a correction does; for tokens write mis_loss_method: {name: icepop, "
+            f"rollout_is_batch_normalize with the range rollout_is_threshold={threshold!r}: verl's mean counts "
+            "values outside as 0, which no key of a correction does; for tokens write mis_loss_method: {name: icepop, "
             "low: LOW, high: HIGH, normalize_over: all_tokens}, which is then per micro-batch"
         )
     low, high = (_number("rollout_is_threshold", part) for part in threshold.split("_", 1))
@@ -152,7 +155,7 @@ def _gate(name: str, spec: str) -> dict[str, Any]:
         return gate | {"statistic": estimate, "high": _number(f"rollout_rs_threshold of {name}", spec)}
     numbers = [_number(f"rollout_rs_threshold of {name}", part) for part in spec.split("_", 1)]
     low, high = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
-    # verl's band is of behavior / proximal, ours of proximal / behavior.
+    # verl's bounds are for behavior / proximal, ours for proximal / behavior.
     return gate | {"low": 1.0 / high, "high": 1.0 / low}
 
 

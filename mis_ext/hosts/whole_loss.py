@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The full policy loss of packed tokens, from log-probs and from hidden states, for custom trainers.
 
-:func:`tokens_for` says what a loss needs of the tokens, :func:`packed_loss` corrects them and computes their loss.
+:func:`tokens_for` selects the inputs of a loss. :func:`packed_loss` corrects them and computes the loss.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MISSING = {
 
 
 class TotalLoss(NamedTuple):
-    """Part of the loss of a batch that one call computes. Totals and counts of all calls and ranks are added.
+    """The part of a batch's loss from one call. Add the totals and counts of all calls and ranks.
 
-    ``total``: 0-dim with gradient: the sum over sequences of per-sequence means, or with ``calculate_per_token_loss``
-    over tokens. ``num_terms``: 0-dim, this call's sequences with a response token, or its response tokens; on a
-    context-parallel rank its share of them. ``metrics``: each a mean over the same terms, those of the correction over
-    the terms that were measured.
+    ``total``: 0-dim with gradient: the sum over sequences of per-sequence means, or the sum over tokens with
+    ``calculate_per_token_loss``. ``num_terms``: 0-dim, this call's sequences with a response token, or its response
+    tokens; on a context-parallel rank its share of them. ``metrics``: each a mean over the same terms; metrics of the
+    correction are over the measured terms.
     """
 
     total: Tensor
@@ -52,7 +52,7 @@ class TotalLoss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """0-dim, with gradient: ``total / num_terms``, the loss where one rank makes one call a step; 0 of nothing."""
+        """0-dim, with gradient: ``total / num_terms``, the loss if one rank makes one call per step; 0 if empty."""
         return self.total / torch.where(self.num_terms > 0.0, self.num_terms, 1.0)
 
 
@@ -78,26 +78,25 @@ def policy_loss_from_log_probs(
     packed: tensors are ``[T]``, the mask ``[R]`` (the same without context parallelism).
 
     Args:
-        args: A mapping, or a namespace, the same object for all calls of a run, with the keys of
-            docs/reference/policy_loss_keys.md.
+        args: A mapping or a namespace with the keys of docs/reference/policy_loss_keys.md. A namespace must be the same
+            object in all calls of a run.
         current_logprobs: Log-probs of the policy that is trained, nats, with gradient.
-        advantages: One for each token, or one for each padded row ``[B]``.
+        advantages: One per token, or one per padded row ``[B]``.
         response_mask: Nonzero on tokens that the policy generated.
         behavior_logprobs: Log-probs of the policy that sampled, nats. None if the loss does not use them.
         proximal_logprobs: The trainer's scoring before the update, nats. None: ``current_logprobs``, detached.
         reference_logprobs: Log-probs of the reference policy, nats. None if the loss does not use them.
         entropy: Nats, with gradient if ``entropy_coef`` is not 0. None if the loss does not use it.
         state_values: The mean advantage in each token's state. None if the method does not use it.
-        divisors: ``[S]``, each above 0: what the sum of each sequence is divided by, without
-            ``calculate_per_token_loss``. By default the sum of its mask, at least 1. That of a sequence without a
-            response token is not looked at.
+        divisors: ``[S]``, each above 0: the divisor of each sequence's sum, without ``calculate_per_token_loss``. By
+            default the sum of its mask, at least 1. The divisor of a sequence without a response token is ignored.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
-        lag: Weight updates since the weights that sampled each token, NaN where no one knows; for a correction with
+        lag: Weight updates since the weights that sampled each token, NaN if unknown; for a correction with
             ``mis_staleness``.
 
     Raises:
-        ValueError: A key, a shape or the data of the first calls is wrong, or something is missing that the loss needs.
+        ValueError: A key, a shape or the data of the first calls is wrong, or an input of the loss is missing.
         TypeError: A key has the wrong type.
         RuntimeError: Another rank failed; it is named, and its own error says why.
     """
@@ -135,16 +134,18 @@ def policy_loss_from_log_probs(
             advantages = advantages.unsqueeze(-1).expand_as(current_logprobs)
         mask_R = response_mask.reshape(-1)
         if len(mask_R) != whole.num_whole_tokens:
-            raise ValueError(f"response_mask has {len(mask_R)} tokens, the layout {whole.num_whole_tokens}")
+            raise ValueError(f"response_mask has {len(mask_R)} tokens, but the layout has {whole.num_whole_tokens}")
         divisor_S = num_tokens(mask_R, whole)
         if divisors is None:
             divisor_S = divisor_S.clamp_min(1.0)
         elif divisors.shape != (whole.num_sequences,):
-            raise ValueError(f"divisors has shape {list(divisors.shape)}, there are {whole.num_sequences} sequences")
+            raise ValueError(
+                f"divisors has shape {list(divisors.shape)}, but there are {whole.num_sequences} sequences"
+            )
         else:
             divisor_S = torch.where(divisor_S > 0.0, divisors.to(mask_R.device, non_blocking=True), 1.0)
             run.session.check_range(divisor_S, refuse_divisors)
-            # Between two looks at a GPU the loss says it.
+            # Between two checks on a GPU, a NaN loss shows a wrong divisor.
             divisor_S = torch.where((divisor_S > 0.0) & (divisor_S < torch.inf), divisor_S, torch.nan)
         given = LossTokens(
             log_probs=present(
@@ -171,12 +172,12 @@ def policy_loss_from_log_probs(
     if settings.per_token_loss:
         num_terms = found.response_T.sum().float()
     else:
-        # Every context-parallel rank has a part of each sequence.
+        # Every context-parallel rank holds a part of each sequence.
         num_terms = (num_tokens(mask_R, whole) > 0.0).sum().float() / groups.cp_size
-    # slime and Miles log a 0 where no one gave the entropy; here it is not among the metrics.
+    # slime and Miles log 0 without an entropy; here the metric is omitted.
     given_names = [name for name in found.metrics if name != "entropy_loss" or entropy is not None]
     metrics = {name: Mean(found.metrics[name], num_terms) for name in given_names}
-    # What the correction could not measure in a sequence is no term of its mean.
+    # Sequences that the correction could not measure do not count in the mean.
     measured = {name: Mean(*pair.unbind()) for name, pair in found.measured().items()}
     return TotalLoss(found.loss, num_terms, metrics | measured)
 
@@ -196,31 +197,33 @@ def policy_loss_from_hidden(
 ) -> TotalLoss:
     """Compute the full policy loss of a micro-batch from hidden states, without logits.
 
-    The head is applied to the response tokens alone, twice: for the log-probs, from which all coefficients of the loss
-    follow, and in the backward pass for the gradient. The entropy is reported, and part of the loss if ``entropy_coef``
-    is not 0.
+    The head is applied only to the response tokens, twice: first for the log-probs, which determine all coefficients of
+    the loss, and again in the backward pass for the gradient. The entropy is reported, and is part of the loss if
+    ``entropy_coef`` is not 0.
 
     Args:
         args: As for :func:`policy_loss_from_log_probs`.
-        hidden: ``[B, L, H]``, with ``layout`` ``[T, H]``: at each place the state that predicts the token there, which
-            in a causal model is that of the place before.
-        weight: ``[V, H]``, of the head; on a tensor-parallel rank its part.
+        hidden: ``[B, L, H]``, with ``layout`` ``[T, H]``: at each position the state that predicts its token, which in
+            a causal model is the state of the previous position.
+        weight: ``[V, H]``, the weight of the head; on a tensor-parallel rank its part.
         token_ids: ``[B, L]``, with ``layout`` ``[T]``: the tokens.
-        response_mask: Nonzero on tokens that the policy generated. Others are neither scored nor read: how many are
-            left is read once from a GPU.
+        response_mask: Nonzero on tokens that the policy generated. Other tokens are neither scored nor read. Their
+            number is read once from a GPU.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
-        temperature: Of sampling, by which logits are divided. None: ``rollout_temperature`` of ``args``, which is 1 if
-            it is not there.
-        head: What else :func:`~mis_ext.score_hidden` should know: ``bias``, ``soft_cap``, ``logit_scale``,
+        temperature: Sampling temperature, which divides the logits. None: ``rollout_temperature`` of ``args``, by
+            default 1.
+        head: Further arguments of :func:`~mis_ext.score_hidden`: ``bias``, ``soft_cap``, ``logit_scale``,
             ``vocab_size``, ``tp_group`` and ``tp_rank``, ``gradient_accumulation_fusion``.
-        given: ``advantages`` and all else that :func:`policy_loss_from_log_probs` takes besides the current log-probs.
+        given: ``advantages`` and all other arguments of :func:`policy_loss_from_log_probs` except the current
+            log-probs.
 
     Raises:
-        ValueError: As :func:`policy_loss_from_log_probs` and :func:`~mis_ext.score_hidden`.
-        TypeError: Likewise, or an argument is none of theirs.
-        RuntimeError: Another rank failed; it is named, and its own error says why. Tensor-parallel ranks hear only what
-            :func:`~mis_ext.score_hidden` refuses; after an earlier error they wait, as no message has their size yet.
+        ValueError: As in :func:`policy_loss_from_log_probs` and :func:`~mis_ext.score_hidden`.
+        TypeError: As in these functions, or an argument is unknown to both.
+        RuntimeError: Another rank failed. The message names it; see its own error. Tensor-parallel ranks learn only of
+            errors in :func:`~mis_ext.score_hidden`. After an earlier error they wait, because no message has their size
+            yet.
     """
     device = device_of(hidden, weight)
     run = shared_run(args, groups, device=device, whole_loss=True)
@@ -229,11 +232,12 @@ def policy_loss_from_hidden(
         check_tensors({"hidden": hidden, "token_ids": token_ids, "response_mask": response_mask})
         if hidden.shape[:-1] != token_ids.shape:
             raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, token_ids {list(token_ids.shape)}: a state for each token"
+                f"hidden has shape {list(hidden.shape)}, and token_ids has {list(token_ids.shape)}: each token needs "
+                "one state"
             )
         mask = response_mask if layout is None else layout.local_part(response_mask)
         if mask.numel() != token_ids.numel():
-            raise ValueError(f"response_mask has {mask.numel()} tokens here, token_ids {token_ids.numel()}")
+            raise ValueError(f"response_mask has {mask.numel()} tokens here, but token_ids has {token_ids.numel()}")
         (row_T,) = mask.reshape(-1).nonzero(as_tuple=True)
         scores = score_hidden(
             hidden,
@@ -249,7 +253,7 @@ def policy_loss_from_hidden(
             return values_T.new_zeros(mask.numel()).index_copy(0, row_T, values_T).view(token_ids.shape)
 
         assert scores.entropy_T is not None
-        # Refuses what is missing, and what is no argument.
+        # bind() refuses missing and unknown arguments.
         call = inspect.signature(policy_loss_from_log_probs).bind(
             args,
             current_logprobs=placed(scores.log_prob_T),
@@ -272,10 +276,10 @@ def _temperature(given: float | None, args: Any, loss: WholeLoss) -> float:
 def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
     if current.dim() != 2 or mask.shape != current.shape:
         raise ValueError(
-            f"current_logprobs has shape {list(current.shape)}, response_mask {list(mask.shape)}: both must be [B, L]; "
-            "packed ones need a layout"
+            f"current_logprobs has shape {list(current.shape)}, and response_mask has {list(mask.shape)}: both must "
+            "be [B, L]; packed tensors need a layout"
         )
-    # A padded row is a response whose other tokens are masked.
+    # A padded row is a response with all other tokens masked.
     return PackedLayout.whole([current.shape[1]] * len(current), device=current.device)
 
 
@@ -305,7 +309,7 @@ def tokens_for(settings: LossSettings, given: LossTokens, groups: Groups, *, mis
 
 
 def refuse_missing(settings: LossSettings, given: Collection[str], missing: Mapping[str, str]) -> None:
-    """Refuse a batch without log-probs or state values that the loss reads; ``missing`` says where they come from."""
+    """Refuse a batch without log-probs or state values that the loss reads; ``missing``: the message for each."""
     reference = settings.needs_reference or ("--use-kl-loss" if settings.kl is not None else None)
     needs = {
         "behavior": settings.needs_behavior and f"with which {settings.needs_behavior} compares",
@@ -319,7 +323,7 @@ def refuse_missing(settings: LossSettings, given: Collection[str], missing: Mapp
 
 
 def present(streams: Mapping[Policy, Tensor | None]) -> dict[Policy, Tensor]:
-    """Those that there are."""
+    """The tensors that are not None."""
     return {policy: values_T for policy, values_T in streams.items() if values_T is not None}
 
 
@@ -331,7 +335,7 @@ def loss_work(
     device: torch.device,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> AbstractContextManager[None]:
-    """Do the local work of a loss: the ranks that wait in its correction and its sums hear of an error."""
+    """Do the local work of a loss, and report an error to the ranks that wait in its correction and its sums."""
     loss = run.config.loss
     return run.session.local_work(
         response_lengths,
@@ -346,7 +350,7 @@ def loss_work(
 def status_groups(
     settings: LossSettings, groups: Groups, *, extra_metrics: frozenset[str] = frozenset()
 ) -> list[Group]:
-    """The ranks that exchange a status before and after the sums of a loss, because they wait in them."""
+    """The groups whose ranks exchange a status before and after the sums of a loss, because they wait in them."""
     return groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
 
 
@@ -358,10 +362,10 @@ def packed_loss(
     make_reducer: Callable[[Correction | None], Reducer] | None = None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> PolicyLoss:
-    """Correct the tokens, if the run has a correction, and compute their loss; ``make_reducer`` runs code of the user.
+    """Correct the tokens if the run has a correction, and compute the loss; ``make_reducer`` runs code of the user.
 
-    An error before the sums of the loss is sent to the ranks that wait in them: a correction tells of its own errors
-    only the ranks in its collectives.
+    An error before the sums of the loss is sent to the ranks that wait in them, because a correction sends its errors
+    only to the ranks in its own collectives.
     """
     correction: Correction | None = None
     token_metrics: Mapping[str, Tensor] | None = None
@@ -376,7 +380,7 @@ def packed_loss(
 
     with telling():
         if corrects and "behavior" in log_probs:
-            # Between the behavior policy and the one whose ratio to it is not in the loss yet.
+            # Correct the policy whose ratio to the behavior policy is not in the loss yet.
             trainer: Policy = "proximal" if settings.uses_proximal else "current"
             streams = PackedStreams(log_probs[trainer].detach(), log_probs["behavior"], mask_R, layout, tokens.lag_T)
             correction = session.correct(streams, groups=groups, token_metrics=True)
@@ -395,7 +399,7 @@ def packed_loss(
         token_metrics=token_metrics,
         reducer=reducer,
         extra_metrics=extra_metrics,
-        # Ranks that have waited in the sums of the loss learn behind them of an error between two.
+        # Ranks that waited in the sums of the loss learn after them of an error between two sums.
         telling=telling(),
         failed=failed,
     )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and presets: from what a user writes to configuration objects."""
+"""Keys and presets: from user files to configuration objects."""

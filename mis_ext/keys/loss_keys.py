@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full policy loss: from keys and flags to its settings, and what of them is refused."""
+"""The full policy loss: from keys and flags to its settings, and the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class WholeLoss:
 
     settings: LossSettings
     has_correction: bool  # A correction is applied or measured (use_tis, get_mismatch_metrics).
-    skips_scoring: bool  # The framework has no scoring pass (skip_actor_forward_only): its log-probs are stale.
-    is_told_to_skip: bool  # The framework was told to skip that pass (use_rollout_logprobs).
-    scoring: Scoring  # Which function turns logits into log-probs: that of mis_ext, or that of slime or Miles.
+    skips_scoring: bool  # The framework runs no scoring pass (skip_actor_forward_only): its log-probs are stale.
+    is_told_to_skip: bool  # A flag makes the framework skip that pass (use_rollout_logprobs).
+    scoring: Scoring  # The function that turns logits into log-probs: of mis_ext, or of slime or Miles.
     asked_scoring: Scoring | None  # The value of mis_loss_scoring.
     inplace: bool  # The gradient overwrites the logits.
-    observes_entropy: bool  # Miles reports the entropy even if it is no part of the loss (observe_training_entropy).
-    replays_top_p: bool  # slime normalizes over the tokens that top-p kept (rollout_top_p is not 1).
+    observes_entropy: bool  # Miles reports the entropy even without an entropy term (observe_training_entropy).
+    replays_top_p: bool  # slime normalizes over the top-p nucleus (rollout_top_p is not 1).
     temperature: float  # Divides the logits (rollout_temperature). At 0, greedy sampling, Miles does not divide.
     reducer_path: str | None  # The function of custom_pg_loss_reducer_function_path.
 
@@ -41,9 +41,9 @@ _FIELDS = (
 
 
 def read_whole_loss(given: Mapping[str, Any], correction: CorrectionConfig | None, wrong: Errors) -> WholeLoss:
-    """Read what only the full policy loss needs, and collect which of its keys contradict others or have no effect.
+    """Read the keys of the full policy loss, and collect those that contradict other keys or have no effect.
 
-    Each argument is legal, and ``mis_loss_method`` is a method. ``correction`` is None if its own keys are wrong.
+    Each argument is legal, and ``mis_loss_method`` is a method. ``correction`` is None if its keys are wrong.
     """
     settings, asked = _loss_settings(given), given.get("mis_loss_scoring")
     needs_framework = scores_of_framework(given, compares_with_stored=settings.reads_stored) is not None
@@ -89,16 +89,16 @@ def _loss_settings(given: Mapping[str, Any]) -> LossSettings:
 
 
 def scores_of_framework(given: Mapping[str, Any], *, compares_with_stored: bool) -> str | None:
-    """Why only the framework's function gives the log-probs that are needed; None if fused scoring does too.
+    """Why only the framework's function gives the required log-probs; None if fused scoring gives them too.
 
     ``compares_with_stored``: the loss compares them with log-probs that the framework scored.
     """
     if given.get("true_on_policy_mode"):
-        return "--true-on-policy-mode: Miles' own function has the bits of SGLang's"
+        return "--true-on-policy-mode: Miles' own function is bitwise equal to SGLang's"
     # One rank has the whole sequence. Without context_parallel_size there may be several.
     if given.get("allgather_cp") and given.get("context_parallel_size") != 1:
-        return "--allgather-cp: the framework's function knows the contiguous parts of the ranks, and exchanges them"
-    # Miles divides bfloat16 logits and rounds again: its log-probs are then 0.02 nats off on average.
+        return "--allgather-cp: only the framework's function handles the contiguous parts of the ranks"
+    # Miles divides bfloat16 logits and rounds again. The average error of its log-probs is then 0.02 nats.
     rounds = given.get("train_backend") == "fsdp" and given.get("rollout_temperature") not in (None, 0, 1)
     if compares_with_stored and rounds:
         return "--train-backend fsdp with a --rollout-temperature: Miles rounds their quotient"
@@ -111,11 +111,11 @@ _PER_TOKEN = "--calculate-per-token-loss divides by all tokens of the batch outs
 
 
 def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: CorrectionConfig | None) -> tuple[Idle, ...]:
-    """The table for keys of the loss, and for flags that it replaces."""
+    """Conditions under which keys of the loss, and flags that it replaces, have no effect."""
     settings, of, denominator = loss.settings, loss.settings.chosen_by, loss.settings.denominator
     is_mode, has_reducer = settings.method is None, loss.reducer_path is not None
     is_reinforce, is_cispo = is_mode and settings.mode == "reinforce", is_mode and settings.ratios == "detached"
-    # A default of the framework looks like a user's value: only other values are the user's.
+    # A default of the framework looks like a value of the user, so only other values count as given.
     clips = tuple(key for key in ("eps_clip", "eps_clip_high", "eps_clip_c") if given.get(key) not in (None, EPS_CLIP))
     estimator = ("advantage_estimator",) if settings.ratios != "token" else ()
     host = scores_of_framework(given, compares_with_stored=settings.reads_stored) or "mis_loss_scoring: host"
@@ -127,14 +127,19 @@ def _idle_keys(given: Mapping[str, Any], loss: WholeLoss, correction: Correction
     rejects_single_tokens = any(each.rejects_single_tokens for each in (correction, *factors) if each is not None)
     is_whole = denominator == "kept" and correction is not None and not rejects_single_tokens
     of_denominator = ("mis_loss_denominator",) if denominator != "original" else ()
-    as_parameters = f"write what should differ as {{name: {of.partition(': ')[2]}, ...}}"
+    as_parameters = f"write different values as {{name: {of.partition(': ')[2]}, ...}}"
     return (
         Idle(("mis_loss_proximal",), is_scored_twice, f"{of} does not compare with the proximal policy"),
-        Idle(("mis_loss_mode",), not is_mode, f"{of} says what the policy gradient is"),
+        Idle(("mis_loss_mode",), not is_mode, f"{of} defines the policy gradient"),
         Idle(("mis_loss_inplace",), loss.scoring == "host", f"the framework's function scores ({host})"),
         Idle(("mis_loss_constant",), denominator != "constant", f"mis_loss_denominator is {denominator}"),
         Idle(("mis_loss_unbiased_kl", "mis_loss_kl_tokens"), settings.kl is None, "--use-kl-loss is not set"),
-        Idle(of_denominator, settings.per_token_loss, _PER_TOKEN, "for kept tokens there, write mis_denominator: kept"),
+        Idle(
+            of_denominator,
+            settings.per_token_loss,
+            _PER_TOKEN,
+            "to divide by kept tokens there, write mis_denominator: kept",
+        ),
         Idle(of_denominator, has_reducer, "--custom-pg-loss-reducer-function-path reduces the policy loss"),
         Idle(of_denominator, is_whole, "no response keeps some of its tokens and loses others"),
         Idle((*clips, *estimator), not is_mode, f"{of} defines the loss", as_parameters),
@@ -152,7 +157,7 @@ _SKIPPED = "compares with the proximal policy, which --use-rollout-logprobs does
 
 
 def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
-    """Keys and flags that cannot be together."""
+    """Keys and flags that contradict each other."""
     settings, of, denominator, kl = loss.settings, loss.settings.chosen_by, loss.settings.denominator, loss.settings.kl
     is_current = settings.proximal == "current"
     if settings.use_behavior and settings.method is not None and settings.uses_proximal:
@@ -164,7 +169,7 @@ def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
         yield f"kl_loss_coef={kl.coefficient!r}: {of} has this penalty itself; {cure}"
     if is_current and settings.opsm_delta is not None:
         yield "--use-opsm with mis_loss_proximal: current compares a policy with itself; drop one of them"
-    # From the second step on the current policy is no longer the one before the update.
+    # After the first step, the current policy is no longer the policy before the update.
     if is_current and (steps := _steps_per_rollout(given)) > 1:
         flags = "--num-steps-per-rollout, --global-batch-size"
         yield f"mis_loss_proximal: current with {steps} optimizer steps per rollout ({flags}) clips nothing; use 1"
@@ -187,7 +192,7 @@ def _contradictions(given: Mapping[str, Any], loss: WholeLoss) -> Iterator[str]:
 
 
 def _steps_per_rollout(given: Mapping[str, Any]) -> int:
-    """The optimizer steps of a rollout, 0 where the arguments do not say."""
+    """The optimizer steps of a rollout; 0 if the arguments do not determine them."""
     prompts, samples, per_step, steps = (given.get(name) or 0 for name in STEPS_OF_ROLLOUT)
     is_fixed = per_step and not given.get("use_dynamic_global_batch_size")
     return int(steps or (prompts * samples // per_step if is_fixed else 0))

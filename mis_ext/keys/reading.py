@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From keys and flags to configuration objects, with all errors at once. A key without effect is an error too.
 
-The legal values of a single key are in ``rows``, combinations of the full policy loss in ``loss_keys``, which the hook
-does not load. ``check_setup`` refuses what needs the launch.
+``rows`` has the legal values of a single key. ``loss_keys`` has the combinations of the full policy loss; the hook does
+not load it. ``check_setup`` refuses keys that contradict launch flags.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ Keys = Mapping[str, Any] | str | Path
 def config_from_mapping(mapping: Mapping[str, Any]) -> CorrectionConfig:
     """The configuration in ``mapping``.
 
-    A key with value None counts as unset. Of keys without the prefixes of mis_ext only ``FRAMEWORK_ROWS`` are read.
+    A key with value None counts as unset. Among keys without a prefix of mis_ext, only ``FRAMEWORK_ROWS`` are read.
 
     Raises:
-        ValueError: A key is unknown, misspelt, in the wrong place or without effect, or its value is out of range.
+        ValueError: A key is unknown, misspelled, in the wrong place or without effect, or its value is out of range.
         TypeError: A value has the wrong type. Example: YAML reads ``1e-4`` as a string.
     """
     return _read_correction(check_mapping("the configuration", mapping), whole_loss=False)
 
 
 def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> CorrectionConfig:
-    """:func:`config_from_mapping`; in the full policy loss nothing is corrected without ``use_tis``."""
+    """:func:`config_from_mapping`; the full policy loss corrects only with ``use_tis``."""
     wrong = Errors()
     rows.refuse_names(given, wrong)
-    # Also of features that are off: a misspelling must not wait for its feature.
+    # Also read keys of disabled features, so that a misspelling is found before its feature is enabled.
     read = rows.read_rows(rows.CORRECTION_ROWS | rows.GROUP_ROWS | rows.FRAMEWORK_ROWS, given, wrong)
     values = {key: row.default for key, row in rows.CORRECTION_ROWS.items()} | read
     corrects = given.get("use_tis")
     if corrects is None:
         corrects = not given.get("get_mismatch_metrics") and not whole_loss
     if all(key in read for key in _APPLIED if given.get(key) is not None):
-        # Nothing more is said of a key whose value is not legal.
+        # A key with an illegal value gets no second error.
         legal = {key: given.get(key) for key in (*read, *rows.TIS_OF_FRAMEWORKS)}
         wrong.refuse(without_effect(_idle_keys(given, values, corrects=corrects, whole_loss=whole_loss), legal))
     wrong.raise_all()
@@ -73,7 +73,7 @@ def _read_correction(given: Mapping[str, Any], *, whole_loss: bool) -> Correctio
         wrong.refuse(["rs_max_staleness, tis_when: stale, and a gate on the lag need mis_staleness: true"])
     wrong.raise_all()
     if values["tis_mode"] == "truncate" and "tis_lower_bound" in read and not _inherits_bound(values, "lower"):
-        # Existing files carry it with truncate, where it never had an effect.
+        # Existing files have this key with truncate, where it never had an effect.
         said = f"tis_lower_bound={read['tis_lower_bound']:g} has no effect with tis_mode: truncate"
         warnings.warn(f"{said}; remove it or use tis_mode: clip", MismatchWarning, stacklevel=2)
     return CorrectionConfig(
@@ -90,7 +90,7 @@ REPORTING = {
     **{f"mis_{name}": name for name in ("metrics", "metric_max", "max_reject_fraction", "compile", "staleness")},
     **{"mis_guard": "warn_only", "calculate_per_token_loss": "per_token_loss"},
 }
-"""Keys that are a field of a :class:`CorrectionConfig` whether it corrects or measures."""
+"""Keys that are fields of a :class:`CorrectionConfig`, with and without a correction."""
 
 
 def _gates(values: Mapping[str, Any]) -> list[Gate]:
@@ -128,7 +128,7 @@ def _inherits_bound(values: Mapping[str, Any], side: str) -> bool:
 
 
 class Idle(NamedTuple):
-    """Keys without effect, if ``when`` holds: the reason, and what to do other than to remove them."""
+    """Keys without effect if ``when`` holds: the reason, and an alternative to removing them."""
 
     keys: tuple[str, ...]
     when: bool
@@ -137,23 +137,23 @@ class Idle(NamedTuple):
 
 
 _REPORTED = ("mis_staleness", "mis_metrics", "mis_metric_max", "mis_guard", "mis_compile")
-"""Keys of what is measured and watched."""
+"""Keys of metrics and guards."""
 _APPLIED = tuple(key for key in rows.CORRECTION_ROWS if key not in (*_REPORTED, "use_tis"))
-"""Keys of what changes weights and masks."""
+"""Keys that change weights and masks."""
 _NO_BOUND, _NO_MEAN = "no weight and no gate has this bound", "tis_batch_normalize is not set"
 _ON, _BUILT_IN = "set use_tis: true (the flag --use-tis)", "it belongs to the framework's built-in correction"
 _ON_LOSS = "write --loss-type custom_loss --custom-loss-function-path mis_ext.policy_loss"
-ALL_KEPT = "nothing rejects a token, so that all are kept"
+ALL_KEPT = "nothing rejects a token, so all tokens are kept"
 
 
 def _idle_keys(
     given: Mapping[str, Any], values: Mapping[str, Any], *, corrects: bool, whole_loss: bool
 ) -> tuple[Idle, ...]:
-    """The table for keys of a correction, with legal ``values``; those of the full policy loss are in ``loss_keys``."""
+    """Conditions for keys of a correction, with legal ``values``; ``loss_keys`` has those of the full policy loss."""
     has_weight, bound = values["tis_level"] != "none", BOUNDS[values["tis_mode"]]
     uses_low, uses_high = has_weight and bound.has_low, has_weight and bound.has_high
     low_of_gate, high_of_gate = (_inherits_bound(values, side) for side in ("lower", "upper"))
-    # The lower bound is by default 1 / the upper one.
+    # By default, the lower bound is 1 / the upper bound.
     low_follows = values["tis_lower_bound"] is None and (uses_low or low_of_gate)
     no_rs, is_scaled = given.get("use_rs") is None, given.get("tis_batch_normalize") is not None
     mode_rejects, is_alone = has_weight and bound.rejects, given.get("rs_gates") is None
@@ -174,7 +174,7 @@ def _idle_keys(
         Idle(("mis_staleness",), not reads_lag, "no weight, gate, or metric reads the lag"),
         Idle(("mis_metric_max",), not reports("k3_kl", "chi2_"), "mis_metrics has no k3_kl and no chi2"),
         Idle(("tis_mode", "tis_when", "tis_batch_normalize"), not has_weight, "tis_level is none"),
-        # Existing files carry a lower bound with truncate, which warns.
+        # Existing files have a lower bound with truncate; this only warns.
         Idle(("tis_lower_bound",), not (uses_low or low_of_gate or uses_high), _NO_BOUND),
         Idle(("tis_upper_bound",), not (uses_high or high_of_gate or low_follows), _NO_BOUND),
         Idle(("tis_normalize_over",), not is_scaled, _NO_MEAN),
@@ -184,7 +184,7 @@ def _idle_keys(
         Idle(("rs_gates",), no_rs, "use_rs is not set", "set use_rs: true, with rs_level: none for these gates alone"),
         Idle(("rs_lower_bound", "rs_upper_bound"), values["rs_level"] == "none", "rs_level is none"),
         Idle(vetoes, values["rs_veto_requires_rs"] and no_rs, "rs_veto_requires_rs is true", "set use_rs: true"),
-        # A veto that was set to null takes its condition with it.
+        # If a veto is set to null, its condition is not refused either.
         Idle(("rs_veto_requires_rs",), not given.keys() & {*vetoes}, "no veto is set"),
         Idle(("rs_staleness_level",), values["rs_max_staleness"] is None, "rs_max_staleness is not set"),
         Idle(("tis_normalize_over",), values["tis_normalize_over"] == "valid" and not rejects, ALL_KEPT),
@@ -193,7 +193,7 @@ def _idle_keys(
 
 
 def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[str]:
-    """Why keys have no effect, and what to write. A key that is false never counts, and a key in one row only."""
+    """Why keys have no effect, and what to write. A false key never counts, and each key is reported once."""
     named = set[str]()
     for row in table:
         idle = [key for key in row.keys if key not in named and given.get(key) is not None and given[key] is not False]
@@ -205,7 +205,7 @@ def without_effect(table: Iterable[Idle], given: Mapping[str, Any]) -> Iterator[
 
 
 def unread_by(loss_type: str) -> Idle:
-    """Keys of the full policy loss where a loss of the framework runs."""
+    """Keys of the full policy loss in a run with a loss of the framework."""
     return Idle((*rows.LOSS_ROWS,), True, f"--loss-type is {loss_type}", _ON_LOSS)
 
 
@@ -213,12 +213,12 @@ _ON_GROUPS = "compute advantages with mis_ext.group_advantages, and give the los
 GROUPS_ELSEWHERE = Idle((*rows.GROUP_ROWS,), True, "only slime and Miles pass the responses to a prompt", _ON_GROUPS)
 
 
-# --- what responses to one prompt share
+# --- keys of the responses to one prompt
 
 _COMPARE_SIZES = ("clip_cov", "kl_cov", "maspo")
 """Methods in which the gradient of a token is not linear in its advantage."""
 _ESTIMATORS = ("grpo", "gspo", "cispo")
-"""Of the frameworks, those in which the advantage of every token is the normalized reward."""
+"""Estimators of the frameworks in which the advantage of every token is the normalized reward."""
 _OF_REWARDS = ("mis_group_baseline", "mis_group_over")
 
 
@@ -226,9 +226,9 @@ _OF_REWARDS = ("mis_group_baseline", "mis_group_over")
 class GroupConfig:
     """The baseline and the weight of the responses to one prompt, in slime and Miles."""
 
-    baseline: rows.Baseline  # What a reward is compared with.
-    over: rows.BaselineOver  # Which trajectories count in it. kept: those of which the correction keeps a token.
-    prompt_mean: bool  # Every prompt weighs the same.
+    baseline: rows.Baseline  # The baseline of a reward.
+    over: rows.BaselineOver  # Trajectories that count in it. kept: those with a token that the correction keeps.
+    prompt_mean: bool  # Every prompt has the same weight.
     with_deviation: bool  # The difference is divided by the standard deviation (grpo_std_normalization).
     of_rewards: str  # The keys of the baseline that were given, with their values.
 
@@ -241,7 +241,7 @@ class GroupConfig:
 
 
 def read_group(given: Mapping[str, Any]) -> GroupConfig:
-    """Read the keys of responses to one prompt; refuse those that are wrong or without effect with other flags."""
+    """Read the keys of responses to one prompt; refuse keys that are wrong or without effect."""
     wrong = Errors()
     keys = rows.read_rows(rows.GROUP_ROWS, given, wrong)
     wrong.raise_all()
@@ -266,7 +266,7 @@ def read_group(given: Mapping[str, Any]) -> GroupConfig:
 
 
 def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str) -> Iterator[str]:
-    """Flags with which these keys are wrong."""
+    """Flags that contradict these keys."""
     method = given.get("mis_loss_method")
     method = method.get("name") if isinstance(method, Mapping) else method
     changes = [name for name in ("normalize_advantages", "custom_advantage_function_path") if given.get(name)]
@@ -278,33 +278,33 @@ def _against_group(given: Mapping[str, Any], group: GroupConfig, estimator: str)
     if group.over == "kept" and changes:
         yield f"mis_group_over: kept: with {', '.join(changes)}, advantages are not normalized rewards; write trained"
     if group.prompt_mean and method in _COMPARE_SIZES:
-        yield f"mis_prompt_mean: true scales advantages, mis_loss_method: {method} compares their size; remove one"
+        yield f"mis_prompt_mean: true scales advantages, but mis_loss_method: {method} compares their size; remove one"
     if group.prompt_mean and denominators:
         yield f"mis_prompt_mean: true and {', '.join(denominators)} are two denominators; remove one of them"
 
 
-# --- a run: all that keys and flags say
+# --- a run: its keys and flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """One run of slime, Miles, or a loop with their names."""
+    """One run of slime, Miles, or a custom loop with their argument names."""
 
     correction: CorrectionConfig
     is_padded: bool  # Logits are [B, L, V] (qkv_format: bshd), not packed.
-    whole_loss: WholeLoss | None  # None if the framework's loss runs, which calls the hook.
+    whole_loss: WholeLoss | None  # None if the framework's loss runs and calls the hook.
     group: GroupConfig
-    double_correction: str | None  # Why loss and correction together count the mismatch twice.
+    double_correction: str | None  # Why loss and correction together correct the mismatch twice.
 
     @property
     def loss(self) -> WholeLoss:
-        """The full policy loss, of a run that computes it."""
+        """The full policy loss of a run that computes it."""
         assert self.whole_loss is not None
         return self.whole_loss
 
 
 def read_config(given: Mapping[str, Any], *, whole_loss: bool) -> RunConfig:
-    """Read the configuration of a run from its arguments; all that is wrong is one error, with a line for each key."""
+    """Read the configuration of a run from its arguments. All errors are raised as one, with a line per key."""
     wrong, correction, loss, group = Errors(), None, None, None
     flags = rows.read_rows(rows.FLAGS, given, wrong)
     of_loss = rows.read_rows(rows.LOSS_ROWS | rows.FRAMEWORK_ROWS, given, wrong) if whole_loss else {}
@@ -338,7 +338,7 @@ def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[s
     """Corrections that are wrong with Miles' FSDP backend; ``has_loss``: they are in the full policy loss."""
     if correction.denominator == "kept":
         yield "mis_denominator: kept with train_backend: fsdp corrects twice: FSDP divides by kept tokens; remove it"
-    # Its reducer divides every term by the kept tokens, the loss of mis_ext by the original ones.
+    # Its reducer divides every term by the kept tokens. The loss of mis_ext divides by the original tokens.
     if has_loss and any(gate.action == "reject" for gate in correction.all_gates.values()):
         cure = "write the filter in rs_gates with action: zero and rs_level: none, or keep the framework's loss"
         hook = "--custom-tis-function-path mis_ext.compute_mis_weights_with_cp"
@@ -346,20 +346,20 @@ def _against_fsdp(correction: CorrectionConfig, *, has_loss: bool) -> Iterator[s
 
 
 def _double_correction(given: Mapping[str, Any], correction: CorrectionConfig, loss: WholeLoss | None) -> str | None:
-    """Why loss and correction together count the mismatch twice, or None. A guard: the user can allow it."""
+    """Why loss and correction together correct the mismatch twice, or None. The user can allow it with a guard."""
     method = loss and loss.settings.method
     if method and correction.weight is not None and method.method.weighs_behavior:
         cure = "write tis_level: none for gates alone, or use_tis: false"
         return f"mis_loss_method: {method.name} already corrects for the behavior policy: {cure}"
-    # The other modes of the loss do not count it twice, and say so where they are computed.
+    # The other modes of the loss do not correct it twice; see where they are computed.
     is_mode = given.get("mis_loss_mode") in (None, "baseline") and given.get("mis_loss_method") is None
     is_baseline = is_mode and given.get("mis_loss_proximal") != "current"
     if correction.metrics_only or not is_baseline or not given.get("use_rollout_logprobs"):
         return None
-    return "use_tis with use_rollout_logprobs corrects the mismatch twice, as the PPO ratio does too; drop one of them"
+    return "use_tis with use_rollout_logprobs corrects the mismatch twice, like the PPO ratio; drop one of them"
 
 
-# --- keys as callers give them
+# --- keys from callers
 
 
 def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConfig:
@@ -376,14 +376,14 @@ def config_given(config: CorrectionConfig | Mapping[str, Any]) -> CorrectionConf
 
 
 def read_keys(keys: Keys) -> dict[str, Any]:
-    """The keys themselves, or those in the file."""
+    """The keys, or the keys in the file."""
     from mis_ext.files import read_yaml  # Also loads PyYAML, which the hook does not need.
 
     return read_yaml(keys) if isinstance(keys, (str, Path)) else check_mapping("the configuration", keys)
 
 
 def says_whole_loss(keys: Mapping[str, Any]) -> bool:
-    """Return True if a key is of the full policy loss, not of the correction alone."""
+    """Return True if a key belongs to the full policy loss."""
     return any(keys.get(key) is not None for key in rows.LOSS_ROWS)
 
 
@@ -394,7 +394,7 @@ def load_config(path: str | Path) -> CorrectionConfig:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is no mapping, or one of its values is not legal.
+        ValueError: The file is not a mapping, or one of its values is not legal.
         TypeError: A value has the wrong type.
     """
     content = read_keys(path)
@@ -417,7 +417,7 @@ def preset(name: str) -> CorrectionConfig:
 
 
 def keys_as_yaml(keys: Mapping[str, Any]) -> str:
-    """Keys as YAML, a line for each; the innermost mappings and lists are in one line too."""
+    """Keys as YAML, one per line. The innermost mappings and lists are on one line."""
     import yaml
 
     is_nested = any(isinstance(value, (dict, list)) for value in keys.values())
@@ -425,7 +425,7 @@ def keys_as_yaml(keys: Mapping[str, Any]) -> str:
 
 
 def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
-    """The keys of ``config``, without those at their default. What measures only is refused: it has a flag."""
+    """The keys of ``config`` that differ from their default. ``metrics_only`` is refused: it has a flag."""
     if config.metrics_only:
         raise ValueError("metrics_only is spelled use_tis: false")
     weight, default = config.weight, CorrectionConfig()
@@ -439,7 +439,7 @@ def flat_keys(config: CorrectionConfig) -> dict[str, Any]:
         keys |= {"use_rs": True, "rs_level": "none", "rs_gates": gates}
     if config.normalize_over is not None:
         keys["tis_batch_normalize"] = True
-        # If nothing is rejected both words mean the same, and valid is refused.
+        # If nothing is rejected, both words mean the same, and valid is refused.
         if config.gates or (weight is not None and weight.bound.rejects):
             keys["tis_normalize_over"] = config.normalize_over
     if config.is_scaled and config.scope != "data_parallel":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every key of a file in one row: legal values, default, sentence, unit.
+"""Every key of a file in one row: legal values, default, description, unit.
 
 The check, the error, the JSON Schema, the reference page, and the output of ``mis-ext keys NAME`` follow from the row.
-Below the rows: names that are no keys, and the schema. ``reading`` makes configuration objects from keys and refuses
+Below the rows: names that are not keys, and the schema. ``reading`` makes configuration objects from keys and refuses
 combinations.
 """
 
@@ -36,7 +36,7 @@ PREFIXES = ("tis_", "rs_", "mis_")
 
 
 class Values(NamedTuple):
-    """Legal values: as a check that gives the value or raises an error about a key, in words, and as JSON Schema."""
+    """Legal values: a check that returns the value or raises an error about its key, a description, and JSON Schema."""
 
     check: Callable[[str, Any], Any]
     legal: str
@@ -57,7 +57,7 @@ def number(legal: str) -> Values:
     low, high = map(float, legal[1:-1].split(","))
     opens = legal[0] == "(", legal[-1] == ")"
     ends = {"exclusiveMinimum" if opens[0] else "minimum": low, "exclusiveMaximum" if opens[1] else "maximum": high}
-    # JSON has no infinity: a bound there is none.
+    # JSON has no infinity, so an infinite bound is omitted.
     schema = {"type": "number"} | {end: bound for end, bound in ends.items() if math.isfinite(bound)}
     check = partial(check_number, low=low, high=high, open_low=opens[0], open_high=opens[1])
     return Values(check, f"number in {legal}", schema)
@@ -71,7 +71,7 @@ def _read_upper_bound(key: str, value: Any) -> float:
 
 
 def words(*choices: Any) -> Values:
-    """Words, or those of a ``Literal``."""
+    """Words, or the words of a ``Literal``."""
     legal = [word for each in choices for word in ([each] if isinstance(each, str) else get_args(each))]
     return Values(partial(check_choice, choices=legal), " | ".join(legal), {"enum": legal})
 
@@ -80,7 +80,7 @@ def _object(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False, **more}
 
 
-# --- values that are not a single number or word
+# --- values other than a single number or word
 
 
 def read_gates(key: str, value: Any) -> tuple[config.Gate, ...]:
@@ -149,16 +149,24 @@ METHOD = Values(_read_method, "name, or mapping with name and parameters", {"$re
 _MODES = "; ".join(f"{mode}: {row.text}" for mode, row in config.BOUNDS.items())
 _own = config.CorrectionConfig()
 CORRECTION_ROWS: dict[str, Key] = {
-    "use_tis": Key(SWITCH, None, "Corrects the loss; false measures only. Default: the flag --use-tis."),
-    "use_rs": Key(SWITCH, False, "Rejects what lies outside of the rs bounds."),
-    "tis_level": Key(words(config.Level, "none"), "token", "What the weight is the ratio of."),
+    "use_tis": Key(SWITCH, None, "Corrects the loss; false only measures. Default: the flag --use-tis."),
+    "use_rs": Key(SWITCH, False, "Rejects tokens or responses outside of the rs bounds."),
+    "tis_level": Key(words(config.Level, "none"), "token", "The unit whose ratio is the weight."),
     "tis_mode": Key(words(*config.BOUNDS), "truncate", f"How the weight is bounded. {_MODES}."),
     "tis_lower_bound": Key(number("[0, inf)"), None, "Lower bound of a weight. Default: 1 / tis_upper_bound.", "ratio"),
     "tis_upper_bound": Key(UPPER_BOUND, config.DEFAULT_UPPER_BOUND, "Upper bound of the weight.", "ratio"),
-    "tis_when": Key(words(config.When), "always", "stale: weighs tokens of stale weights only. Needs mis_staleness."),
-    "rs_level": Key(words(config.Level, "none"), "token", "What is compared with the rs bounds; none: rs_gates alone."),
-    "rs_lower_bound": Key(number("[0, inf)"), None, "Lower bound of what is kept. Default: the weight's.", "ratio"),
-    "rs_upper_bound": Key(number("(0, inf]"), None, "Upper bound of what is kept. Default: the weight's.", "ratio"),
+    "tis_when": Key(
+        words(config.When), "always", "stale: only tokens of stale weights get a weight. Needs mis_staleness."
+    ),
+    "rs_level": Key(
+        words(config.Level, "none"), "token", "The unit that is compared with the rs bounds; none: only rs_gates."
+    ),
+    "rs_lower_bound": Key(
+        number("[0, inf)"), None, "Lower bound of kept ratios. Default: that of the weight.", "ratio"
+    ),
+    "rs_upper_bound": Key(
+        number("(0, inf]"), None, "Upper bound of kept ratios. Default: that of the weight.", "ratio"
+    ),
     "rs_gates": Key(GATES, (), "Further filters, each a mapping."),
     "rs_veto_threshold": Key(number("(0, 1]"), None, "Rejects a response with any ratio below it.", "ratio"),
     "rs_veto_upper_threshold": Key(number("[1, inf)"), None, "Rejects a response with any ratio above it.", "ratio"),
@@ -167,20 +175,20 @@ CORRECTION_ROWS: dict[str, Key] = {
     "rs_max_staleness": Key(
         number(f"[0, {UNKNOWN_LAG:g})"), None, "Rejects tokens of staler weights. Needs mis_staleness.", "updates"
     ),
-    "rs_staleness_level": Key(words("token", "sequence_max"), "token", "Rejects such a token alone, or its response."),
+    "rs_staleness_level": Key(words("token", "sequence_max"), "token", "Rejects only such a token, or its response."),
     "tis_batch_normalize": Key(SWITCH, False, "Divides the weights by their mean."),
     "tis_normalize_scope": Key(words(config.Scope), "data_parallel", "The samples of that mean."),
     "tis_normalize_over": Key(words(config.NormalizeOver), "kept", "The tokens of that mean."),
     "mis_denominator": Key(
         words(config.Denominator),
         "fixed",
-        "What the loss is divided by. fixed: the framework's divisor, which counts rejected tokens. kept: only kept "
+        "The denominator of the loss. fixed: the framework's divisor, which counts rejected tokens. kept: only kept "
         "tokens count, because weights are multiplied by all / kept of tis_normalize_scope.",
     ),
     "mis_staleness": Key(SWITCH, False, "The rollout stores the weight version of each token."),
     "mis_metrics": Key(METRICS, "core", "The metrics that are reported."),
     "mis_metric_max": Key(number("[0, inf]"), _own.metric_max, "Cap of a token in k3_kl, a response in chi2_*."),
-    "mis_guard": Key(GUARDS, "error", "What a guard does, for all or for each."),
+    "mis_guard": Key(GUARDS, "error", "The reaction of all guards, or of each guard."),
     "mis_compile": Key(COMPILE, "auto", "Runs the correction as graphs of torch.compile; auto: on a GPU."),
     "mis_max_reject_fraction": Key(number("[0, 1]"), _own.max_reject_fraction, "Warns if more is rejected.", "share"),
 }
@@ -191,26 +199,26 @@ VETOES: dict[str, tuple[str, config.Reduce, str]] = {
     "rs_veto_upper_threshold": ("ratio", "max", "high"),
     "rs_veto_probability": ("proximal_probability", "min", "low"),
 }
-"""Statistic, reduction and bound of the gate that each is."""
+"""Statistic, reduction and bound of the gate of each key."""
 
 GROUP_ROWS: dict[str, Key] = {
-    "mis_group_baseline": Key(words(Baseline), "mean", "What a reward is compared with."),
-    "mis_group_over": Key(words(BaselineOver), "trained", "Which trajectories of a prompt count in it."),
+    "mis_group_baseline": Key(words(Baseline), "mean", "The baseline of a reward."),
+    "mis_group_over": Key(words(BaselineOver), "trained", "Trajectories of a prompt that count in it."),
     "mis_prompt_mean": Key(SWITCH, False, "Gives every prompt the same weight."),
 }
-"""Keys of what responses to one prompt share. Functions of the whole rollout read them, in slime and Miles."""
+"""Keys of the responses to one prompt. In slime and Miles, functions of the whole rollout read them."""
 
 DEFAULT_SCORING: Scoring = "fused"
 LOSS_ROWS: dict[str, Key] = {
     "mis_loss_method": Key(METHOD, None, "A published method instead of mis_loss_mode, by name or with parameters."),
-    "mis_loss_mode": Key(words(Mode), "baseline", "What the full policy loss computes."),
+    "mis_loss_mode": Key(words(Mode), "baseline", "The policy gradient of the full policy loss."),
     "mis_loss_denominator": Key(words(LossDenominator), "original", "The divisor of a response's sum."),
     "mis_loss_constant": Key(number("(0, inf)"), None, "The divisor of mis_loss_denominator: constant.", "tokens"),
     "mis_loss_kl_tokens": Key(words(PenaltyTokens), "kept", "Tokens that have a KL penalty."),
     "mis_loss_entropy_tokens": Key(words(PenaltyTokens), "kept", "Tokens that have an entropy bonus."),
     "mis_loss_unbiased_kl": Key(SWITCH, False, "Multiplies the KL penalty by current / behavior."),
     "mis_loss_proximal": Key(words(Proximal), "stored", "Where the proximal log-probs come from."),
-    "mis_loss_scoring": Key(words(Scoring), DEFAULT_SCORING, "Who turns logits into log-probs."),
+    "mis_loss_scoring": Key(words(Scoring), DEFAULT_SCORING, "The function that turns logits into log-probs."),
     "mis_loss_inplace": Key(SWITCH, False, "The gradient replaces the logits in memory."),
 }
 """Keys of the full policy loss, which also reads flags of the frameworks."""
@@ -225,18 +233,18 @@ FRAMEWORK_ROWS: dict[str, Key] = {
 ROWS = CORRECTION_ROWS | GROUP_ROWS | LOSS_ROWS | FRAMEWORK_ROWS
 FLAT_KEYS = (*CORRECTION_ROWS, *GROUP_ROWS, *LOSS_ROWS)
 TIS_OF_FRAMEWORKS = {"tis_clip": 2, "tis_clip_low": 0}
-"""Bounds of the frameworks' built-in correction, which mis_ext replaces, and their defaults, which every args has."""
+"""Bounds of the frameworks' built-in correction, which mis_ext replaces, with the defaults that every args has."""
 
 _KINDS = "; ".join(f"{row.name}: {row.text}" for row in STATISTICS.values())
 GATE_ROWS: dict[str, Key] = {
-    "statistic": Key(words(*STATISTICS), "ratio", f"What is compared with the bounds. {_KINDS}"),
+    "statistic": Key(words(*STATISTICS), "ratio", f"The value that is compared with the bounds. {_KINDS}"),
     "reduce": Key(words(config.Reduce), "token", "Reduction over the tokens of a response."),
     "low": Key(number("[-inf, inf]"), None, "Smallest value that is kept."),
     "high": Key(number("[-inf, inf]"), None, "Largest value that is kept."),
     "action": Key(words(config.Action), "reject", "reject: masks the token; zero: gives it weight 0."),
-    "name": Key(TEXT, None, "First part of the names of its metrics."),
+    "name": Key(TEXT, None, "Prefix of its metric names."),
 }
-"""Keys of a filter in ``rs_gates``. :class:`Gate` checks them, together."""
+"""Keys of a filter in ``rs_gates``. :class:`Gate` checks them and their combination."""
 
 STEPS_OF_ROLLOUT = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
 FLAGS: dict[str, Key] = {
@@ -254,7 +262,7 @@ FLAGS: dict[str, Key] = {
     )
     for name in names
 }
-"""Flags of the frameworks that a file can set too: values with which a loss fails or is NaN are refused."""
+"""Flags of the frameworks that a file can also set. Values that make a loss fail or NaN are refused."""
 _OTHERS = (
     *("allgather_cp", "context_parallel_size", "custom_advantage_function_path", "custom_generate_function_path"),
     *("custom_reward_post_process_path", "grpo_std_normalization", "load_debug_rollout_data", "normalize_advantages"),
@@ -264,11 +272,11 @@ _OTHERS = (
 )
 """Arguments that the parsers of the frameworks check."""
 ARGUMENTS = (*ROWS, *FLAGS, *TIS_OF_FRAMEWORKS, *_OTHERS)
-"""Every argument that is read. The names of others are only compared with these."""
+"""Every argument that is read. Other names are only compared with these."""
 
 
 def read_rows(rows: Mapping[str, Key], given: Mapping[str, Any], wrong: Errors) -> dict[str, Any]:
-    """The values of these rows that are given, as they are read; errors of the others go to ``wrong``."""
+    """The given values of these rows after their check; errors go to ``wrong``."""
     read = {}
     for key, row in rows.items():
         if given.get(key) is not None:
@@ -277,13 +285,13 @@ def read_rows(rows: Mapping[str, Key], given: Mapping[str, Any], wrong: Errors) 
     return read
 
 
-# --- names that are no keys
+# --- names that are not keys
 
 OF_OTHERS = {
-    "mis": "flat keys, since 0.6: tis_level, tis_mode, rs_gates, and others of mis-ext keys",
+    "mis": "flat keys since 0.6, such as tis_level, tis_mode and rs_gates; see mis-ext keys",
     "use_mis": "use_tis: true, and use_rs: true for a filter",
     # verl
-    "rollout_correction": "what mis-ext convert verl FILE prints",
+    "rollout_correction": "the output of mis-ext convert verl FILE",
     "rollout_is": "tis_level",
     "rollout_is_threshold": "tis_upper_bound",
     "rollout_is_batch_normalize": "tis_batch_normalize",
@@ -296,12 +304,12 @@ OF_OTHERS = {
     "vllm_importance_sampling_mode": "tis_level and tis_mode",
     "vllm_importance_sampling_cap": "tis_upper_bound",
 }
-"""Other names that are refused, and what replaces them."""
+"""Names of other frameworks that are refused, and their replacements."""
 REMOVED = {
     "mis_loss_compile": "remove the key",
     "rs_gates.level": "write reduce: token, sum (for sequence), mean (geometric), min, or max",
-    "rs_gates.after": "remove the key: a filter judges all tokens of the response mask",
-    "rs_gates.target_accept": "write low and high; mis-ext report shows what share each bound keeps",
+    "rs_gates.after": "remove the key: a filter reads all tokens of the response mask",
+    "rs_gates.target_accept": "write low and high; mis-ext report shows the share that each bound keeps",
     "rs_gates.target_gain": "remove the key",
     "rs_gates.statistic: squared_log_ratio": "write statistic: k2, with half of the bound",
     **{f"mis_lr_multiplier_{kind}": f"take the root of mis_ess_ratio_{kind}" for kind in ("token", "seq")},
@@ -312,13 +320,13 @@ REMOVED = {
     "mis_tis_weight_std": "use mis_tis_weight_ess: (standard deviation / mean)^2 is 1 / mis_tis_weight_ess - 1",
     **{f"mis_ess_ratio_token_{age}": f"use mis_k3_kl_{age}" for age in ("fresh", "stale")},
 }
-"""What replaces keys, ``rs_gates.KEY``, ``rs_gates.KEY: value``, and metrics that a file for 0.5 may have."""
+"""Replacements of keys, ``rs_gates.KEY``, ``rs_gates.KEY: value``, and metrics in files for 0.5."""
 NO_NULL = {"tis_level": "none", "tis_mode": "unbounded", "rs_level": "none"}
 """Keys for which null could mean two things: the default, and this word."""
 
 
 def refuse_names(given: Mapping[str, Any], wrong: Errors) -> None:
-    """Collect names that are no keys but mean mis_ext. Another framework's option may be null or false."""
+    """Collect errors for names that look like keys of mis_ext. An option of another framework may be null or false."""
     known = {*ROWS, *TIS_OF_FRAMEWORKS, *REMOVED}
     names = [name for name in given if name not in known]
     with wrong:
@@ -339,20 +347,20 @@ def _removed(names: Collection[str]) -> list[str]:
 
 
 def near_miss(name: str, keys: Collection[str]) -> str:
-    """The key that ``name`` probably means, misspelled or without its prefix, to append to an error; empty if none."""
+    """The key that ``name`` probably means, as text to append to an error; empty if there is none."""
     spelled = re.sub(r"[\s.-]+", "_", name.strip()).casefold()
     exact = [spelled] if spelled in keys else []
     slips = [] if spelled.startswith("misc_") else [key for key in keys if _is_slip(spelled, key)]
-    # A single word may belong to anyone.
+    # A single word may belong to another program.
     bare = [prefix + spelled for prefix in PREFIXES if "_" in spelled and prefix + spelled in keys]
     meant = [*exact, *slips, *bare]
     return f" (did you mean {meant[0]!r}?)" if meant else ""
 
 
 def _is_slip(name: str, key: str) -> bool:
-    """Return True if at most one letter in six differs. A last word of two letters, as in ``use_rs``, must be there."""
+    """Return True if at most one letter in six differs. A last word of two letters, as in ``use_rs``, must be equal."""
     most = len(key) // 6
-    # Length and letters are cheap, and enough for nearly all names.
+    # The checks of length and letters are fast, and exclude nearly all names.
     if abs(len(name) - len(key)) > most or len({*name}.symmetric_difference(key)) > most:
         return False
     last_word = key.rpartition("_")[2]
@@ -368,8 +376,8 @@ def _is_slip(name: str, key: str) -> bool:
 def json_schema() -> dict[str, Any]:
     """The schema (draft 7) of a file for ``--custom-config-path``, with which editors complete and check it.
 
-    It describes each key by itself. Whoever reads a file refuses all that the schema refuses, values of a method's
-    parameters, and combinations of keys too.
+    It describes each key separately. The reader of a file refuses everything that the schema refuses, and also wrong
+    parameter values of a method and wrong combinations of keys.
     """
     from mis_ext.methods.catalogue import METHODS
 
@@ -386,14 +394,14 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of mis_ext",
-        "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are the framework's.",
+        "description": "For --custom-config-path of slime and Miles. Keys without our prefixes are of the framework.",
         "type": "object",
         "properties": {key: _node(row, or_null=key not in NO_NULL) for key, row in ROWS.items()},
         "patternProperties": {
             f"^(?!({ours})$)({'|'.join(PREFIXES)})": {"not": {}, "errorMessage": "mis_ext has no such key"}
         },
         "definitions": {
-            "gate": _object(gate, description="A filter: what lies outside of its bounds is dropped."),
+            "gate": _object(gate, description="A filter: values outside of its bounds are dropped."),
             "method": {"anyOf": [{"enum": [*METHODS]}, *({"$ref": f"#/definitions/{name}"} for name in methods)]},
             **methods,
         },

@@ -91,11 +91,11 @@ def start(keys: dict[str, Any]) -> None:
                 "custom_reward_post_process_path": "mis_ext.group_rewards",
             },
             "mis_ext: policy_loss replaces the framework's loss, mis_loss_mode: baseline | baseline of a prompt: mean "
-            "over all | every prompt weighs the same | no correction (no use_tis)",
+            "over all | every prompt has the same weight | no correction (no use_tis)",
         ),
         (
             HOOK | {"mis_prompt_mean": True, "rollout_data_postprocess_path": "mis_ext.prepare_rollout"},
-            "mis_ext: the framework's loss calls compute_mis_weights_with_cp | every prompt weighs the same "
+            "mis_ext: the framework's loss calls compute_mis_weights_with_cp | every prompt has the same weight "
             "| weight, token: x = rho_t; w = x, at most 2 | 9 metrics train/mis_*",
         ),
     ],
@@ -293,7 +293,7 @@ TOKENS = {"on_policy_tokens": {"cache_by_version": True, "canary": "warn"}}
 )
 def test_what_a_foreign_function_may_leave_undone_is_said_at_start(capsys, keys, argument, ours) -> None:
     flag = argument.replace("_", "-")
-    said = f"does nothing unless --{flag} os.path.join calls {ours}"
+    said = f"has no effect unless --{flag} os.path.join calls {ours}"
     start(HOOK | keys | {argument: "os.path.join"})
     assert said in capsys.readouterr().out
     start(HOOK | keys | {argument: ours})
@@ -310,7 +310,9 @@ def test_a_value_of_another_program_at_our_key_of_the_rollout_is_no_business_of_
 
 def test_keys_of_a_generate_function_that_nobody_calls_are_named(capsys) -> None:
     start(HOOK | TOKENS)
-    expected = "on_policy_tokens (cache_by_version, canary) does nothing unless a custom function calls mis_ext.rollout"
+    expected = (
+        "on_policy_tokens (cache_by_version, canary) has no effect unless a custom function calls mis_ext.rollout"
+    )
     assert f"mis_ext: warning: {expected}.generate\n" in capsys.readouterr().out
     start(HOOK | TOKENS | {"load_debug_rollout_data": "a dump"})
     assert "nothing" not in capsys.readouterr().out

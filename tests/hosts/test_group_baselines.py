@@ -223,7 +223,9 @@ def test_rewards_that_cannot_be_compared_are_refused() -> None:
         group_rewards(host_args(), [Sample(0, 1.0), Sample(None, 1.0)])
     with pytest.raises(ValueError, match=r"samples \[0, 2\] have no reward, got None: the reward function must give"):
         group_rewards(host_args(), [Sample(0, None), Sample(0, 1.0), Sample(0, None, remove_sample=True)])
-    with pytest.raises(ValueError, match=r"samples \[1\] have no reward, got {'accuracy': 1.0}: .* --reward-key names"):
+    with pytest.raises(
+        ValueError, match=r"samples \[1\] have no reward, got {'accuracy': 1.0}: .* --reward-key selects"
+    ):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(0, {"accuracy": 1.0})])
     with pytest.raises(ValueError, match=r"rewards must be finite, got nan of samples \[2\]"):
         group_rewards(host_args(), [Sample(0, 1.0), Sample(0, math.inf, remove_sample=True), Sample(0, math.nan)])
@@ -458,7 +460,7 @@ def test_a_rank_with_fewer_rewards_is_named_on_the_other() -> None:
 
     other, failing = run_ranks(on_rank, dp_size=2)
     assert isinstance(failing, ValueError)
-    assert "loss_masks, but of others {'rewards'" in str(failing)
+    assert "loss_masks, but the other lists have {'rewards'" in str(failing)
     assert isinstance(other, RuntimeError)
     assert "failed on rank 1;" in str(other)
 

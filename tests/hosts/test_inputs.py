@@ -30,7 +30,7 @@ SAMPLES = {
     "an array": (lambda x: x.numpy(), TypeError, r"\[1\] must be a 1-D tensor, got ndarray"),
     "a column": (lambda x: x[:, None], ValueError, r"\[1\] must be a 1-D tensor, got shape \[10, 1\]"),
     "a number": (lambda x: x[0], ValueError, r"\[1\] must be a 1-D tensor, got shape \[\]"),
-    "elsewhere": (lambda x: x.to("meta"), ValueError, r"\[1\] is on meta, .*\[0\] on cpu"),
+    "elsewhere": (lambda x: x.to("meta"), ValueError, r"\[1\] is on meta, .*\[0\] is on cpu"),
 }
 
 
@@ -105,9 +105,9 @@ GROUP_OF_ONE, GROUP_OF_TWO = (SimpleNamespace(_replica_id=0, size=lambda size=si
 @pytest.mark.parametrize(
     ("layout", "cp_group", "message"),
     [
-        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "PackedLayout.whole needs one rank, and cp_group has 2"),
-        (PART, None, "PackedLayout.context_parallel needs several ranks, and cp_group has 1"),
-        (PART, GROUP_OF_ONE, "PackedLayout.context_parallel needs several ranks, and cp_group has 1"),
+        (mis_ext.PackedLayout.whole([4]), GROUP_OF_TWO, "PackedLayout.whole needs one rank, but cp_group has 2"),
+        (PART, None, "PackedLayout.context_parallel needs several ranks, but cp_group has 1"),
+        (PART, GROUP_OF_ONE, "PackedLayout.context_parallel needs several ranks, but cp_group has 1"),
     ],
 )
 def test_a_layout_of_other_ranks_than_the_groups_is_refused(layout, cp_group, message) -> None:

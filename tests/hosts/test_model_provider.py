@@ -314,7 +314,7 @@ def loss_of(args, batch, given: tuple) -> tuple:
 
 def test_the_hosts_own_function_is_not_called_in_a_loss_without_logits() -> None:
     args, batch, logits = batch_of({"mis_loss_scoring": "host"})
-    with running("slime"), pytest.raises(ValueError, match="leaves no logits for the framework's own"):
+    with running("slime"), pytest.raises(ValueError, match="makes no logits for the framework's own"):
         mis_ext.policy_loss(args, batch, handed_over(logits)[0])
 
 

@@ -224,8 +224,8 @@ def others_get_logits() -> None:
             mis_ext.hand_over_hidden_states(model)
     for layer, message in (
         (torch.nn.Linear(WIDTH, 1), "the output layer is a Linear"),
-        (Capped(WIDTH, 8, bias=False, **layer_keys()), "is a Capped with a forward of its own"),
-        (Wrapped(WIDTH, 8, bias=False, **layer_keys()), "is a Wrapped with a forward of its own"),
+        (Capped(WIDTH, 8, bias=False, **layer_keys()), "is a Capped with its own forward"),
+        (Wrapped(WIDTH, 8, bias=False, **layer_keys()), "is a Wrapped with its own forward"),
         (ColumnParallelLinear(WIDTH, 8, skip_bias_add=True, **layer_keys()), "leaves its bias to its caller"),
     ):
         model.output_layer = layer

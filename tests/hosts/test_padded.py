@@ -161,7 +161,7 @@ def test_a_wrong_shape_on_one_rank_leaves_no_other_rank_waiting(wrong, failing, 
 def test_other_shapes_are_refused(name) -> None:
     batch = padded(draw())
     for wrong in (batch[name][:, :-1], batch[name][:-1], batch[name].flatten(), batch[name][None], batch[name].mT):
-        with pytest.raises(ValueError, match=r"has shape .*, response_mask .*: both must be \[B, T\]"):
+        with pytest.raises(ValueError, match=r"has shape .*, and response_mask has .*: both must be \[B, T\]"):
             mis_ext.correct_padded(CorrectionConfig(), **batch | {name: wrong})
 
 

@@ -217,7 +217,9 @@ def test_keys_that_need_what_openrlhf_did_not_ask_its_engine_for_name_its_option
     if not needs:
         assert loss_fn(*streams, batch["response_mask"].float())[0].isfinite()
         return
-    with pytest.raises(ValueError, match=r"is_correction_enable, in OpenRLHF 0.11.2 and .*is_correction_level token"):
+    with pytest.raises(
+        ValueError, match=r"is_correction_enable, or in OpenRLHF 0.11.2 and .*is_correction_level token"
+    ):
         loss_fn(*streams, batch["response_mask"].float())
 
 

@@ -196,7 +196,7 @@ def test_args_with_slots_have_a_session_of_their_own() -> None:
 
 
 def test_measuring_with_a_configuration_that_corrects_warns() -> None:
-    with pytest.warns(MismatchWarning, match=r"--get-mismatch-metrics .* does change loss and masks"):
+    with pytest.warns(MismatchWarning, match=r"--get-mismatch-metrics .* changes loss and masks"):
         session_for(argparse.Namespace(use_tis=True, get_mismatch_metrics=True))
 
 

@@ -204,7 +204,7 @@ def test_the_command_finds_the_options_in_a_whole_configuration(tmp_path, capsys
         assert main(["convert", "verl", str(file)]) == 0
         printed = capsys.readouterr().out
         assert yaml.safe_load(printed) == convert_verl(options).keys
-        assert "# Stay in verl's configuration: bypass_mode: true, loss_type: reinforce." in printed
+        assert "# Keep in verl's configuration: bypass_mode: true, loss_type: reinforce." in printed
         # In verl's own trainers it is so.
         assert "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode" in printed
     file.write_text("trainer: {}\n")

@@ -91,7 +91,7 @@ REFUSED = {
     "{use_tis: true, upper_bound: 1.5}": r"'upper_bound' \(did you mean 'tis_upper_bound'\?\)",
     "{use_tis: true, loss_mode: bypass}": r"'loss_mode' \(did you mean 'mis_loss_mode'\?\)",
     "{use_tis: true, rollout_is: sequence}": r"'rollout_is' \(write tis_level\)",
-    "mis: {weight: {level: token}}": r"'mis' \(write flat keys, since 0.6: tis_level",
+    "mis: {weight: {level: token}}": r"'mis' \(write flat keys since 0.6, such as tis_level",
     "use_mis: true": r"'use_mis' \(write use_tis: true, and use_rs: true for a filter\)",
     "{use_tis: false, normalize_over: kept}": r"'normalize_over' \(did you mean 'tis_normalize_over'\?\)",
     # The host's built-in correction, in whose place ours runs.

@@ -220,8 +220,8 @@ def test_without_a_scoring_pass_the_current_policy_is_the_proximal_one() -> None
     ("keys", "change", "message"),
     [
         ({}, {"behavior_logprobs": torch.zeros(3)}, r"behavior_logprobs has shape \[3\], current_logprobs \[6, 15\]"),
-        ({}, {"response_mask": torch.ones(6, 3)}, r"response_mask \[6, 3\]: both must be \[B, L\]"),
-        ({}, {"divisors": torch.ones(2)}, r"divisors has shape \[2\], there are 6 sequences"),
+        ({}, {"response_mask": torch.ones(6, 3)}, r"response_mask has \[6, 3\]: both must be \[B, L\]"),
+        ({}, {"divisors": torch.ones(2)}, r"divisors has shape \[2\], but there are 6 sequences"),
         (HOOK, {"behavior_logprobs": None}, "behavior_logprobs are missing: the correction needs them"),
         (key_of("dppo_tv"), {"behavior_logprobs": None}, "are missing, with which mis_loss_method: dppo_tv compares"),
         (KL, {"reference_logprobs": None}, "reference_logprobs are missing, with which --use-kl-loss compares"),
@@ -442,7 +442,7 @@ def test_only_response_tokens_go_through_the_head(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_ids": torch.zeros(2, 3, dtype=torch.int64)}, "a state for each token"),
+        ({"token_ids": torch.zeros(2, 3, dtype=torch.int64)}, "each token needs one state"),
         ({"weight": torch.zeros(11, H + 1)}, "weight has shape"),
         ({"head": {"bias": torch.zeros(10)}}, "bias has shape"),
     ],

@@ -192,7 +192,7 @@ def test_lengths_that_disagree_are_named() -> None:
         called({}, local(advantages=[torch.ones(3)] * len(loss_cases.RESPONSES)))
     with pytest.raises(ValueError, match=r"logits must be .* got shape \[\d+, 8\]"):
         called({}, local(logits=local()["logits"][0]))
-    with pytest.raises(ValueError, match=r"rollout_mask_sums has shape \[2\], there are 6 samples"):
+    with pytest.raises(ValueError, match=r"rollout_mask_sums has shape \[2\], but there are 6 samples"):
         called({}, local(rollout_mask_sums=torch.ones(2)))
 
 

@@ -366,7 +366,7 @@ def test_a_method_that_is_misspelt_is_refused_by_name(value, message) -> None:
 
 
 REPLACED = [
-    ({"mis_loss_mode": "baseline"}, "mis_loss_mode='baseline': no effect, because mis_loss_method: gmpo says what"),
+    ({"mis_loss_mode": "baseline"}, "mis_loss_mode='baseline': no effect, because mis_loss_method: gmpo defines"),
     ({"eps_clip": 0.1}, "eps_clip=0.1: no effect, because mis_loss_method: gmpo defines the loss"),
     ({"eps_clip_high": 0.28}, "eps_clip_high=0.28: no effect"),
     ({"eps_clip_c": 3.0}, "eps_clip_c=3.0: no effect"),

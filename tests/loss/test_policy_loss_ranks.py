@@ -222,7 +222,7 @@ def test_an_error_between_two_sums_of_a_loss_is_told_behind_them(dp_size, keys, 
             break
         num_sums += 1
         assert isinstance(bad[0], torch.OutOfMemoryError)
-        assert str(good[0]) == "a call failed on rank 1; the error of that rank says why"
+        assert str(good[0]) == "a call failed on rank 1; see the error of that rank"
     assert isinstance(good[0], torch.Tensor)
     assert (num_sums > 0) is good[1]
     assert fails_before == num_sums
@@ -250,7 +250,7 @@ def test_an_error_between_the_status_and_the_sums_is_told_behind_them(keys, dp_s
 def assert_told(good, is_waiting, *, is_corrected) -> None:
     if is_waiting or is_corrected:
         assert isinstance(good, RuntimeError)
-        assert str(good) == "a call failed on rank 1; the error of that rank says why"
+        assert str(good) == "a call failed on rank 1; see the error of that rank"
     else:
         # A loss without a number of other ranks is as good as it was.
         assert isinstance(good, torch.Tensor)

@@ -139,7 +139,7 @@ def test_top_p_without_what_was_kept_is_refused(key) -> None:
     with running("slime"):
         with pytest.raises(ValueError, match=f"{key} are missing: with a --rollout-top-p that is not 1 the rollout f"):
             called(TOP_P, batch | {key: None})
-        with pytest.raises(ValueError, match=f"{key} has 2 samples, there are 6"):
+        with pytest.raises(ValueError, match=f"{key} has 2 samples, but the batch has 6"):
             called(TOP_P, batch | {key: batch[key][:2]})
 
 

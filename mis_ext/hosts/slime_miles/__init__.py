@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slime and Miles: their arguments, their keys, and how they call."""
+"""slime and Miles: their arguments, their keys, and their calls."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The startup check: what the first training step would refuse, or what has no effect, before the model loads."""
+"""The startup check: before the model loads, find errors of the first training step and keys without effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FUNCTIONS = {
     "policy_loss": ("custom_tis_function_path", compute_mis_weights_with_cp),
     "custom_loss": ("custom_loss_function_path", policy_loss),
 }
-"""The argument with which the framework calls a function of ours, by its loss type."""
+"""The argument that makes the framework call a function of mis_ext, by loss type."""
 _SWITCHES = "use_tis", "get_mismatch_metrics"
 _ROLLOUT, _PREPARE = "rollout_data_postprocess_path", "mis_ext.prepare_rollout"
 _GENERATE, _OURS = "custom_generate_function_path", "mis_ext.rollout.generate"
@@ -43,18 +43,18 @@ def check_setup(args: Any) -> None:
     """Check every key before training starts, and print what will run.
 
     For ``--custom-megatron-init-path mis_ext.check_setup``. slime, vime, and Miles call it on every rank of Megatron,
-    before the model loads. Where ranks of ``torch.distributed`` have met, all of them have to call it: they exchange
-    their errors and what they have installed. Rank 0 prints what will run, and a line for each warning.
+    before the model loads. If ``torch.distributed`` is initialised, all ranks must call it: they exchange their errors
+    and their installed versions. Rank 0 prints what will run, and a line for each warning.
 
     Args:
         args: The framework's arguments, with the keys of mis_ext among them.
 
     Raises:
-        ValueError: A flag or key is wrong or without effect, or the framework would call no function of mis_ext.
+        ValueError: A flag or key is wrong or has no effect, or the framework would not call mis_ext.
         TypeError: A key has the wrong type.
-        ImportError: A path names no module.
+        ImportError: A path does not name a module.
         AttributeError: A module has no such function.
-        RuntimeError: Some ranks raise one of these and others do not, or mis_ext is not the same on all of them.
+        RuntimeError: Only some ranks raise one of these errors, or mis_ext is not the same on all ranks.
     """
     said, installed, error = [], "", None
     has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -77,10 +77,11 @@ def _checked(args: Any) -> list[str]:
     config = current_run(args, whole_loss=_called_by(args) == "custom_loss").config
     loss = config.whole_loss
     if loss is None:
-        # Without loss_type the first step is silent about them, because prepare_rollout reads them for a custom loss.
+        # Without loss_type the first step does not report them, because prepare_rollout reads them for a custom loss.
         Errors().refuse(without_effect([unread_by("policy_loss")], given)).raise_all()
     else:
-        # The frameworks score the reference policy for these flags. With a critic, whose ranks have kl_coef 0, perhaps.
+        # The frameworks score the reference policy for these flags, and perhaps with a critic, whose ranks have kl_coef
+        # 0.
         has_reference = given.get("use_kl_loss") or given.get("kl_coef") or given.get("advantage_estimator") == "ppo"
         refuse_missing(loss.settings, {"behavior", *["reference"] * bool(has_reference)}, MISSING)
     if not is_miles() and given.get("rollout_temperature") == 0:
@@ -88,7 +89,7 @@ def _checked(args: Any) -> list[str]:
     doubts, said = [*_doubts(given, config)], [_summary(config)]
     if read_argument(args, "custom_model_provider_path") == "mis_ext.model_provider":
         refuse_missing_logits(args, config)
-        said.append("model_provider makes no logits: the loss and the framework's scoring passes take hidden states")
+        said.append("model_provider makes no logits: the loss and the framework's scoring passes use hidden states")
     if loss is not None and find_framework() is None:
         refuse_host_scoring(config)
     return [*said, *(f"warning: {found}" for found in (*doubts, *_unread_keys(args)))]
@@ -98,7 +99,7 @@ def _checked(args: Any) -> list[str]:
 
 
 def _called_by(args: Any) -> str:
-    """The loss type, which says which function of ours the framework will call."""
+    """The loss type, which determines the function of mis_ext that the framework calls."""
     loss_type = read_argument(args, "loss_type") or "policy_loss"
     argument, function = _FUNCTIONS.get(str(loss_type), ("loss_type", None))
     path, flag = read_argument(args, argument), _flag(argument)
@@ -118,9 +119,9 @@ def _called_by(args: Any) -> str:
             return loss_type
         why = f"{flag} {path} is not mis_ext.{function.__name__} (a function that calls it needs functools.wraps)"
     raise ValueError(
-        f"mis_ext would not be called: {why}. To correct, give --use-tis --custom-tis-function-path "
+        f"mis_ext would not be called: {why}. To correct, set --use-tis --custom-tis-function-path "
         "mis_ext.compute_mis_weights_with_cp, or --loss-type custom_loss --custom-loss-function-path "
-        "mis_ext.policy_loss; slime ignores a misspelt flag without a message"
+        "mis_ext.policy_loss; slime silently ignores a misspelled flag"
     )
 
 
@@ -132,7 +133,7 @@ def _flag(argument: str) -> str:
 
 
 def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
-    """Warnings about functions of the user and the schedule of weight updates; refuse keys that nothing would read."""
+    """Warn of custom functions and the schedule of weight updates; refuse keys that no function would read."""
     correction, group, path, generates = config.correction, config.group, given.get(_ROLLOUT), given.get(_GENERATE)
     interval, tokens = given.get("update_weights_interval") or 1, given.get("on_policy_tokens")
     if is_miles() and group.needs_rollout:
@@ -147,7 +148,7 @@ def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     if correction.staleness and interval > 1:
         ahead = f"--update-weights-interval {interval}: the trainer is up to {interval - 1} rollouts ahead"
         yield f"{ahead} of the newest version, and a lag of 0 does not mean current weights"
-    # Keys, the argument with the function that may read them, and the function of mis_ext that does.
+    # Keys, the argument of the function that may read them, and the function of mis_ext that reads them.
     needs = []
     if correction.staleness:
         needs += [("mis_staleness", _ROLLOUT, _PREPARE), ("mis_staleness", _GENERATE, _OURS)]
@@ -161,12 +162,12 @@ def _doubts(given: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
         path = given.get(argument)
         if argument == _GENERATE and given.get("load_debug_rollout_data"):
             continue  # Nothing is generated.
-        # log_mismatch has the same flag as prepare_rollout, and calls nothing else. A rollout function may generate.
+        # log_mismatch has the same flag as prepare_rollout, and does not call it. A rollout function may generate.
         if path in (None, "mis_ext.log_mismatch") and not keys.startswith("on_policy_tokens"):
             raise ValueError(f"{keys} needs {_flag(argument)} {function}")
         if not _is_ours(path):
             caller = "a custom function" if path is None else f"{_flag(argument)} {path}"
-            yield f"{keys} does nothing unless {caller} calls {function}"
+            yield f"{keys} has no effect unless {caller} calls {function}"
 
 
 def _is_ours(path: Any) -> bool:
@@ -176,8 +177,8 @@ def _is_ours(path: Any) -> bool:
 def _unread_keys(args: Any) -> list[str]:
     """Keys of the file at ``--custom-config-path`` that neither mis_ext nor the framework reads.
 
-    Both frameworks set each key as an attribute. A new one comes after all flags, of which this path is nearly the
-    last in both parsers; slime's parser has ``debug_*``, ``load_debug_rollout_data`` and ``train_backend`` behind it.
+    Both frameworks set each key as an attribute. New attributes come after all flags. This path is nearly the last flag
+    in both parsers; in slime, ``debug_*``, ``load_debug_rollout_data`` and ``train_backend`` follow it.
     """
     path, names = read_argument(args, "custom_config_path"), [*getattr(args, "__dict__", ())]
     if not path or "custom_config_path" not in names:
@@ -185,7 +186,7 @@ def _unread_keys(args: Any) -> list[str]:
     try:
         keys = yaml.safe_load(Path(path).read_bytes()) or {}
     except (OSError, yaml.YAMLError):
-        return []  # The framework has read it, maybe on another node.
+        return []  # The framework has read it, possibly on another node.
     flags = names[: names.index("custom_config_path")]
     known = {*flags, *ARGUMENTS, "debug_rollout_only", "debug_train_only", "padded_vocab_size"}
     unread = [str(key) for key in keys if key not in known and not str(key).startswith(("sglang_", "vllm_"))]
@@ -200,7 +201,7 @@ def _summary(config: RunConfig) -> str:
     hook = "the framework's loss calls compute_mis_weights_with_cp"
     parts = [hook if loss is None else f"policy_loss replaces the framework's loss, {loss.settings.chosen_by}"]
     parts += [f"baseline of a prompt: {group.baseline} over {group.over}"] * bool(group.of_rewards)
-    parts += ["every prompt weighs the same"] * group.prompt_mean
+    parts += ["every prompt has the same weight"] * group.prompt_mean
     if loss is not None and not loss.has_correction:
         return " | ".join([*parts, "no correction (no use_tis)"])
     parts += [f"{step.name}: {step.formula}" for step in steps_of(correction) if step.name not in ("ratio", "result")]
@@ -212,9 +213,10 @@ def _summary(config: RunConfig) -> str:
 
 
 def _installed() -> str:
-    """Return values that must be equal on every rank, because ranks would otherwise wait forever."""
+    """Return values that must be equal on every rank; otherwise ranks would wait forever."""
     package, read = Path(mis_ext.__file__).parent, hashlib.sha256()
-    # A checkout of another commit may have the same version. What editors leave behind is hidden, or no file.
+    # A checkout of another commit may have the same version. Skip files of editors: they are hidden, or not regular
+    # files.
     for path in sorted([*package.rglob("*.py"), *package.glob("_presets/*.yaml")]):
         name = path.relative_to(package)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
@@ -226,13 +228,13 @@ def _installed() -> str:
 def _error_of_ranks(installed: str, error: Exception | None) -> Exception | None:
     """Return the error of this rank, so that either all ranks raise one or none does.
 
-    Other versions of mis_ext read what is exchanged here: its keys stay.
+    Other versions of mis_ext read these messages, so their keys must not change.
     """
     message = "" if error is None else f"{type(error).__name__}: {error}"[:2000]
     found = {"node": platform.node(), "error": message, "installed": installed}
     ranks = gather_objects(found, dist.group.WORLD)
     is_partial, differs = any(not each["error"] for each in ranks), len({each["installed"] for each in ranks}) > 1
-    # For each value one rank of each node that has it.
+    # For each value, one rank of each node that has it.
     places: dict[str, dict[str, int]] = {}
     for name in ["error"] * is_partial + ["installed"] * differs:
         for rank, each in enumerate(ranks):

@@ -31,14 +31,15 @@ def compute_mis_weights_with_cp(
     For ``--custom-tis-function-path mis_ext.compute_mis_weights_with_cp``. Called once per micro-batch by both
     frameworks.
 
-    Several samples can share a rollout, and so a denominator, but the frameworks do not say which. With such samples
-    ``mis_denominator: kept`` is wrong; :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout` refuses them.
+    Several samples can share a rollout, and therefore a denominator, but the frameworks do not pass this information.
+    For these samples ``mis_denominator: kept`` is wrong; :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`
+    refuses them.
 
     Args:
         args: The framework's arguments, with the keys of docs/reference/configuration.md among them.
         pg_loss: ``[T]``, this rank's response tokens of the micro-batch; may carry gradient.
         train_log_probs: Per sample, this rank's tokens: nats, scored by the trainer before the update (proximal).
-        rollout_log_probs: The same, as the inference engine reported them (behavior).
+        rollout_log_probs: Per sample, this rank's tokens: nats, from the inference engine (behavior).
         loss_masks: Per sample, the whole response; nonzero on tokens that the policy generated.
         total_lengths: Per sample, prompt and response tokens.
         response_lengths: Per sample, response tokens.
@@ -47,14 +48,14 @@ def compute_mis_weights_with_cp(
     Returns:
         Three values. ``pg_loss`` times the weights; its gradient with respect to the given ``pg_loss`` is the weight.
         One mask per sample over the whole response: the given value on kept tokens, else 0, equal on all
-        context-parallel ranks. Detached metrics ``[T]``: every token has the number of its sequence, for the
-        framework's reduction with the original masks. With ``get_mismatch_metrics`` and without ``use_tis`` the given
-        ``pg_loss`` and ``loss_masks`` themselves come back.
+        context-parallel ranks. Detached metrics ``[T]``: every token has the value of its sequence, for the framework's
+        reduction with the original masks. With ``get_mismatch_metrics`` and without ``use_tis`` the function returns
+        the given ``pg_loss`` and ``loss_masks``.
 
     Raises:
-        ValueError: A key, a length or the data of the first calls is wrong; the message says what to change.
+        ValueError: A key, a length or the data of the first calls is wrong.
         TypeError: A key or a sample has the wrong type.
-        RuntimeError: Another rank failed; it is named, and its own error says why.
+        RuntimeError: Another rank failed. The message names it; see its own error.
     """
     groups = find_groups(kwargs.get("parallel_state"))
     device = device_of(pg_loss)

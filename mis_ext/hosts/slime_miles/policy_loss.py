@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full policy loss in slime, vime, and Miles: which of them runs, who scores the logits, and the returned values.
+"""The full policy loss in slime, vime, and Miles: the running framework, its scoring of logits, and returned values.
 
-Without logits: the model that their provider makes, and the pass that scores the rollout.
+Also the model without logits of :func:`model_provider`, and the pass that scores the rollout with it.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def policy_loss(
 
     Args:
         args: The framework's arguments, with the keys of mis_ext among them.
-        batch: The micro-batch as the framework has it; lists per sample, under context parallelism this rank's parts.
+        batch: The framework's micro-batch: lists per sample; with context parallelism, this rank's parts.
         logits: ``[1, T, V / TP]`` packed, or padded ``[B, L, V / TP]``. With ``mis_loss_inplace`` the backward pass
             writes their gradient over them.
-        sum_of_sample_mean: The framework's reducer. Not called: all its sums are taken together, with the same
+        sum_of_sample_mean: The framework's reducer. It is not called: all its sums are computed together, with the same
             denominators.
 
     Returns:
         The loss, with gradient: this rank's sum over samples of per-sample means (or the sum over tokens), which the
-        host scales. And metrics of the same kind under the framework's names, 0-dim and on the CPU: one copy for all.
+        framework scales. And metrics on the same scale under the framework's names, 0-dim, copied to the CPU at once.
 
     Raises:
         ValueError: A flag, a key, a length or the data of the first calls is wrong; the message says what to change.
         TypeError: A key or a sample has the wrong type.
-        RuntimeError: Another rank failed; it is named, and its own error says why.
+        RuntimeError: Another rank failed. The message names it; see its own error.
     """
     groups, part = find_ranks()
     run = shared_run(args, groups, device=device_of(logits), whole_loss=True)
@@ -79,7 +79,7 @@ def policy_loss(
 
 
 def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same numbers as elements of one tensor on the CPU."""
+    """The same values as elements of one tensor on the CPU."""
     values = torch.stack([*metrics.values()]).cpu()
     return dict(zip(metrics, values.unbind(), strict=True))
 
@@ -98,9 +98,9 @@ def find_ranks() -> tuple[Groups, VocabularyPart]:
 
 
 def find_host(args: Any, config: RunConfig, groups: Groups, part: VocabularyPart) -> Host:
-    """Return how the framework scores and what it reports; without one, Megatron-Core or nothing by itself.
+    """Return the scoring function and extra metrics of the framework; without one, score with Megatron-Core or alone.
 
-    The frameworks' own functions for log-probs take their ``args``; no one else sees them.
+    Only the frameworks' own functions for log-probs get their ``args``.
     """
     if find_framework() is None:
         return Host(groups, plain_scores)
@@ -113,10 +113,10 @@ def _fused_scores(part: VocabularyPart, unscored: Unscored, *, with_entropy: boo
     """Compute the values of the framework's own function for a part of the vocabulary."""
     loss, observes, kept = unscored.config.loss, True, None
     if is_miles():
-        # Of greedy sampling Miles leaves the logits as they are.
+        # For greedy sampling Miles does not divide the logits.
         temperature, observes = loss.temperature or 1.0, loss.observes_entropy
     else:
-        # A pass that scores may be told to keep all columns.
+        # A scoring pass may keep all columns.
         replays = loss.replays_top_p and (with_entropy is None or unscored.batch.get(IDS) is not None)
         kept = kept_columns(unscored.batch, unscored.layout) if replays else None
         temperature = positive_temperature(unscored.config)
@@ -140,12 +140,12 @@ def scores_without_logits(
 ) -> Any:
     """Compute the values of the framework's own log-prob function from hidden states: lists of samples.
 
-    Its parameters are those of both frameworks' functions: ``entropy_requires_grad`` and ``max_seq_lens`` are Miles',
-    the last two slime's. One that neither has is a ``TypeError``: it may say which columns to score. Nothing here has a
-    gradient, because Megatron-Core's schedule sets ``non_loss_data`` for a pass that scores.
+    It has the parameters of both frameworks' functions: ``entropy_requires_grad`` and ``max_seq_lens`` of Miles, the
+    last two of slime. An unknown parameter is a ``TypeError``, because it may select columns. No value has a gradient,
+    because Megatron-Core's schedule sets ``non_loss_data`` for a scoring pass.
 
     Raises:
-        ValueError: The framework asks for a loss.
+        ValueError: The framework requests a loss.
     """
     if not non_loss_data:
         raise ValueError("non_loss_data must be True: mis_ext.model_provider scores a rollout here, got False")
@@ -175,7 +175,7 @@ def scores_without_logits(
 def _captured_scores(part: VocabularyPart, unscored: Unscored) -> Scores:
     scores = _fused_scores(part, unscored)
     module = _loss_module()
-    # None while the framework captures nothing: then there is no tensor per sample on the way.
+    # None while the framework captures nothing. Then no tensor per sample is made.
     if getattr(module, "_LOG_PROB_CAPTURE", True) is not None:
         lengths = [*unscored.layout.local_lengths]
         _capture(module, unscored.batch, torch.split(scores.log_prob_T.detach(), lengths))
@@ -189,7 +189,7 @@ def _loss_module() -> Any:
 
 
 def _capture(module: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
-    """Keep log-probs for the debug dump of slime and vime, where they have skipped the scoring pass."""
+    """Keep log-probs for the debug dump of slime and vime if they skipped the scoring pass."""
     capture = getattr(module, "_maybe_capture_log_probs", None)
     if capture is not None:
         capture(batch, log_probs)
@@ -198,7 +198,7 @@ def _capture(module: Any, batch: Batch, log_probs: Sequence[Tensor]) -> None:
 def _scores_of_host(args: Any, unscored: Unscored) -> Scores:
     config, batch, logits, layout, _ = unscored
     if isinstance(logits, NoLogits):
-        raise ValueError("mis_ext.model_provider leaves no logits for the framework's own log-prob function")
+        raise ValueError("mis_ext.model_provider makes no logits for the framework's own log-prob function")
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     given = {"args": args} | {name: batch[name] for name in names}
     if is_miles():
@@ -212,7 +212,7 @@ def _scores_of_host(args: Any, unscored: Unscored) -> Scores:
         )
     else:
         module = _loss_module()
-        # Before vime took this function from slime, it had padded batches.
+        # Versions of vime without this function have padded batches.
         kept_of = getattr(module, "get_rollout_top_p_logprob_kwargs", None)
         kept = {"max_seq_lens": batch.get("max_seq_lens")} if kept_of is None else kept_of(args, batch)
         _, found = module.get_log_probs_and_entropy(logits, **given, with_entropy=True, **kept)
@@ -225,10 +225,10 @@ def _scores_of_host(args: Any, unscored: Unscored) -> Scores:
 
 
 def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
-    """The kept tokens of the local response tokens, from those of whole responses.
+    """The top-p nucleus of each local response token, from the nuclei of whole responses.
 
-    Of sample ``i`` the response token ``r`` has ``ids[i][offsets[i][r] : offsets[i][r + 1]]``. Where there are no
-    offsets any more, nothing was recorded. The index tensors are built on the host, where slime keeps these lists.
+    Response token ``r`` of sample ``i`` has ``ids[i][offsets[i][r] : offsets[i][r + 1]]``. Tokens beyond the offsets
+    were not recorded. The index tensors are built on the CPU, where slime keeps these lists.
 
     Args:
         batch: ``rollout_top_p_token_ids`` and ``rollout_top_p_token_offsets``, per sample a list, a tensor, or an
@@ -242,7 +242,7 @@ def kept_columns(batch: Mapping[str, Any], layout: PackedLayout) -> KeptColumns:
     for ids_N, offsets_R, response in samples:
         for length, whole_start in islice(pieces, layout.pieces.per_sequence):
             of_piece = offsets_R[whole_start - whole : whole_start - whole + length + 1]
-            # What was not recorded keeps no id, and is told apart by its flag.
+            # A token that was not recorded has no ids, and its flag is False.
             num_recorded = max(len(of_piece) - 1, 0)
             ids += [ids_N[of_piece[0] : of_piece[-1]]] if num_recorded else []
             counts += [of_piece.diff(), nothing.new_zeros(length - num_recorded)]
@@ -265,7 +265,7 @@ def _samples_under(key: str, batch: Mapping[str, Any], layout: PackedLayout) -> 
             f"{key} are missing: with a --rollout-top-p that is not 1 the rollout function must store them"
         )
     if len(samples) != layout.num_sequences:
-        raise ValueError(f"{key} has {len(samples)} samples, there are {layout.num_sequences}")
+        raise ValueError(f"{key} has {len(samples)} samples, but the batch has {layout.num_sequences}")
     # vime may keep a sample in a file.
     loaded = [sample.load() if hasattr(sample, "load") else sample for sample in samples]
     return [torch.as_tensor(sample, dtype=torch.int64, device="cpu") for sample in loaded]
@@ -274,20 +274,20 @@ def _samples_under(key: str, batch: Mapping[str, Any], layout: PackedLayout) -> 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> Any:
     """Build the framework's own model with an output layer that returns hidden states instead of logits.
 
-    For ``--custom-model-provider-path mis_ext.model_provider`` beside ``mis_ext.policy_loss``. The framework's passes
-    that score the rollout with the trained, the reference or a teacher model take hidden states too: no flag of the
-    frameworks says which function does that, so the name under which their training actor calls it is set to one of
-    ours. A critic's layer takes the place of the changed one, and values are what they were.
+    For ``--custom-model-provider-path mis_ext.model_provider`` together with ``mis_ext.policy_loss``. The framework's
+    passes that score the rollout with the trained, the reference or a teacher model use hidden states too. No flag of
+    the frameworks selects this function, so its name in their training actor is set to a function of mis_ext. A
+    critic's layer replaces the changed layer, and its values do not change.
 
     Args:
         pre_process: Whether this pipeline stage has the embedding.
         post_process: Whether it has the output layer.
-        vp_stage: Which of a rank's stages it is.
+        vp_stage: The index of the stage on this rank.
 
     Raises:
-        ValueError: Something that the run asks for needs logits.
+        ValueError: A flag or key of the run needs logits.
     """
-    # The frameworks' Megatron-LM has it, Megatron-Core alone has not.
+    # The frameworks' Megatron-LM has this module; Megatron-Core alone does not.
     args = import_module("megatron.training.global_vars").get_args()
     refuse_missing_logits(args, current_run(args, whole_loss=True).config)
     backend = f"{(find_framework() or SLIME).name}.backends.megatron_utils"
@@ -302,15 +302,15 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def refuse_missing_logits(args: Any, config: RunConfig) -> None:
-    """Refuse what needs the logits that the model no longer has.
+    """Refuse flags and keys that need logits, which the model no longer makes.
 
     Raises:
-        ValueError: A flag or key does.
+        ValueError: A flag or key needs logits.
     """
     loss, why = config.whole_loss, None
     if loss is None or read_argument(args, "loss_type") != "custom_loss":
         why = (
-            "only mis_ext.policy_loss takes hidden states: give --loss-type custom_loss --custom-loss-function-path "
+            "only mis_ext.policy_loss takes hidden states: set --loss-type custom_loss --custom-loss-function-path "
             "mis_ext.policy_loss"
         )
     elif loss.scoring == "host":
@@ -318,17 +318,17 @@ def refuse_missing_logits(args: Any, config: RunConfig) -> None:
     elif loss.inplace:
         why = "mis_loss_inplace: no effect without logits; remove it"
     elif is_miles() and read_argument(args, "recompute_loss_function"):
-        # Its checkpoint is the reentrant one: an inner backward pass would go through the model, and the outer again.
-        why = "--recompute-loss-function of Miles detaches the logits; remove it, without logits it frees nothing"
+        # Its checkpoint is reentrant: an inner backward pass would go through the model, and the outer pass again.
+        why = "--recompute-loss-function of Miles detaches the logits; it frees nothing without logits: remove it"
     if why is not None:
         raise ValueError(f"{MODEL_FLAG} mis_ext.model_provider: {why}")
 
 
 def _replace_scoring(actor: Any) -> None:
-    """Set the name under which the framework's training actor calls the function for log-probs.
+    """Replace the function for log-probs that the framework's training actor calls.
 
     Raises:
-        ValueError: It has no such name.
+        ValueError: The actor has no such function.
     """
     of_host = getattr(actor, _SCORES, None)
     if of_host is None:
@@ -340,7 +340,7 @@ def _replace_scoring(actor: Any) -> None:
 
 
 def _scoring(of_host: Callable[..., Any]) -> Callable[..., Any]:
-    """The framework's function for log-probs, and ours where it is called without logits."""
+    """The framework's function for log-probs; calls without logits go to the function of mis_ext."""
 
     @functools.wraps(of_host, assigned=())
     def get_log_probs_and_entropy(logits: Tensor, **given: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of a whole rollout: its rewards (slime and Miles), and values that need all of it before training (slime)."""
+"""Hooks of a whole rollout: rewards (slime and Miles), and values that need all of it before training (slime)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _UNSCORED = "take several steps, or --loss-type custom_loss with mis_ext.policy_
 def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     """Compute the rewards, raw and relative to the baseline of their prompts.
 
-    For ``--custom-reward-post-process-path mis_ext.group_rewards``. A prompt is told by ``group_index``, however many
-    samples there are of it; the samples of a ``rollout_id`` are one trajectory, and count once. A sample that is not
-    trained (``remove_sample``, or an empty ``loss_mask``) does not count, unless ``mis_group_over: all`` says so:
-    its reward is often no reward. What a correction rejects is not known yet: with ``mis_group_over: kept`` the mean of
-    the prompt is subtracted here, and :func:`prepare_rollout` applies the baseline once, also ``leave_one_out``.
+    For ``--custom-reward-post-process-path mis_ext.group_rewards``. ``group_index`` identifies a prompt, which may have
+    any number of samples. The samples of a ``rollout_id`` are one trajectory, and count once. A sample that is not
+    trained (``remove_sample``, or an empty ``loss_mask``) counts only with ``mis_group_over: all``, because its reward
+    is often meaningless. It is not known yet what a correction rejects. So with ``mis_group_over: kept`` this function
+    subtracts the mean of the prompt, and :func:`prepare_rollout` applies the baseline once, also ``leave_one_out``.
 
     Args:
         args: The framework's arguments, with the keys of mis_ext among them.
@@ -45,15 +45,18 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         ValueError: A flag contradicts a key, a sample lacks a ``group_index`` or reward, or a trajectory has several.
     """
     given = all_arguments(args)
-    # The flag alone says it too.
+    # The flag without a key has the default baseline.
     config = read_group(given | {"mis_group_baseline": given.get("mis_group_baseline") or "mean"})
     rewards = [sample.get_reward_value(args) for sample in samples]
     needed = {
-        "group_index": ([sample.group_index for sample in samples], "the rollout function must keep the data source's"),
+        "group_index": (
+            [sample.group_index for sample in samples],
+            "the rollout function must keep the index of the data source",
+        ),
         "reward": (
             rewards,
-            "the reward function must give each a number, also one that is not trained; --reward-key names that of a "
-            "mapping",
+            "the reward function must give each sample a number, also one that is not trained; --reward-key selects "
+            "it from a mapping",
         ),
     }
     for name, (values, remedy) in needed.items():
@@ -61,7 +64,8 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         if unknown:
             said = f"samples {unknown[:8]} have no {name}, got {reprlib.repr(values[unknown[0]])}"
             raise ValueError(f"mis_ext.group_rewards: {said}: {remedy}")
-    # By index as in Miles, unless that is another one's rollout_id in its prompt: then each is its own, as in slime.
+    # By index as in Miles, unless the index is the rollout_id of another sample of the prompt. Then each sample is its
+    # own trajectory, as in slime.
     taken = {(sample.group_index, sample.rollout_id) for sample in samples if sample.rollout_id != sample.index}
     numbers = [
         (sample.rollout_id, None if (sample.group_index, sample.index) in taken else sample.index, -1 - place)
@@ -77,7 +81,7 @@ def group_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[floa
         torch.tensor([sample.group_index for sample in samples]),
         trajectories=torch.tensor(trajectories),
         counted=None if config.over == "all" else torch.tensor(trained),
-        # n / (n - 1) of the kept trajectories alone, once they are known.
+        # The factor n / (n - 1) needs the number of kept trajectories, which is known later.
         leave_one_out=config.baseline == "leave_one_out" and config.over != "kept",
         with_deviation=config.with_deviation,
     )
@@ -90,22 +94,22 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     For ``--rollout-data-postprocess-path mis_ext.prepare_rollout``. With ``mis_staleness`` each token gets its lag, see
     :func:`_token_lags`. ``mis_denominator: kept`` refuses samples that share a denominator.
 
-    With ``mis_group_over: kept`` a trajectory of which the correction keeps no token leaves the baseline of its
-    prompt. With ``mis_prompt_mean`` every prompt weighs the same. Both change ``advantages``, in which the policy
-    gradient is linear; KL and entropy terms keep the framework's denominators. slime's data source numbers samples
-    prompt by prompt, so a prompt is told by ``sample_indices`` and ``n_samples_per_prompt``.
+    With ``mis_group_over: kept`` a trajectory without a kept token does not count in the baseline of its prompt. With
+    ``mis_prompt_mean`` every prompt has the same weight. Both change ``advantages``, in which the policy gradient is
+    linear. KL and entropy terms keep the framework's denominators. slime's data source numbers samples prompt by
+    prompt, so ``sample_indices`` and ``n_samples_per_prompt`` identify a prompt.
 
     Args:
         args: The framework's arguments.
         rollout_id: Number of the rollout, for messages.
         rollout_data: This rank's samples: ``log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``,
-            ``response_lengths``, and ``rollout_mask_sums`` where the framework has them. For baselines and prompts also
+            ``response_lengths``, and ``rollout_mask_sums`` if the framework has them. For baselines and prompts also
             ``advantages``, which are changed, ``rewards``, ``sample_indices``, ``rollout_ids``, and the schedule.
 
     Raises:
         ValueError: The framework gives no rollout data (Miles), has not scored the rollout before training, or lets
             samples share denominators with ``mis_denominator: kept``.
-        RuntimeError: Another rank failed; it is named, and its own error says why.
+        RuntimeError: Another rank failed. The message names it; see its own error.
     """
     run = current_run(args)
     session, of_prompts = run.session, run.config.group
@@ -115,7 +119,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         try:
             session.token_lags = _token_lags(rollout_data)
         except Exception as error:
-            # With its traceback: the loss has the text alone, as an error would keep the rollout's memory.
+            # Log the traceback: the loss keeps only the text, because an error would keep the rollout's memory.
             _LOG.exception("mis_staleness: the versions of this rollout")
             session.token_lags = f"mis_staleness: the versions of this rollout: {type(error).__name__}: {error}"
     refuses_shared = config.denominator == "kept" and not config.per_token_loss and not config.metrics_only
@@ -152,7 +156,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
             correction = measuring.compute(streams, groups=alone)
             status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
     except Exception:
-        # The context-parallel ranks know of it.
+        # The context-parallel ranks already know of the error.
         failed = torch.tensor([0.0, global_rank() + 1.0], dtype=torch.float64, device=device)
         gather_rows(failed, groups.dp_group)
         raise
@@ -160,17 +164,18 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
     raise_if_failed(status_W.tolist())
     if key is not None:
-        # From here on every rank has the same numbers, and raises the same errors.
+        # From here every rank has the same numbers, and raises the same errors.
         numbers = [*map(int, number_W.tolist())]
         _compare_prompts(run.config, rollout_data, own, numbers, groups=groups, device=device)
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
-    """The lags of this rank's tokens, or why there are none: the loss says it, where the other ranks hear of it.
+    """The lags of this rank's tokens, or why there are none: the loss raises this, so that the other ranks learn of it.
 
-    ``mis_ext.rollout.generate`` stores the version of each token where the frameworks carry a number per token to the
-    trainer, the log-probs of a teacher. The trainer's own version is the number of times that it has sent its weights
-    to the engine. Neither framework passes it on, nor Miles the rollout: both are read from the trainer that calls.
+    ``mis_ext.rollout.generate`` stores the version of each token in a field that the frameworks pass to the trainer,
+    the log-probs of a teacher. The version of the trainer is the number of times that it has sent its weights to the
+    engine. No framework passes it to hooks, and Miles does not pass the rollout. So both are read from the trainer in
+    the call stack.
     """
     frame = sys._getframe(1)
     trainer: Any = None
@@ -181,7 +186,7 @@ def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:
         frame = frame.f_back  # type: ignore[assignment]
     if trainer is None or rollout_data is None:
         return "mis_staleness: this trainer has no weight_updater with a weight_version, from which lags are counted"
-    # Taken out: it is no one's log-prob, and the framework would report its mean.
+    # Remove it: it is not a log-prob, and the framework would report its mean.
     versions = rollout_data.pop(VERSIONS, None)
     if versions is not None and len(versions) == 0 and rollout_data.get("rollout_log_probs") == []:
         # This rank has no sample.
@@ -208,7 +213,7 @@ def _compare_prompts(
     groups: Groups,
     device: torch.device,
 ) -> None:
-    """Change this rank's advantages, by all samples of the rollout on all ranks; each has ``numbers`` of them."""
+    """Change this rank's advantages by the samples of all ranks; ``numbers``: samples per rank."""
     of_prompts = config.group
     rows = torch.zeros(max(numbers), len(_SAMPLE), dtype=torch.float64, device=device)
     rows[: len(own["reward"])] = torch.stack([own[name] for name in _SAMPLE], -1)
@@ -274,11 +279,11 @@ def _samples_of(
     tokens_S = _sums(masks, device)
     shared = rollout_data.get("rollout_mask_sums")
     steps, terms = _schedule(rollout_data, len(masks)) if of_prompts.prompt_mean else ([0] * len(masks),) * 2
-    # Here, where the other ranks still hear of it.
+    # Check it here, where the other ranks still learn of an error.
     given = {name: len(rollout_data[name]) for name in ("advantages", "rewards", "sample_indices", "rollout_ids")}
     wrong = {name: number for name, number in given.items() if number != len(masks)}
     if wrong:
-        raise ValueError(f"{key}: there are {len(masks)} loss_masks, but of others {wrong}")
+        raise ValueError(f"{key}: there are {len(masks)} loss_masks, but the other lists have {wrong}")
     divisor_S = tokens_S if shared is None else stack_mask_sums(shared, len(masks)).to(tokens_S)
     if shared is not None and masks:
         refuse_mask_sums(torch.stack(divisor_S.aminmax()).tolist())
@@ -295,7 +300,7 @@ def _samples_of(
 
 
 def _schedule(rollout_data: Mapping[str, Any], num_samples: int) -> tuple[list[int], list[int]]:
-    """Of each sample its optimizer step, and how many terms of the loss that step has."""
+    """The optimizer step of each sample, and the number of loss terms of that step."""
     numbers, sizes = (check_lengths(name, rollout_data[name]) for name in ("num_microbatches", "global_batch_sizes"))
     indices = check_instance("micro_batch_indices", rollout_data["micro_batch_indices"], (list, tuple))
     batches = [check_lengths(f"micro_batch_indices[{index}]", each) for index, each in enumerate(indices)]
@@ -309,7 +314,7 @@ def _schedule(rollout_data: Mapping[str, Any], num_samples: int) -> tuple[list[i
     for step, places in zip(step_of, batches, strict=True):
         for place in places:
             if place >= num_samples:
-                raise ValueError(f"micro_batch_indices has {place}, there are {num_samples} loss_masks")
+                raise ValueError(f"micro_batch_indices has {place}, but there are {num_samples} loss_masks")
             steps[place], terms[place] = step, sizes[step]
     return steps, terms
 
@@ -321,14 +326,14 @@ def _sums(masks: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _refuse_shared_denominators(rollout_data: dict[str, Any], device: torch.device) -> None:
-    """Refuse samples of which the framework divides the sum by more than their own number of tokens."""
+    """Refuse samples whose sum the framework divides by more than their own number of tokens."""
     given = rollout_data.get("rollout_mask_sums")
     if given is None:
         return
     check_samples("loss_masks", rollout_data["loss_masks"])
     own_S = _sums(rollout_data["loss_masks"], device)
     shared_S = stack_mask_sums(given, len(own_S)).to(own_S)
-    # A sample without trainable tokens adds nothing, whatever it is divided by.
+    # A sample without trainable tokens adds nothing with any divisor.
     if not bool(((shared_S == own_S) | (own_S == 0.0)).all()):
         raise ValueError(
             "mis_denominator: kept: several samples of this rollout share a denominator; write mis_denominator: fixed"
