@@ -114,7 +114,7 @@ def compute_policy_loss(
             raise
     # Outside of that: recomputation ends here by an exception of torch, which is no error.
     loss: Tensor = LossOfSlopes.apply(  # type: ignore[no-untyped-call]
-        found.totals["loss"], tokens.log_probs["current"], found.slope_T, tokens.entropy_T, found.entropy_slope_T
+        found.loss, tokens.log_probs["current"], found.slope_T, tokens.entropy_T, found.entropy_slope_T
     )
     metrics = token_metrics or {}
     names = [*ORDER, *metrics, *LAST]
@@ -124,11 +124,12 @@ def compute_policy_loss(
 
 
 class _Sums(NamedTuple):
-    """0-dim totals by name; ``[T]`` each: the derivatives of the loss by log-prob and by entropy, and a token's share.
+    """0-dim: the loss, and totals by name; ``[T]``: its derivatives by log-prob and by entropy, and a token's share.
 
     ``entropy_slope_T`` is None where entropy is no part of the loss. ``response_T``: bool, what the policy generated.
     """
 
+    loss: Tensor
     totals: dict[str, Tensor]
     slope_T: Tensor
     entropy_slope_T: Tensor | None
@@ -229,7 +230,8 @@ def _sums(
         totals["loss"] = totals["loss"].add(totals["kl_loss"], alpha=settings.kl.coefficient)
         counted_T = torch.where(counted(settings.kl.tokens), share_T, 0.0)
         slope_T = slope_T.addcmul(counted_T, penalty.slope_T, value=settings.kl.coefficient)
-    return _Sums(totals, slope_T, entropy_slope_T, share_T, response_T)
+    # A copy: the framework may divide the loss in place, and not the metric of that name.
+    return _Sums(totals["loss"].clone(), totals, slope_T, entropy_slope_T, share_T, response_T)
 
 
 def _clipped(settings: LossSettings, found: Evaluation, log_ratio_T: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from loss_cases import GATES, HOOK, KL
 from synchronisation import recorded
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,7 @@ from mis_ext.keys.rows import ARGUMENTS, ROWS
 from mis_ext.loss.objective import bounds_of
 from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LossSettings
+from mis_ext.methods.method import LossOfSlopes
 
 PLAIN = hosts.Host(Groups(), hosts.plain_scores, MILES_METRICS)
 BEHAVIOR = {"use_rollout_logprobs": True}
@@ -237,6 +239,30 @@ def reentrant(keys: dict, function) -> tuple:
     loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
     loss.backward()
     return loss.detach(), metrics, logits.grad
+
+
+class Counted(TorchDispatchMode):
+    """How many operations there were."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_autograd_gets_the_loss_without_an_operation() -> None:
+    """Other ranks would not learn of its error."""
+    log_prob_T, slope_T = torch.zeros(3, requires_grad=True), torch.tensor([0.5, -1.0, 2.0])
+    given = torch.tensor(4.0)
+    with Counted() as counted:
+        loss = LossOfSlopes.apply(given, log_prob_T, slope_T, None, None)
+    assert counted.number == 0
+    # As Megatron divides it.
+    loss /= 4
+    loss.backward()
+    assert loss.item() == 1.0
+    assert torch.equal(log_prob_T.grad, slope_T / 4)
 
 
 def test_the_metrics_are_elements_of_one_tensor_on_the_host() -> None:
