@@ -547,8 +547,11 @@ def compute_correction(
         ValueError: Lengths differ, the layout does not fit ``cp_group``, or lags are missing.
     """
     streams = PackedStreams(proximal_logprobs_T, behavior_logprobs_T, response_mask_R, layout, lag_T)
-    check_streams(streams, config, cp_group)
+    check_instance("config", config, CorrectionConfig)
+    check_instance("layout", layout, PackedLayout)
     cp_group = cp_group if group_size(cp_group) > 1 else None
+    with due_of(config, layout.response_lengths, cp_group, dp_group, device=layout.device).told_of_errors():
+        check_streams(streams, config, cp_group)
     return correct(streams, config, cp_group=cp_group, dp_group=dp_group, token_metrics=token_metrics)
 
 
@@ -629,8 +632,6 @@ def due_of(
 def check_streams(streams: PackedStreams, config: CorrectionConfig, cp_group: Group | None) -> None:
     """Refuse tensors that do not fit together, before any communication."""
     layout = streams.layout
-    check_instance("config", config, CorrectionConfig)
-    check_instance("layout", layout, PackedLayout)
     num_local, num_whole = layout.num_local_tokens, layout.num_whole_tokens
     sizes = {"proximal_logprobs_T": num_local, "behavior_logprobs_T": num_local, "response_mask_R": num_whole}
     sizes |= {} if streams.lag_T is None else {"lag_T": num_local}

@@ -81,6 +81,7 @@ class Session:
         with self.local_work(lengths, groups=groups, device=device_of(getattr(streams, "response_mask_R", None))):
             mask_R = check_instance("streams", streams, PackedStreams).response_mask_R
             check_tensors({"response_mask_R": mask_R})
+            check_instance("layout", streams.layout, PackedLayout)
             self.check_range(mask_R, refuse_mask)
             check_streams(streams, self.config, groups.cp_group)
             self._is_first_rank = groups.is_first_rank

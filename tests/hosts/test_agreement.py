@@ -21,7 +21,7 @@ from mis_ext import prepare_rollout
 from mis_ext.correction import correct
 from mis_ext.hosts import session as runs
 from mis_ext.hosts.groups import Groups, find_groups
-from mis_ext.hosts.guards import RankFailed
+from mis_ext.hosts.guards import RankFailed, raise_if_failed
 
 LAYOUTS = {"DP 2": (1, 2), "CP 2": (2, 1), "CP 2 x DP 2": (2, 2)}
 KEYS = {
@@ -222,6 +222,15 @@ def _corrected(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
     return mis_ext.Session(keys).correct(more.get("streams", streams), groups=groups)
 
 
+def _computed(keys: dict[str, Any], groups: Groups, **more: Any) -> Any:
+    ones = torch.ones(4)
+    given = {"proximal_logprobs_T": -ones, "behavior_logprobs_T": -ones, "response_mask_R": ones}
+    given |= {"layout": mis_ext.PackedLayout.whole([4]), "config": mis_ext.config_from_mapping(keys)} | more
+    found = mis_ext.compute_correction(**given, cp_group=groups.cp_group, dp_group=groups.dp_group)
+    # It leaves to its caller whether the status is read.
+    raise_if_failed([float(found.status)])
+
+
 MISSPELLED = {"tis_levle": "token"}
 
 
@@ -236,6 +245,8 @@ MISSPELLED = {"tis_levle": "token"}
     (_loss_from_hidden, {}, {"layout": 3}, AttributeError, "'int' object has no attribute"),
     (_loss_from_hidden, {}, {"nonsense": 1}, TypeError, "nonsense"),
     (_corrected, {}, {"streams": None}, TypeError, "streams must be a PackedStreams, got None"),
+    (_computed, {}, {"behavior_logprobs_T": torch.ones(3)}, ValueError, "behavior_logprobs_T must be"),
+    (_computed, {}, {"response_mask_R": None}, TypeError, "response_mask_R"),
     (_loss_func, {}, {"batch": None}, AttributeError, "'NoneType' object has no attribute 'get'"),
     (_loss_func, {}, {"response_lengths": torch.ones(6)}, TypeError, r"response_lengths\[0\] must be an integer"),
 ])  # fmt: skip
@@ -250,6 +261,16 @@ def test_a_key_or_an_argument_that_one_rank_cannot_read_is_told(compute, keys, m
         return compute(given, rank.groups, **more if fails else {})
 
     assert_agreement(run_ranks(work, dp_size=2), 1, kind, message)
+
+
+def test_a_layout_of_whole_responses_on_one_context_parallel_rank_is_told() -> None:
+    def work(rank: Rank) -> Any:
+        part = mis_ext.PackedLayout.context_parallel([4], total_lengths=[8], cp_rank=rank.cp_rank, cp_size=2)
+        log_probs_T = torch.zeros(part.num_local_tokens)
+        given = {"layout": part, "proximal_logprobs_T": log_probs_T, "behavior_logprobs_T": log_probs_T}
+        return _computed({"use_tis": True}, rank.groups, **given if rank.number == 0 else {})
+
+    assert_agreement(run_ranks(work, cp_size=2), 1, ValueError, "PackedLayout.whole needs one rank")
 
 
 @layouts
