@@ -183,16 +183,16 @@ def test_a_pair_is_compared_over_the_evaluations_that_both_runs_have() -> None:
     assert not short.counts
 
 
-def test_the_test_is_exact_and_is_made_when_all_pairs_have_run() -> None:
+def test_the_test_is_exact_and_says_the_least_p_of_so_many_pairs() -> None:
     assert fork.sign_test([0.1, 0.2, 0.3]) == 2 / 8
     # 8 of 16 signs give a sum as large as 0.3 + 0.1 + 0.1 - 0.1 = 0.4: six of 0.4, two of 0.6.
     assert fork.sign_test([0.3, 0.1, 0.1, -0.1]) == 8 / 16
     pair = fork.Pair(21, 14, 0.5, 0.3, 0.6, 56, (False, False), (0.1, 0.02))
     assert fork.conclusion([]) == "No pair counts yet."
-    said = fork.conclusion([pair] * 11)
-    assert "11 of 12 pairs: token TIS minus none +0.300" in said
-    assert "p =" not in said
-    assert "p = 0.0005" in fork.conclusion([pair] * 12)
+    said = fork.conclusion([pair] * 3)
+    assert "3 of 12 pairs: token TIS minus none +0.300" in said
+    assert "p = 0.25 (at least 0.25 with 3 pairs)" in said
+    assert "p = 0.00049" in fork.conclusion([pair] * 12)
 
 
 def test_the_table_has_a_line_for_each_pair_and_says_which_run_has_none(tmp_path: Path) -> None:
@@ -205,4 +205,4 @@ def test_the_table_has_a_line_for_each_pair_and_says_which_run_has_none(tmp_path
     *_, pair, _, waiting, _, said = fork.report(results).splitlines()
     assert pair == "| 21 | 14 | 56 | 0.550 | 0.550 | 0.750 | +0.200 | 1.0e-01, 2.0e-02 | no, no |"
     assert waiting == "seed 22: 40 steps, no pair"
-    assert said.startswith("**1 of 12 pairs: token TIS minus none +0.200 on average, +0.200 to +0.200.")
+    assert said.startswith("**1 of 12 pairs: token TIS minus none +0.200 on average, +0.200 to +0.200, p = 1 ")

@@ -167,15 +167,14 @@ def report(results: Results) -> str:
 
 
 def conclusion(pairs: Sequence[Pair]) -> str:
-    """What the pairs that count say; the test once all have run."""
+    """What the pairs that count say, and the test. Until the last of them it decides nothing."""
     counted = [pair.tis - pair.none for pair in pairs if pair.counts]
     if not counted:
         return "No pair counts yet."
     said = f"{len(counted)} of {len(SEEDS)} pairs: token TIS minus none {np.mean(counted):+.3f} on average"
     said += f", {min(counted):+.3f} to {max(counted):+.3f}"
-    if len(counted) < len(SEEDS):
-        return f"**{said}. The test is made when all pairs have run.**"
-    return f"**{said}, p = {sign_test(counted):.4f}.**"
+    least = 2 ** (1 - len(counted))
+    return f"**{said}, p = {sign_test(counted):.2g} (at least {least:.2g} with {len(counted)} pairs).**"
 
 
 def _rows(group: PretrainedGroup, results: Results, unfinished: Results) -> Rows:
