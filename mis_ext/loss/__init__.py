@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The full policy loss: begin with :mod:`mis_ext.loss.policy`."""
+"""The full policy loss: start reading at :mod:`mis_ext.loss.policy`."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantities of one prompt: the baseline of the advantages of its responses, and its weight.
 
-With rewards ``R_j``, one for each trajectory ``j`` that counts, and ``S`` their deviation (as of a sample):
+With rewards ``R_j`` of the trajectories ``j`` that count, and ``S`` their sample standard deviation:
 
     mean            A_i = (R_i - mean_j R_j) / (S + 1e-6)
     leave-one-out   A_i = (R_i - mean_{j != i} R_j) / (S + 1e-6)
 
-Both are linear in the rewards but for a factor and a constant of the prompt. So they can be computed again from what
-another baseline has left, over other trajectories.
+Both are linear in the rewards, up to a factor and a constant of the prompt. So they can be computed from the output of
+another baseline, over other trajectories.
 
-A trajectory may have become several samples (turns, sub-agents), each with its reward: it still counts once.
+A trajectory may consist of several samples (turns, sub-agents), each with the reward. It still counts once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from mis_ext.validation import check_tensors
 EPSILON = 1e-6
 """The frameworks add this to a standard deviation."""
 _CENTERED = 1e-4
-"""Rewards that were centered in float32 have a mean of at most this, over the largest of all."""
+"""The mean of rewards that were centered in float32 is at most this times the largest reward."""
 _ROUNDED = 0.5
-"""Equal float32 rewards up to 4 leave at most 2^-22 after rounding, over a standard deviation of 0 and EPSILON. Larger
-ones leave more: a power of two times EPSILON, or a sum of few."""
+"""Equal float32 rewards up to 4 leave at most 2^-22 after rounding, divided by a standard deviation of 0 plus EPSILON.
+Larger rewards leave more: a power of two divided by EPSILON, or a sum of a few of these.
+"""
 
 
 @torch.no_grad()
@@ -40,19 +41,19 @@ def group_advantages(
 ) -> Tensor:
     """Compute the advantage ``[N]`` of each sample over the counted trajectories of its prompt.
 
-    It is 0 for a trajectory that does not count, and where there is no other one.
+    It is 0 for a trajectory that does not count, and for one without another trajectory.
 
     Args:
-        rewards: ``[N]``, of each sample; the advantages have their dtype, or float32 where they are integers.
+        rewards: ``[N]``, per sample. The advantages have their dtype, or float32 for integers.
         groups: ``[N]``, the prompt of each sample.
-        trajectories: ``[N]``, which samples of a prompt are one trajectory. None: each is its own.
+        trajectories: ``[N]``, the trajectory of each sample of a prompt. None: each sample is one trajectory.
         counted: ``[N]`` bool, False for a sample that is not trained. A trajectory counts if one of its samples does.
             None: all count.
-        leave_one_out: Whether a trajectory is compared with the others alone.
-        with_deviation: Whether the difference is divided by the deviation of all that count.
+        leave_one_out: Whether a trajectory is compared only with the other trajectories.
+        with_deviation: Whether the difference is divided by the standard deviation of all counted trajectories.
 
     Raises:
-        ValueError: Samples of a trajectory that count have different rewards, one is not finite, or a shape is wrong.
+        ValueError: Counted samples of a trajectory have different rewards, a reward is not finite, or a shape is wrong.
 
     References:
         Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; Ahmadian et al., Back to Basics (RLOO), arXiv:2402.14740.
@@ -79,7 +80,7 @@ def group_advantages(
         return found_K.scatter_reduce(0, trajectory_N, values_N, how, include_self=False)
 
     counts_K = of_trajectories(counted_N, "amax")
-    # What does not count says nothing of the reward of its trajectory.
+    # Samples that do not count do not determine the reward of their trajectory.
     highest_K, lowest_K = (
         torch.where(counts_K > 0.0, of_trajectories(torch.where(counted_N > 0.0, rewards_N, other), how), 0.0)
         for how, other in (("amax", -torch.inf), ("amin", torch.inf))
@@ -96,7 +97,7 @@ def group_advantages(
         return reward_K.new_zeros(len(prompts_G)).index_add(0, prompt_K, values_K)[prompt_K]
 
     number_K, total_K = sums(counts_K), sums(counts_K * reward_K)
-    # The rounding of a mean of equal rewards, over EPSILON, would be an advantage.
+    # The rounding error of a mean of equal rewards, divided by EPSILON, would become an advantage.
     is_equal_K = _are_equal(reward_K, prompt_K, counts_K > 0.0)[prompt_K]
     difference_K = torch.where(is_equal_K, 0.0, reward_K - total_K / number_K.clamp_min(1.0))
     deviation_K = (sums(counts_K * difference_K.square()) / (number_K - 1.0).clamp_min(1.0)).sqrt()
@@ -110,7 +111,7 @@ def group_advantages(
 
 
 def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) -> None:
-    """Refuse rewards of which no mean over the trajectories of their prompt was subtracted.
+    """Refuse rewards whose mean over the trajectories of their prompt was not subtracted.
 
     Raises:
         ValueError: The mean of a prompt is not 0.
@@ -123,7 +124,7 @@ def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) 
         for each in (reward_K, torch.ones_like(reward_K))
     )
     mean_G = total_G / number_G
-    # Equal rewards leave 0, or their rounding over EPSILON, which says nothing of what was subtracted.
+    # Equal rewards leave 0 or a rounding error over EPSILON, which does not show what was subtracted.
     is_equal_G = _are_equal(reward_K, prompt_K, torch.ones_like(prompt_K, dtype=torch.bool))
     eighths_G = torch.frexp(mean_G * EPSILON).mantissa * 8.0
     is_rounding_G = (mean_G.abs() <= _ROUNDED) | ((eighths_G - eighths_G.round()).abs() <= 8e-6)
@@ -133,28 +134,28 @@ def refuse_uncentered(rewards_N: Tensor, group_N: Tensor, trajectory_N: Tensor) 
     worst = int(mean_G.abs().argmax())
     raise ValueError(
         f"mis_group_over: kept: the {int(number_G[worst])} trajectories of prompt {int(prompts_G[worst])} have "
-        f"rewards with the mean {float(mean_G[worst]):.3g}, not 0: the framework compared them with others, or dropped "
-        "some. Give --custom-reward-post-process-path mis_ext.group_rewards, and a global batch size that divides the "
-        "rollouts"
+        f"rewards with the mean {float(mean_G[worst]):.3g}, not 0: the framework compared them with other "
+        "trajectories, or dropped some. Set --custom-reward-post-process-path mis_ext.group_rewards, and a global "
+        "batch size that divides the rollouts"
     )
 
 
 def prompt_factors(
     *, group_N: Tensor, step_N: Tensor, kept_N: Tensor, tokens_N: Tensor, divisor_N: Tensor, terms_N: Tensor | None
 ) -> Tensor:
-    """``[N]``: by what the loss of each sample is multiplied so that every prompt of a step weighs the same.
+    """``[N]``: the factor of the loss of each sample that gives every prompt of a step the same weight.
 
     The framework computes ``1 / terms * sum_i 1 / divisor_i * sum_t l_it``. With the factors it is a mean over the
-    prompts that have a kept token, each the mean of its kept tokens, weighted by their mask. A prompt of several steps
-    is one prompt in each.
+    prompts that have a kept token, of the mean of their kept tokens, weighted by their mask. A prompt of several steps
+    counts as one prompt in each step.
 
     Args:
         group_N: The prompt of each sample.
         step_N: The optimizer step that it is trained in.
         kept_N: The sum of the mask over its kept tokens.
         tokens_N: The sum of its mask.
-        divisor_N: What the framework divides its sum by.
-        terms_N: What the framework divides the sum over all samples of its step by. None: its tokens, and nothing else.
+        divisor_N: The framework's divisor of its sum.
+        terms_N: The framework's divisor of the sum over all samples of its step. None: only the tokens of the step.
     """
     (steps_P, _), place_N = _distinct(step_N, group_N)
     (steps_U,), step_P = _distinct(steps_P)
@@ -162,12 +163,12 @@ def prompt_factors(
     kept_P = zeros_P.index_add(0, place_N, kept_N)
     prompts_P = zeros_U.index_add(0, step_P, (kept_P > 0).to(kept_P.dtype))[step_P]
     if terms_N is None:
-        # As the frameworks count, the mask of a sample has a sum of at least 1.
+        # As in the frameworks, the sum of a sample's mask is at least 1.
         of_step_P = zeros_U.index_add(0, step_P, zeros_P.index_add(0, place_N, tokens_N.clamp_min(1.0)))[step_P]
         scale_N = of_step_P[place_N]
     else:
         scale_N = divisor_N * terms_N
-    # 0 of a prompt without a kept token: with the current policy the loss may keep tokens that the rollout did not.
+    # 0 for a prompt without a kept token. With the current policy, the loss may keep tokens that the rollout rejected.
     share_P = torch.where(kept_P > 0, 1.0 / torch.where(kept_P > 0, prompts_P * kept_P, 1.0), 0.0)
     return scale_N * share_P[place_N]
 
@@ -183,8 +184,8 @@ def _are_equal(reward_K: Tensor, prompt_K: Tensor, counts_K: Tensor) -> Tensor:
 
 
 def _distinct(*keys_N: Tensor) -> tuple[Tensor, Tensor]:
-    """``[keys, K]``, what there is, sorted; ``[N]``, where each lies in it."""
-    # Beside a float32 an integer would be one too, and lose digits.
+    """``[keys, K]``, the distinct columns, sorted; ``[N]``, the index of each column in them."""
+    # Stacked with float32, an integer would become float32 too, and lose digits.
     keys_N = tuple(each.double() if each.is_floating_point() else each.long() for each in keys_N)
     found: tuple[Tensor, Tensor] = torch.unique(torch.stack(keys_N), dim=1, return_inverse=True)
     return found

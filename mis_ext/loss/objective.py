@@ -26,8 +26,8 @@ _ESTIMATORS: dict[str, Estimator] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_va
 class Objective(NamedTuple):
     """Objective of each token.
 
-    ``method``: the policy gradient, with penalties of its own. ``kl``: the framework's penalty, or None. ``pair``,
-    ``reduce``: the log-ratio that metrics report, of the token or the mean of its sequence.
+    ``method``: the policy gradient, with the method's own penalties. ``kl``: the framework's penalty, or None.
+    ``pair``, ``reduce``: the log-ratio in metrics, of the token or the mean of its sequence.
     """
 
     method: Method
@@ -38,8 +38,8 @@ class Objective(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def objective_of(settings: LossSettings) -> Objective:
-    """Policy gradient and KL penalty, without the correction and without denominators."""
-    # The current policy over the old one: the proximal or, where that is not looked at, the behavior policy.
+    """Policy gradient and KL penalty, before the correction and denominators."""
+    # The current policy over the old policy: the proximal policy or, if it is not used, the behavior policy.
     pair = TOTAL if settings.old_is_behavior else UPDATE
     method = _method_of_mode(settings, pair) if settings.method is None else settings.method.method
     if settings.opsm_delta is not None:
@@ -60,7 +60,7 @@ def objective_of(settings: LossSettings) -> Objective:
 
 
 def bounds_of(settings: LossSettings) -> tuple[float | None, float]:
-    """Bounds of the ratio. A lower bound of 0 and below is none, as in CISPO."""
+    """Bounds of the ratio. A lower bound of 0 or less means none, as in CISPO."""
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
     return (1.0 - settings.eps_clip if settings.eps_clip < 1.0 else None), 1.0 + high
 
@@ -90,11 +90,11 @@ class LossTokens(NamedTuple):
     ``log_probs``: ``[T]`` per policy, nats; the current policy's carries gradient. ``advantages_T``: ``[T]``.
     ``response_mask_R``: ``[R]``, nonzero on tokens that the policy generated. ``divisor_S``: ``[S]``, what the
     framework divides each sample by, above 0. ``entropy_T``: ``[T]``, nats, with gradient where its coefficient is not
-    0; None where no one asks for it. ``reverse_kl_T``: ``[T]``, of on-policy distillation, to be reported; or None.
-    ``state_values_T``: ``[T]``, the mean advantage in the token's state; None where no method asks for it. ``lag_T``:
-    ``[T]``, weight updates since the weights that sampled; None where the correction does not ask for it. ``layout``,
-    ``cp_group``, ``cp_rank``: where the tokens lie, and who holds the others of the same sequences. ``dp_group``: who
-    holds other sequences.
+    0; None if it is not used. ``reverse_kl_T``: ``[T]``, of on-policy distillation, only reported; or None.
+    ``state_values_T``: ``[T]``, the mean advantage in the token's state; None if no method uses it. ``lag_T``: ``[T]``,
+    weight updates since the weights that sampled; None if the correction does not use it. ``layout``: positions of the
+    tokens. ``cp_group``, ``cp_rank``: ranks that share the sequences, and this rank among them. ``dp_group``: ranks
+    with other sequences.
     """
 
     log_probs: Mapping[Policy, Tensor]

@@ -4,11 +4,11 @@
     loss = sum_t share_t (policy_t - entropy_coef entropy_t + kl_coef kl_t)
 
 ``share_t`` is the mask of the token over the divisor of its sample. Autograd differentiates nothing here except a
-custom reducer: the parts of the loss give the slope of each token. There is no loop over samples, and no value is
-read on the host.
+custom reducer: the parts of the loss give the slope of each token. There is no loop over samples, and no value is read
+on the CPU.
 
-With ``D_i`` what the framework divides sample ``i`` by (the sum of the mask of its rollout, which several samples and
-micro-batches can share), ``n_i`` the sum of its own mask and ``k_i`` that over its kept tokens:
+``D_i`` is the framework's divisor of sample ``i`` (the sum of the mask of its rollout, which several samples and
+micro-batches can share), ``n_i`` the sum of its own mask, and ``k_i`` this sum over its kept tokens:
 
 | ``mis_loss_denominator`` | divides by | a rejected token |
 |---|---|---|
@@ -59,13 +59,13 @@ ORDER = (
     "kl_loss",
     "ois",
 )
-"""The frameworks' names, in their order; behind them those of the correction, then ``LAST``."""
+"""The frameworks' names, in their order. The metrics of the correction follow, then ``LAST``."""
 
 LAST = ("opsm_clipfrac", "opd_reverse_kl")
 
 
 class PolicyLoss(NamedTuple):
-    """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums of the same kind.
+    """``loss``: 0-dim, this rank's sum over samples, with gradient. ``metrics``: 0-dim each, sums on the same scale.
 
     ``response_T``: ``[T]`` bool, this rank's tokens that the policy generated. ``measured``: computes of each metric of
     a correction ``[total, count]``, over the samples in which it was measured.
@@ -88,17 +88,19 @@ def compute_policy_loss(
     telling: contextlib.AbstractContextManager[None],
     failed: Exception | None = None,
 ) -> PolicyLoss:
-    """Loss and metrics of a micro-batch.
+    """Compute loss and metrics of a micro-batch.
 
     Args:
-        settings: What the loss is.
+        settings: The settings of the loss.
         tokens: The micro-batch.
-        correction: Weights and masks, of one that only measures 1 and all tokens; None for none.
-        token_metrics: ``[T]`` each, what a correction reports of each token, 0 outside the response; None without one.
-        reducer: From the loss of each local token to its sum, instead of ``settings.denominator``.
-        extra_metrics: Of ``MILES_METRICS`` those that are reported too.
-        telling: Around the sums: after an error a rank joins those that are left, and leaves it to this to tell.
-        failed: An error of this rank while the others already wait in the sums; it is raised after them.
+        correction: Weights and masks; weights 1 and all tokens if it only measures. None: no correction.
+        token_metrics: ``[T]`` each, the correction's metrics per token, 0 outside the response; None without a
+            correction.
+        reducer: Computes the sum from the loss of each local token, instead of ``settings.denominator``.
+        extra_metrics: The names in ``MILES_METRICS`` that are also reported.
+        telling: A context around the sums. After an error a rank joins the remaining sums, and this context reports the
+            error.
+        failed: An error of this rank while other ranks already wait in the sums. It is raised after them.
     """
     dp_group = tokens.dp_group if objective_of(settings).method.averages_over_batch else None
     reductions = Reductions(tokens.layout, cp_group=tokens.cp_group, dp_group=dp_group)
@@ -108,11 +110,11 @@ def compute_policy_loss(
                 raise failed
             found = _sums(settings, tokens, reductions, correction, token_metrics, reducer, extra_metrics)
         except Exception:
-            # What was wrong first is raised, also where a group itself is broken.
+            # Raise the first error, even if a group itself fails.
             with contextlib.suppress(Exception):
                 _sums(settings, tokens.emptied(), reductions.left_over(), None, None, None, extra_metrics)
             raise
-    # Outside of that: recomputation ends here by an exception of torch, which is no error.
+    # Outside of the context, because recomputation ends here with an exception of torch that is not an error.
     loss: Tensor = LossOfSlopes.apply(  # type: ignore[no-untyped-call]
         found.loss, tokens.log_probs["current"], found.slope_T, tokens.entropy_T, found.entropy_slope_T
     )
@@ -126,7 +128,7 @@ def compute_policy_loss(
 class _Sums(NamedTuple):
     """0-dim: the loss, and totals by name; ``[T]``: its derivatives by log-prob and by entropy, and a token's share.
 
-    ``entropy_slope_T`` is None where entropy is no part of the loss. ``response_T``: bool, what the policy generated.
+    ``entropy_slope_T`` is None if the loss has no entropy term. ``response_T``: bool, tokens that the policy generated.
     """
 
     loss: Tensor
@@ -163,7 +165,7 @@ def _sums(
     if correction is not None:
         weights_T, keep_mask_T = correction.weights_T, correction.keep_mask_T
         if settings.mode == "bypass" and correction.config.weight is not None:
-            # Without what the surrogate's own ratio has of the weight already.
+            # Remove the part of the weight that the ratio of the surrogate already has.
             weights_T = weights_T / bounded_exp(log_ratio_T)
     found = method.evaluate(batch, weights_T=weights_T, keep_mask_T=keep_mask_T)
     penalty = None if kl is None else kl.evaluate(batch)
@@ -171,7 +173,7 @@ def _sums(
     def counted(which: PenaltyTokens) -> Tensor:
         return found.kept_T if which == "kept" else batch.valid_T
 
-    # name: [T] value and mask; of each the sum over tokens, times their share
+    # name: [T] value and mask. Each row is summed over tokens, times their share.
     rows = {
         "pg_loss": (found.loss_T, batch.valid_T),
         "pg_clipfrac": (
@@ -185,7 +187,7 @@ def _sums(
     if settings.kl is not None and penalty is not None:
         rows["kl_loss"] = penalty.value_T, counted(settings.kl.tokens)
     if "behavior" in tokens.log_probs:
-        # Between the behavior policy and the trainer: the current policy where no other is compared.
+        # Between the behavior policy and the trainer: the current policy if the loss uses no other.
         trainer_T = tokens.log_probs["proximal" if settings.uses_proximal and not settings.use_behavior else "current"]
         difference_T = trainer_T - tokens.log_probs["behavior"]
         known_T = found.kept_T & (difference_T.abs() < torch.inf)
@@ -204,7 +206,7 @@ def _sums(
     values_FT = torch.where(torch.stack(masks), torch.stack(values), 0.0)
     totals = dict(zip(rows, (values_FT * share_T).sum(-1).unbind(), strict=True))
     if token_metrics:
-        # 0 outside of the response, and for a framework that divides by all samples: see Correction.token_metrics.
+        # 0 outside of the response, for a framework that divides by all samples: see Correction.token_metrics.
         sums = (torch.stack([*token_metrics.values()]) * share_T).sum(-1)
         totals |= dict(zip(token_metrics, sums.unbind(), strict=True))
     if tokens.entropy_T is None:
@@ -218,10 +220,9 @@ def _sums(
     elif settings.denominator != "original":
         totals["pg_loss"] = (found.loss_T * policy_share_T).sum()
 
-    # loss = policy + kl_coef kl - entropy_coef entropy, and its derivatives g = dL/dlogp and h = dL/dH. LossOfSlopes
-    # of methods/method.py gives them to autograd, which calls the backward pass of scoring/scores.py (or with
-    # mis_loss_scoring: host that of the framework). There
-    # dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature.
+    # loss = policy + kl_coef kl - entropy_coef entropy, and its derivatives g = dL/dlogp and h = dL/dH. LossOfSlopes of
+    # methods/method.py gives them to autograd, which calls the backward pass of scoring/scores.py, or of the framework
+    # with mis_loss_scoring: host. There dL/dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature.
     totals["loss"], slope_T, entropy_slope_T = totals["pg_loss"], found.slope(policy_share_T), None
     if settings.entropy_coef != 0.0:
         totals["loss"] = totals["loss"].sub(totals["entropy_loss"], alpha=settings.entropy_coef)
@@ -235,9 +236,9 @@ def _sums(
 
 
 def _clipped(settings: LossSettings, found: Evaluation, log_ratio_T: Tensor) -> Tensor:
-    """``[T]`` bool: PPO's clip, or CISPO's bounds, act; the dual clip does not count.
+    """``[T]`` bool: PPO's clip, or CISPO's bounds, are active; the dual clip does not count.
 
-    Of a method by name: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
+    For a published method: the clip of its surrogate, or one of its masks, stops the token's policy gradient.
     """
     clipped_T, batch = found.surrogate.is_clipped_T, found.batch
     if settings.method is not None:
@@ -246,7 +247,7 @@ def _clipped(settings: LossSettings, found: Evaluation, log_ratio_T: Tensor) -> 
         low, high = (STATISTICS["ratio"].edge(bound or 0.0) for bound in bounds_of(settings))
         return (log_ratio_T > high) | (log_ratio_T < low)
     if settings.eps_clip_c is not None:
-        # The dual clip is the only bound that acts where the ratio moves against the advantage.
+        # Only the dual clip is active where the ratio moves against the advantage.
         return clipped_T & ((log_ratio_T > 0.0) == (batch.advantages_T > 0.0))
     return clipped_T
 
@@ -258,7 +259,7 @@ def groups_of_sums(
     dp_group: Group | None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> list[Group]:
-    """The ranks with which the loss exchanges sums of its own."""
+    """The groups over which the loss itself exchanges sums."""
     exchanges = settings.sums_sequences or "ess_ratio" in extra_metrics
     averages = objective_of(settings).method.averages_over_batch
     wanted = ((cp_group, exchanges), (dp_group, averages))
@@ -266,7 +267,7 @@ def groups_of_sums(
 
 
 def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum that a function of the user makes, and what it makes of each token."""
+    """The sum from a function of the user, and its derivative by each token's loss."""
     with torch.enable_grad():
         leaf_T = loss_T.detach().requires_grad_()
         total = reducer(leaf_T)
@@ -275,13 +276,13 @@ def _reduced(reducer: Reducer, loss_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share(settings: LossSettings, tokens: LossTokens, divisor_S: Tensor) -> Tensor:
-    # As the frameworks' reducers have it: a token counts as much as its mask says.
+    # As in the reducers of the frameworks, the value of the mask is the weight of a token.
     mask_T = tokens.layout.local_part(tokens.response_mask_R).to(divisor_S.dtype)
     return mask_T if settings.per_token_loss else mask_T * tokens.layout.spread(divisor_S.reciprocal())
 
 
 def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction | None, found: Evaluation) -> Tensor:
-    """``[S]``: of a denominator that is not the framework's."""
+    """``[S]``: the divisor of a denominator other than the framework's."""
     host_S, response_R = tokens.divisor_S, tokens.response_mask_R
     if settings.constant is not None:
         return torch.full_like(host_S, settings.constant)
@@ -289,12 +290,12 @@ def _divisor(settings: LossSettings, tokens: LossTokens, correction: Correction 
     if settings.denominator == "sequence":
         return own_S.clamp_min(1.0)
     if settings.divides_by_kept:
-        # What the method keeps of the correction's tokens is known where the tokens are.
+        # Each rank knows which of its tokens the method keeps.
         mask_T = tokens.layout.local_part(response_R).to(host_S.dtype)
         kept_S = found.batch.reductions.over_sequences(mask_T, found.kept_T)
     else:
         kept_S = num_tokens(response_R if correction is None else correction.loss_mask_R, tokens.layout)
-    # Where nothing is kept nothing is divided.
+    # If no token is kept, the divisor does not matter.
     return torch.where(kept_S > 0.0, host_S * kept_S / torch.where(kept_S > 0.0, own_S, 1.0), host_S)
 
 
@@ -312,7 +313,7 @@ def measured_totals(
         return {name: share_T.new_zeros(2) for name in token_metrics}
     found = {}
     for name, is_measured_S in correction.measured.items():
-        # A number of the group is NaN where nothing of it was measured.
+        # A group metric is NaN if nothing was measured.
         known_T = correction.layout.spread(is_measured_S) & ~token_metrics[name].isnan()
         pair_2T = torch.stack([token_metrics[name], torch.ones_like(share_T)])
         found[name] = (torch.where(known_T, pair_2T, 0.0) * share_T).sum(-1)
@@ -320,7 +321,7 @@ def measured_totals(
 
 
 def _effective_samples(settings: LossSettings, tokens: LossTokens, batch: Batch, log_ratio_T: Tensor) -> Tensor:
-    """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` of each sample, ``w`` current / old; of the first rank.
+    """0-dim: Miles' ``ess_ratio``, ``(sum w)^2 / (n sum w^2)`` per sample, ``w`` current / old; only on the first rank.
 
     Summed over samples, or with ``per_token_loss`` over tokens.
     """
@@ -334,10 +335,10 @@ def _effective_samples(settings: LossSettings, tokens: LossTokens, batch: Batch,
 
 
 def _masked_sequences(delta: float, pair: Pair, tokens: LossTokens, batch: Batch) -> Tensor:
-    """0-dim: the frameworks' ``opsm_clipfrac``: of each sample, tokens of a masked sequence by response tokens.
+    """0-dim: the frameworks' ``opsm_clipfrac``: per sample, tokens of a masked sequence / response tokens.
 
-    As there, tokens that the policy did not generate count above the line only, and the framework's denominator does
-    not enter.
+    As there, tokens that the policy did not generate count only in the numerator, and the framework's denominator is
+    not used.
     """
     masked_T = (tokens.advantages_T < 0.0) & (batch.statistic("k1", pair, "mean") > delta)
     count_T = batch.reductions.count(batch.response_T).clamp_min(1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the loss. ``keys/`` reads and checks them: nothing is checked here."""
+"""Settings of the loss. ``keys/`` reads and checks them; this module does not check."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class KlPenalty:
 
     Args:
         coefficient: ``kl_loss_coef``.
-        type: ``kl_loss_type``; ``low_var_kl`` is ``k3``, at most 10 in absolute value, without gradient beyond.
-        ratio: What the estimate is multiplied by, with gradient: nothing; current / old (the frameworks'
-            ``use_unbiased_kl``); current / behavior (``mis_loss_unbiased_kl``), which is unbiased for what was sampled.
-        tokens: Whether it loses the tokens that the correction rejects.
+        type: ``kl_loss_type``; ``low_var_kl`` is ``k3``, clamped to an absolute value of 10, without gradient beyond.
+        ratio: The factor of the estimate, with gradient: none; current / old (the frameworks' ``use_unbiased_kl``);
+            current / behavior (``mis_loss_unbiased_kl``), which is unbiased for the sampled tokens.
+        tokens: Whether tokens that the correction rejects have it.
     """
 
     coefficient: float
@@ -41,17 +41,18 @@ class LossSettings:
         method: A published method, which replaces ``mode``, ``ratios``, and the clips; or None.
         ratios: ``token``: PPO. ``sequence``: GSPO. ``detached``: CISPO. Not used by ``reinforce``.
         use_behavior: ``baseline`` with the behavior policy as old policy, the frameworks' ``use_rollout_logprobs``.
-        proximal: ``stored``: the proximal policy is what was scored before training, as far as it was. ``current``: it
-            is the current policy, without gradient, so that its ratio is 1: right for one optimizer step per rollout.
+        proximal: ``stored``: the proximal log-probs are those scored before training, if they were. ``current``: they
+            are those of the current policy, without gradient, so the ratio is 1; correct for one optimizer step per
+            rollout.
         eps_clip: The ratio's lower bound is ``1 - eps_clip``.
         eps_clip_high: Its upper bound is ``1 + eps_clip_high``; ``eps_clip`` by default.
-        eps_clip_c: Dual clip: the largest ratio where the advantage is negative; None for none.
-        opsm_delta: Sequences with a negative advantage and a larger mean of ``log(old / current)`` add nothing; None
-            for all sequences (``use_opsm``).
-        entropy_coef: What the entropy is multiplied by.
-        entropy_tokens: Whether the entropy loses the tokens that the correction rejects.
+        eps_clip_c: Dual clip: the largest ratio for a negative advantage, or None.
+        opsm_delta: Sequences with a negative advantage and a larger mean of ``log(old / current)`` add nothing; None:
+            all sequences count (``use_opsm``).
+        entropy_coef: The factor of the entropy.
+        entropy_tokens: Whether tokens that the correction rejects have the entropy term.
         kl: The KL penalty, or None.
-        denominator: What the policy gradient of a response is divided by, see :mod:`mis_ext.loss.policy`.
+        denominator: The divisor of a response's policy gradient, see :mod:`mis_ext.loss.policy`.
         constant: The constant of ``denominator="constant"``, in tokens.
         per_token_loss: The framework divides by the tokens of the whole batch.
 
@@ -81,7 +82,7 @@ class LossSettings:
 
     @property
     def old_is_behavior(self) -> bool:
-        """True if the behavior policy is the old one; a method without a ratio is compared with the proximal policy."""
+        """True if the behavior policy is the old policy; a method without a ratio uses the proximal policy."""
         if self.method is not None:
             return not self.uses_proximal and self.needs_behavior is not None
         return self.use_behavior or not self.uses_proximal
@@ -95,7 +96,7 @@ class LossSettings:
 
     @property
     def chosen_by(self) -> str:
-        """The key that says what the policy gradient is."""
+        """The key that defines the policy gradient."""
         return f"mis_loss_mode: {self.mode}" if self.method is None else f"mis_loss_method: {self.method.name}"
 
     @property
@@ -114,7 +115,7 @@ class LossSettings:
 
     @property
     def needs_reference(self) -> str | None:
-        """The key that compares with the reference policy, besides the framework's penalty, or None."""
+        """The key that compares with the reference policy, except the framework's penalty, or None."""
         return self.chosen_by if self.method is not None and "reference" in self.method.method.policies else None
 
     @property

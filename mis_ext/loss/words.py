@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that keys and flags of a full policy loss take; a module of its own, so that the hook loads no loss."""
+"""The words for keys and flags of a full policy loss, in a separate module, so that the hook loads no loss."""
 
 from typing import Literal
 

@@ -26,24 +26,25 @@ TOTAL: Pair = ("current", "behavior")
 """Log-ratios of the engine, of the updates of this step, and of both."""
 
 When = Literal["always", "positive", "negative", "outward"]
-"""All tokens, those whose advantage has a sign, or those that the update moves further from ratio 1."""
+"""All tokens, tokens with a positive or negative advantage, or tokens that the update moves away from ratio 1."""
 
 Reduce = Literal[config.Reduce, "prefix", "batch_mean", "batch_rank_mean"]
-"""The value at a token: as in the correction; the sum up to the token; the mean over the batch; or the mean over all
-tokens of the batch whose value is no larger than its own."""
+"""The value at a token: as in the correction, the sum up to the token, the mean over the batch, or the mean over all
+tokens of the batch whose value is not larger.
+"""
 
 WHOLE_SEQUENCE: frozenset[str] = frozenset({"sum", "mean", "prefix", "segment_sum", "segment_mean"})
-"""Reductions that a token without a value makes unknown for its sequence."""
+"""Reductions that are unknown for a sequence if one of its tokens has no value."""
 
 
 class Reductions:
-    """Reductions over the tokens of a mask, without a loop over sequences. Each gathers one small row of all ranks.
+    """Reductions over the tokens of a mask, without a loop over sequences. Each gathers one small row from all ranks.
 
     Args:
-        layout: Where the local tokens lie.
+        layout: Positions of the local tokens.
         cp_group: Ranks that hold other parts of the same sequences.
         dp_group: Ranks that hold other sequences, without context parallelism.
-        num_joined: In so many gathers this rank has taken part before; of these it gets its own row back.
+        num_joined: The number of gathers that this rank has already joined. For these it gets its own row back.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class Reductions:
             raise ValueError("a context-parallel layout needs its cp_group, and whole responses must have none")
         self._layout, self._cp_group, self._dp_group = layout, cp_group, dp_group
         self.has_other_sequences = group_size(dp_group) > 1
-        """True if other ranks have sequences that this one does not."""
+        """True if other ranks have sequences that this rank does not have."""
         self._num_joined, self._num_gathers = num_joined, 0
 
     def left_over(self) -> Reductions:
-        """Return the gathers of a rank without tokens, which joins those that this one has not joined."""
+        """Return the reductions of a rank without tokens, which joins the gathers that this rank has not joined."""
         return Reductions(
             self._layout.emptied, cp_group=self._cp_group, dp_group=self._dp_group, num_joined=self._num_gathers
         )
 
     def reduce(self, values_T: Tensor, mask_T: Tensor, reduce: Reduce) -> Tensor:
-        """``[T]``: what ``reduce`` says, over the tokens of ``mask_T``."""
+        """``[T]``: the reduction over the tokens of ``mask_T``."""
         if reduce == "token":
             return values_T
         if reduce == "max":
@@ -102,11 +103,11 @@ class Reductions:
         return self._over_all_ranks(torch.where(mask_T, values_T, 0.0).sum(-1))
 
     def nth_smallest(self, values_T: Tensor, mask_T: Tensor, number: Tensor) -> Tensor:
-        """0-dim float32: the ``number``-th smallest value under the mask, over all ranks; of fewer the largest.
+        """0-dim float32: the ``number``-th smallest value in the mask, over all ranks; the largest if there are fewer.
 
-        A radix selection: numbers sort as their bits do, those of negative ones turned around. So counts are all that
-        ranks exchange, at most 16 KiB a gather, and every rank finds the same bits, however many numbers there are and
-        wherever they lie. NaN where the mask is empty.
+        A radix selection: floats sort like their bits if the bits of negative floats are inverted. So ranks exchange
+        only counts, at most 16 KiB per gather, and every rank finds the same bits, for any number and distribution of
+        values. NaN if the mask is empty.
         """
         bits_T = _ordered(torch.where(mask_T, values_T.float(), 0.0))
         found = bits_T.new_zeros(())
@@ -124,11 +125,11 @@ class Reductions:
         return _number(found)
 
     def count(self, mask_T: Tensor) -> Tensor:
-        """``[T]``: how many tokens of the mask the sequence of each token has."""
+        """``[T]``: the number of tokens of the mask in the sequence of each token."""
         return self.to_tokens(self.sums(mask_T.float()[None])[0])
 
     def position(self, mask_T: Tensor) -> Tensor:
-        """``[T]``: its place among the tokens of the mask in its sequence, from 1."""
+        """``[T]``: the position among the tokens of the mask in the sequence, from 1."""
         return self._prefix_sum(mask_T.long())
 
     def over_sequences(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ class Reductions:
 
     def _batch_rank_mean(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
         if self.has_other_sequences:
-            raise ValueError("a rank among all tokens of the batch needs them on one rank: pass no dp_group")
+            raise ValueError("a ranking of all tokens of the batch needs them on one rank: pass no dp_group")
         values_R, counted_R = self._whole(values_T, mask_T)
         order_R = torch.where(counted_R, values_R, torch.inf).argsort(stable=True)
         ranked_R = counted_R[order_R]
@@ -185,7 +186,7 @@ class Reductions:
         piece_T, offset_T, start_P = _piece_index(pieces.lengths, pieces.whole_starts, values_T.device)
         values_T = running_sums(values_T, offset_T, max(pieces.lengths, default=0))
         is_last_T = torch.nn.functional.pad(offset_T[1:] == 0, (0, 1), value=True)[: len(offset_T)]
-        # One token of each piece, so that the order of additions does not matter.
+        # Each piece has one such token, so the order of additions does not matter.
         total_P = values_T.new_zeros(len(start_P)).index_add(0, piece_T, torch.where(is_last_T, values_T, 0))
         mine_SP = start_P.view(-1, pieces.per_sequence)
         starts_WSP = self._gather(mine_SP, self._cp_group)
@@ -196,14 +197,14 @@ class Reductions:
 
 
 def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
-    """``[T]``: of each token, the sum over its run up to it; ``offset_T`` tokens of the run are before it.
+    """``[T]``: the sum over the run of each token up to this token; ``offset_T``: tokens of the run before it.
 
     The order of additions is fixed: after ``k`` steps ``values_T[t]`` is the sum of the last ``16^k`` tokens of the run
     up to ``t``.
     """
     size, device = len(values_T), values_T.device
     if not values_T.is_floating_point():
-        # Whole numbers have the same sum in every order, so torch's own scan is deterministic.
+        # Integers have the same sum in every order, so torch's own scan is deterministic.
         running_T = values_T.cumsum(0)
         first_T = torch.arange(size, device=device) - offset_T
         return running_T - (running_T - values_T).index_select(0, first_T)
@@ -218,7 +219,7 @@ def running_sums(values_T: Tensor, offset_T: Tensor, longest: int) -> Tensor:
 
 
 _FAN_IN = 16
-"""Terms of a step of a scan: few steps are few launches, and a step takes memory for so many numbers per token."""
+"""Terms per step of a scan. Fewer steps need fewer launches; a step needs memory for this many values per token."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -236,15 +237,15 @@ def _piece_index(
 
 
 class Batch:
-    """One call's tokens, finite everywhere. Without a finite log-prob of every policy a token is not ``valid_T``.
+    """Tokens of one call, all finite. A token is ``valid_T`` only if all its log-probs and its advantage are finite.
 
     Args:
         log_probs: ``[T]`` per policy that the method uses, nats, detached.
         advantages_T: ``[T]``.
         response_mask_T: ``[T]`` bool, the tokens that the policy generated.
-        state_values_T: ``[T]``, what the advantage is on average in the token's state; None if nothing asks for it.
-        reductions: How tokens become sequences.
-        whole_sequences: Whether a token without a value takes its sequence with it.
+        state_values_T: ``[T]``, the mean advantage in the token's state; None if it is not used.
+        reductions: Reductions from tokens to sequences.
+        whole_sequences: Whether a token without a value makes its whole sequence invalid.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class Batch:
         self.response_T = response_mask_T
         values = () if state_values_T is None else (state_values_T,)
         rows = torch.stack([advantages_T, *values, *log_probs.values()])
-        # What is not finite minus itself is NaN: few launches for all rows together.
+        # A non-finite value minus itself is NaN. This needs few launches for all rows together.
         self._zero_or_nan_T = (rows - rows).sum(0)
         valid_T = response_mask_T & (self._zero_or_nan_T == 0.0)
         if whole_sequences:
@@ -276,21 +277,21 @@ class Batch:
         self._reduced: dict[tuple[str, Pair, Reduce, When], Tensor] = {}
 
     def log_prob(self, policy: Policy) -> Tensor:
-        """The log-probs ``[T]`` of a policy in nats, 0 where a token is not valid."""
+        """The log-probs ``[T]`` of a policy in nats; 0 for a token that is not valid."""
         return self._log_probs[policy]
 
     @property
     def state_values_T(self) -> Tensor:
-        """The critic's values ``[T]``, in units of the advantage, 0 where a token is not valid."""
+        """The critic's values ``[T]``, in units of the advantage; 0 for a token that is not valid."""
         assert self._state_values_T is not None
         return self._state_values_T
 
     def log_ratio(self, pair: Pair, reduce: Reduce = "token") -> Tensor:
-        """``[T]`` log of numerator / denominator, or what a reduction makes of it."""
+        """``[T]`` log of numerator / denominator, or its reduction."""
         return self.statistic("ratio", pair, reduce)
 
     def statistic(self, name: str, pair: Pair, reduce: Reduce = "token", *, of: When = "always") -> Tensor:
-        """``[T]`` on the scale of its bounds (a ratio: its log), over the valid tokens that ``of`` means."""
+        """``[T]`` on the scale of its bounds (for a ratio, its log), over the valid tokens that ``of`` selects."""
         key = (name, pair, reduce, of)
         if key not in self._reduced:
             mask_T = self.valid_T if of == "always" else self.valid_T & self.when(of, pair)
@@ -298,7 +299,7 @@ class Batch:
         return self._reduced[key]
 
     def effective_share(self, pair: Pair) -> Tensor:
-        """0-dim: ``(sum w)^2 / (n sum w^2)`` over the valid tokens of all ranks; 1 where all ratios are alike."""
+        """0-dim: ``(sum w)^2 / (n sum w^2)`` over the valid tokens of all ranks; 1 if all ratios are equal."""
         key: tuple[str, Pair, Reduce, When] = ("effective_share", pair, "batch_mean", "always")
         if key not in self._reduced:
             ratio_T = bounded_exp(self.log_ratio(pair))
@@ -309,7 +310,7 @@ class Batch:
         return self._reduced[key]
 
     def worst(self, name: str, pair: Pair, reduce: Reduce, *, of: When = "always") -> Tensor:
-        """``[T]``: :meth:`statistic` of a minimum or maximum; NaN where a response token of the sequence is not valid.
+        """``[T]``: :meth:`statistic` as a minimum or maximum; NaN if a response token of the sequence is not valid.
 
         A minimum with a NaN is NaN, so that one reduction finds both.
         """
@@ -330,13 +331,13 @@ class Batch:
         return ((self.advantages_T > 0.0) & (log_ratio_T > 0.0)) | ((self.advantages_T < 0.0) & (log_ratio_T < 0.0))
 
     def by_sign(self, positive: float, negative: float) -> Tensor:
-        """``[T]``: one number where the advantage is positive, another elsewhere."""
+        """``[T]``: one value where the advantage is positive, the other value elsewhere."""
         is_positive_T = (self.advantages_T > 0.0).to(self.advantages_T.dtype)
         return is_positive_T * positive + (1.0 - is_positive_T) * negative
 
     @property
     def position_T(self) -> Tensor:
-        """``[T]``: its place among the valid tokens of its response, from 1."""
+        """``[T]``: the position among the valid tokens of the response, from 1."""
         if self._position_T is None:
             position_T = self.reductions.position(self.valid_T).clamp_min(1)
             self._position_T = position_T.to(self.advantages_T.dtype)
@@ -352,16 +353,16 @@ class Batch:
 
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))
-"""Place and width of the digits of 32 bits, from the leading one."""
+"""Position and width of the digits of 32 bits, from the leading digit."""
 _SIGN = 1 << 31
 
 
 def _ordered(values_N: Tensor) -> Tensor:
-    """32 bits of each float32, as int64, that sort as the numbers do; -0 is 0."""
+    """32 bits of each float32, as int64, that sort like the floats; -0 is 0."""
     bits_N = torch.where(values_N == 0.0, 0.0, values_N).view(torch.int32).long()
     return torch.where(bits_N < 0, -1 - bits_N, bits_N + _SIGN)
 
 
 def _number(bits: Tensor) -> Tensor:
-    """The float32 of such bits."""
+    """The inverse of :func:`_ordered`."""
     return torch.where(bits < _SIGN, -1 - bits, bits - _SIGN).to(torch.int32).view(torch.float32)

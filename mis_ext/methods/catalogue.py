@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All published methods by name: the one that a configuration file chooses, and what is printed of them."""
+"""All published methods by name: the choice of a configuration file, and their printed descriptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS: dict[str, PublishedMethod] = {
     for name, row in vars(family).items()
     if isinstance(row, PublishedMethod)
 }
-"""All published methods by name, family after family."""
+"""All published methods by name, grouped by family."""
 
 
 def find_method(name: str) -> PublishedMethod:
@@ -33,10 +33,10 @@ def find_method(name: str) -> PublishedMethod:
 
 
 def choose_method(key: str, value: Any) -> ChosenMethod:
-    """The method that a name spells, or a mapping of ``name`` and parameters.
+    """The method for a name, or for a mapping of ``name`` and parameters.
 
     Args:
-        key: What the user wrote before it, for messages.
+        key: The key of the user, for messages.
         value: ``"icepop"``, or ``{"name": "icepop", "high": 2.0}``.
     """
     given = {"name": value} if isinstance(value, str) else check_mapping(key, value)
@@ -53,7 +53,7 @@ def choose_method(key: str, value: Any) -> ChosenMethod:
 
 
 def list_methods() -> str:
-    """Every method's name and objective, family after family."""
+    """Every method's name and objective, grouped by family."""
     width = max(map(len, METHODS))
     lines: list[str] = []
     for family in dict.fromkeys(row.family for row in METHODS.values()):
@@ -79,14 +79,14 @@ def describe_method(row: PublishedMethod) -> str:
         "source": row.paper,
     }
     shown = "\n".join(hanging(f"{title + ':':12}", text) for title, text in parts.items())
-    # A line of its own: what stands behind an empty line, and each of When, Claims, Counter-claims.
+    # Each paragraph, and each of When, Claims and Counter-claims, starts a new line.
     paragraphs = re.split(r"\n(?=\n|[A-Z][a-z-]+: )", row.text)
     text = "\n".join(hanging("", each) for each in paragraphs)
     return f"{row.name} ({row.family})\n\n{text}\n\n{shown}\n\n{hanging('', SYMBOLS)}"
 
 
 def method_facts(row: PublishedMethod) -> dict[str, Any]:
-    """Facts about a method, for programs; ``why_not`` is the reason why the hook alone cannot run it, or None."""
+    """Facts about a method, for programs; ``why_not``: the reason why the hook alone cannot run it, or None."""
     method = row.method
     why_not = None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoupled PPO: a trust region around the proximal policy, and a correction of what the behavior policy sampled."""
+"""Decoupled PPO: a trust region around the proximal policy, and a correction for the behavior policy."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _with_ppo(*factors: Factor, normalize_over: NormalizeOver | None = None) -> 
     paper="Hilton, Cobbe, Schulman, Batch size-invariance for policy optimization, arXiv:2110.00641",
 )
 def decoupled() -> Method:
-    """The identity ``rho r = w`` keeps the token's importance ratio; the clip sees the update only.
+    """The identity ``rho r = w`` keeps the token's importance ratio; the clip applies only to the update.
 
-    When: several updates per rollout and a mismatch without heavy tails.
-    Claims: the batch size no longer sets how far a policy may move; AReaL (arXiv:2505.24298) trains on stale data.
-    Counter-claims: one extreme ratio gives one extreme gradient: use a bound.
+    When: several updates per rollout and a mismatch without heavy tails. Claims: the batch size no longer limits the
+    movement of the policy; AReaL (arXiv:2505.24298) trains on stale data. Counter-claims: one extreme ratio gives one
+    extreme gradient: use a bound.
     """
     return _with_ppo(PairWeight())
 
@@ -43,10 +43,9 @@ def decoupled() -> Method:
 def decoupled_token_tis(*, high: Bound = 2.0) -> Method:
     """Token ratios, truncated.
 
-    When: the default against a mismatch of trainer and engine: low variance at every length.
-    Claims: recovers training with quantised rollouts.
-    Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence weights still improve.
-    Acts only on heavy tails.
+    When: the default for a mismatch of trainer and engine: low variance at every length. Claims: recovers training with
+    quantised rollouts. Counter-claims: corrects the next token, not the prefix; reaches a plateau where sequence
+    weights still improve. Affects only heavy tails.
     """
     return _with_ppo(PairWeight(high=high))
 
@@ -113,7 +112,7 @@ def decoupled_mixed(*, mix: UpToOne = 0.5) -> Method:
     return _with_ppo(Mixture(mix=mix))
 
 
-# Masks and rejection: what is outside is not trained.
+# Masks and rejection: tokens outside of the bounds are not trained.
 
 
 @published(
@@ -122,14 +121,13 @@ def decoupled_mixed(*, mix: UpToOne = 0.5) -> Method:
     paper="Ling Team, Every Step Evolves (IcePop), arXiv:2510.18855",
 )
 def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: NormalizeOver | None = None) -> Method:
-    """Tokens outside the band lose their gradient and stay in the denominator.
+    """Tokens outside the range lose their gradient and stay in the denominator.
 
-    With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, those outside as 0
-    (verl: rollout correction with a band and batch normalisation, code).
+    With ``normalize_over="all_tokens"`` the weights are divided by their mean over all valid tokens, where tokens
+    outside count as 0 (verl: rollout correction with a range and batch normalisation, code).
 
-    When: mixture-of-experts models, whose routers make single tokens differ much.
-    Claims: stable where GRPO collapses; less gradient noise.
-    Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
+    When: MoE models, whose routers cause large differences on single tokens. Claims: stable where GRPO collapses; less
+    gradient noise. Counter-claims: the share of masked tokens falls while the gap widens (KPop, 2026).
     """
     return _with_ppo(PairWeight(), PairGate(low=low, high=high, action="zero"), normalize_over=normalize_over)
 
@@ -140,11 +138,10 @@ def icepop(*, low: UpToOne = 0.5, high: FromOne = 5.0, normalize_over: Normalize
     paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equation 1",
 )
 def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
-    """IcePop with a band that is symmetric in the log, and PPO with a higher upper bound.
+    """IcePop with a range that is symmetric in the log, and PPO with a higher upper bound.
 
-    When: synchronous training for reasoning, with the recomputed log-probs at hand; for agents see ``glm_5``.
-    Claims: trains GLM-5 on-policy without a KL term.
-    Counter-claims: as ``icepop``.
+    When: synchronous training for reasoning, with recomputed log-probs; for agents see ``glm_5``. Claims: trains GLM-5
+    on-policy without a KL term. Counter-claims: as ``icepop``.
     """
     band = PairGate(low=1.0 / beta, high=beta, action="zero")
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high), factors=(PairWeight(), band))
@@ -156,18 +153,17 @@ def glm_5_reasoning(*, beta: AboveOne = 2.0, low: UpToOne = 0.2, high: ExcessBou
     paper=_COLLAPSE_REPORT,
 )
 def token_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
-    """Tokens outside the band are rejected.
+    """Tokens outside the range are rejected.
 
-    When: single broken tokens in good responses.
-    Claims: as IcePop.
-    Counter-claims: crashed in the report's own runs, where sequence masking did not.
+    When: single tokens with invalid log-probs in good responses. Claims: as IcePop. Counter-claims: crashed in the
+    report's own runs, where sequence masking did not.
     """
     return _with_ppo(PairWeight(), PairGate(low=low, high=high))
 
 
 @published(family="masks", formula=f"sg(rho_1..T 1[low <= rho_1..T <= high]) {_PPO}", paper=_COLLAPSE_REPORT)
 def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
-    """Sequences whose product of ratios lies outside the band are rejected; the others have it as weight.
+    """Sequences whose product of ratios is outside the range are rejected; for others it is the weight.
 
     When: short responses with a moderate mismatch.
     Claims: better than truncation: a huge weight means out of distribution, not important.
@@ -183,12 +179,11 @@ def sequence_mis(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     paper="Liu, Li et al., RL Collapse Part 3, 2025",
 )
 def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
-    """Sequences whose geometric mean of ratios lies outside the band are rejected; no weight.
+    """Sequences whose geometric mean of ratios is outside the range are rejected; no weight.
 
-    When: long responses, where every product is outside of every band.
-    Claims: no length trap.
-    Counter-claims: it cuts at a per-token KL of about ``1 - low``, and its upper bound never acts. It rejects half of
-    all responses if the engine's own noise has this size.
+    When: long responses, where every product is outside of every range. Claims: no length bias of rejection.
+    Counter-claims: it rejects at a per-token KL of about ``1 - low``, and its upper bound has no effect. It rejects
+    half of all responses if the engine's noise has this size.
     """
     return _with_ppo(PairGate(reduce="mean", low=low, high=high))
 
@@ -199,10 +194,9 @@ def geometric_rs(*, low: UpToOne = 0.999, high: FromOne = 1.001) -> Method:
     paper="ROLL: train_infer_corrections, granularity segment (code)",
 )
 def segment_rs(*, low: UpToOne = 0.8, high: FromOne = 1.2) -> Method:
-    """As ``geometric_rs``, for each run of generated tokens, such as one turn of an agent, by itself.
+    """As ``geometric_rs``, separately for each run of generated tokens, such as one turn of an agent.
 
-    When: many turns, of which one was sampled by a broken engine or an old version.
-    Claims: keeps the other turns.
+    When: many turns, one of them sampled by a failing engine or stale weights. Claims: keeps the other turns.
     Counter-claims: turns after a rejected turn were sampled in states that the policy might not reach.
     """
     return _with_ppo(PairGate(reduce="segment_mean", low=low, high=high))
@@ -214,7 +208,7 @@ def segment_rs(*, low: UpToOne = 0.8, high: FromOne = 1.2) -> Method:
     paper="Liu, Li et al., RL Collapse Part 3, 2025",
 )
 def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: FromOne = 1.001, bound: Bound = 2.0) -> Method:
-    """Geometric rejection of sequences, truncated token ratios for the others.
+    """Geometric rejection of sequences, and truncated token ratios for the rest.
 
     When: long responses with heavy-tailed tokens.
     Claims: outlier tokens and outlier sequences are each handled at their own level.
@@ -229,11 +223,10 @@ def geometric_rs_token_tis(*, low: UpToOne = 0.999, high: FromOne = 1.001, bound
     paper="NeMo RL, seq-mask-tis (code)",
 )
 def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
-    """The gate looks at the sequence, the weight is the plain ratio of the token.
+    """The gate is per sequence; the weight is the plain ratio of the token.
 
-    When: as ``geometric_rs``, with denominators that do not change.
-    Claims: default of two frameworks' combined mode.
-    Counter-claims: the token ratio has no bound, although the name says so.
+    When: as ``geometric_rs``, with denominators that do not change. Claims: default of two frameworks' combined mode.
+    Counter-claims: the token ratio has no bound, although the name contains TIS.
     """
     return _with_ppo(PairWeight(), PairGate(reduce="mean", low=low, high=high, action="zero"))
 
@@ -242,9 +235,8 @@ def sequence_mask_tis(*, low: UpToOne = 0.999, high: FromOne = 1.002) -> Method:
 def veto(*, low: UpToOne = 1e-4) -> Method:
     """One extreme token rejects its sequence.
 
-    When: always useful: it acts on broken tokens, not on noise.
-    Claims: finds single tokens that a mean hides.
-    Counter-claims: the longer a response, the likelier a single such token.
+    When: always useful: it rejects invalid log-probs, not noise. Claims: finds extreme tokens that a mean hides.
+    Counter-claims: longer responses are more likely to have such a token.
     """
     return _with_ppo(PairGate(reduce="min", low=low))
 
@@ -257,10 +249,9 @@ def veto(*, low: UpToOne = 1e-4) -> Method:
 def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
     """Sequences with one extreme token, or a large mean divergence, are rejected.
 
-    When: long responses for which a bound of the surrogate's error is wanted.
-    Claims: the first bound that is not vacuous at 4,096 tokens.
-    Counter-claims: the bound holds for the true divergences, the gates see one sampled token each. These thresholds
-    are from mis_ext.
+    When: long responses that need a bound of the surrogate's error. Claims: the first non-vacuous bound at 4,096
+    tokens. Counter-claims: the bound holds for the true divergences, but a gate sees only the sampled tokens. These
+    thresholds are from mis_ext.
     """
     return _with_ppo(
         PairGate(statistic="k2", reduce="max", high=high_max),
@@ -276,8 +267,7 @@ def trm(*, high_max: Bound = 0.05, high_mean: Bound = 1e-3) -> Method:
 def sequence_error(*, high: AboveOne = 1.05) -> Method:
     """Sequences with a large mean multiplicative error are rejected.
 
-    When: mixture-of-experts models with a mismatch in both directions, which a geometric mean cancels.
-    Claims: used to train Nemotron-3.
-    Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
+    When: MoE models with a mismatch in both directions, which a geometric mean cancels. Claims: used to train
+    Nemotron-3. Counter-claims: its Ultra variant masked 60 to 71 % of all sequences. The threshold is from mis_ext.
     """
     return _with_ppo(PairGate(statistic="exp_abs_log_ratio", reduce="mean", high=high))

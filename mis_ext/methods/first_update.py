@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method where the current policy still is the proximal one: at the first update of a rollout, and in the hook.
+"""A method while the current policy equals the proximal policy: at the first update of a rollout, and in the hook.
 
-The hook alone can do PPO, which is the framework's, with weights and gates between the two engines.
+The hook alone supports the framework's PPO, with weights and gates between the two engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROBE_SEQUENCES, _PROBE_TOKENS = 48, 8
 
 
 class HookMethod(NamedTuple):
-    """Configuration of the hook, and the values of ``--eps-clip``, ``-high`` and ``-c``; None is no flag."""
+    """Configuration of the hook, and the values of ``--eps-clip``, ``-high`` and ``-c``; None: no flag."""
 
     config: CorrectionConfig
     low: float
@@ -52,15 +52,15 @@ def as_correction(method: Method) -> HookMethod:
     weights = [factor for factor in factors if isinstance(factor, Weight)]
     gates = tuple(factor for factor in factors if isinstance(factor, Gate))
     if not factors:
-        raise ValueError("it corrects nothing: it is the framework's own loss, and needs no hook")
+        raise ValueError("it corrects nothing: it equals the framework's own loss, and needs no hook")
     if len(weights) > 1:
-        raise ValueError("it has two weights, the hook has one")
+        raise ValueError("it has two weights, but the hook has one")
     config = CorrectionConfig(weight=weights[0] if weights else None, gates=gates)
     return HookMethod(config, 1.0 - low, high - 1.0, dual)
 
 
 def _of_hook(factor: Factor) -> Weight | Gate:
-    """The weight or gate of the hook that does the same; those of a method can do more."""
+    """The equivalent weight or gate of the hook. Factors of a method have more options."""
     if not isinstance(factor, PairWeight | PairGate):
         raise ValueError(f"the hook has no {type(factor).__name__}")
     if factor.pair != MISMATCH:
@@ -81,8 +81,8 @@ def _of_hook(factor: Factor) -> Weight | Gate:
 class FirstUpdate(NamedTuple):
     """``[T]`` each, local tokens, without gradient.
 
-    ``factor_T``: what multiplies ``A grad log pi``, before any denominator and without the method's terms.
-    ``passed_T``: bool, valid, and the method does not reject it. ``kept_T``: nor does the correction.
+    ``factor_T``: the factor of ``A grad log pi``, before any denominator and without the method's terms. ``passed_T``:
+    bool, valid and not rejected by the method. ``kept_T``: also not rejected by the correction.
     """
 
     factor_T: Tensor
@@ -102,19 +102,19 @@ def first_update(
     weights_T: Tensor | None = None,
     keep_mask_T: Tensor | None = None,
 ) -> FirstUpdate:
-    """Factor of ``A grad log pi`` of each token at the first update.
+    """Compute the factor of ``A grad log pi`` of each token at the first update.
 
-    Where the surrogate gives every token the mean of its sequence, that is the number for one advantage per sequence.
+    If the surrogate gives every token the mean of its sequence, the factor is for one advantage per sequence.
 
     Args:
         method: Its terms are omitted: they do not multiply an advantage.
-        proximal_logprobs_T: ``[T]``, nats, also taken as those of the current policy.
+        proximal_logprobs_T: ``[T]``, nats, also used for the current policy.
         behavior_logprobs_T: ``[T]``, nats.
         advantages_T: ``[T]``; a token whose advantage is not finite is not valid.
         response_mask_T: ``[T]``, nonzero on tokens that the policy generated.
         layout: Of whole responses.
         weights_T: ``[T]``, the weights of a correction; None for none.
-        keep_mask_T: ``[T]`` bool, what the correction keeps; None for everything.
+        keep_mask_T: ``[T]`` bool, tokens that the correction keeps; None for all.
     """
     method = without_terms(method)
     given = {"behavior": behavior_logprobs_T, "proximal": proximal_logprobs_T, "current": proximal_logprobs_T}
@@ -133,14 +133,14 @@ def first_update(
 
 
 def without_terms(method: Method) -> Method:
-    """The policy gradient of a method alone."""
+    """The method without its additive terms."""
     return dataclasses.replace(method, terms=()) if method.terms else method
 
 
 def equivalent_correction(config: CorrectionConfig, method: Method) -> CorrectionConfig | None:
-    """The configuration of the hook that does the same at the first update, or None.
+    """The configuration of the hook that is equivalent at the first update, or None.
 
-    There PPO's ratio is 1, so what is left of a method that the hook can do are its weight and its gates.
+    PPO's ratio is 1 there, so only the weight and the gates of the method remain.
     """
     if not config.metrics_only:
         return None
@@ -155,8 +155,7 @@ def equivalent_correction(config: CorrectionConfig, method: Method) -> Correctio
 def looks_at_advantages(method: Method) -> bool:
     """True if the advantages matter at the first update, for any mismatch.
 
-    Asked of the method itself: on log-ratios of many sizes, positive, negative and mixed advantages give the same or
-    not.
+    Evaluates the method on log-ratios of many sizes, and compares positive, negative and mixed advantages.
     """
     generator = torch.Generator().manual_seed(0)
     spread_S = torch.logspace(-3.0, 0.9, _PROBE_SEQUENCES, dtype=torch.float64)

@@ -26,15 +26,14 @@ _OF_SEQUENCES = WHOLE_SEQUENCE | {"min", "max"}
 
 
 class MethodResult(NamedTuple):
-    """Result of a method for each local token, ``[T]``; everything but ``loss_T`` is detached.
+    """Result of a method for each local token, ``[T]``; all fields except ``loss_T`` are detached.
 
-    ``coefficient_T``: what multiplies ``grad log pi`` where the objective is increased, before any denominator.
-    ``loss_T``: the loss per token, whose gradient is minus that. Both are 0 where a token is not valid. Where the
-    tokens of a sequence share one ratio, the coefficient is a mean over the sequence, and holds for a sum of losses in
-    which all tokens of a sequence have the same weight.
-    ``kept_T``: bool, valid and not rejected. ``valid_T``: bool, a response token with finite log-probs.
-    ``clipped_T``: bool, valid, and a bound of the surrogate stopped its gradient.
-    ``num_invalid``: 0-dim, local response tokens that are not valid.
+    ``coefficient_T``: the factor of ``grad log pi`` in gradient ascent on the objective, before any denominator.
+    ``loss_T``: the loss per token; its gradient is minus the coefficient. Both are 0 for a token that is not valid. If
+    the tokens of a sequence share one ratio, the coefficient is a mean over the sequence, and is valid for a sum of
+    losses in which all tokens of a sequence have the same weight. ``kept_T``: bool, valid and not rejected.
+    ``valid_T``: bool, a response token with finite log-probs. ``clipped_T``: bool, valid, and a bound of the surrogate
+    stopped its gradient. ``num_invalid``: 0-dim, local response tokens that are not valid.
     """
 
     loss_T: Tensor
@@ -46,11 +45,11 @@ class MethodResult(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """``[T]`` each, without gradient: the loss of a method token by token, 0 or False where a token is not valid.
+    """``[T]`` each, without gradient: the loss of a method per token; 0 or False for a token that is not valid.
 
     ``policy``: loss of the policy gradient, and its slope in log pi before :meth:`slope` spreads it over a sequence
     whose tokens share one ratio (``surrogate``). ``penalty``: value and slope of all terms, or None. ``live_T``: no
-    factor drops the token. ``kept_T``: nobody rejects it.
+    factor drops the token. ``kept_T``: no factor and no correction rejects it.
     """
 
     batch: Batch
@@ -66,7 +65,7 @@ class Evaluation(NamedTuple):
         return self.policy.value_T if self.penalty is None else self.policy.value_T + self.penalty.value_T
 
     def slope(self, share_T: Tensor | float = 1.0) -> Tensor:
-        """``[T]``: by each log-prob the derivative of the sum of all losses, each times its share."""
+        """``[T]``: the derivative by each log-prob of the sum of all losses, each times its share."""
         slope_T = self.surrogate.spread(share_T * self.policy.slope_T, self.batch)
         return slope_T if self.penalty is None else slope_T + share_T * self.penalty.slope_T
 
@@ -76,12 +75,12 @@ class Method:
     """``objective_t = A_t * surrogate_t * product of factors_t - sum of terms_t``.
 
     Args:
-        surrogate: What carries the gradient.
-        factors: What weighs it, without gradient.
-        terms: What is subtracted.
+        surrogate: The part with gradient.
+        factors: Its weights and gates, without gradient.
+        terms: Penalties that are subtracted.
         normalize_over: Divide the weights by their mean over the ``tokens`` of all ranks that no factor drops, or over
-            the ``sequences`` that have some: self-normalised importance sampling. One sequence alone then has no
-            correction. ``all_tokens``: over all valid tokens, where a dropped one counts as 0.
+            the ``sequences`` with such tokens: self-normalised importance sampling. A single sequence is then not
+            corrected. ``all_tokens``: over all valid tokens, where a dropped token counts as 0.
     """
 
     surrogate: Surrogate
@@ -103,7 +102,7 @@ class Method:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """Whose log-probs it needs, the current policy's always."""
+        """The policies whose log-probs it needs, always with the current policy."""
         pairs = [factor.pair for factor in self.factors]
         pairs += chain.from_iterable(term.pairs for term in self.terms)
         used = {"current", *chain.from_iterable(pairs), *(self.surrogate.pair or ())}
@@ -116,7 +115,7 @@ class Method:
 
     @property
     def weighs_behavior(self) -> bool:
-        """True if the behavior policy weights the gradient, so that another such weight counts it twice."""
+        """True if the behavior policy weights the gradient, so that another such weight would correct twice."""
         pairs = [self.surrogate.pair or ()]
         pairs += [factor.pair for factor in self.factors if factor.action is None]
         pairs += chain.from_iterable(term.pairs for term in self.terms if term.needs_state_values)
@@ -124,12 +123,12 @@ class Method:
 
     @property
     def averages_over_batch(self) -> bool:
-        """True if a value over all tokens of all ranks enters."""
+        """True if it uses a value over all tokens of all ranks."""
         return self.normalize_over is not None or any(part.reduce == "batch_mean" for part in self._parts)
 
     @property
     def is_of_tokens(self) -> bool:
-        """True if each token's coefficient follows from its own log-probs alone."""
+        """True if each token's coefficient depends only on its own log-probs."""
         is_token = self.surrogate.spread == "token" and all(part.reduce == "token" for part in self._parts)
         return is_token and self.normalize_over is None
 
@@ -163,24 +162,24 @@ class Method:
         cp_group: Group | None = None,
         dp_group: Group | None = None,
     ) -> MethodResult:
-        """Coefficient and loss of each local token. No reading of values on the host, no loop over sequences.
+        """Compute coefficient and loss of each local token, without a device synchronization or a loop over sequences.
 
         Args:
             current_logprobs_T: ``[T]``, nats, with gradient if the loss needs one.
-            behavior_logprobs_T: ``[T]``, nats, of what sampled the tokens; needed if it is one of :attr:`policies`.
-            proximal_logprobs_T: ``[T]``, nats, the trainer's scoring before the update; likewise.
-            reference_logprobs_T: ``[T]``, nats; likewise.
+            behavior_logprobs_T: ``[T]``, nats, of the policy that sampled the tokens; required if it is one of
+                :attr:`policies`.
+            proximal_logprobs_T: ``[T]``, nats, scored by the trainer before the update; required likewise.
+            reference_logprobs_T: ``[T]``, nats; required likewise.
             advantages_T: ``[T]``.
-            state_values_T: ``[T]``, what the advantage is on average in the token's state; needed if
-                :attr:`needs_state_values`.
+            state_values_T: ``[T]``, the mean advantage in the token's state; required if :attr:`needs_state_values`.
             response_mask_T: ``[T]``, nonzero on tokens that the policy generated.
-            layout: Lengths, and where the local tokens lie.
+            layout: Lengths and positions of the local tokens.
             cp_group: Ranks that hold other parts of the same sequences; None for one rank.
             dp_group: Ranks that hold other sequences, for statistics of the batch; None for one rank.
 
         Raises:
-            ValueError: The log-probs of a policy or the values of states are missing, or a tensor has another length
-                than the layout says.
+            ValueError: The log-probs of a policy or the state values are missing, or the length of a tensor does not
+                fit the layout.
         """
         given = {
             "behavior": behavior_logprobs_T,
@@ -204,7 +203,7 @@ class Method:
         for name, values_T in tensors.items():
             if values_T.shape != (layout.num_local_tokens,):
                 raise ValueError(
-                    f"{name} has the shape {tuple(values_T.shape)}, the layout {layout.num_local_tokens} tokens"
+                    f"{name} has the shape {tuple(values_T.shape)}, but the layout has {layout.num_local_tokens} tokens"
                 )
         with torch.no_grad():
             batch = self.batch_of(
@@ -235,7 +234,7 @@ class Method:
         reductions: Reductions,
         state_values_T: Tensor | None = None,
     ) -> Batch:
-        """Return the inputs of the parts of this method; arguments as in :class:`~mis_ext.methods.batch.Batch`."""
+        """Return the inputs of this method; for the arguments see :class:`~mis_ext.methods.batch.Batch`."""
         return Batch(
             {name: _detached(values_T) for name, values_T in log_probs.items()},
             advantages_T=_detached(advantages_T),
@@ -264,7 +263,7 @@ class Method:
             counted_T = batch.valid_T if self.normalize_over == "all_tokens" else live_T
             share_T = torch.ones_like(weight_T)
             if self.normalize_over == "sequences":
-                # The weight of a sequence counts once, however many tokens have it.
+                # The weight of a sequence counts once, for any number of tokens.
                 share_T = batch.reductions.count(counted_T).to(weight_T.dtype).clamp_min(1.0).reciprocal()
             total = batch.reductions.batch_total(weight_T * share_T, live_T)
             weight_T = weight_T / (total / batch.reductions.batch_total(share_T, counted_T).clamp_min(1.0))
@@ -273,7 +272,7 @@ class Method:
     def evaluate(
         self, batch: Batch, *, weights_T: Tensor | None = None, keep_mask_T: Tensor | None = None
     ) -> Evaluation:
-        """The loss token by token, with the weights and the mask of a correction if there is one."""
+        """The loss per token, with the weights and the mask of a correction if there is one."""
         weight_T, live_T, kept_T = self.weigh(batch)
         paid_T, weighed_T = batch.valid_T, live_T
         if keep_mask_T is not None:
@@ -291,7 +290,7 @@ class Method:
 
 
 class LossOfSlopes(torch.autograd.Function):
-    """A loss whose derivatives by log-probs and entropy are known: a number, or one for each token."""
+    """A loss whose derivatives by log-probs and entropy are known: one value, or one per token."""
 
     @staticmethod
     def forward(
@@ -316,5 +315,5 @@ class LossOfSlopes(torch.autograd.Function):
 
 
 def _detached(values_T: Tensor) -> Tensor:
-    """Return a detached float32 tensor, or float64 if it is that."""
+    """Return a detached float32 tensor; float64 stays float64."""
     return values_T.detach().to(torch.promote_types(values_T.dtype, torch.float32))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a method. All methods share these; a part of one method is next to it.
+"""Parts that several methods share. A part of only one method is next to this method.
 
-Surrogates carry the gradient: each gives the objective per unit of advantage, and its slope in log pi. A bound there
-stops the gradient of what lies beyond it, as the clamp of a ratio with gradient does. A bound of a
+Surrogates carry the gradient: each gives the objective per unit of advantage, and its slope in log pi. A bound of a
+surrogate stops the gradient of values beyond it, like the clamp of a ratio with gradient. A bound of a
 :class:`PairWeight` does not.
 
-Factors multiply that gradient without carrying any: weights, and gates that drop tokens, of whatever pair of policies.
-Each looks at the same valid tokens, whatever the others reject, so that their order does not matter.
+Factors multiply this gradient and have no gradient: weights, and gates that drop tokens, for any pair of policies. Each
+reads the same valid tokens, even those that another gate rejects, so their order does not matter.
 
 Terms are subtracted: divergences between two policies, as estimated on the sampled token.
 """
@@ -28,7 +28,9 @@ from mis_ext.validation import check_choice
 
 Level = config.Level | Literal["prefix", "segment"]
 REDUCTIONS: dict[str, Reduce] = {**config.REDUCTIONS, "prefix": "prefix", "segment": "segment_sum"}
-"""Reduction of log-ratios by level, which is a product of ratios up to the token or over a run of generated tokens."""
+"""Reduction of log-ratios by level. ``prefix``: the product up to the token. ``segment``: over generated tokens in a
+row.
+"""
 Spread = Literal["token", "sequence"]
 Sides = Literal["outward", "both"]
 Estimator = Literal["k1", "k2", "k3", "squared"]
@@ -37,11 +39,11 @@ Estimator = Literal["k1", "k2", "k3", "squared"]
 
 
 class Slope(NamedTuple):
-    """``[T]`` each: objective and derivative by log pi, per unit of advantage; where a bound stopped it.
+    """``[T]`` each: objective and derivative by log pi, per unit of advantage; whether a bound stopped it.
 
-    ``through_T``: bool, where the tokens of a sequence share one ratio: the tokens on whose log-prob it depends. The
-    gradient of each is the mean over the sequence of the slopes of all tokens, with their own advantages, weights and
-    masks. None: the ratio is the token's own.
+    ``through_T``: bool, if the tokens of a sequence share one ratio: the tokens that it depends on. The gradient of
+    each is the mean over the sequence of the slopes of all tokens, with their own advantages, weights and masks. None:
+    each token has its own ratio.
     """
 
     value_T: Tensor
@@ -50,7 +52,7 @@ class Slope(NamedTuple):
     through_T: Tensor | None = None
 
     def spread(self, slope_T: Tensor, batch: Batch) -> Tensor:
-        """``[T]``: by each log-prob the derivative of a sum whose terms have these slopes in their ratio."""
+        """``[T]``: the derivative by each log-prob of a sum whose terms have these slopes in their ratio."""
         if self.through_T is None:
             return slope_T
         return torch.where(self.through_T, batch.reductions.reduce(slope_T, batch.valid_T, "mean"), 0.0)
@@ -59,7 +61,7 @@ class Slope(NamedTuple):
 def ratio_and_slope(log_ratio_T: Tensor, bounded_T: Tensor) -> tuple[Tensor, Tensor]:
     """``[T]`` each: the ratio of a bounded log-ratio, and its derivative by ``log_ratio_T``, 0 beyond a bound.
 
-    A ratio above ``e^20`` or below ``e^-20`` is beyond one, as every exponent is clamped.
+    A ratio above ``e^20`` or below ``e^-20`` is beyond a bound, because every exponent is clamped.
     """
     near_T = bounded_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_T = near_T.exp()
@@ -71,9 +73,9 @@ class Surrogate:
 
     Attributes:
         pair: Numerator and denominator of its ratio; None if it has none.
-        reduce: How it reduces over a sequence; where by a sum or mean, a token without a ratio takes it along.
+        reduce: Its reduction over a sequence. In a sum or mean, a token without a ratio invalidates the sequence.
         spread: ``sequence``: each token's gradient is the mean over its sequence, see :class:`Slope`. ``token``: its
-            own.
+            own gradient.
     """
 
     __slots__ = ()
@@ -88,7 +90,7 @@ class Surrogate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score(Surrogate):
-    """``A log pi``: all that weighs the token stands in the factors."""
+    """``A log pi``: all weights are in the factors."""
 
     def evaluate(self, batch: Batch) -> Slope:
         """Per token ``[T]``, as :meth:`Surrogate.evaluate`: log pi, whose slope is 1."""
@@ -98,7 +100,7 @@ class Score(Surrogate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrowingBound:
-    """``exp(log_bound * t ** power)`` for the ``t``-th token of a response: as a sum of ``t`` log-ratios spreads."""
+    """``exp(log_bound * t ** power)`` for token ``t`` of a response: it grows like the spread of ``t`` log-ratios."""
 
     log_bound: float
     power: float = 0.5
@@ -110,10 +112,10 @@ class GrowingBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbabilityBound:
-    """The ratio ``r`` with ``q r (r - 1) = gain``, ``q`` the denominator's probability: wide where a token is rare.
+    """The ratio ``r`` with ``q r (r - 1) = gain``, ``q`` the denominator's probability: wide for rare tokens.
 
     Args:
-        gain: Positive for a bound above 1, negative for one below, which is 1/2 where the equation has no solution.
+        gain: Positive for a bound above 1, negative for a bound below 1, which is 1/2 if the equation has no solution.
         cap: Largest bound.
     """
 
@@ -128,7 +130,7 @@ class ProbabilityBound:
 
 
 RatioBound = float | GrowingBound | ProbabilityBound
-"""Of a ratio with gradient: a number, or one that follows from the token."""
+"""Bound of a ratio with gradient: a number, or a function of the token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,10 +144,10 @@ class Ratio(Surrogate):
         low: Lower bound, or None.
         high: Upper bound, or None.
         sides: ``outward``: the smaller of clipped and unclipped objective, so that only a move away from ratio 1 is
-            stopped. ``both``: whatever the sign of the advantage.
-        dual: Upper bound where the advantage is negative, or None.
-        spread: ``sequence``: every token's ratio is that of the sequence and carries its gradient, so that each token's
-            gradient is the mean over its sequence. ``token``: its own.
+            stopped. ``both``: for both signs of the advantage.
+        dual: Upper bound for a negative advantage, or None.
+        spread: ``sequence``: every token has the ratio of the sequence with its gradient, so each token's gradient is
+            the mean over its sequence. ``token``: its own gradient.
     """
 
     pair: Pair = UPDATE
@@ -174,7 +176,7 @@ class Ratio(Surrogate):
         bounded_T = self.bounded(log_ratio_T, batch)
         value_T, slope_T = ratio_and_slope(log_ratio_T, bounded_T)
         through_T = batch.valid_T if self.spread == "sequence" else None
-        # The clamp of exponents is no clip of the method.
+        # The clamp of exponents does not count as a clip of the method.
         return Slope(value_T, slope_T, bounded_T != log_ratio_T, through_T)
 
     def bounded(self, log_ratio_T: Tensor, batch: Batch) -> Tensor:
@@ -196,7 +198,7 @@ class Ratio(Surrogate):
 
 
 def _clamped(values_T: Tensor, low: Tensor | float | None, high: Tensor | float | None) -> Tensor:
-    # One after the other: clamp takes no tensor beside a number.
+    # Separately, because clamp does not accept a tensor together with a number.
     values_T = values_T if low is None else values_T.clamp(min=low)
     return values_T if high is None else values_T.clamp(max=high)
 
@@ -209,8 +211,8 @@ class Factor:
 
     Attributes:
         pair: Numerator and denominator of the ratio, each a policy.
-        reduce: How it reduces over a sequence; where by a sum or mean, a token without a ratio takes it along.
-        action: What becomes of a token that it drops; None of a weight, which drops none.
+        reduce: Its reduction over a sequence. In a sum or mean, a token without a ratio invalidates the sequence.
+        action: The effect on a dropped token; None for a weight, which drops none.
     """
 
     __slots__ = ()
@@ -224,7 +226,7 @@ class Factor:
         return False
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """``[T]``, without gradient: a weight, at least 0, or bool: whether to keep."""
+        """``[T]``, without gradient: a weight of at least 0, or bool: whether to keep the token."""
         raise NotImplementedError
 
 
@@ -239,7 +241,7 @@ class PairWeight(Factor):
         low: Lower bound.
         high: Upper bound.
         power: Exponent of the ratio.
-        when: Tokens that are weighed; the others have weight 1.
+        when: Tokens that get this weight; all other tokens have weight 1.
     """
 
     pair: Pair = MISMATCH
@@ -269,18 +271,18 @@ class PairWeight(Factor):
 class PairGate(Factor):
     """Keep the tokens whose statistic of ``pair``, reduced over their sequence, lies in ``[low, high]``.
 
-    A minimum without an upper bound, or a maximum without a lower one, also drops every sequence in which a response
-    token is not valid.
+    A minimum without an upper bound, or a maximum without a lower bound, also drops every sequence with an invalid
+    response token.
 
     Args:
-        statistic: A name of :data:`~mis_ext.correction.tokens.STATISTICS`, but not ``lag``, which no method sees.
+        statistic: A name of :data:`~mis_ext.correction.tokens.STATISTICS`, except ``lag``, which methods do not get.
         reduce: See :data:`~mis_ext.methods.batch.Reduce`.
         low: Lower bound.
         high: Upper bound.
-        action: ``reject`` sets the mask of other tokens to 0, ``zero`` their weight.
+        action: ``reject`` sets the mask of dropped tokens to 0, ``zero`` their weight.
         pair: Numerator and denominator of the ratio.
         when: Tokens that can be dropped.
-        of_tokens: Tokens that the statistic counts, where it is one of several.
+        of_tokens: Tokens that the statistic counts, if it is over several tokens.
     """
 
     statistic: str = "ratio"
@@ -317,7 +319,7 @@ class PairGate(Factor):
 
 
 def check_pair(key: str, pair: Pair) -> None:
-    """Refuse what is no numerator and denominator of a ratio."""
+    """Refuse values other than a numerator and a denominator."""
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise TypeError(f"{key} must be a tuple of two policies, got {pair!r}")
     for policy in pair:
@@ -344,9 +346,9 @@ class Term:
 
     Attributes:
         pair: The policies that it compares.
-        scale: What it is multiplied by.
-        reduce: What it looks at besides the token itself.
-        needs_state_values: Whether it looks at the value of the token's state.
+        scale: Its factor.
+        reduce: Its reduction over other tokens.
+        needs_state_values: Whether it uses the value of the token's state.
     """
 
     __slots__ = ()
@@ -367,7 +369,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlTerm(Term):
-    """``scale`` times an estimate of how far the current policy is from another one, subtracted from the objective.
+    """``scale`` times an estimate of the KL between the current policy and another, subtracted from the objective.
 
     With ``d = log(current / other)``:
 
@@ -379,18 +381,18 @@ class KlTerm(Term):
     | ``squared`` | ``d^2`` | ``2 d`` | twice that of ``k2`` |
 
     With ``importance`` the value is multiplied by that ratio ``w``, with gradient through ``w``: the coefficient is
-    ``w`` times the sum of value and coefficient. Of ``k3`` that is ``w d``, and its expectation is the gradient of
-    ``KL(current, other)``, whatever sampled.
+    ``w`` times the sum of value and coefficient. For ``k3`` that is ``w d``, and its expectation is the gradient of
+    ``KL(current, other)`` for any sampling policy.
 
-    Exponents are clamped to 20 nats. The coefficient is not 0 beyond, unlike that of a ratio of the policy gradient: it
-    is what pulls back.
+    Exponents are clamped to 20 nats. Beyond, the coefficient is not 0, unlike that of a ratio in the policy gradient,
+    because it must pull the policy back.
 
     Args:
         estimator: As above.
-        scale: What it is multiplied by.
+        scale: Its factor.
         pair: The current policy, and the other one.
-        importance: The ratio that makes it unbiased: current by what the token was sampled from; or None.
-        cap: Largest absolute value, beyond which the gradient stops; or None.
+        importance: The ratio that makes it unbiased: current / the policy that sampled the token; or None.
+        cap: Largest absolute value; the gradient is 0 beyond it. Or None.
 
     References:
         Schulman, Approximating KL Divergence, 2020; DeepSeek-V3.2, arXiv:2512.02556 (unbiased).
@@ -423,12 +425,12 @@ class KlTerm(Term):
             value_T, slope_T = excess_T + log_ratio_T.clamp(min=-MAX_LOG_RATIO), -excess_T
         else:
             factor = 0.5 if self.estimator == "k2" else 1.0
-            # No bound of an exponent: its square is finite for all log-probs that engines give.
+            # No clamp of an exponent is needed: the square is finite for all log-probs of engines.
             near_T = log_ratio_T.clamp(-MAX_NATS, MAX_NATS)
             value_T, slope_T = factor * near_T.square(), 2.0 * factor * near_T
         if self.importance is not None:
             importance_T = bounded_exp(batch.log_ratio(self.importance))
-            # Of k3 the sum is the log-ratio itself, without the digits that the difference of two exponentials loses.
+            # For k3 the sum is the log-ratio itself, without the rounding error of a difference of two exponentials.
             through_T = log_ratio_T if self.estimator == "k3" else value_T + slope_T
             value_T, slope_T = importance_T * value_T, importance_T * through_T
         if self.cap is not None:

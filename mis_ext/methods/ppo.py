@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios with gradient, of tokens and of sequences: a bound stops the gradient of what lies beyond it."""
+"""Ratios with gradient, of tokens and of sequences: a bound stops the gradient of ratios beyond it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from mis_ext.methods.sequence_weights import token_uniforms
     paper="Schulman et al., Proximal Policy Optimization Algorithms, arXiv:1707.06347",
 )
 def ppo(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
-    """Several updates on one rollout, each token's ratio kept near 1.
+    """Several updates per rollout, with each token's ratio near 1.
 
-    When: trainer and engine agree, or a weight corrects the mismatch: ``r`` does not contain it.
-    Claims: monotone improvement in practice, at the cost of a first-order method.
-    Counter-claims: ratio bounds are too tight for rare tokens and too loose for likely ones (DPPO, arXiv:2602.04879).
+    When: trainer and engine agree, or a weight corrects the mismatch, which ``r`` does not contain. Claims: monotone
+    improvement in practice, at the cost of a first-order method. Counter-claims: ratio bounds are too tight for rare
+    tokens and too loose for likely ones (DPPO, arXiv:2602.04879).
     """
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high))
 
@@ -51,9 +51,9 @@ def ppo(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
 def dapo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
     """PPO with a higher upper bound; divide by the tokens of the batch.
 
-    When: entropy falls under PPO, because its upper bound stops rare tokens from becoming likelier.
-    Claims: entropy stays up, long chains of thought keep improving.
-    Counter-claims: a probability bound does the same per token without a tuned constant (DCPO, arXiv:2509.02333).
+    When: entropy falls under PPO, because its upper bound stops rare tokens from becoming likelier. Claims: entropy
+    stays high, and long chains of thought keep improving. Counter-claims: a probability bound does the same per token
+    without a tuned constant (DCPO, arXiv:2509.02333).
     """
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high))
 
@@ -65,9 +65,8 @@ def dapo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
 def dual_clip(*, low: UpToOne = 0.2, high: ExcessBound = 0.2, dual: FromOne = 3.0) -> Method:
     """PPO that also ignores a token of negative advantage whose ratio has become huge.
 
-    When: stale or mismatched rollouts: without it such a token has an unbounded gradient.
-    Claims: stable large-scale off-policy training.
-    Counter-claims: the tokens that it stops are those that the policy raised against their advantage.
+    When: stale or mismatched rollouts: without it such a token has an unbounded gradient. Claims: stable large-scale
+    off-policy training. Counter-claims: it stops exactly the tokens whose probability rose against their advantage.
     """
     return Method(surrogate=Ratio(low=1.0 - low, high=1.0 + high, dual=dual))
 
@@ -79,10 +78,10 @@ def dual_clip(*, low: UpToOne = 0.2, high: ExcessBound = 0.2, dual: FromOne = 3.
 def bypass(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     """PPO against the behavior policy itself: no recomputation of log-probs before the update.
 
-    When: the mismatch is small, and the extra forward pass is expensive.
-    Claims: one forward pass less, and the ratio is the token's importance ratio.
-    Counter-claims: part of the clip range is spent on the mismatch, and no metric can tell mismatch from staleness.
-        At a staleness of 4 updates a pretrained model learned 0.06 less than with token TIS (lab/evidence).
+    When: the mismatch is small, and the extra forward pass is expensive. Claims: one forward pass less, and the ratio
+    is the token's importance ratio. Counter-claims: part of the clip range is spent on the mismatch, and no metric can
+    separate mismatch from staleness. At a staleness of 4 updates a pretrained model learned 0.06 less than with token
+    TIS (lab/evidence).
     """
     return Method(surrogate=Ratio(pair=TOTAL, low=1.0 - low, high=1.0 + high))
 
@@ -92,12 +91,11 @@ def bypass(*, low: UpToOne = 0.2, high: ExcessBound = 0.2) -> Method:
     paper="Kimi Team, Kimi K2.5, arXiv:2602.02276",
 )
 def kimi_k2_5(*, low: UpToOne = 0.5, high: FromOne = 2.0, tau: NotNegative = 1e-3) -> Method:
-    """A clip on both sides: a token outside the band has no policy gradient, for any advantage.
+    """A clip on both sides: a token outside the range has no policy gradient, for any advantage.
 
-    When: agentic training with a mismatch: the band bounds the drift, not the update.
-    Claims: stable training of long tool-using responses.
-    Counter-claims: a move back towards ratio 1 is stopped too. The report's old policy is the one that generated; it
-    gives no numbers for the band and tau: these defaults are from mis_ext.
+    When: agentic training with a mismatch: the range bounds the drift, not the update. Claims: stable training of long
+    tool-using responses. Counter-claims: a move back towards ratio 1 is stopped too. In the report, the old policy is
+    the policy that generated. It gives no values for the range and tau: these defaults are from mis_ext.
     """
     return Method(
         surrogate=Ratio(pair=TOTAL, low=low, high=high, sides="both"),
@@ -110,18 +108,17 @@ def kimi_k2_5(*, low: UpToOne = 0.5, high: FromOne = 2.0, tau: NotNegative = 1e-
     paper="Yang et al., DCPO: Dynamic Clipping Policy Optimization, arXiv:2509.02333",
 )
 def dcpo(*, low: NotNegative = 0.1, high: Positive = 0.2, cap: FromOne = 10.0) -> Method:
-    """PPO whose bounds widen where the token was unlikely: they solve ``proximal * r * (r - 1) = e``.
+    """PPO with wider bounds for unlikely tokens: they solve ``proximal * r * (r - 1) = e``.
 
-    When: the policy should learn rare tokens.
-    Claims: an order of magnitude fewer clipped tokens than PPO.
-    Counter-claims: the band is wide for rare tokens, where low-precision engines differ most. Only the clip of the
-    paper is here, not its standardisation of advantages; the defaults are those of the authors' code.
+    When: the policy should learn rare tokens. Claims: an order of magnitude fewer clipped tokens than PPO.
+    Counter-claims: the range is wide for rare tokens, where low-precision engines differ most. Only the clip of the
+    paper is implemented, not its standardisation of advantages. The defaults are from the authors' code.
     """
     bounds = ProbabilityBound(gain=-low, cap=cap), ProbabilityBound(gain=high, cap=cap)
     return Method(surrogate=Ratio(low=bounds[0], high=bounds[1]))
 
 
-# Ratios of whole sequences: one ratio per response, its gradient spread over the tokens.
+# Ratios of whole sequences: one ratio per response, whose gradient is spread over the tokens.
 
 _GMPO_LOW, _GMPO_HIGH = math.exp(-0.4), math.exp(0.4)
 
@@ -130,7 +127,8 @@ _GMPO_LOW, _GMPO_HIGH = math.exp(-0.4), math.exp(0.4)
 class ClippedMean(Surrogate):
     """``A`` times the geometric mean of the sequence's ratios, each clipped outward before the mean.
 
-    A clipped ratio is a constant of that mean: its log-prob has no gradient, the others have that of all tokens.
+    A clipped ratio is a constant of this mean: its log-prob has no gradient. The other log-probs have the gradient of
+    all tokens.
     """
 
     clip: Ratio
@@ -156,9 +154,8 @@ class ClippedMean(Surrogate):
 def gspo(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     """PPO on the geometric mean of the sequence's ratios, which carries the gradient of all its tokens.
 
-    When: mixture-of-experts models: single tokens change experts, but their mean stays.
-    Claims: trains them without routing replay.
-    Counter-claims: the geometric mean is no importance weight; one extreme token looks like many small differences.
+    When: MoE models: single tokens change experts, but their mean stays. Claims: trains them without routing replay.
+    Counter-claims: the geometric mean is not an importance weight; one extreme token looks like many small differences.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
 
@@ -169,11 +166,9 @@ def gspo(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     paper="Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071",
 )
 def gspo_token(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
-    """GSPO whose tokens have advantages of their own; with one per sequence it is GSPO.
+    """GSPO with one advantage per token; with one advantage per sequence it equals GSPO.
 
-    When: several turns with a reward each.
-    Claims: as GSPO.
-    Counter-claims: as GSPO.
+    When: several turns, each with a reward. Claims: as GSPO. Counter-claims: as GSPO.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high))
 
@@ -184,11 +179,11 @@ def gspo_token(*, low: UpToOne = 3e-4, high: ExcessBound = 4e-4) -> Method:
     paper="Zhao et al., Geometric-Mean Policy Optimization, arXiv:2507.20673",
 )
 def gmpo(*, low: Annotated[float, Range(high=1.0, open_low=True)] = _GMPO_LOW, high: FromOne = _GMPO_HIGH) -> Method:
-    """The geometric mean of ratios that were clipped one by one.
+    """The geometric mean of ratios that are clipped one by one.
 
-    When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse.
-    Claims: more stable ratios, wider clip range, better results than GRPO.
-    Counter-claims: the weight of a token depends on how many others are clipped.
+    When: outlier tokens disturb GRPO, and GSPO's clip of whole sequences is too coarse. Claims: more stable ratios,
+    wider clip range, better results than GRPO. Counter-claims: the weight of a token depends on the number of other
+    clipped tokens.
     """
     return Method(surrogate=ClippedMean(clip=Ratio(low=low, high=high)))
 
@@ -199,17 +194,16 @@ def gmpo(*, low: Annotated[float, Range(high=1.0, open_low=True)] = _GMPO_LOW, h
     paper="Liu et al., Length-Unbiased Sequence Policy Optimization, arXiv:2602.05261 (formula of TRL's luspo loss)",
 )
 def luspo(*, low: UpToOne = 2e-3, high: ExcessBound = 2.5e-3) -> Method:
-    """GSPO whose sequences count with their length: sum over tokens, not their mean, then the mean over sequences.
+    """GSPO with sequences weighted by their length: sum over tokens, not their mean, then the mean over sequences.
 
-    When: responses become shorter and shorter under GSPO.
-    Claims: no length bias; longer responses and better results than GSPO.
-    Counter-claims: a long response moves the policy more than a short one, as in every sum over tokens. A token has the
-    coefficient of ``gspo``: what differs are the bounds and the denominator.
+    When: responses become shorter and shorter under GSPO. Claims: no length bias; longer responses and better results
+    than GSPO. Counter-claims: a long response moves the policy more than a short one, as in every sum over tokens. A
+    token has the coefficient of ``gspo``; only the bounds and the denominator differ.
     """
     return Method(surrogate=Ratio(level="geometric", low=1.0 - low, high=1.0 + high, spread="sequence"))
 
 
-# Tokens whose log-prob and advantage vary together: they lower the entropy most, and few of them are held back.
+# Tokens with a high covariance of log-prob and advantage lower the entropy most. These methods restrict a few of them.
 
 _PAPER = "Cui et al., The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv:2505.22617"
 _COVARIANCE = "cov = (A - mean A) (log pi - mean log pi), means over the batch"
@@ -217,17 +211,17 @@ _COVARIANCE = "cov = (A - mean A) (log pi - mean log pi), means over the batch"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropCovariance(Factor):
-    """Drop a few tokens at random of those whose covariance lies in ``(low, high)``; they stay in denominators.
+    """Randomly drop a few tokens whose covariance is in ``(low, high)``; they stay in denominators.
 
-    The random number of a token is a hash of its place and of the proximal log-probs of its sequence: the same on every
-    rank and in a recomputed forward pass.
+    The random number of a token is a hash of its position and of the proximal log-probs of its sequence, so it is the
+    same on every rank and in a recomputed forward pass.
 
     Args:
         low: Smallest covariance.
         high: Largest covariance.
-        share: How many are dropped, as a share of all valid tokens of the batch; at least one.
-        clip: The surrogate: a token that it stops already is not drawn.
-        seed: Another one for every step, if a sequence can come back.
+        share: The dropped share of all valid tokens of the batch; at least one token.
+        clip: The surrogate: a token that it already stops is not drawn.
+        seed: Use another seed for every step if a sequence can occur again.
     """
 
     low: float
@@ -254,7 +248,7 @@ class CovarianceKl(Term):
 
     Args:
         scale: What it is multiplied by.
-        share: How many tokens have it, as a share of all valid tokens of the batch; at least one.
+        share: The share of all valid tokens of the batch that have it; at least one token.
     """
 
     scale: float
@@ -271,7 +265,7 @@ class CovarianceKl(Term):
 
 
 def _covariance(batch: Batch, pair: Pair) -> tuple[Tensor, Tensor]:
-    """``[T]``: what each token adds to the covariance of log-prob and advantage; and the number of tokens, 0-dim."""
+    """``[T]``: each token's term in the covariance of log-prob and advantage; and the number of tokens, 0-dim."""
     rows_FT = torch.stack([batch.advantages_T, batch.log_prob(pair[0])])
     totals = batch.reductions.batch_total(torch.cat([rows_FT, torch.ones_like(rows_FT[:1])]), batch.valid_T)
     advantage_T, log_prob_T = rows_FT - (totals[:2] / totals[2].clamp_min(1.0)).unsqueeze(-1)
@@ -279,7 +273,7 @@ def _covariance(batch: Batch, pair: Pair) -> tuple[Tensor, Tensor]:
 
 
 def _fewest(batch: Batch, values_T: Tensor, mask_T: Tensor, *, share: float, num_valid: Tensor) -> Tensor:
-    """``[T]`` bool: the smallest values under a mask, as many as ``share`` of the valid tokens of all ranks are."""
+    """``[T]`` bool: the smallest values in a mask; their number is ``share`` of the valid tokens of all ranks."""
     number = (num_valid.double() * share).floor().long().clamp_min(1)
     edge = batch.reductions.nth_smallest(values_T, mask_T, number)
     return mask_T & (values_T.float() <= edge)
@@ -300,12 +294,11 @@ def clip_cov(
     share: UpToOne = 2e-4,
     seed: Annotated[int, Range(low=-1e15, high=1e15)] = 0,
 ) -> Method:
-    """Few tokens of high covariance, drawn at random, have no gradient.
+    """A few random tokens of high covariance have no gradient.
 
-    When: the entropy collapses early and reward stops rising.
-    Claims: the covariance is what lowers the entropy, and two tokens in ten thousand are enough to stop its fall.
-    Counter-claims: the band is in units of the advantage: another normalisation is another band. verl's batch is the
-    micro-batch, here it is that of all ranks.
+    When: the entropy collapses early and reward stops rising. Claims: the covariance lowers the entropy, and two tokens
+    in ten thousand are enough to stop its fall. Counter-claims: the range is in units of the advantage, so it depends
+    on their normalisation. verl's batch is the micro-batch; here it is the batch of all ranks.
     """
     clip = Ratio(low=1.0 - low, high=1.0 + high)
     drop = DropCovariance(low=cov_low, high=cov_high, share=share, clip=clip, seed=seed)
@@ -320,15 +313,14 @@ def clip_cov(
 def kl_cov(*, share: UpToOne = 2e-4, scale: NotNegative = 1.0) -> Method:
     """The tokens of largest covariance are pulled back to the proximal policy; no other bound.
 
-    When: as ``clip_cov``, but without random choice.
-    Claims: with Clip-Cov 2 % better than GRPO at 7B and 6.4 % at 32B, in mathematics.
-    Counter-claims: no clip at all: it is for few updates per rollout. On the first update the ratio is 1, and the
-    penalty has no gradient.
+    When: as ``clip_cov``, but without random choice. Claims: with Clip-Cov 2 % better than GRPO at 7B and 6.4 % at 32B,
+    in mathematics. Counter-claims: no clip at all: use it for few updates per rollout. On the first update the ratio is
+    1, and the penalty has no gradient.
     """
     return Method(surrogate=Ratio(), terms=(CovarianceKl(scale=scale, share=share),))
 
 
-# GRPO with a KL term: PPO, and a penalty of the distance to the reference policy on every valid token.
+# GRPO with a KL term: PPO, and a penalty for the distance to the reference policy on every valid token.
 
 _PPO = "min(r A, clip(r, 0.8, 1.2) A)"
 
@@ -344,12 +336,10 @@ def _with_kl(estimator: Estimator, beta: float, importance: Pair | None = None) 
     paper="Shao et al., DeepSeekMath (GRPO), arXiv:2402.03300; k3 of Schulman, Approximating KL Divergence, 2020",
 )
 def grpo_k3(*, beta: NotNegative = 1e-3) -> Method:
-    """The estimate that is unbiased as a value, used as a loss.
+    """An estimate that is unbiased as a value, used as a loss.
 
-    When: near the reference policy.
-    Claims: low variance, never negative.
-    Counter-claims: its gradient is that of the other KL, and explodes where the policy has left a token the reference
-    likes (DeepSeek-V3.2).
+    When: near the reference policy. Claims: low variance, never negative. Counter-claims: its gradient is that of the
+    reverse KL, and explodes if the policy makes a token unlikely that is likely in the reference (DeepSeek-V3.2).
     """
     return _with_kl("k3", beta)
 
@@ -360,11 +350,10 @@ def grpo_k3(*, beta: NotNegative = 1e-3) -> Method:
     paper="Schulman, Approximating KL Divergence, 2020",
 )
 def grpo_k2(*, beta: NotNegative = 1e-3) -> Method:
-    """The estimate whose gradient is that of KL(current, reference) on-policy.
+    """An estimate whose on-policy gradient is that of KL(current, reference).
 
-    When: on-policy data.
-    Claims: right gradient without an importance ratio.
-    Counter-claims: biased as a value, and off-policy as a gradient.
+    When: on-policy data. Claims: correct gradient without an importance ratio. Counter-claims: biased as a value, and
+    off-policy as a gradient.
     """
     return _with_kl("k2", beta)
 
@@ -377,9 +366,8 @@ def grpo_k2(*, beta: NotNegative = 1e-3) -> Method:
 def grpo_unbiased_kl(*, beta: NotNegative = 1e-3) -> Method:
     """Unbiased for any behavior policy: the coefficient is ``w d``.
 
-    When: a KL term off-policy, or with a mismatch of trainer and engine.
-    Claims: no exploding gradient where the policy left the reference's tokens.
-    Counter-claims: with ``r`` instead of ``w``, as some frameworks have it, it is unbiased for data of the proximal
-    policy only; without the gradient of ``w`` it is another KL.
+    When: a KL term off-policy, or with a mismatch of trainer and engine. Claims: no exploding gradient if the policy
+    makes tokens of the reference unlikely. Counter-claims: with ``r`` instead of ``w``, as in some frameworks, it is
+    unbiased only for data of the proximal policy; without the gradient of ``w`` it is a different KL.
     """
     return _with_kl("k3", beta, importance=TOTAL)

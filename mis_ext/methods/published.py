@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A published method: its name, with its formula, its source and what is said about it."""
+"""A published method: name, formula, source and description."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SYMBOLS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """The numbers that a parameter may be.
+    """The legal numbers of a parameter.
 
     Args:
-        low: Smallest number, or the name of another parameter that stands before it.
-        high: Largest number. Infinity itself is outside.
-        open_low: Whether ``low`` itself is outside too.
-        open_high: Whether ``high`` is.
-        is_bound: Whether it is an upper bound, for which infinity means none: in Python it may be that. In a file a
-            number stands for what was meant.
+        low: Smallest number, or the name of an earlier parameter.
+        high: Largest number. Infinity is excluded.
+        open_low: Whether ``low`` is excluded.
+        open_high: Whether ``high`` is excluded.
+        is_bound: Whether it is an upper bound. In Python it may then be infinity, which means no bound. A file must
+            give a number.
     """
 
     low: float | str = 0.0
@@ -50,7 +50,7 @@ class Range:
         return self.open_low or self.low == -math.inf, self.open_high or self.high == math.inf
 
     def checked(self, key: str, value: Any, others: Mapping[str, Any]) -> float:
-        """``value`` as a float, if it is legal in a file beside the ``others``."""
+        """``value`` as a float, if it is legal in a file together with the ``others``."""
         low, (open_low, open_high) = self.low, self._opens
         if isinstance(low, str):
             key, low = f"{key} (from {low}: {others[low]!r})", others[low]
@@ -68,18 +68,18 @@ AboveOne = Annotated[float, Range(low=1.0, open_low=True, is_bound=True)]
 
 @dataclass(frozen=True, slots=True)
 class PublishedMethod:
-    """Called with its parameters, it gives a :class:`~mis_ext.methods.method.Method`.
+    """A function of its parameters that returns a :class:`~mis_ext.methods.method.Method`.
 
-    Each parameter's annotation says what is legal: a :class:`Range`, the words of a ``Literal``, or a ``tuple`` of
-    ranges, whose later ones call the first number ``first``.
+    Each parameter's annotation defines its legal values: a :class:`Range`, the words of a ``Literal``, or a ``tuple``
+    of ranges, where later ranges refer to the first number as ``first``.
 
     Attributes:
-        name: By which it is known.
-        family: What it is listed under.
+        name: Its public name.
+        family: Its group in lists.
         formula: The objective of a token, in the symbols of :data:`SYMBOLS`.
         paper: Authors and title, and the arXiv id if there is one.
         make: The function; its defaults are those of the paper.
-        text: What it is, when to use it, what is claimed and what speaks against it.
+        text: Description, use, claims and limitations.
     """
 
     name: str
@@ -90,7 +90,7 @@ class PublishedMethod:
     text: str
 
     def __call__(self, **parameters: Any) -> Method:
-        """The method with other parameters than the defaults, where None is the default, infinity no bound.
+        """The method with the given parameters. None means the default, and infinity means no bound.
 
         Raises:
             ValueError: It has no such parameter, or a value is not legal.
@@ -99,9 +99,9 @@ class PublishedMethod:
         return self.make(**self.checked(self.name, parameters, infinity=True))
 
     def checked(self, where: str, given: Mapping[str, Any], *, infinity: bool = False) -> dict[str, Any]:
-        """The ``given`` parameters as the method takes them, without those that are None.
+        """The ``given`` parameters after their check, without those that are None.
 
-        ``where`` is for messages. With ``infinity`` an upper bound may be that.
+        ``where`` is for messages. ``infinity``: whether an upper bound may be infinite.
         """
         check_known(f"parameters of {where}", given, self.defaults)
         values, hints = self.defaults, self.hints
@@ -111,7 +111,7 @@ class PublishedMethod:
                 values[name] = _checked(f"{where}: {name}", value, hints[name], values, infinity=infinity)
         for name, high in values.items():
             low = name.replace("high", "low")
-            # Bounds of a ratio: both at 1 leave only tokens that agree exactly.
+            # Bounds of a ratio: if both are 1, only tokens with equal log-probs remain.
             if name != low and hints[name] == FromOne and high == values.get(low):
                 raise ValueError(f"{where}: {low} must be below {name}, got {values[low]!r} and {high!r}")
         return {name: values[name] for name, value in given.items() if value is not None}
@@ -139,7 +139,7 @@ class PublishedMethod:
 
 @dataclass(frozen=True, slots=True)
 class ChosenMethod:
-    """``name`` of a published method, the parameters that were given, and the method that they make."""
+    """``name`` of a published method, the given parameters, and the resulting method."""
 
     name: str
     parameters: tuple[tuple[str, Any], ...]
@@ -147,7 +147,7 @@ class ChosenMethod:
 
 
 def words_of(hint: Any) -> tuple[str, ...]:
-    """The words of a ``Literal``, also where None may replace them."""
+    """The words of a ``Literal``, also of an optional one."""
     return tuple(chain.from_iterable(get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is Literal))
 
 
@@ -164,7 +164,7 @@ def _legal(hint: Any) -> str:
 
 
 def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any], *, infinity: bool = False) -> Any:
-    """The value as its parameter takes it; ``others`` are the parameters that stand before it."""
+    """The value after its check; ``others``: the earlier parameters."""
     if words := words_of(hint):
         return check_choice(key, value, words)
     if get_origin(hint) is tuple:
@@ -188,7 +188,7 @@ def _checked(key: str, value: Any, hint: Any, others: Mapping[str, Any], *, infi
 def published(
     *, formula: str, paper: str, family: str | None = None
 ) -> Callable[[Callable[..., Method]], PublishedMethod]:
-    """Make a :class:`PublishedMethod` of a function that builds a method; its docstring is the method's text.
+    """Decorate a function that builds a method as a :class:`PublishedMethod`; its docstring becomes the text.
 
     The ``family`` is by default the name of the module.
     """

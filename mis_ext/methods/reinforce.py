@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""REINFORCE with importance sampling: ``A log pi``, weighed without gradient. A bound truncates, every token learns."""
+"""REINFORCE with importance sampling: ``A log pi`` with detached weights. A bound truncates; every token learns."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ _Bounds = tuple[NotNegative, Annotated[float, Range(low="first", open_low=True)]
 def reinforce() -> Method:
     """The policy gradient of data that the current policy sampled.
 
-    When: one update per rollout, and trainer and engine that are equal bit for bit.
-    Claims: unbiased there.
-    Counter-claims: with a mismatch, negative advantages push the policies apart without bound.
+    When: one update per rollout, with a bitwise equal trainer and engine. Claims: unbiased there. Counter-claims: with
+    a mismatch, negative advantages push the policies apart without bound.
     """
     return Method(surrogate=Score())
 
@@ -43,9 +42,8 @@ def reinforce() -> Method:
 def reinforce_token_is() -> Method:
     """The token's plain importance ratio; the same gradient as ``w A``.
 
-    When: a small mismatch, as a reference without any bound.
-    Claims: simplest correction there is.
-    Counter-claims: no bound; does not correct the prefix, see ``reinforce_sequence_tis``.
+    When: a small mismatch, as a reference without any bound. Claims: the simplest correction. Counter-claims: no bound;
+    does not correct the prefix, see ``reinforce_sequence_tis``.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL),))
 
@@ -58,10 +56,10 @@ def reinforce_token_is() -> Method:
 def dro(*, beta: NotNegative = 0.05) -> Method:
     """The policy gradient without a ratio, and a squared log-ratio that keeps the policy near the behavior policy.
 
-    When: old data, whose ratios are outside of every band or have too much variance.
-    Claims: a regression on the regularised optimum for any behavior policy, if the baseline is the soft value.
-    Counter-claims: with another baseline, as the mean of a group, the optimum moves. The paper's square is of the whole
-    response and its advantage, here it is of each token. The scale is Tinker's example.
+    When: stale data, whose ratios are outside of every range or have too much variance. Claims: a regression on the
+    regularised optimum for any behavior policy, if the baseline is the soft value. Counter-claims: with another
+    baseline, such as the mean of a group, the optimum moves. In the paper the square and the advantage are per
+    response; here they are per token. The scale is from Tinker's example.
     """
     return Method(surrogate=Score(), terms=(KlTerm(estimator="k2", scale=beta, pair=TOTAL),))
 
@@ -73,9 +71,9 @@ def dro(*, beta: NotNegative = 0.05) -> Method:
 def aipo(*, high: Bound = 4.0) -> Method:
     """Token ratios to the behavior policy, truncated; the paper suggests bounds from 2 to 10.
 
-    When: asynchronous training: staleness and mismatch in one ratio, no recomputation.
-    Claims: removes the sudden drops of asynchronous training on hard data.
-    Counter-claims: truncation says nothing about tokens that the policy has left (ratio near 0).
+    When: asynchronous training: staleness and mismatch in one ratio, no recomputation. Claims: removes the sudden drops
+    of asynchronous training on hard data. Counter-claims: truncation does not handle tokens that became unlikely (ratio
+    near 0).
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=high),))
 
@@ -87,9 +85,8 @@ def aipo(*, high: Bound = 4.0) -> Method:
 def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
     """The product of the sequence's ratios, truncated.
 
-    When: short responses.
-    Claims: unbiased as the bound grows.
-    Counter-claims: at 2,048 tokens and k3 1e-3 two of 100 samples count.
+    When: short responses. Claims: unbiased as the bound grows. Counter-claims: at 2,048 tokens and k3 1e-3 the
+    effective sample size is two of 100.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, level="sequence", high=high),))
 
@@ -101,9 +98,9 @@ def reinforce_sequence_tis(*, high: Bound = 2.0) -> Method:
 def reinforce_sequence_snis() -> Method:
     """Self-normalised sequence weights: their mean is 1 in every batch.
 
-    When: batches of many short responses.
-    Claims: bounded by the largest advantage; an engine that is off by a constant factor changes nothing.
-    Counter-claims: biased by 1 / n, and a single sequence is not corrected at all: use the mean over all ranks.
+    When: batches of many short responses. Claims: bounded by the largest advantage; an engine that is off by a constant
+    factor changes nothing. Counter-claims: biased by 1 / n, and a single sequence is not corrected: use the mean over
+    all ranks.
     """
     weight = PairWeight(pair=TOTAL, level="sequence")
     return Method(surrogate=Score(), factors=(weight,), normalize_over="sequences")
@@ -114,11 +111,12 @@ def reinforce_sequence_snis() -> Method:
     paper="Vehtari et al., Pareto Smoothed Importance Sampling, arXiv:1507.02646",
 )
 def reinforce_sequence_psis(*, high: Bound = 10.0) -> Method:
-    """Sequence weights whose tail is fitted: no bound to tune, and k-hat of the fit says when they are unreliable.
+    """Sequence weights with a fitted tail: no bound to tune, and k-hat of the fit shows when they are unreliable.
 
-    When: at least 25 responses a call, better hundreds; look at ``smooth_weights(...).k_hat``, at most 0.7.
+    When: at least 25 responses per call, preferably hundreds; ``smooth_weights(...).k_hat`` must be at most 0.7.
     Claims: less variance than plain weights and less bias than truncation, for any statistics that use them.
-    Counter-claims: no published LLM training uses it. It smooths the sequences of a call: no data-parallel group.
+    Counter-claims: no published LLM training uses it. It smooths the sequences of one call, without a data-parallel
+    group.
     """
     return Method(surrogate=Score(), factors=(ParetoWeight(pair=TOTAL, high=high),))
 
@@ -130,8 +128,7 @@ def reinforce_sequence_psis(*, high: Bound = 10.0) -> Method:
 def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     """PPO's ratio, clipped without gradient: a clipped token still learns.
 
-    When: rare tokens that start a reflection are clipped away by PPO.
-    Claims: twice the speed of DAPO; best asymptote in ScaleRL.
+    When: PPO clips rare tokens that start a reflection. Claims: twice the speed of DAPO; best asymptote in ScaleRL.
     Counter-claims: the mismatch grows until collapse (DPPO, arXiv:2602.04879).
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=UPDATE, low=low, high=high),))
@@ -142,13 +139,12 @@ def cispo(*, low: UpToOne = 0.0, high: FromOne = 5.0) -> Method:
     paper="Karaman et al., DISPO, arXiv:2602.00983 (read as an abstract only)",
 )
 def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> Method:
-    """CISPO with a band of its own for correct and for incorrect responses, each with a low and a high bound.
+    """CISPO with separate ranges for correct and for incorrect responses, each with a low and a high bound.
 
-    When: CISPO is fast at first, and then collapses.
-    Claims: above 1 the weights of correct responses keep entropy up, below 1 they distil; 61.0 % on AIME 24, where
-    CISPO has 55.4 % and DAPO 50.2 %.
-    Counter-claims: four bounds to tune; too narrow ones for incorrect responses end in repetition or empty responses.
-    The bounds are from mis_ext, the abstract has none; the sign of the advantage stands for correctness.
+    When: CISPO is fast at first, and then collapses. Claims: for correct responses, weights above 1 keep entropy high
+    and weights below 1 distil; 61.0 % on AIME 24 (CISPO 55.4 %, DAPO 50.2 %). Counter-claims: four bounds to tune;
+    tight bounds for incorrect responses lead to repetition or empty responses. The bounds are from mis_ext, because the
+    abstract has none; the sign of the advantage represents correctness.
     """
     return Method(
         surrogate=Score(),
@@ -166,9 +162,8 @@ def dispo(*, positive: _Bounds = (0.5, 2.0), negative: _Bounds = (0.2, 5.0)) -> 
 def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) -> Method:
     """Token importance weights with PPO's mask: the first-order approximation of the sequence objective.
 
-    When: mixture-of-experts models, together with routing replay once updates are off-policy.
-    Claims: with small mismatch and staleness, all that is needed.
-    Counter-claims: without replay, growing mismatch and collapse (DPPO).
+    When: MoE models, together with routing replay if updates are off-policy. Claims: sufficient for small mismatch and
+    staleness. Counter-claims: without replay, growing mismatch and collapse (DPPO).
     """
     clip = PairGate(pair=UPDATE, low=1.0 - low, high=1.0 + high, when="outward", action="zero")
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), clip))
@@ -179,11 +174,10 @@ def minirl(*, low: UpToOne = 0.2, high: ExcessBound = 0.27, cap: Bound = 5.0) ->
     paper="Le Roux et al., Tapered Off-Policy REINFORCE, arXiv:2503.14286",
 )
 def topr(*, high: Bound = 1.0) -> Method:
-    """Good sequences are learnt fully, bad ones only as far as the policy would still produce them.
+    """Good sequences have full weight. Bad sequences count only as far as the policy would still produce them.
 
-    When: very off-policy data.
-    Claims: stable without a KL term; negative examples help instead of destroying.
-    Counter-claims: positive sequences are learnt as in supervised training, with its bias.
+    When: very off-policy data. Claims: stable without a KL term; negative examples help instead of destabilizing.
+    Counter-claims: positive sequences have the bias of supervised training.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, level="sequence", high=high, when="negative"),))
 
@@ -193,11 +187,10 @@ def topr(*, high: Bound = 1.0) -> Method:
     paper="Wang et al., ASPO: Asymmetric Importance Sampling Policy Optimization, arXiv:2510.06062",
 )
 def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> Method:
-    """Positive tokens are weighted by the inverse of their ratio, which raises tokens that became less likely.
+    """Positive tokens are weighted by the inverse of their ratio, which favors tokens that became less likely.
 
-    When: entropy collapses because likely tokens get ever more weight.
-    Claims: repairs the imbalance of weights between positive and negative tokens.
-    Counter-claims: it is not an importance weight of any distribution.
+    When: entropy collapses because likely tokens get more and more weight. Claims: repairs the imbalance of weights
+    between positive and negative tokens. Counter-claims: it is not an importance weight of any distribution.
     """
     return Method(
         surrogate=Score(),
@@ -217,9 +210,8 @@ def aspo(*, low: UpToOne = 0.2, high: ExcessBound = 0.28, cap: Bound = 3.0) -> M
 def ctpo(*, low: NotNegative = 0.025, high: Positive = 0.05, dual: Positive = 0.05, power: UpToOne = 0.5) -> Method:
     """The product of ratios up to the token, with bounds that grow with the spread of such a product.
 
-    When: several updates per rollout, and rewards within a response.
-    Claims: corrects the prefix with less variance than the whole product.
-    Counter-claims: with one reward at the end it is biased: tokens after this one are not corrected.
+    When: several updates per rollout, and rewards within a response. Claims: corrects the prefix with less variance
+    than the whole product. Counter-claims: with one reward at the end it is biased: later tokens are not corrected.
     """
     return Method(
         surrogate=Ratio(
@@ -231,17 +223,17 @@ def ctpo(*, low: NotNegative = 0.025, high: Positive = 0.05, dual: Positive = 0.
     )
 
 
-# Control variates: what is added to every coefficient so that the mismatch pushes the policy nowhere.
+# Control variates: terms of every coefficient that cancel the drift of the policy from the mismatch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftControl(Term):
     """Adds ``(ratio - 1) V`` to the coefficient of every valid token, ``V`` the value of its state.
 
-    Off-policy the score has a mean: in a state ``s`` the actions of ``mu`` have ``E[grad log pi] = mu - pi`` in the
-    logits, not 0. So whatever advantages have in common there, ``V(s)``, pushes the policy by ``V (mu - pi)``. The
-    ratio times the score has no mean, hence ``E[(ratio - 1) V grad log pi] = -V (mu - pi)``: the push, taken back by
-    the same tokens. The coefficient's own mean stays what it was, because ``E[ratio - 1] = 0``.
+    Off-policy, the score has a nonzero mean: in a state ``s``, actions of ``mu`` have ``E[grad log pi] = mu - pi`` in
+    the logits. So the common part ``V(s)`` of the advantages moves the policy by ``V (mu - pi)``. The ratio times the
+    score has mean 0, hence ``E[(ratio - 1) V grad log pi] = -V (mu - pi)``: the same tokens cancel this drift. The mean
+    of the coefficient does not change, because ``E[ratio - 1] = 0``.
     """
 
     pair = TOTAL
@@ -263,32 +255,32 @@ def drift_control() -> Method:
     """The plain policy gradient without its drift, from sampled tokens only: a token's own advantage is not reweighted.
 
     When: a mismatch of trainer and engine with advantages that are not centred in every state: a critic, or one reward
-    for many turns. Pass its value as ``state_values_T``; with ``V = A`` it is ``reinforce_token_is``, with ``V = 0``
-    ``reinforce``.
-    Claims: with the mean of ``A`` under what sampled as ``V`` the drift is gone, exactly, and only the part of ``A``
-    that depends on the action is off-policy. To shift ``A`` and ``V`` by a number of the state changes no expectation.
-    Counter-claims: a wrong ``V`` leaves the drift of its error. No published LLM training uses it. The ratio has no
-    bound; with one the identity is lost.
+    for many turns. Pass the state's value as ``state_values_T``. With ``V = A`` it equals ``reinforce_token_is``, with
+    ``V = 0`` ``reinforce``. Claims: if ``V`` is the mean of ``A`` under the behavior policy, the drift is exactly 0,
+    and only the action-dependent part of ``A`` is off-policy. Shifting ``A`` and ``V`` by a function of the state
+    changes no expectation. Counter-claims: a wrong ``V`` leaves the drift of its error. No published LLM training uses
+    it. The ratio has no bound; a bound would break the identity.
     """
     return Method(surrogate=Score(), terms=(DriftControl(),))
 
 
 def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | None = None) -> Tensor:
-    """``[T]``: what the gradient of ``sg(min(w, high)) log pi`` is on average over what might have been sampled.
+    """``[T]``: the mean gradient of ``sg(min(w, high)) log pi`` over all tokens that could have been sampled.
 
-    Score centering takes that mean away: add ``A * expected_score(...)`` to a loss ``-sg(min(w, high)) A log pi`` of
-    each token, and no advantage that a state's actions share pushes the policy any more. Only the gradient is meant.
+    Score centering subtracts this mean: add ``A * expected_score(...)`` to a loss ``-sg(min(w, high)) A log pi`` of
+    each token. Then an advantage that all actions of a state share no longer moves the policy. Only the gradient is
+    meaningful.
 
-    The engine gives the ``K`` tokens that it found likeliest, not the vocabulary. Of the others, the tail, the share
-    of each is taken to be the trainer's, scaled to the mass that is left: ``q = alpha p``, ``alpha = (1 - sum of q) /
-    (1 - sum of p)``. As ``sum of p grad log p`` is 0 over the vocabulary, the tail's mean is minus that of the head:
+    The engine gives its ``K`` most likely tokens, not the vocabulary. The other tokens, the tail, are assumed to have
+    the trainer's probabilities, scaled to the remaining mass: ``q = alpha p``, ``alpha = (1 - sum of q) / (1 - sum of
+    p)``. As ``sum of p grad log p`` is 0 over the vocabulary, the tail's mean is minus that of the head:
 
         sum over the head of  (q min(p / q, high) - alpha min(1 / alpha, high) p) grad log p
 
     Args:
         current_TK: ``[T, K]``, nats, of these tokens under the current policy, with gradient.
-        behavior_TK: ``[T, K]``, nats, of the same under the behavior policy, of the whole vocabulary; -inf where the
-            engine gave fewer. A token that is -inf in either belongs to the tail.
+        behavior_TK: ``[T, K]``, nats, of the same tokens under the behavior policy, normalized over the vocabulary;
+            -inf if the engine gave fewer tokens. A token with -inf in one of the two belongs to the tail.
         high: Bound of the weight. None: no weight, as in ``reinforce``.
 
     Raises:
@@ -301,15 +293,16 @@ def expected_score(current_TK: Tensor, behavior_TK: Tensor, *, high: float | Non
     check_tensors({"current_TK": current_TK, "behavior_TK": behavior_TK})
     if current_TK.shape != behavior_TK.shape:
         raise ValueError(
-            f"current_TK has shape {list(current_TK.shape)}, behavior_TK {list(behavior_TK.shape)}; both are [T, K]"
+            f"current_TK has shape {list(current_TK.shape)}, and behavior_TK has {list(behavior_TK.shape)}; both "
+            "must be [T, K]"
         )
     if high is not None:
         check_number("high", high, low=0.0, high=math.inf, open_low=True)
     dtype = torch.promote_types(current_TK.dtype, torch.float32)
-    # Of a token that top-p cut off in the trainer neither number means anything.
+    # If top-p excludes a token in the trainer, neither value is meaningful.
     is_given_TK = (behavior_TK > -torch.inf) & (current_TK.detach() > -torch.inf)
     p_TK, q_TK = (torch.where(is_given_TK, each.detach().to(dtype).exp(), 0.0) for each in (current_TK, behavior_TK))
-    # A head that rounds to all of the mass has no tail to scale.
+    # If the head rounds to the whole mass, there is no tail to scale.
     tiny = torch.finfo(dtype).eps
     left_of_p_T, left_of_q_T = ((1.0 - each.sum(-1)).clamp_min(0.0) for each in (p_TK, q_TK))
     alpha_T = torch.where(left_of_p_T > tiny, left_of_q_T / left_of_p_T.clamp_min(tiny), 0.0)

@@ -27,8 +27,8 @@ _DIGITS = 1 << 31
 class Smoothed(NamedTuple):
     """``weights_N`` in the order of the input, and ``k_hat``, 0-dim: the shape of the tail, NaN if it is too short.
 
-    Below 0.5 the variance of the weights is finite; up to 0.7 their mean is usable; above, no number of samples that
-    anyone has is enough.
+    Below 0.5 the variance of the weights is finite. Up to 0.7 their mean is usable. Above 0.7, no practical number of
+    samples is enough.
     """
 
     weights_N: Tensor
@@ -36,17 +36,17 @@ class Smoothed(NamedTuple):
 
 
 def smooth_weights(weights_N: Tensor, valid_N: Tensor) -> Smoothed:
-    """Smooth the largest ``min(n / 5, 3 sqrt(n))`` of ``n`` weights; no reading of values on the host.
+    """Smooth the largest ``min(n / 5, 3 sqrt(n))`` of ``n`` weights, without a device synchronization.
 
-    Order is kept, no weight exceeds the largest raw one, and a common factor goes through.
+    The order does not change, no weight exceeds the largest raw weight, and a common factor scales the result.
 
     Args:
         weights_N: ``[N]``, positive.
-        valid_N: ``[N]`` bool; the others do not count, and stay as they are.
+        valid_N: ``[N]`` bool; other weights do not count, and do not change.
 
     Raises:
-        TypeError: One is no tensor, or ``valid_N`` not bool.
-        ValueError: They are not ``[N]``.
+        TypeError: An argument is not a tensor, or ``valid_N`` is not bool.
+        ValueError: The shapes are not ``[N]``.
 
     References:
         Vehtari et al., Pareto Smoothed Importance Sampling, arXiv:1507.02646; the fit is that of Zhang and Stephens, A
@@ -56,7 +56,9 @@ def smooth_weights(weights_N: Tensor, valid_N: Tensor) -> Smoothed:
     if valid_N.dtype != torch.bool:
         raise TypeError(f"valid_N must be bool, got {valid_N.dtype}")
     if weights_N.ndim != 1 or valid_N.shape != weights_N.shape:
-        raise ValueError(f"weights_N has shape {list(weights_N.shape)}, valid_N {list(valid_N.shape)}; both are [N]")
+        raise ValueError(
+            f"weights_N has shape {list(weights_N.shape)}, and valid_N has {list(valid_N.shape)}; both must be [N]"
+        )
     size = len(weights_N)
     longest = math.ceil(min(size / 5, 3.0 * math.sqrt(size)))
     if longest < _MIN_TAIL:
@@ -69,7 +71,7 @@ def smooth_weights(weights_N: Tensor, valid_N: Tensor) -> Smoothed:
     place_M = torch.arange(longest, device=weights_N.device, dtype=torch.float64)
     in_tail_M = place_M < num_tail
     excess_M = torch.where(in_tail_M, ranked_N[:longest] - cutoff, 0.0)
-    # From the smallest, whose number is 1.
+    # Counted from the smallest, which is number 1.
     number_M = num_tail - place_M
     k_hat, scale = _fit(excess_M, in_tail_M, num_tail)
     quantile_M = -torch.log1p(-((number_M - 0.5) / num_tail).clamp(0.0, 1.0 - 1e-12))
@@ -84,11 +86,11 @@ def smooth_weights(weights_N: Tensor, valid_N: Tensor) -> Smoothed:
 
 
 def _fit(excess_M: Tensor, in_tail_M: Tensor, num: Tensor) -> tuple[Tensor, Tensor]:
-    """Shape and scale of a generalised Pareto distribution, ``[1]`` each; the shape is drawn towards 1/2."""
+    """Shape and scale of a generalised Pareto distribution, ``[1]`` each; the shape is shrunk towards 1/2."""
     grid = _GRID + len(excess_M)
     num_grid = _GRID + num.sqrt().floor()
     point_N = torch.arange(1, grid + 1, device=excess_M.device, dtype=torch.float64)
-    # In descending order, so that the one that a quarter lies below is counted from the end.
+    # The order is descending, so the lower quartile is counted from the end.
     quarter_place = (num - (num / 4.0 + 0.5).floor()).long().clamp(0, len(excess_M) - 1)
     quarter = excess_M.index_select(0, quarter_place.view(1))
     steps_N = (1.0 - (num_grid / (point_N - 0.5)).sqrt()) / (_PRIOR_SCALE * quarter)
@@ -133,10 +135,10 @@ class ParetoWeight(Factor):
 
 
 def token_uniforms(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
-    """``[T]`` float64 in [0, 1): a number of each valid token, from its place and the bits of its sequence's values.
+    """``[T]`` float64 in [0, 1): a hash of each valid token's position and the bits of its sequence's values.
 
-    Of the float32 values of all valid tokens: so it is the same on every rank, for any split into micro-batches, and in
-    a recomputed forward pass.
+    It uses the float32 values of all valid tokens of the sequence. So it is the same on every rank, for any split into
+    micro-batches, and in a recomputed forward pass.
     """
     place_T = batch.position_T.long() * _PRIME
     hashed_T = _mixed(_mixed(values_T.view(torch.int32).long() + seed * 7919) + place_T)
@@ -147,7 +149,7 @@ def token_uniforms(batch: Batch, values_T: Tensor, seed: int) -> Tensor:
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """31 bits that depend on all of the input's lower 31, as in Mueller's hash of integers."""
+    """31 bits that depend on all lower 31 bits of the input (Mueller's integer hash)."""
     bits = bits & _MASK
     for _ in range(2):
         bits = (((bits >> 16) ^ bits) * 0x45D9F3B) & _MASK

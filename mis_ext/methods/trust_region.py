@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trust regions around what sampled: hard ones of a token, of the batch, and smooth ones."""
+"""Trust regions around the behavior policy: hard per token, hard over the batch, and smooth."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mis_ext.methods.parts import (
 )
 from mis_ext.methods.published import Bound, ExcessBound, FromOne, NotNegative, Positive, Range, UpToOne, published
 
-# Of a token: outside it has no policy gradient, inside its importance ratio.
+# Per token: no policy gradient outside of the region, the importance ratio inside.
 
 _W = Ratio(pair=TOTAL)
 
@@ -47,11 +47,11 @@ def _region(*, low: float, high: float) -> tuple[PairGate, PairGate]:
     paper="Ling Team, KPop (report), 2026",
 )
 def kpop(*, phi: Bound = 0.1) -> Method:
-    """A band in binary KL: tight where the token was likely, wide where it was rare.
+    """A range in binary KL: tight for likely tokens, wide for rare tokens.
 
-    When: a band of ratios masks rare tokens and lets confident ones drift.
-    Claims: IcePop masks fewer tokens while the gap widens; KPop does not.
-    Counter-claims: the weight of a rare token may be ten or more: its ratio has no bound of its own.
+    When: a range of ratios masks rare tokens and lets confident tokens drift. Claims: IcePop masks fewer tokens while
+    the gap widens; KPop does not. Counter-claims: the weight of a rare token may be ten or more, because the ratio
+    itself has no bound.
     """
     statistics = "binary_kl", "reverse_binary_kl"
     gates = (PairGate(pair=TOTAL, statistic=name, high=phi, action="zero") for name in statistics)
@@ -63,11 +63,10 @@ def kpop(*, phi: Bound = 0.1) -> Method:
     paper="Prime Intellect, INTELLECT-3, arXiv:2512.16144",
 )
 def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5) -> Method:
-    """IcePop's band on the total ratio, and a veto.
+    """IcePop's range for the total ratio, and a veto.
 
-    When: asynchronous training of mixture-of-experts models.
-    Claims: no reward collapse over long runs.
-    Counter-claims: as ``icepop`` and ``veto``.
+    When: asynchronous training of MoE models. Claims: no reward collapse over long runs. Counter-claims: as ``icepop``
+    and ``veto``.
     """
     return Method(
         surrogate=_W, factors=(PairGate(pair=TOTAL, low=low, high=high), PairGate(pair=TOTAL, reduce="min", low=veto))
@@ -81,12 +80,11 @@ def intellect_3(*, low: UpToOne = 0.5, high: FromOne = 5.0, veto: UpToOne = 1e-5
 def mis_po(
     *, low: UpToOne = 0.5, high: FromOne = 2.0, low_sequence: UpToOne = 0.996, high_sequence: FromOne = 1.001
 ) -> Method:
-    """Filters of tokens and of sequences, and no weight: kept tokens count as on-policy.
+    """Filters of tokens and of sequences without a weight: kept tokens count as on-policy.
 
-    When: the variance of weights is too large.
-    Claims: less gradient noise than importance weights at equal stability.
+    When: the variance of weights is too large. Claims: less gradient noise than importance weights at equal stability.
     Counter-claims: in a replication at staleness 256 the token filter alone reached 59 %, both 3 %, random rejection of
-    as many sequences 41 %. The band of tokens is from mis_ext; the paper's is not known.
+    as many sequences 41 %. The range for tokens is from mis_ext; that of the paper is not known.
     """
     sequences = PairGate(pair=TOTAL, reduce="mean", low=low_sequence, high=high_sequence)
     return Method(surrogate=Score(), factors=(PairGate(pair=TOTAL, low=low, high=high), sequences))
@@ -97,11 +95,11 @@ def mis_po(
     paper="Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv:2602.04879",
 )
 def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
-    """A trust region of probabilities: it stops only updates that move further outside.
+    """A trust region of probabilities, which stops only updates that move further outside.
 
-    When: instead of PPO's clip, with the behavior policy as centre.
-    Claims: ratio clips constrain rare tokens too much and likely ones too little; stable without routing replay.
-    Counter-claims: a rare token's probability can grow a hundredfold inside the region.
+    When: instead of PPO's clip, with the behavior policy as centre. Claims: ratio clips constrain rare tokens too much
+    and likely tokens too little; stable without routing replay. Counter-claims: a rare token's probability can grow a
+    hundredfold inside the region.
     """
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), *_region(low=delta, high=delta)))
 
@@ -113,9 +111,8 @@ def dppo_tv(*, delta: ExcessBound = 0.15, cap: Bound = 20.0) -> Method:
 def dppo_kl(*, delta: Bound = 0.05, cap: Bound = 20.0) -> Method:
     """As ``dppo_tv``, with the binary KL from behavior to current policy.
 
-    When: tokens that have become very unlikely should be protected: KL grows there, total variation does not.
-    Claims: as ``dppo_tv``.
-    Counter-claims: one sampled token says little about a distribution.
+    When: very unlikely tokens should be protected: KL grows there, total variation does not. Claims: as ``dppo_tv``.
+    Counter-claims: one sampled token shows little of a distribution.
     """
     gate = PairGate(pair=TOTAL, statistic="reverse_binary_kl", high=delta, when="outward", action="zero")
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL, high=cap), gate))
@@ -141,7 +138,7 @@ def prime_rl(*, low: ExcessBound = 0.2, high: ExcessBound = 0.2, tau: NotNegativ
     paper="Prime Intellect, prime-rl: ipo loss (code)",
 )
 def ipo(*, delta: Bound = 0.1, tau: NotNegative = 1e-3) -> Method:
-    """A band of probability differences, for both signs of the advantage.
+    """A range of probability differences, for both signs of the advantage.
 
     When: the drift itself should stop the gradient, as with ``kimi_k2_5``.
     Claims: later default of prime-rl, with 0.3.
@@ -157,12 +154,11 @@ def ipo(*, delta: Bound = 0.1, tau: NotNegative = 1e-3) -> Method:
     paper="GLM-5 Team, GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, equations 3 to 5",
 )
 def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
-    """Direct double-sided importance sampling: no proximal policy, a token outside the band is masked.
+    """Direct double-sided importance sampling: no proximal policy; tokens outside the range are masked.
 
-    When: rollouts that span several versions of the weights, whose exact proximal policy is not known.
-    Claims: simpler than IcePop and more stable.
-    Counter-claims: a controlled bias, as its authors say; the band also stops moves back. The report gives the band no
-    numbers for agents; these are its numbers for reasoning.
+    When: rollouts of several weight versions, whose exact proximal policy is not known. Claims: simpler than IcePop and
+    more stable. Counter-claims: a controlled bias, according to its authors; the range also stops moves back. The
+    report gives no range for agents; these values are for reasoning.
     """
     band = PairGate(pair=TOTAL, low=1.0 - low, high=1.0 + high, action="zero")
     return Method(surrogate=Score(), factors=(PairWeight(pair=TOTAL), band))
@@ -175,9 +171,8 @@ def glm_5(*, low: UpToOne = 0.2, high: ExcessBound = 0.28) -> Method:
 def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
     """On-policy distillation: pass the teacher's log-ratio as advantage.
 
-    When: teachers of several domains become one student.
-    Claims: inherits nearly all of each teacher.
-    Counter-claims: the report gives the band no numbers: these are from mis_ext.
+    When: teachers of several domains become one student. Claims: inherits nearly all of each teacher. Counter-claims:
+    the report gives no values for the range: these are from mis_ext.
     """
     return Method(
         surrogate=Score(),
@@ -192,16 +187,15 @@ def mimo_mopd(*, low: UpToOne = 0.5, high: FromOne = 2.0) -> Method:
 def opsm(*, delta: NotNegative = 0.05) -> Method:
     """Bad sequences that have become unlikely are rejected.
 
-    When: always harmless: positive advantages are never touched.
-    Claims: stabilises training that is off-policy because of updates or because of the engine.
-    Counter-claims: with the proximal instead of the behavior policy, as some frameworks have it, it does not see the
-    mismatch. The paper gives no threshold: this one is from mis_ext.
+    When: always safe: positive advantages never change. Claims: stabilises training that is off-policy because of
+    updates or because of the engine. Counter-claims: with the proximal instead of the behavior policy, as in some
+    frameworks, it does not see the mismatch. The paper gives no threshold: this value is from mis_ext.
     """
     gate = PairGate(pair=TOTAL, statistic="k1", reduce="mean", high=delta, when="negative")
     return Method(surrogate=Ratio(pair=UPDATE, low=0.8, high=1.2), factors=(gate,))
 
 
-# Budgets of the batch: which tokens are dropped depends on how far all of them are off.
+# Budgets of the batch: the dropped tokens depend on the mismatch of all tokens.
 
 
 @published(
@@ -212,12 +206,11 @@ def opsm(*, delta: NotNegative = 0.05) -> Method:
     "arXiv:2510.01161",
 )
 def m2po(*, budget: NotNegative = 0.04) -> Method:
-    """A budget for the second moment of the log-ratio: as few tokens as possible are masked, the denominator stays.
+    """A budget for the second moment of the log-ratio: it masks as few tokens as possible, and keeps the denominator.
 
-    When: stale data.
-    Claims: matches on-policy training at a staleness of 256 updates; clips 0.06 % of the tokens instead of 1.2 %.
-    Counter-claims: fails on long sequences, where single tokens hardly matter. The tokens are those of one call on one
-    rank. The authors' code bounds ratios by the threshold that follows, and never tighter than [0.7, 1.5].
+    When: stale data. Claims: matches on-policy training at a staleness of 256 updates; clips 0.06 % of the tokens
+    instead of 1.2 %. Counter-claims: fails on long sequences, where single tokens matter little. The budget is over one
+    call on one rank. The authors' code bounds ratios by the resulting threshold, but never tighter than [0.7, 1.5].
     """
     outliers = PairGate(
         pair=TOTAL,
@@ -237,11 +230,10 @@ def m2po(*, budget: NotNegative = 0.04) -> Method:
     paper="Honari et al., Align and Filter, arXiv:2603.01365 (after open-instruct's description of it)",
 )
 def vaco(*, delta: NotNegative = 0.02) -> Method:
-    """Total variation as a constraint: while it is violated, only updates back towards ratio 1 have a gradient.
+    """Total variation as a constraint: if it is violated, only updates towards ratio 1 have a gradient.
 
-    When: drift should be bounded on average, not token by token.
-    Claims: no token is stopped while the batch is inside.
-    Counter-claims: all or nothing: one more extreme token stops half of the batch.
+    When: drift should be bounded on average, not token by token. Claims: no token is stopped if the batch satisfies the
+    constraint. Counter-claims: all or nothing: one extreme token can stop half of the batch.
     """
     armed = PairGate(
         pair=TOTAL, statistic="half_abs_ratio_excess", reduce="batch_mean", high=delta, when="outward", action="zero"
@@ -251,7 +243,7 @@ def vaco(*, delta: NotNegative = 0.02) -> Method:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EssCap(Factor):
-    """``min(ratio, ess)``, where ``ess`` is the effective share of the batch's tokens: a cap that follows the data."""
+    """``min(ratio, ess)``, where ``ess`` is the effective share of the batch's tokens: a data-dependent cap."""
 
     pair = TOTAL
     reduce = "batch_mean"
@@ -263,7 +255,7 @@ class EssCap(Factor):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EssKl(Term):
-    """``1 - ess`` times the estimate k3 of how far the current policy is from the behavior policy."""
+    """``1 - ess`` times the k3 estimate of the KL between the current and the behavior policy."""
 
     pair = TOTAL
     scale = 1.0
@@ -284,12 +276,12 @@ class EssKl(Term):
     "arXiv:2605.12380 (abstract; the formula is that of the authors' code)",
 )
 def p3o() -> Method:
-    """The batch's share of effective tokens is the cap of the weight, and what it lacks to 1 is the pull back.
+    """The batch's share ``ess`` of effective tokens is the cap of the weight, and ``1 - ess`` scales a KL term.
 
-    When: stale or mixed data whose age varies, so that every fixed bound is wrong for some batches.
-    Claims: matches or exceeds tuned baselines without a number to tune.
-    Counter-claims: below 1 the cap shrinks all weights alike, also of tokens that are on-policy, so that a batch with a
-    few broken tokens learns slowly. The KL term pulls towards the behavior policy, its engine's mismatch included.
+    When: data of varying staleness, so that every fixed bound is wrong for some batches. Claims: matches or exceeds
+    tuned baselines without a parameter to tune. Counter-claims: a cap below 1 also reduces the weights of on-policy
+    tokens, so a batch with a few extreme tokens learns slowly. The KL term pulls towards the behavior policy, including
+    the mismatch of its engine.
     """
     return Method(surrogate=Score(), factors=(EssCap(),), terms=(EssKl(),))
 
@@ -302,10 +294,10 @@ _ShapeScale = tuple[NotNegative, Positive]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sigmoid(Surrogate):
-    """``A`` times ``4 / tau * sigmoid(tau (ratio - 1))``: slope 1 at ratio 1, falling off on both sides.
+    """``A`` times ``4 / tau * sigmoid(tau (ratio - 1))``: the slope is 1 at ratio 1 and decreases on both sides.
 
     Args:
-        positive: ``tau`` where the advantage is positive.
+        positive: ``tau`` for a positive advantage.
         negative: ``tau`` elsewhere.
     """
 
@@ -320,7 +312,7 @@ class Sigmoid(Surrogate):
         tau_T = batch.by_sign(self.positive, self.negative)
         excess_T = tau_T * (ratio_T - 1.0)
         gate_T = torch.sigmoid(excess_T)
-        # Not 1 - gate, which at a ratio of 18 has lost every digit.
+        # Not 1 - gate, which has no correct digit at a ratio of 18.
         slope_T = 4.0 * gate_T * torch.sigmoid(-excess_T) * by_log_T
         return Slope(gate_T * 4.0 / tau_T, slope_T, torch.zeros_like(batch.valid_T))
 
@@ -330,7 +322,7 @@ class Gamma(Factor):
     """``exp(scale) W^shape exp(-scale W)`` of the sequence's product of ratios ``W``: 1 at 1, largest at shape / scale.
 
     Args:
-        positive: Shape and scale where the advantage is positive.
+        positive: Shape and scale for a positive advantage.
         negative: Shape and scale elsewhere.
     """
 
@@ -343,7 +335,7 @@ class Gamma(Factor):
         """``[T]`` weights, at least 0, without gradient."""
         log_ratio_T = batch.log_ratio(self.pair, "sum")
         shape_T, scale_T = map(batch.by_sign, self.positive, self.negative)
-        # Its largest value, at W = shape / scale, may be any: it ends where every ratio ends.
+        # Its largest value, at W = shape / scale, is unbounded, so clamp it like every ratio.
         log_weight_T = scale_T + shape_T * log_ratio_T - scale_T * bounded_exp(log_ratio_T)
         return log_weight_T.clamp_max(MAX_LOG_RATIO).exp()
 
@@ -358,8 +350,8 @@ class GaussianGate(Factor):
 
     Args:
         scale: Smallest ``sigma``, that of a certain token.
-        power: How fast it widens where a token is rare.
-        high: Where that ends.
+        power: How fast it widens for rare tokens.
+        high: The limit of this widening.
         positive: How much it widens per unit of positive advantage.
         negative: How much it narrows per unit of negative advantage.
     """
@@ -372,8 +364,8 @@ class GaussianGate(Factor):
     pair = UPDATE
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The factor ``[T]``, at most 1; 1 where the step does not lead away from the old policy."""
-        # In the log, where no power of a tiny probability overflows.
+        """The factor ``[T]``, at most 1; 1 if the step does not move away from the old policy."""
+        # In the log, so that no power of a tiny probability overflows.
         widening_T = (-self.power * batch.log_prob(self.pair[1])).clamp(0.0, math.log(self.high / self.scale))
         size_T = batch.advantages_T.abs()
         trust_T = torch.where(
@@ -392,9 +384,8 @@ class GaussianGate(Factor):
 def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2.0)) -> Method:
     """A soft weight of the whole sequence: (shape, scale) by the sign of the advantage.
 
-    When: very stale data.
-    Claims: stable at a staleness of 64 updates, without normalising by length.
-    Counter-claims: a product of long sequences is far from 1 by noise alone: then every weight is near 0.
+    When: very stale data. Claims: stable at a staleness of 64 updates, without normalising by length. Counter-claims:
+    for long sequences, noise alone moves the product far from 1; then every weight is near 0.
     """
     return Method(surrogate=Score(), factors=(Gamma(positive=positive, negative=negative),))
 
@@ -405,11 +396,10 @@ def vespo(*, positive: _ShapeScale = (2.0, 3.0), negative: _ShapeScale = (3.0, 2
     paper="Gao et al., Soft Adaptive Policy Optimization, arXiv:2511.20347",
 )
 def sapo(*, positive: Positive = 1.0, negative: Positive = 1.05) -> Method:
-    """A soft gate instead of PPO's clip; ``tau`` by the sign of the advantage.
+    """A soft gate instead of PPO's clip; ``tau`` depends on the sign of the advantage.
 
-    When: hard clips remove tokens that are only a little outside.
-    Claims: more stable and better than GSPO and GRPO at equal budget.
-    Counter-claims: far outside the gradient is small, not gone.
+    When: hard clips remove tokens that are only slightly outside. Claims: more stable and better than GSPO and GRPO at
+    equal budget. Counter-claims: far outside, the gradient is small but not 0.
     """
     return Method(surrogate=Sigmoid(positive=positive, negative=negative))
 
@@ -429,12 +419,11 @@ def maspo(
     positive: NotNegative = 0.03,
     negative: NotNegative = 0.03,
 ) -> Method:
-    """A soft gate that is wide for rare tokens and good responses, and narrow for bad ones.
+    """A soft gate that is wide for rare tokens and good responses, and narrow for bad responses.
 
-    When: hard clips remove gradients, and the policy should learn rare tokens.
-    Claims: up to 3 points over GRPO at 1.5B to 14B, with more entropy.
-    Counter-claims: with the authors' numbers a ratio of 2 still keeps 0.6 of its gradient: nothing else bounds it. The
-    formula is that of the authors' code.
+    When: hard clips remove gradients, and the policy should learn rare tokens. Claims: up to 3 points over GRPO at 1.5B
+    to 14B, with more entropy. Counter-claims: with the authors' values a ratio of 2 keeps 0.6 of its gradient, and
+    nothing else bounds it. The formula is from the authors' code.
     """
     gate = GaussianGate(scale=scale, power=power, high=high, positive=positive, negative=negative)
     return Method(surrogate=Ratio(), factors=(gate,))

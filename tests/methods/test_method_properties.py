@@ -191,7 +191,7 @@ def test_missing_log_probs_and_wrong_lengths_are_named() -> None:
         METHODS["ppo"].method(**streams, layout=layout)
     with pytest.raises(ValueError, match="pass state_values_T"):
         METHODS["drift_control"].method(**streams, behavior_logprobs_T=values, layout=layout)
-    with pytest.raises(ValueError, match=r"current_logprobs_T has the shape \(3,\), the layout 2 tokens"):
+    with pytest.raises(ValueError, match=r"current_logprobs_T has the shape \(3,\), but the layout has 2 tokens"):
         METHODS["reinforce"].method(
             **streams | dict.fromkeys(("advantages_T", "response_mask_T"), values[:2]), layout=PackedLayout.whole([2])
         )

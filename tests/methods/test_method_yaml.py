@@ -122,7 +122,7 @@ def test_parts_that_no_row_has_are_refused_too() -> None:
         (PairWeight(pair=MISMATCH, low=0.5, high=math.inf),): r"high must be in \(0, inf\)",
         (PairWeight(pair=MISMATCH, level="prefix"),): "level must be one of .*, got 'prefix'",
         (PairGate(pair=MISMATCH, when="positive", high=2.0),): "when must be always, got positive",
-        (PairGate(pair=MISMATCH, high=math.inf),): "an open band rejects nothing",
+        (PairGate(pair=MISMATCH, high=math.inf),): "without bounds it rejects nothing",
         (PairGate(pair=MISMATCH, reduce="batch_mean", high=1.1),): "reduce must be one of .*, got 'batch_mean'",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -70,7 +70,7 @@ def test_pareto_weights_of_sequences_are_the_smoothed_products() -> None:
     ("valid", "error", "message"),
     [
         (torch.ones(30), TypeError, "valid_N must be bool, got torch.float32"),
-        (torch.ones(29).bool(), ValueError, r"weights_N has shape \[30\], valid_N \[29\]; both are \[N\]"),
+        (torch.ones(29).bool(), ValueError, r"weights_N has shape \[30\], and valid_N has \[29\]; both must be \[N\]"),
         ([True] * 30, TypeError, "valid_N must be a tensor, got list"),
     ],
 )
@@ -80,7 +80,7 @@ def test_what_is_no_mask_of_the_weights_is_refused_by_name(valid, error, message
 
 
 def test_weights_are_a_row() -> None:
-    with pytest.raises(ValueError, match=r"weights_N has shape \[5, 6\], valid_N \[5, 6\]; both are \[N\]"):
+    with pytest.raises(ValueError, match=r"weights_N has shape \[5, 6\], and valid_N has \[5, 6\]; both must be \[N\]"):
         smooth_weights(torch.ones(5, 6), torch.ones(5, 6).bool())
 
 
