@@ -423,18 +423,6 @@ def test_the_data_parallel_group_of_miles_spans_replicas() -> None:
         assert (groups.dp_rank, groups.dp_size, groups.dp_group) == (1, 2, state.intra_dp.group)
 
 
-def test_of_several_failed_ranks_each_raises_its_own_error() -> None:
-    def work(rank: Rank) -> tuple:
-        batch = local_batch(rank)
-        if rank.dp_rank == 1:
-            batch["pg_loss"] = batch["pg_loss"][:-1]
-        return call(rank, batch, args_of())
-
-    outcomes = run_ranks(work, cp_size=2, dp_size=2)
-    assert [type(outcome) for outcome in outcomes] == [RankFailed, RankFailed, ValueError, ValueError]
-    assert "failed on rank 3;" in str(outcomes[0])
-
-
 def test_a_rank_that_nobody_needs_fails_alone() -> None:
     # No number of this configuration is over data-parallel ranks: they exchange nothing.
     def work(rank: Rank) -> tuple:
@@ -548,25 +536,6 @@ def test_a_rank_without_samples_needs_no_log_probs(absent) -> None:
         return call(rank, local_batch(rank) if rank.number == 0 else batch, args_of())
 
     assert [type(outcome) for outcome in run_ranks(work, dp_size=2)] == [tuple, tuple]
-
-
-@pytest.mark.parametrize("empty", [{1}, {0, 1}], ids=["one rank", "all ranks"])
-def test_zero_samples_are_a_legal_rollout(empty) -> None:
-    def work(rank: Rank) -> tuple:
-        args = args_of(mis_denominator="kept", tis_batch_normalize=True, use_rs=True)
-        batch = without_samples() if rank.dp_rank in empty else local_batch(rank)
-        data = {"log_probs": batch["train_log_probs"], **batch, "rollout_mask_sums": torch.full((4,), 40.0)}
-        if rank.dp_rank in empty:
-            data |= {"log_probs": None, "rollout_mask_sums": torch.empty(0)}
-        prepare_rollout(args, 0, data)
-        return call(rank, batch, args)[0]
-
-    single = run_ranks(lambda rank: work(Rank(rank.number, rank.groups)), cp_size=2)
-    outcomes = run_ranks(work, cp_size=2, dp_size=2)
-    for rank, loss in enumerate(outcomes):
-        assert isinstance(loss, torch.Tensor), loss
-        if rank // 2 not in empty:
-            assert torch.equal(loss, single[rank])
 
 
 @pytest.mark.parametrize("keys", [{"mis_denominator": "kept"}, {"tis_batch_normalize": True}], ids=str)

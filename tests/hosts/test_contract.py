@@ -2,8 +2,6 @@
 """The hook is called with exactly the keywords of each host, and answers in the form each host relies on."""
 
 import math
-from argparse import Namespace
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,17 +25,6 @@ import mis_ext
 LENGTHS = [5, 1, 9, 3, 12, 1, 2]
 PROMPTS = [4, 7, 1, 3, 2, 5, 6]
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
-CORE = {
-    "mis_k3_kl",
-    "mis_logprob_abs_diff",
-    "mis_ess_ratio_token",
-    "mis_ess_ratio_seq",
-    "mis_ratio_max",
-    "mis_nonfinite_token_fraction",
-    "mis_is_ratio_mean_final",
-    "mis_kept_token_fraction",
-    "mis_kept_seq_fraction",
-}
 
 
 class Axis:
@@ -95,23 +82,6 @@ def test_each_host_gets_the_same_correct_answer(host):
         args = args_of(keys, qkv_format=qkv_format)
         output = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **keywords)
         assert_hook_output(output, correct([samples], keys)[0], samples, pg_loss=pg_loss)
-
-
-@hosts
-def test_args_without_any_of_our_keys_but_use_tis_give_the_core_metrics(host):
-    samples = random_samples(LENGTHS, seed=62)
-    # No log-prob above 0, which is an error without `mis_guard: warn`.
-    samples = Samples([t - 8 for t in samples.train], [r - 8 for r in samples.rollout], samples.masks)
-    keywords, qkv_format = keywords_of(host, samples)
-    args = Namespace(use_tis=True, qkv_format=qkv_format, use_rollout_logprobs=False, calculate_per_token_loss=False)
-    args.get_mismatch_metrics = False
-    args.custom_tis_function_path = "mis_ext.compute_mis_weights_with_cp"
-    args.tis_clip, args.tis_clip_low = 2.0, 0.0
-    pg_loss = torch.ones(sum(LENGTHS))
-    output = mis_ext.compute_mis_weights_with_cp(args=args, pg_loss=pg_loss, **keywords)
-    (expected,) = correct([samples], {"use_tis": True})
-    core = {name: values for name, values in expected.tokens.items() if name in CORE}
-    assert_hook_output(output, replace(expected, tokens=core), samples, pg_loss=pg_loss)
 
 
 @pytest.mark.parametrize("missing", [None, []], ids=["None", "empty list"])
@@ -191,23 +161,6 @@ def test_metric_names_and_their_order_depend_on_the_settings_alone(turn):
     assert all(other == names[0] for other in names)
     assert all(name.startswith("mis_") for name in names[0])
     assert len(set(names[0])) == len(names[0])
-
-
-def test_chosen_metrics_are_the_same_numbers_as_among_all():
-    samples = sprinkle(random_samples(LENGTHS, seed=70), seed=4)
-    pg_loss = torch.ones(sum(LENGTHS))
-
-    def metrics_of(choice) -> dict[str, torch.Tensor]:
-        keys = correction_keys(("token", "truncate"), gate="token gate", veto="low veto", mis_metrics=choice)
-        return mis_ext.compute_mis_weights_with_cp(args=args_of(keys), pg_loss=pg_loss, **slime_keywords(samples))[2]
-
-    everything = metrics_of("all")
-    core = metrics_of("core")
-    assert 0 < len(core) < len(everything)
-    chosen = metrics_of(["mis_k3_kl", "mis_ess_ratio_seq", "mis_kept_token_fraction"])
-    assert set(chosen) == {"mis_k3_kl", "mis_ess_ratio_seq", "mis_kept_token_fraction"}
-    for name, value in (core | chosen).items():
-        assert torch.equal(value, everything[name]), name
 
 
 def test_metric_values_of_the_host_reducer_are_the_metrics_of_the_samples():

@@ -270,17 +270,6 @@ def test_tiny_micro_batches_add_up(mistake) -> None:
         call([proximal[0][last : last + 5]], [spoilt[last : last + 5]], args=args)
 
 
-def test_checks_that_have_seen_enough_look_no_more(monkeypatch) -> None:
-    args = argparse.Namespace(use_tis=True)
-    proximal, behavior = draw(6)
-    for start in range(0, 70, 7):
-        call([proximal[0][start : start + 7]], [behavior[0][start : start + 7]], args=args)
-    call(proximal, behavior, args=args)
-    monkeypatch.setattr(guards, "data_sums", lambda *_: pytest.fail("looked again"))
-    call(proximal, [torch.zeros_like(x) for x in behavior], args=args)
-    assert session_for(args)._data.is_done
-
-
 def test_a_few_zeros_that_are_a_doubt_disarm_nothing_before_enough_was_seen() -> None:
     args = argparse.Namespace(use_tis=True)
     proximal, behavior = draw(5, noise=0.0, shortest=200, longest=200)

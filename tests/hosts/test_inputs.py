@@ -87,17 +87,6 @@ def test_a_loss_of_another_shape_is_refused(change, message) -> None:
         call(batch)
 
 
-def test_the_pipeline_checks_lengths_too() -> None:
-    with pytest.raises(ValueError, match=r"behavior_logprobs_T must be a 1-D tensor of 4 tokens, got shape \[3\]"):
-        mis_ext.compute_correction(
-            proximal_logprobs_T=torch.zeros(4),
-            behavior_logprobs_T=torch.zeros(3),
-            response_mask_R=torch.ones(4),
-            layout=mis_ext.PackedLayout.whole([3, 1]),
-            config=mis_ext.CorrectionConfig(),
-        )
-
-
 PART = mis_ext.PackedLayout.context_parallel([4], total_lengths=[8], cp_rank=0, cp_size=2)
 GROUP_OF_ONE, GROUP_OF_TWO = (SimpleNamespace(_replica_id=0, size=lambda size=size: size) for size in (1, 2))
 

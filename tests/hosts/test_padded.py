@@ -180,16 +180,6 @@ def test_an_empty_batch_comes_back_empty(shape) -> None:
     assert all(isinstance(metric, GroupNumber) or metric.count == 0 for metric in found.metrics.values())
 
 
-def test_a_column_of_a_larger_batch_will_do_and_nothing_is_changed() -> None:
-    batch = padded(draw())
-    wide = {name: torch.cat([value, value], 1)[:, :WIDTH] for name, value in batch.items()}
-    before = {name: value.clone() for name, value in wide.items()}
-    found = mis_ext.correct_padded(CorrectionConfig(), **wide)
-    assert torch.equal(found.weights, mis_ext.correct_padded(CorrectionConfig(), **batch).weights)
-    assert all(torch.equal(wide[name], before[name]) for name in wide)
-    assert not found.weights.requires_grad
-
-
 def test_the_example_of_the_readme_is_its_file_and_what_its_formulas_say(capsys) -> None:
     root = Path(__file__).parents[2]
     code = (root / "examples" / "minimal.py").read_text(encoding="utf-8").split("\n\n", 1)[1]
