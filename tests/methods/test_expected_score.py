@@ -60,7 +60,11 @@ def test_a_token_that_top_p_cut_off_in_the_trainer_is_of_the_tail() -> None:
     ("change", "error", "message"),
     [
         ({"high": -1.0}, ValueError, r"high must be in \(0, inf\], got -1.0"),
-        ({"behavior_TK": torch.zeros(2, 4)}, ValueError, r"current_TK has shape \[2, 3\], and behavior_TK has \[2, 4\]"),
+        (
+            {"behavior_TK": torch.zeros(2, 4)},
+            ValueError,
+            r"current_TK has shape \[2, 3\], and behavior_TK has \[2, 4\]",
+        ),
         ({"behavior_TK": [[0.0]]}, TypeError, "behavior_TK must be a tensor, got list"),
     ],
 )
