@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ def _statuses_of_ranks(groups: Sequence[Group], device: torch.device) -> Tensor:
 # --- the run of each args
 
 
-_MAX_HELD = 64
+_MAX_KEPT = 64
 _READ = dict.fromkeys((*ARGUMENTS, *OF_OTHERS))
 
 
@@ -296,8 +296,10 @@ class Run(NamedTuple):
             raise ValueError(f"{key}: mis_ext.prepare_rollout was not called before the loss: {_PREPARE}")
 
 
-_runs: OrderedDict[int | str, tuple[Run, Any]] = OrderedDict()
-"""The most recent runs, by the identity of their ``args``, which are kept, or by the content of a mapping."""
+_runs: dict[int | str, Run] = {}
+"""By the identity of ``args``, until they are deleted; or by the content of a mapping."""
+_kept: OrderedDict[int | str, Any] = OrderedDict()
+"""The most recent ``args`` whose deletion is not noticed: mappings, and objects such as ``SimpleNamespace``."""
 
 
 def session_for(args: Any) -> Session:
@@ -312,13 +314,16 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     """
     # slime 624b824 and Miles 31f1ca9 change no argument that is read here during training, only "rank" before it, and
     # "loss_type" in the critic's copy. A mapping belongs to a custom loop, which may change a key.
+    owner: Any = args
     key: int | str = id(args)
     if isinstance(args, Mapping):
         # Values that are not read may change, also on only one rank.
-        key = repr({name: args[name] if name in _READ else None for name in args})
-    before, _ = _runs.get(key, (None, None))
+        owner = {name: args[name] if name in _READ else None for name in args}
+        key = repr(owner)
+    before = _runs.get(key)
+    if key in _kept:
+        _kept.move_to_end(key)
     if before is not None and (before.config.whole_loss is not None or not whole_loss):
-        _runs.move_to_end(key)
         return before
     given = all_arguments(args)
     config = read_config(given, whole_loss=whole_loss)
@@ -332,13 +337,19 @@ def current_run(args: Any, *, whole_loss: bool = False) -> Run:
     if given.get("get_mismatch_metrics") and not config.correction.metrics_only:
         measure = "to measure only, use the preset metrics_only"
         session.report(None, f"--get-mismatch-metrics with use_tis: true changes loss and masks; {measure}")
-    _runs[key] = Run(config, session), args
-    if len(_runs) > _MAX_HELD:
-        _runs.popitem(last=False)
-    return _runs[key][0]
+    run = _runs[key] = Run(config, session)
+    if before is None:
+        try:
+            weakref.finalize(owner, _runs.pop, key, None)
+        except TypeError:
+            # It has no weak references.
+            _kept[key] = owner
+            if len(_kept) > _MAX_KEPT:
+                del _runs[_kept.popitem(last=False)[0]]
+    return run
 
 
-_met: WeakKeyDictionary[Session, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_met: weakref.WeakKeyDictionary[Session, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """The calls of each session in which all ranks have read their keys. Not in the session, which can be copied."""
 
 
