@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy tokens: from what the inference server returned to what the trainer may use.
+"""On-policy tokens: from responses of the inference server to training samples.
 
 The ``read_*`` functions read one response. :func:`build_samples` joins the calls of a conversation.
-:func:`detect_post_processing` says how a text was changed. :func:`define_log_probs` says from which distribution a
-log-prob is. :class:`Canary` says whether new weights arrived, :func:`compare_weights` which did not. :func:`generate`
-does all of it in slime, vime, and Miles.
+:func:`detect_post_processing` finds how a text was changed. :func:`define_log_probs` finds the distribution of a
+log-prob. :class:`Canary` checks whether new weights arrived, and :func:`compare_weights` finds tensors that did not.
+:func:`generate` is the custom generate function of slime, vime, and Miles.
 """
 
 from typing import TYPE_CHECKING

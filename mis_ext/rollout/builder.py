@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training samples from the calls of a conversation: the call that each prompt continues, and the trained tokens.
 
-Only ids decide: a prompt is compared with all calls before it.
+Only ids are compared: each prompt with all earlier calls.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ def build_samples(
     policy: Policy = "strict",
     tokenizer: Tokenizer | None = None,
 ) -> Built:
-    """Training samples of one conversation, in which every sampled token has the id that was sampled.
+    """Build training samples of one conversation. Every sampled token keeps its sampled id.
 
     A prompt is compared with all earlier calls. Calls that share ids form a tree, and each path of the tree is a
-    sample. Best of n, retries, sub-agents and interleaved conversations need no ids of their own. A sampled token is
-    trained in one sample at most; other samples have it in their prompt.
+    sample. Best of n, retries, sub-agents and interleaved conversations need no separate ids. A sampled token is
+    trained in at most one sample; other samples have it in their prompt.
 
     With every policy, duplicates and calls that sampled nothing are omitted.
 
     Args:
         generations: The calls of one conversation, in order.
-        policy: What to do with a prompt that does not continue an earlier call with exactly its ids. ``"strict"``
-            raises an error. ``"split"`` starts another sample with the call's own prompt: it is exact, and loses no
-            token.
-        tokenizer: The server's tokenizer, to show the text where ids differ. Nothing else depends on it.
+        policy: The action for a prompt that does not continue an earlier call with exactly its ids. ``"strict"`` raises
+            an error. ``"split"`` starts another sample with the call's own prompt, which is exact and loses no token.
+        tokenizer: The server's tokenizer, only to show the text where ids differ.
 
     Raises:
         BoundaryError: A boundary under ``"strict"``.
-        MalformedResponse: A token id is no ``int``, negative, or above 2**31 - 1.
-        CountMismatch: Not one log-prob per sampled id.
-        ValueError: An unknown policy.
+        MalformedResponse: A token id is not an ``int``, is negative, or is above 2**31 - 1.
+        CountMismatch: The numbers of log-probs and sampled ids differ.
+        ValueError: The policy is unknown.
     """
     check_choice("policy", policy, get_args(Policy))
     given = tuple(generations)
@@ -98,15 +97,15 @@ def build_samples(
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call, and where it stands among those before it.
+    """A call, and its relation to earlier calls.
 
     Attributes:
         generation: The call.
         prompt: Its prompt.
-        known: The ids that are known after it, its prompt and what it sampled, as bytes, which are compared faster.
-        ancestor: The call of the most known ids with which its prompt begins, from which a sample goes on with this
-            one; None: a sample begins with it.
-        continued: There is a call that goes on from this one.
+        known: The known ids after it (its prompt and its sampled ids), as bytes, which are compared faster.
+        ancestor: The call with the most known ids that are a prefix of its prompt. A sample continues from it with this
+            call. None: a sample begins with this call.
+        continued: Whether another call continues this call.
     """
 
     generation: Generation
@@ -121,9 +120,9 @@ class _Call:
         return len(self.prompt) + len(self.generation.sampled_ids)
 
     def has_sampled(self, position: int) -> bool:
-        """True if this call, or one that it continues, sampled the known id there or the one behind it.
+        """True if this call, or a call that it continues, sampled the known id at this position or the next one.
 
-        In other tokens the last id of a prompt may hold the beginning of what was sampled.
+        With another tokenization, the last id of a prompt may contain the beginning of the sampled text.
         """
         call: _Call | None = self
         while call is not None and not len(call.prompt) - 1 <= position < call.end:
@@ -132,7 +131,7 @@ class _Call:
 
 
 def _checked(generation: Generation, before: bytes) -> _Call:
-    """The call, if its counts and ids are legal; those with which ``before`` begins too have been checked."""
+    """The call, if its counts and ids are legal. Ids of a common prefix with ``before`` are already checked."""
     sampled, prompt = generation.sampled_ids, [*generation.prompt_ids]
     for name, values in (("log-probs", generation.log_probs), ("weight versions", generation.weight_versions)):
         if values is not None and len(values) != len(sampled):
@@ -154,14 +153,14 @@ def _checked(generation: Generation, before: bytes) -> _Call:
 def _compare(call: _Call, calls: Sequence[_Call]) -> tuple[BoundaryKind, _Call | None, int | None]:
     """Find the ancestor of a call; return the class of its boundary, the call that proves it, and the first mismatch.
 
-    None: no call before it sampled, and the ids continue.
+    None: no earlier call sampled, or the ids continue, respectively.
     """
     length = len(call.prompt)
     prompt = call.known[: _ID_BYTES * length]
     shared = [_num_equal(prompt, other.known) for other in calls]
     same = [other for other, size in zip(calls, shared, strict=True) if len(other.prompt) == length == size]
     whole = [other for other, size in zip(calls, shared, strict=True) if other.end == size]
-    # Of several with the same ids the last from which none goes on, or the last.
+    # Of several calls with the same ids, the last call that is not continued, or else the last call.
     call.ancestor = ancestor = max(reversed(whole), key=lambda other: (other.end, not other.continued), default=None)
     for other in same:
         before, now = other.generation, call.generation
@@ -175,7 +174,7 @@ def _compare(call: _Call, calls: Sequence[_Call]) -> tuple[BoundaryKind, _Call |
         return kind, ancestor, None
     if same:
         return BoundaryKind.RETRY, same[-1], length
-    # The last of the calls that share the most ids.
+    # The last of the calls with the most shared ids.
     position = max(shared)
     compared = next(other for other, size in zip(reversed(calls), reversed(shared), strict=True) if size == position)
     is_fork = ancestor is not None and not compared.has_sampled(position)
@@ -183,9 +182,9 @@ def _compare(call: _Call, calls: Sequence[_Call]) -> tuple[BoundaryKind, _Call |
 
 
 def _num_equal(one: bytes, other: bytes) -> int:
-    """Count the ids with which both begin."""
+    """Count the ids of the common prefix."""
     low, high = 0, min(len(one), len(other)) // _ID_BYTES
-    # Without a copy, where one continues the other.
+    # A fast path without a copy, if one continues the other.
     if one.startswith(other) or other.startswith(one):
         return high
     while low < high:
@@ -237,7 +236,7 @@ def _error(boundary: Boundary) -> BoundaryError:
     found = "the prompt ends" if boundary.found_id is None else f"the prompt has id {boundary.found_id}"
     message = (
         f"the prompt does not continue request {boundary.earlier!r} ({boundary.kind.value}): at position "
-        f"{boundary.position} {found}, id {boundary.expected_id} is known"
+        f"{boundary.position} {found}, but the known id is {boundary.expected_id}"
     )
     if boundary.expected_text is not None:
         message += f"; prompt {boundary.found_text!r}, known {boundary.expected_text!r}"
@@ -245,11 +244,12 @@ def _error(boundary: Boundary) -> BoundaryError:
 
 
 def _collect_samples(calls: Sequence[_Call]) -> tuple[TrainingSample, ...]:
-    """One sample for each call from which none goes on, in their order.
+    """One sample for each call that no other call continues, in order.
 
-    Of the samples that share calls, the one that ends last has their tokens; the others have them as a prompt.
+    Of the samples that share calls, the sample that ends last trains their tokens. The other samples have them in the
+    prompt.
     """
-    # For each call the last one that goes on from it: the end of the sample in which it is trained.
+    # For each call, the last call that continues it: the end of the sample in which it is trained.
     last = {call: number for number, call in enumerate(calls)}
     for call in reversed(calls):
         if call.ancestor is not None:
@@ -264,7 +264,7 @@ def _join_path(path: list[_Call]) -> TrainingSample:
     tokens = [*path[0].prompt]
     loss_mask, log_probs, versions = list[int](), list[float](), list[str | None]()
     for call in path:
-        # Of the first call nothing: the sample begins with its prompt.
+        # Empty for the first call, because the sample begins with its prompt.
         between, sampled = call.prompt[len(tokens) :], call.generation
         num_between, num_sampled = len(between), len(sampled.sampled_ids)
         tokens += [*between, *sampled.sampled_ids]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's log-probs by the definition of the server's."""
+"""The trainer's log-probs with the definition of the server's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TrainerLogProbs(NamedTuple):
     """Result of ``trainer_log_probs``.
 
     Attributes:
-        log_probs_T: ``[T]``, natural, with gradient; -inf where ``outside_T``.
-        outside_T: ``[T]``, bool: the token is not among those kept, so the trainer's policy gives it probability 0. The
-            ratio is 0, and there is no gradient that could raise it: leave these tokens out of the loss.
+        log_probs_T: ``[T]``, nats, with gradient; -inf where ``outside_T``.
+        outside_T: ``[T]``, bool: the token is not kept, so its probability under the trainer's policy is 0. The ratio
+            is 0, and no gradient can increase it: mask these tokens.
     """
 
     log_probs_T: Tensor
@@ -33,23 +33,23 @@ def trainer_log_probs(
     vocab_size: int | None = None,
     kept_ids: Sequence[Sequence[int]] | None = None,
 ) -> TrainerLogProbs:
-    """The trainer's log-probs by a distribution's definition, from the trainer's logits.
+    """Compute the trainer's log-probs by a distribution's definition, from the trainer's logits.
 
-    With ``definition.returned`` they compare with what the server returned, with ``definition.sampled`` they are those
-    of the policy that was sampled from. A truncation keeps the trainer's most probable tokens, which need not be the
-    ones that the server kept: give ``kept_ids`` where the server returned them.
+    With ``definition.returned`` they are comparable with the server's log-probs. With ``definition.sampled`` they are
+    those of the policy that was sampled from. A truncation keeps the trainer's most probable tokens, which may differ
+    from the tokens that the server kept: pass ``kept_ids`` if the server returned them.
 
     Args:
-        logits_TV: ``[T, V]``, the trainer's logits before each token, not divided by a temperature. Computed in
-            float64 if they are, else in float32.
+        logits_TV: ``[T, V]``, the trainer's logits before each token, not divided by a temperature. Computed in float64
+            if they are float64, else in float32.
         token_ids: ``[T]``.
         distribution: The definition.
-        vocab_size: The model's vocabulary; later columns are padding and take no part. None: there is no padding.
+        vocab_size: The model's vocabulary; later columns are padding, which is ignored. None: there is no padding.
         kept_ids: For each token, the ids that the server kept (SGLang's ``output_token_sampling_mask``).
 
     Raises:
-        ValueError: Log-probs of single tokens instead of logits, shapes that disagree, an id outside the vocabulary, or
-            a distribution that cannot be computed from logits and ids.
+        ValueError: Log-probs of single tokens are given instead of logits, shapes differ, an id is outside the
+            vocabulary, or the distribution cannot be computed from logits and ids.
     """
     if distribution.unrepeatable:
         raise ValueError(f"the trainer cannot compute this: {'; '.join(distribution.unrepeatable)}")
@@ -71,7 +71,9 @@ def trainer_log_probs(
             kept_TV = kept_mask(scaled_TV.detach().softmax(-1), distribution.truncation)
         else:
             if len(kept_ids) != len(scaled_TV):
-                raise ValueError(f"logits of {len(scaled_TV)} positions and {len(kept_ids)} lists of kept ids")
+                raise ValueError(
+                    f"logits have {len(scaled_TV)} positions, but there are {len(kept_ids)} lists of kept ids"
+                )
             kept_TV = torch.zeros_like(scaled_TV, dtype=torch.bool)
             for row_V, ids in zip(kept_TV, kept_ids, strict=True):
                 if not ids or not 0 <= min(ids) <= max(ids) < len(row_V):
@@ -87,10 +89,11 @@ def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> N
     if logits_TV.ndim != 2:
         raise ValueError(
             f"logits of the whole vocabulary [T, V] are needed, got shape {[*logits_TV.shape]}: log-probs of single "
-            "tokens cannot be moved to another temperature or another set of tokens, as their normaliser is not in them"
+            "tokens cannot be converted to another temperature or another set of tokens, because they do not "
+            "contain their normaliser"
         )
     if [*ids_T.shape] != [len(logits_TV)]:
-        raise ValueError(f"logits of {len(logits_TV)} positions and token ids of shape {[*ids_T.shape]}")
+        raise ValueError(f"logits have {len(logits_TV)} positions, but token ids have shape {[*ids_T.shape]}")
     width = logits_TV.shape[1]
     if vocab_size is not None and not 1 <= vocab_size <= width:
         raise ValueError(f"vocab_size must be in [1, {width}], the width of the logits, got {vocab_size}")
@@ -100,7 +103,7 @@ def _check_shapes(logits_TV: Tensor, ids_T: Tensor, vocab_size: int | None) -> N
 
 
 def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
-    """``[T, V]``, bool: the tokens that are kept, of probabilities before truncation; at least one of each row."""
+    """``[T, V]``, bool: the kept tokens for probabilities before truncation; at least one per row."""
     sorted_TV, order_TV = probabilities_TV.sort(dim=-1, descending=True, stable=True)
 
     def with_ties(num_T: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ def kept_mask(probabilities_TV: Tensor, truncation: Truncation) -> Tensor:
         in_top_k_T = with_ties(in_top_k_T)
     kept_T = torch.minimum(in_top_k_T, (sorted_TV >= truncation.min_p * sorted_TV[:, :1]).sum(-1))
     if truncation.top_p < 1.0:
-        # top_p is a share of the whole mass, or of the mass of what the filters before it keep.
+        # top_p is a share of the whole mass, or of the mass that the previous filters keep.
         filtered_T = in_top_k_T if truncation.mass_of == "top_k" else kept_T
         sum_TV = sorted_TV.cumsum(-1)
         mass_T1 = 1.0 if truncation.mass_of == "all" else sum_TV.gather(1, filtered_T[:, None] - 1)

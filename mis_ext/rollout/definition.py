@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions of a server: the one that it sampled from, and the one of its returned log-probs."""
+"""Distributions of a server: that of the sampled tokens, and that of the returned log-probs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mis_ext.validation import check_choice
 SamplingBackend = Literal["flashinfer", "triton", "pytorch"]
 LogProbsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 ToldMode = Literal["raw_logprobs", "processed_logprobs"]
-# By so much a sum of probabilities may exceed 1: no one says in which type the log-probs were, and one of bfloat16
-# between -4 and -8 is rounded by up to 2**-6. In float32 it is 1e-3.
+# Tolerance of a sum of probabilities above 1. The dtype of the log-probs is unknown, and a bfloat16 value between -4
+# and -8 is rounded by up to 2**-6. In float32 the error is 1e-3.
 _MASS_ERROR = 2e-2
-# Who draws, the default first.
+# The sampling backends, the default first.
 _BACKENDS: dict[Server, tuple[SamplingBackend, ...]] = {
     "sglang": ("flashinfer", "pytorch"),
     "vllm": ("flashinfer", "triton", "pytorch"),
@@ -30,15 +30,15 @@ class Truncation:
     """Truncation of the sampling support to the most probable tokens.
 
     Attributes:
-        top_k: So many tokens; None: all.
-        top_p: The fewest tokens that have this share of the mass.
+        top_k: The number of tokens; None: all.
+        top_p: The smallest set of tokens with this share of the mass.
         min_p: Tokens of at least this share of the largest probability.
-        mass_of: The mass that ``top_p`` is a share of: of ``"all"`` tokens, of those within ``"top_k"``, or of those
-            within both ``"top_k_and_min_p"``.
-        keeps_next: Whether a token is kept before which exactly ``top_p`` of the mass lies.
-        keeps_ties: Whether more tokens are kept that are as probable as the last kept one: ``"none"`` of them,
-            ``"top_k"``: those as probable as the k-th, ``"all"``: also those as probable as the last within ``top_p``.
-            Where only some are kept, it is those with the lowest ids.
+        mass_of: The reference mass of ``top_p``: of ``"all"`` tokens, of tokens within ``"top_k"``, or of tokens within
+            ``"top_k_and_min_p"``.
+        keeps_next: Whether a token is kept if the tokens before it have exactly ``top_p`` of the mass.
+        keeps_ties: Whether tokens with the same probability as the last kept token are kept too. ``"none"``: no.
+            ``"top_k"``: ties with the k-th token. ``"all"``: also ties with the last token within ``top_p``. If only
+            some of the ties are kept, they are those with the lowest ids.
     """
 
     top_k: int | None = None
@@ -57,14 +57,13 @@ class Truncation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """The softmax of (logits + ``logit_bias``) / ``temperature``, renormalised over what ``truncation`` keeps.
+    """The softmax of (logits + ``logit_bias``) / ``temperature``, renormalised over the tokens of ``truncation``.
 
     Attributes:
         temperature: Above 0.
-        logit_bias: What is added to the logits, by token id.
+        logit_bias: Values that are added to the logits, by token id.
         truncation: None keeps every token.
-        unrepeatable: What else changed the logits, and why a trainer that has only logits and token ids cannot do it
-            again.
+        unrepeatable: Other changes of the logits, and why a trainer with only logits and token ids cannot repeat them.
     """
 
     temperature: float = 1.0
@@ -82,14 +81,14 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbDefinition:
-    """The truth and what the server says of it; see ``define_log_probs``.
+    """The sampled distribution and that of the returned log-probs; see ``define_log_probs``.
 
     Attributes:
         sampled: The behavior policy: the distribution that the tokens were drawn from.
         returned: The distribution whose log-probs the server returned.
-        is_greedy: No token was drawn: the most probable one was taken.
-        returns_logits: The numbers are logits: no log-probs, and no function of them alone gives log-probs.
-        doubts: What the request left open.
+        is_greedy: Tokens were not sampled; the most probable token was used.
+        returns_logits: The returned values are logits, which cannot be converted to log-probs.
+        doubts: Settings that the request does not determine.
     """
 
     sampled: Distribution
@@ -116,20 +115,20 @@ class LogProbDefinition:
         lines += dict.fromkeys((*returned.unrepeatable, *sampled.unrepeatable))
         if self.is_greedy:
             lines.append(
-                "greedy: nothing was drawn, so the ratio of trainer and behavior policy is no importance weight; "
-                "sample at a temperature above 0"
+                "greedy: tokens were not sampled, so the ratio of trainer and behavior policy is not an importance "
+                "weight; sample at a temperature above 0"
             )
         elif not self.is_behavior:
             behavior = (
-                "only the server has those; start vLLM with --logprobs-mode processed_logprobs, SGLang without "
-                "SGLANG_RETURN_ORIGINAL_LOGPROB"
+                "only the server has its log-probs; start vLLM with --logprobs-mode processed_logprobs, SGLang "
+                "without SGLANG_RETURN_ORIGINAL_LOGPROB"
             )
             if not self.returns_logits and replace(sampled, truncation=None) == returned:
                 behavior = (
                     f"log(mass that {sampled.truncation} keeps) is missing; have SGLang return it "
                     "(return_sampling_mask: true with a top_k of at most 4096: output_token_sampling_logprobs)"
                 )
-            lines.append(f"the returned numbers are not those of the behavior policy: {behavior}")
+            lines.append(f"the returned values are not those of the behavior policy: {behavior}")
         return [*lines, *self.doubts]
 
     def _how_to_compare(self) -> str:
@@ -149,7 +148,7 @@ class LogProbDefinition:
         return (
             f"to compare: {', then '.join(steps)}"
             if steps
-            else "the trainer's log_softmax(logits) is comparable as it is"
+            else "the trainer's log_softmax(logits) is directly comparable"
         )
 
 
@@ -163,35 +162,36 @@ def define_log_probs(
 ) -> LogProbDefinition:
     """Determine the distribution that the server sampled from, and that of its returned log-probs.
 
-    SGLang 0.5 changes the logits by penalties, grammar and bias, divides by the temperature, and returns log-probs of
-    the softmax of that; then it truncates by top-k, top-p and min-p and draws. vLLM (V1) returns, in its raw modes,
-    numbers of the model's logits under the grammar alone, and in its processed modes those of what it drew from.
+    SGLang 0.5 changes the logits by penalties, grammar and bias, divides them by the temperature, and returns log-probs
+    of their softmax. Then it truncates by top-k, top-p and min-p, and samples. vLLM (V1) returns, in its raw modes,
+    values of the model's logits with only the grammar applied; in its processed modes, values of the distribution that
+    it samples from.
 
     Args:
-        parameters: Of the request.
+        parameters: The parameters of the request.
         server: ``"sglang"`` or ``"vllm"``.
         logprobs_mode: vLLM's ``--logprobs-mode``.
         return_original: Whether SGLang runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``: log-probs at temperature 1.
-        sampling_backend: Who draws, which decides about tokens at the edge. SGLang's ``--sampling-backend``:
-            ``"flashinfer"`` (None) or ``"pytorch"``. In vLLM ``"flashinfer"`` (None in the raw modes; with a request
-            of its own seed in the batch it is Triton), ``"triton"`` (None in the processed modes) or, where there is no
-            Triton and in older versions, ``"pytorch"``.
+        sampling_backend: The sampling backend, which decides about tokens at the boundary. SGLang's
+            ``--sampling-backend``: ``"flashinfer"`` (None) or ``"pytorch"``. In vLLM ``"flashinfer"`` (None in the raw
+            modes; Triton if a request in the batch has its own seed), ``"triton"`` (None in the processed modes), or
+            ``"pytorch"`` without Triton and in older versions.
 
     Raises:
-        ValueError: Another server, mode or backend.
+        ValueError: The server, mode or backend is unknown.
     """
     check_choice("server", server, _BACKENDS)
     check_choice("logprobs_mode", logprobs_mode, get_args(LogProbsMode))
     is_raw = logprobs_mode.startswith("raw")
-    # Where vLLM returns processed log-probs, it does not draw with FlashInfer.
+    # If vLLM returns processed log-probs, it does not sample with FlashInfer.
     backends = _BACKENDS[server][1:] if server == "vllm" and not is_raw else _BACKENDS[server]
     backend = backends[0] if sampling_backend is None else check_choice("sampling_backend", sampling_backend, backends)
     is_greedy = parameters.temperature == 0.0 or parameters.top_k == 1
-    grammars = tuple(f"{name}: which tokens it forbids depends on the grammar's state" for name in parameters.grammars)
+    grammars = tuple(f"{name}: the forbidden tokens depend on the grammar's state" for name in parameters.grammars)
     counted = "prompt and response" if server == "vllm" else "response"
     penalties = (
-        f"{name}: {PENALTIES[name.partition('=')[0]].format(counted)}, another normaliser at each token, which one "
-        "log-prob does not tell"
+        f"{name}: {PENALTIES[name.partition('=')[0]].format(counted)}, a different normaliser at each token, which "
+        "one log-prob does not show"
         for name in parameters.penalties
     )
     processors = (f"{name}: it changes logits inside the server" for name in parameters.processors)
@@ -203,21 +203,21 @@ def define_log_probs(
     )
     truncation = Truncation(top_k=1) if is_greedy else _truncation(parameters, server, backend)
     sampled = replace(changed, truncation=truncation)
-    doubts = [f"{key}: unknown, it may change what is sampled" for key in parameters.unknown]
+    doubts = [f"{key}: unknown, it may change the sampled distribution" for key in parameters.unknown]
     doubts += parameters.doubts
     if server == "vllm":
         # A greedy request is not truncated before its log-probs are taken.
         processed = changed if parameters.temperature == 0.0 else sampled
         returned = Distribution(unrepeatable=grammars) if is_raw else processed
     else:
-        # SGLang keeps the logits as they were before the watermark for the log-probs.
+        # SGLang computes the log-probs from the logits before the watermark.
         reported = tuple(reason for reason in changed.unrepeatable if not reason.startswith("watermark="))
         temperature = 1.0 if return_original else changed.temperature
         returned = replace(changed, temperature=temperature, unrepeatable=reported)
         if parameters.top_k == 1 and temperature != 1.0:
             doubts.append(
-                f"top_k=1: SGLang divides by temperature={temperature:g} only where the batch holds a request that is "
-                "not greedy; set the temperature to 0"
+                f"top_k=1: SGLang divides by temperature={temperature:g} only if the batch has a request that is not "
+                "greedy; set the temperature to 0"
             )
         if not is_greedy:
             doubts += _sglang_doubts(parameters, backend)
@@ -233,7 +233,7 @@ def define_log_probs(
 
 
 def _truncation(parameters: SamplingParameters, server: Server, backend: SamplingBackend) -> Truncation | None:
-    """The set from which tokens are drawn, by top-k, top-p and min-p; None if it is the whole vocabulary."""
+    """The sampling support by top-k, top-p and min-p; None if it is the whole vocabulary."""
     kept = Truncation(top_k=parameters.top_k, top_p=parameters.top_p, min_p=parameters.min_p)
     if kept == Truncation():
         return None
@@ -244,7 +244,7 @@ def _truncation(parameters: SamplingParameters, server: Server, backend: Samplin
         return replace(kept, mass_of="all" if is_top_p_alone else "top_k_and_min_p", keeps_ties=ties[backend])
     if backend == "pytorch":
         return replace(kept, keeps_next=True)
-    # FlashInfer's joint kernel knows no min-p: with it, SGLang renormalises after top-k, before top-p.
+    # FlashInfer's joint kernel does not support min-p: with min-p, SGLang renormalises after top-k, before top-p.
     is_joint = kept.top_k is None or kept.min_p == 0.0
     return replace(kept, mass_of="all" if is_joint else "top_k", keeps_ties="all")
 
@@ -254,31 +254,32 @@ def _sglang_doubts(parameters: SamplingParameters, backend: SamplingBackend) -> 
         yield "top_k and top_p: SGLang applies top_p to the mass of top_k if the batch has a request with min_p"
     if parameters.returns_kept_ids:
         yield (
-            "return_top_p_token_ids: only slime's SGLang knows it, and renormalises over the ids that it returns and "
-            "the sampled one; any other server ignores it, and log(mass of the kept tokens) is missing"
+            "return_top_p_token_ids: only slime's SGLang supports it, and renormalises over the returned ids and "
+            "the sampled id; any other server ignores it, and log(mass of the kept tokens) is missing"
         )
 
 
 def tell_logprobs_mode(parameters: SamplingParameters, top_log_probs: Sequence[Sequence[float]]) -> ToldMode | None:
-    """The ``--logprobs-mode`` of vLLM, by what a truncation did to the largest log-probs; None if these prove none.
+    """The ``--logprobs-mode`` of vLLM, from the effect of a truncation on the largest log-probs; None if undecided.
 
-    Processed log-probs of what is not kept are minus infinity; raw ones are so only under a grammar, and there are more
-    than top-k. Without a truncation, and so in a greedy request, the modes differ by the temperature alone, which a
-    list of the largest ones does not tell.
+    In the processed mode, tokens that are not kept have a log-prob of minus infinity. In the raw mode this happens only
+    with a grammar, and more than top-k log-probs are finite. Without a truncation, and in a greedy request, the modes
+    differ only by the temperature, which a list of the largest log-probs does not show.
 
     Args:
-        parameters: Of the request. Ask for more log-probs than ``top_k``: at least one is then not kept.
+        parameters: Those of the request, which needs more log-probs than ``top_k``, so that at least one is not kept.
         top_log_probs: Per token, the largest log-probs that the server returned, in any order.
 
     Raises:
-        ValueError: The numbers are logits, or some tokens prove one mode and others the other one.
+        ValueError: The values are logits, or different tokens prove different modes.
     """
     told: set[ToldMode] = set()
     # A greedy request is not truncated.
     k = None if parameters.temperature == 0.0 else parameters.top_k
     may_have_grammar = bool(parameters.grammars) or parameters.offers_tools
     for position, row in enumerate(top_log_probs):
-        # A log-prob above 1 is enough, and larger ones would overflow. What stands for minus infinity adds nothing.
+        # A log-prob above 1 is sufficient, and larger values would overflow. The placeholder for minus infinity adds
+        # nothing.
         if max(row, default=0.0) > 1.0 or math.fsum(map(math.exp, row)) > 1.0 + _MASS_ERROR:
             raise ValueError(f"the probabilities of token {position} add up to more than 1: these are logits")
         if min(row, default=0.0) <= MINUS_INFINITY:
@@ -290,5 +291,5 @@ def tell_logprobs_mode(parameters: SamplingParameters, top_log_probs: Sequence[S
             if ordered[k] < ordered[k - 1]:
                 told.add("raw_logprobs")
     if len(told) > 1:
-        raise ValueError("some tokens have log-probs of a truncated distribution, others of a whole one")
+        raise ValueError("some tokens have log-probs of a truncated distribution, and others of the whole distribution")
     return next(iter(told), None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types shared by this package: a call of an inference server in, training samples out.
+"""Types of this package: calls of an inference server, and training samples.
 
-What happened between two calls of a conversation, by class and action, and why no training sample may be built from a
-response: one named error per reason, each naming the request.
+Also the classes and actions of boundaries between two calls of a conversation, and the errors that explain why a
+response gives no training sample: one per reason, each with the request.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any, Literal, Protocol
 LARGEST_ID = 2**31 - 1
 """No vocabulary is larger."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write this character for bytes that are no whole character."""
+"""Decoders write this character for bytes of an incomplete character."""
 MINUS_INFINITY = -9999.0
-"""JSON has no infinity: vLLM writes this instead of the log-prob of what cannot be drawn."""
+"""JSON has no infinity: vLLM writes this for the log-prob of a token that cannot be sampled."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """Input and sampled output of the server; the readers guarantee every statement below.
+    """Input and sampled output of the server. The readers guarantee these properties.
 
     Attributes:
-        request_id: The request, as the server or the caller names it.
-        prompt_ids: Token ids the server was given. The builder checks them.
-        sampled_ids: Token ids that were sampled, in order, a sampled end token included; may be empty.
-        log_probs: Natural log-prob of each sampled id, as long as ``sampled_ids``; finite, at most 0.
-        finish_reason: ``"stop"`` (an end token or a stop string), ``"length"`` (the token limit, or vLLM, where the
-            model repeated itself) or ``"tool_calls"``.
-        stop_match: The token id or the string that ended the generation, where the server says.
-        text: The text that the server returned, None where it returned none.
-        weight_version: The version of the weights that sampled, None where the server does not say.
-        weight_versions: The version that sampled each id, where the weights changed in between; ``weight_version`` is
-            then the last. None where one version sampled all.
-        kept_ids: The ids that each sampled one was drawn from, where the server says: what top-k and top-p kept.
+        request_id: The request id of the server or the caller.
+        prompt_ids: Token ids of the prompt. The builder checks them.
+        sampled_ids: Sampled token ids in order, including a sampled end token; may be empty.
+        log_probs: Log-prob of each sampled id in nats; finite, at most 0, as many as ``sampled_ids``.
+        finish_reason: ``"stop"`` (an end token or a stop string), ``"length"`` (the token limit, or repetition in vLLM)
+            or ``"tool_calls"``.
+        stop_match: The token id or the string that ended the generation, if the server reports it.
+        text: The returned text, or None.
+        weight_version: The version of the weights that sampled; None if the server does not report it.
+        weight_versions: The version that sampled each id, if the weights changed in between; ``weight_version`` is then
+            the last. None if one version sampled all ids.
+        kept_ids: The sampling support of each sampled id (ids that top-k and top-p kept), if the server returns it.
     """
 
     request_id: str
@@ -57,15 +57,15 @@ class Generation:
 class TrainingSample:
     """A prompt and a response in which every sampled token is marked.
 
-    The response begins with the first sampled token. The lists about the response have ``response_length`` entries.
+    The response begins with the first sampled token. The lists for the response have ``response_length`` entries.
 
     Attributes:
         tokens: Token ids of prompt and response.
-        response_length: Tokens of the response: sampled ones and, between turns, those of tools and of the template.
-        loss_mask: 1 where the token was sampled and is trained, else 0.
-        rollout_log_probs: The server's natural log-prob, of exactly this context, where ``loss_mask`` is 1, else 0.0.
-        weight_versions: Version of the weights that sampled the token; None where nothing was sampled or the server did
-            not say.
+        response_length: Tokens of the response: sampled tokens and, between turns, tokens of tools and of the template.
+        loss_mask: 1 for a sampled token that is trained, else 0.
+        rollout_log_probs: The server's log-prob in nats for exactly this context where ``loss_mask`` is 1, else 0.0.
+        weight_versions: Version of the weights that sampled the token; None if the token was not sampled or the version
+            is unknown.
         request_ids: The calls whose tokens are trained in this sample, in order.
     """
 
@@ -81,19 +81,19 @@ class BoundaryKind(str, Enum):
     """Relation of a call's prompt to the calls before it."""
 
     CONTIGUOUS = "contiguous"
-    """It begins with exactly the ids that are known of an earlier call, from which none went on before."""
+    """It begins with exactly the known ids of an earlier call that no other call continues."""
     FORK = "fork"
-    """It begins with exactly the ids that are known of an earlier call, and differs from the calls that continue that
-    one before any token that these sampled: another branch of the conversation."""
+    """It begins with exactly the known ids of an earlier call, and differs from the calls that continue this call
+    before any token that they sampled: another branch of the conversation.
+    """
     TRUNCATED_GENERATION = "truncated_generation"
-    """The token limit ended the call before, and its exact ids are followed by something else: the template closed the
-    turn."""
+    """The token limit ended the previous call, and other ids follow its exact ids: the template closed the turn."""
     RETRY = "retry"
-    """The same prompt as any earlier call, and another sample."""
+    """The same prompt as an earlier call, with another sample."""
     DUPLICATE = "duplicate"
-    """The same prompt, the same sampled ids and log-probs as any earlier call."""
+    """The same prompt, sampled ids and log-probs as an earlier call."""
     EMPTY_GENERATION = "empty_generation"
-    """The call before it sampled nothing; the prompt begins with exactly the ids that are known."""
+    """The previous call sampled nothing; the prompt begins with exactly the known ids."""
     DIFFERENT = "different"
     """Anything else; the boundary has the position of the first mismatch, both ids and, with a tokenizer, the texts."""
 
@@ -102,31 +102,32 @@ class BoundaryAction(str, Enum):
     """Action of the builder at a boundary."""
 
     CONTINUED = "continued"
-    """The call goes on from the earlier one, in the same sample."""
+    """The call continues the earlier call, in the same sample."""
     SPLIT = "split"
-    """Another sample, behind exactly the call's own prompt. Of the calls that several samples have before them, that
-    which ends last has the tokens."""
+    """Another sample, after exactly the call's own prompt. If several samples share earlier calls, the sample that ends
+    last trains their tokens.
+    """
     DROPPED = "dropped"
-    """The call is omitted: a duplicate, or one that sampled nothing and does not continue the conversation."""
+    """The call is omitted: it is a duplicate, or it sampled nothing and does not continue the conversation."""
     RAISED = "raised"
     """The boundary is an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """Point at which a call joins the earlier calls of its conversation, and the comparison of its prompt with them.
+    """The relation of a call to the earlier calls of its conversation, from the comparison of its prompt with them.
 
     Attributes:
         kind: The class.
-        action: What was done.
-        earlier: Request id of the call that the prompt was compared with: of those with the most ids in common the
-            last, or the last of all.
+        action: The action of the builder.
+        earlier: Request id of the call that the prompt was compared with: the last call with the most common ids, or
+            the last call.
         later: Request id of the call whose prompt was compared.
-        continues: Request id of the call that stands before this one in a sample, with all ids that were sampled; None
-            where a sample begins with this one, or it is in none.
-        position: Index of the first prompt id that differs from what is known; None if all known ids are there.
-        expected_id: The known id at that position; None where nothing more is known.
-        found_id: The prompt's id at that position; None where the prompt ends.
+        continues: Request id of the previous call in the sample, with all its sampled ids; None if a sample begins with
+            this call, or if it is in no sample.
+        position: Index of the first prompt id that differs from the known ids; None if the prompt has all known ids.
+        expected_id: The known id at that position; None after the known ids.
+        found_id: The prompt's id at that position; None after the prompt.
         expected_text: The known conversation around that position, decoded; None without a tokenizer.
         found_text: The prompt around that position, decoded; None without a tokenizer.
     """
@@ -144,19 +145,19 @@ class Boundary:
 
 
 Policy = Literal["strict", "split"]
-"""Action if the token IDs of a call do not continue those of the one before."""
+"""Action if the token IDs of a call do not continue those of the previous call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """The samples of one conversation, and what became of each of its calls.
+    """The samples of one conversation, and the result for each of its calls.
 
     Attributes:
-        samples: In the order of their last calls. Every sampled token is trained in at most one of them.
+        samples: The samples, in the order of their last calls. Every sampled token is trained in at most one of them.
         boundaries: One per call after the first, in order; none after a truncation.
-        generations: Calls that were given.
-        empty_generations: Those that sampled nothing, and are in no sample.
-        sampled_tokens: Tokens that the calls sampled.
+        generations: Number of given calls.
+        empty_generations: Number of calls that sampled nothing, and are in no sample.
+        sampled_tokens: Number of tokens that the calls sampled.
     """
 
     samples: tuple[TrainingSample, ...]
@@ -166,7 +167,7 @@ class Built:
     sampled_tokens: int
 
     def metrics(self) -> dict[str, int]:
-        """Counts, which add up over conversations; each share's denominator is the count its name begins with."""
+        """Counts, summable over conversations. The denominator of a share is the count before the slash in its name."""
         trained = sum(sum(sample.loss_mask) for sample in self.samples)
         kinds = Counter(each.kind.value for each in self.boundaries)
         actions = Counter(each.action.value for each in self.boundaries)
@@ -192,24 +193,24 @@ class Tokenizer(Protocol):
 
 
 def find_illegal_id(ids: list[Any]) -> int | None:
-    """The index of the first value that is no token id; None if all are."""
-    # Types before values, each in one pass in C: the loop runs only to name the position. True and 5.0 equal ids and
-    # are none.
+    """The index of the first value that is not a token id; None if all are."""
+    # Check types before values, each in one pass in C. The loop runs only to find the position. True and 5.0 equal ids,
+    # but are not ids.
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= LARGEST_ID):
         return None
     return next(index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each <= LARGEST_ID)
 
 
 class RolloutError(ValueError):
-    """A server's response, or a conversation, from which no training sample may be built.
+    """A response or conversation that gives no training sample.
 
     Attributes:
-        request_id: The request, as the server or the caller names it.
-        message: What is wrong, without the request.
+        request_id: The request id of the server or the caller.
+        message: The error, without the request.
     """
 
     def __init__(self, request_id: str, message: str) -> None:
-        # Both are arguments of the exception, so that it survives the way through a pool of processes.
+        # Both are arguments of the exception, so that it can be pickled through a pool of processes.
         super().__init__(request_id, message)
         self.request_id, self.message = request_id, message
 
@@ -218,11 +219,11 @@ class RolloutError(ValueError):
 
 
 class MalformedResponse(RolloutError):
-    """A field is missing, has another type, or a value outside its range."""
+    """A field is missing, has a wrong type, or a value outside its range."""
 
 
 class CountMismatch(RolloutError):
-    """Two fields that count the same tokens disagree."""
+    """Two fields that count the same tokens differ."""
 
 
 class LogProbError(RolloutError):
@@ -230,11 +231,11 @@ class LogProbError(RolloutError):
 
 
 class Contradiction(RolloutError):
-    """The response holds the same thing twice, and the two differ."""
+    """Two fields of the response for the same value differ."""
 
 
 class AbortedRequest(RolloutError):
-    """The server gave the request up before it was finished."""
+    """The server aborted the request before it was finished."""
 
 
 class NotASample(RolloutError):
@@ -242,14 +243,14 @@ class NotASample(RolloutError):
 
 
 class UnprovenTokenIds(RolloutError):
-    """The response has no token ids of what was sampled, or none of the prompt."""
+    """The response has no ids of the sampled tokens, or no ids of the prompt."""
 
 
 class BoundaryError(RolloutError):
-    """A turn does not continue the conversation that was sampled before it.
+    """A turn does not continue the earlier turns of the conversation.
 
     Attributes:
-        boundary: What was found; its action is ``"raised"``.
+        boundary: The boundary; its action is ``"raised"``.
     """
 
     def __init__(self, request_id: str, message: str, boundary: Boundary | None = None) -> None:

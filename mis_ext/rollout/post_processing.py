@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of changes to the text of a generation after sampling, by the texts that servers may decode."""
+"""Detection of changes to the text of a generation after sampling, from the texts that servers may decode."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class PostProcessingKind(str, Enum):
 _CURES = {
     PostProcessingKind.EXACT: "",
     PostProcessingKind.STOP_TRIMMED: (
-        "the sampled tokens are right; to have the end in the text too: SGLang no_stop_trim: true, vLLM "
+        "the sampled tokens are correct; to include the end in the text: SGLang no_stop_trim: true, vLLM "
         "include_stop_str_in_output: true, and skip_special_tokens: false"
     ),
     PostProcessingKind.SPECIAL_TOKENS_STRIPPED: (
-        "the sampled tokens are right; to have them all in the text: skip_special_tokens: false (and SGLang "
+        "the sampled tokens are correct; to include all of them in the text: skip_special_tokens: false (and SGLang "
         "no_stop_trim: true)"
     ),
     PostProcessingKind.PREFIX_TRUNCATED: (
-        "do not cut the text: give the string to cut at as stop string, with SGLang no_stop_trim: true or vLLM "
+        "do not cut the text: pass the string to cut at as a stop string, with SGLang no_stop_trim: true or vLLM "
         "include_stop_str_in_output: true, so that the server samples nothing after it"
     ),
     PostProcessingKind.SUFFIX_ADDED: (
-        "keep the raw text; what is added was not sampled: append its tokens as an observation, with loss_mask 0. A "
-        "stop string that is put back belongs in the raw text: SGLang no_stop_trim: true, vLLM "
+        "keep the raw text; the added text was not sampled: append its tokens as an observation, with loss_mask 0. "
+        "A stop string that is added back belongs in the raw text: SGLang no_stop_trim: true, vLLM "
         "include_stop_str_in_output: true"
     ),
     PostProcessingKind.PREFIX_REMOVED: (
-        "keep the raw text for training and for the next turn; take reasoning away only for display (start the server "
+        "keep the raw text for training and for the next turn; remove reasoning only for display (start the server "
         "without a reasoning parser, and do not strip the text)"
     ),
     PostProcessingKind.EDITED: "keep the raw text and the sampled ids; append the text of the environment",
     PostProcessingKind.UNDECIDABLE: (
-        "compare token ids, not text: have the server return them, and pass them on instead of the text"
+        "compare token ids, not text: make the server return them, and pass them on instead of the text"
     ),
 }
 
@@ -62,7 +62,7 @@ class PostProcessing:
 
     Attributes:
         kind: The class.
-        detail: What differs, with the text around it.
+        detail: The difference, with the text around it.
     """
 
     kind: PostProcessingKind
@@ -70,7 +70,7 @@ class PostProcessing:
 
     @property
     def cure(self) -> str:
-        """Fix in the agent's loop, empty if none is needed."""
+        """The fix in the agent's loop; empty if none is needed."""
         return _CURES[self.kind]
 
     @property
@@ -85,18 +85,19 @@ def detect_post_processing(
 ) -> PostProcessing:
     """Determine how ``response_text`` follows from the text of the sampled tokens.
 
-    The first of these that explains the whole text: nothing was done; the server left out the end (stop string or end
-    token) or special tokens; the text was cut, completed, or lost its beginning; anything else is an edit. Text that
-    two of the last explain, and text that differs only where a decoder decides, is undecidable.
+    Returns the first explanation of the whole text: no change; the server omitted the end (stop string or end token) or
+    special tokens; the text was cut, was extended, or lost its beginning; otherwise an edit. A text with two
+    explanations of the third group is undecidable. So is a text that differs only in characters that depend on the
+    decoder.
 
     Args:
-        generation: What was sampled.
-        response_text: The text that the agent went on with, or that was scored.
-        tokenizer: The server's.
-        stop: Stop strings of the request, where the server does not say which one matched.
+        generation: The sampled tokens.
+        response_text: The text that the agent used, or that was scored.
+        tokenizer: The server's tokenizer.
+        stop: Stop strings of the request, if the server does not report the matched one.
 
     Raises:
-        TypeError: ``response_text`` is no text.
+        TypeError: ``response_text`` is not a ``str``.
     """
     if not isinstance(response_text, str):
         raise TypeError(f"response_text must be a str, got {type(response_text).__name__}")
@@ -108,7 +109,7 @@ def detect_post_processing(
         plain.append((decoding, _trimmed(decoding, generation, tokenizer, stop)))
     for _, trimmed in plain:
         if response_text in trimmed:
-            detail = f"the text ends before or with {trimmed[response_text]}, the sampled tokens go on"
+            detail = f"the text ends before or with {trimmed[response_text]}, but the sampled tokens go on"
             return PostProcessing(kind=kinds.STOP_TRIMMED, detail=detail)
     stripped = []
     for decoding in _decodings(generation, tokenizer, skips_special=True):
@@ -116,26 +117,26 @@ def detect_post_processing(
         if response_text in (decoding.text, *stripped[-1][1]):
             return PostProcessing(kind=kinds.SPECIAL_TOKENS_STRIPPED, detail="special tokens are not in the text")
     whole = [decoding for decoding, _ in (*plain, *stripped)]
-    # The texts that something may have been added to, or removed from.
+    # The texts that may have been extended or shortened.
     bodies = {body for decoding, trimmed in (*plain, *stripped) for body in (decoding.text, *trimmed)}
     return _classify_change(response_text, whole, sorted(bodies, key=len, reverse=True))
 
 
 def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str]) -> PostProcessing:
     kinds = PostProcessingKind
-    # Servers that decode while they sample hold back a character until its last byte.
+    # Servers that decode during sampling hold back a character until its last byte.
     shown = [*bodies, *(decoding.whole_text for decoding in whole)]
     if any(text.replace(REPLACEMENT, "") == candidate.replace(REPLACEMENT, "") for candidate in shown):
-        detail = "the text differs only where bytes are no whole character: the decoder omits them, or an agent"
+        detail = "the text differs only in bytes of incomplete characters, which the decoder or an agent omits"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     begins = (sampled for decoding in whole for sampled in (decoding.text, decoding.whole_text))
     cut = next((sampled for sampled in begins if sampled.startswith(text)), None)
     removed = next((body for body in bodies if text and body.endswith(text)), None)
     if cut is not None and text.endswith(REPLACEMENT):
-        detail = "the text was cut where bytes are no whole character: which token that is depends on the decoder"
+        detail = "the text was cut inside an incomplete character: the token of the cut depends on the decoder"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     if cut is not None and removed:
-        detail = f"{_show(text)} is both how the sampled text begins and how it ends"
+        detail = f"the sampled text both begins and ends with {_show(text)}"
         return PostProcessing(kind=kinds.UNDECIDABLE, detail=detail)
     if cut is not None:
         end = text if len(text) <= 40 else f"…{text[-40:]}"
@@ -149,7 +150,7 @@ def _classify_change(text: str, whole: Sequence[_Decoding], bodies: Sequence[str
             return PostProcessing(kind=kinds.SUFFIX_ADDED, detail=f"{_show(text[len(body) :])} was not sampled")
     num_equal = ((sum(takewhile(bool, map(operator.eq, text, each.text))), each.text) for each in whole)
     position, closest = max(num_equal)
-    shown_there = f"{_show(closest[position:])} was sampled, the text has {_show(text[position:])}"
+    shown_there = f"{_show(closest[position:])} was sampled, but the text has {_show(text[position:])}"
     return PostProcessing(kind=kinds.EDITED, detail=f"the first difference is at character {position}: {shown_there}")
 
 
@@ -158,10 +159,10 @@ def _show(text: str) -> str:
 
 
 class _Decoding:
-    """Sampled tokens as text, in one of the ways in which servers decode.
+    """Sampled tokens as text, decoded in one of the ways of servers.
 
-    With ``context``, ids before the sampled ones, the tokens are decoded behind it, as servers do that decode while
-    they sample: some decoders drop the space that a text begins with.
+    With ``context``, ids before the sampled ids, the tokens are decoded after it, like in servers that decode during
+    sampling. Some decoders drop the space at the beginning of a text.
     """
 
     def __init__(self, ids: list[int], tokenizer: Tokenizer, *, skips_special: bool, context: Sequence[int]) -> None:
@@ -173,14 +174,14 @@ class _Decoding:
         self.text = decoded[len(self._context_text) :]
 
     def without_last(self, num_tokens: int) -> str:
-        """The text of all but the last ``num_tokens``."""
+        """The text without the last ``num_tokens`` tokens."""
         ids = self._ids[: len(self._ids) - num_tokens]
         return self._decode([*self._context, *ids])[len(self._context_text) :]
 
     @cached_property
     def whole_text(self) -> str:
-        """The text without a last character that was cut."""
-        # It has at most four bytes.
+        """The text without an incomplete last character."""
+        # A character has at most four bytes.
         texts = (self.without_last(n) for n in range(min(4, len(self._ids) + 1)))
         return next((text for text in texts if not text.endswith(REPLACEMENT)), self.text)
 
@@ -189,7 +190,7 @@ class _Decoding:
 
 
 def _decodings(generation: Generation, tokenizer: Tokenizer, *, skips_special: bool) -> Iterator[_Decoding]:
-    """The decodings with different texts, alone first, then behind the end of the prompt."""
+    """The decodings with different texts, first alone, then after the end of the prompt."""
     alone = _Decoding(generation.sampled_ids, tokenizer, skips_special=skips_special, context=())
     yield alone
     context = generation.prompt_ids[-8:]
@@ -199,7 +200,7 @@ def _decodings(generation: Generation, tokenizer: Tokenizer, *, skips_special: b
 
 
 def _trimmed(decoding: _Decoding, generation: Generation, tokenizer: Tokenizer, stop: Sequence[str]) -> dict[str, str]:
-    """The texts that a server may have returned without the end, and what each of them ends at."""
+    """The texts without the end that a server may have returned, and the end of each."""
     if generation.finish_reason == "length" or not generation.sampled_ids:
         return {}
     trimmed = {}
@@ -211,7 +212,7 @@ def _trimmed(decoding: _Decoding, generation: Generation, tokenizer: Tokenizer, 
         trimmed[without_last] = f"the end token {last}"
     for string in [match] if isinstance(match, str) else (stop if match is None else ()):
         position = decoding.text.find(string)
-        # The server stops at the token that completes it.
+        # The server stops at the token that completes the stop string.
         if position >= 0 and string not in without_last:
             for end in (position, position + len(string)):
                 trimmed[decoding.text[:end]] = f"the stop string {string!r}"

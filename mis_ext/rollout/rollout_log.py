@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of calls of inference servers: JSON lines, plain or compressed with gzip, a call a line.
+"""Logs of calls of inference servers: JSON lines, plain or compressed with gzip, one call per line.
 
-Below: what is in them, by class: of a conversation, and summed over all of them to a verdict.
+Also counts of their contents by class, per conversation and in total, and a verdict.
 
 | key of a line | |
 |---|---|
@@ -56,7 +56,7 @@ READERS: dict[str, Callable[..., Generation]] = {
     "vllm-completions": read_vllm_completions,
 }
 """The formats of a line, and the reader of each."""
-# What may be absent has the type that it must have otherwise.
+# The types of the keys; some of them may be absent.
 _TYPES = {"conversation": str, "request_id": str, "text": str, "choice": int}
 
 
@@ -68,11 +68,11 @@ class Line(NamedTuple):
     content: bytes
 
     def parse(self) -> dict[str, Any]:
-        """The call that it holds, else a ``ValueError``; its request and response are not looked into."""
+        """The call in the line, else a ``ValueError``. Its request and response are not checked."""
         try:
             row = json.loads(self.content)
         except json.JSONDecodeError as error:
-            raise ValueError(f"no JSON: {error.msg} at character {error.pos}") from error
+            raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from error
         if not isinstance(row, dict):
             raise ValueError(f"a line must be an object, got a {type(row).__name__}")
         check_known("keys", row, {"format", "request", "response", *_TYPES})
@@ -80,7 +80,7 @@ class Line(NamedTuple):
         if missing:
             raise ValueError(f"{' and '.join(missing)} missing")
         for key, kind in _TYPES.items():
-            # True is an int and no choice.
+            # True is an int, but not a choice.
             if key in row and type(row[key]) is not kind and (row[key] is not None or key == "conversation"):
                 raise ValueError(f"{key} must be of type {kind.__name__}, got {row[key]!r:.80}")
         check_choice("format", row["format"], READERS)
@@ -89,7 +89,7 @@ class Line(NamedTuple):
 
 def read_call(row: Mapping[str, Any]) -> Generation:
     """Read the input and the sampled output of a call, and check all ids of the prompt."""
-    # A response of SGLang's /generate is one sample.
+    # A response of SGLang's /generate has one sample.
     keys = ("request_id",) if row["format"] == "sglang" else ("request_id", "choice")
     generation = READERS[row["format"]](row["request"], row["response"], **{key: row.get(key) for key in keys})
     Field(value=generation.prompt_ids, path="prompt_ids", request_id=generation.request_id).token_ids()
@@ -101,16 +101,16 @@ _SHOWN = ("earlier", "later", "position", "expected_id", "found_id", "expected_t
 
 
 class LogReport:
-    """The sums over conversations; one of each class is kept as an example.
+    """Counts over conversations, with one example per class.
 
-    ``refused`` are the lines that hold no call, and the responses that prove no sample, by the name of the error;
-    ``boundaries`` are those of all calls but the first that were read; ``texts`` is how the text of each response
-    compares with its sampled ids; ``policy_errors`` are the conversations that the policy refuses.
+    ``refused``: lines without a call, and responses that prove no sample, by the name of the error. ``boundaries``:
+    those of all read calls except the first. ``texts``: the relation of each response's text to its sampled ids.
+    ``policy_errors``: conversations that the policy refuses.
 
     Args:
         files: The logs.
-        tokenizer: Tells the text of ids; None leaves texts unchecked.
-        policy: What is trained under it is built; None builds nothing. The classes do not depend on it.
+        tokenizer: Decodes ids; None leaves texts unchecked.
+        policy: The policy for which training samples are built; None builds none. The classes do not depend on it.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class LogReport:
         self._refused, self._boundaries, self._texts, self._policy_errors = (_Table() for _ in range(4))
 
     def read(self) -> dict[str, list[Line]]:
-        """The lines of each conversation, in the order of their first calls; lines that hold no call are counted.
+        """The lines of each conversation, in the order of their first calls; lines without a call are counted.
 
-        The lines are kept as they are: decoded, all of them at once would need many times the memory.
+        The lines are not decoded here: decoded, they would need many times the memory.
         """
         conversations: dict[str, list[Line]] = {}
         for path in self._files:
@@ -138,15 +138,15 @@ class LogReport:
                         holds_nothing, line = False, Line(str(path), number, content)
                         try:
                             conversations.setdefault(line.parse()["conversation"], []).append(line)
-                        # Nesting beyond what Python's stack holds is a RecursionError.
+                        # Nesting beyond Python's stack limit is a RecursionError.
                         except (ValueError, RecursionError) as error:
                             self._refuse_line(path, number, str(error))
                 except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    # What came before is worth a report; a log that is being written ends like this.
+                    # Earlier lines are still reported; a log that is being written ends like this.
                     holds_nothing = False
                     self._refuse_line(path, number + 1, f"the rest cannot be decompressed: {error}")
             if holds_nothing:
-                self._refuse_line(path, number + 1, "the file holds no call")
+                self._refuse_line(path, number + 1, "the file has no call")
         return conversations
 
     def _refuse_line(self, path: Path, line: int, reason: str) -> None:
@@ -154,9 +154,9 @@ class LogReport:
         self._refused.add("LogLineError", False, example)
 
     def add(self, lines: Iterable[Line]) -> tuple[TrainingSample, ...]:
-        """Count one more conversation; returns what is trained under the policy.
+        """Count one more conversation; return its training samples under the policy.
 
-        A refused call is omitted, and the next one compared with the calls before it.
+        A refused call is omitted. The next call is compared with the calls before it.
         """
         self._counts["conversations"] += 1
         generations: list[Generation] = []
@@ -213,7 +213,7 @@ class LogReport:
         reasons = {
             "nothing was measured: no sampled token could be read": not self._counts["sampled_tokens"],
             f"{refused.failing} lines or responses were refused": refused.failing,
-            f"{boundaries.failing} of {boundaries.total} turn boundaries have other ids": boundaries.failing,
+            f"{boundaries.failing} of {boundaries.total} turn boundaries have different ids": boundaries.failing,
             f"{texts.failing} of {texts.total} texts are not the text of the sampled ids": texts.failing,
             f"{unchecked} texts were not compared with the sampled ids: give --tokenizer": unchecked,
             f"{errors.failing} conversations are refused by policy {self._policy}": errors.failing,
@@ -221,7 +221,7 @@ class LogReport:
         return [reason for reason, holds in reasons.items() if holds]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ``passed`` included, as plain values that JSON can hold."""
+        """All results, including ``passed``, as values for JSON."""
         metrics, reasons = self._metrics, self.reasons()
         policy = {
             "name": self._policy,
@@ -244,7 +244,7 @@ class LogReport:
 
 
 class _Table:
-    """Counts by class, with the first as an example."""
+    """Counts by class, with the first element as an example."""
 
     def __init__(self) -> None:
         self._classes: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters of a request, and the changes that a server makes to them before it samples.
 
-The changes were read in the sources of SGLang 0.5.23 and vLLM 0.32.0.
+The changes are those in the sources of SGLang 0.5.23 and vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS: dict[str, tuple[float, float, float]] = {
     "frequency_penalty": (0.0, -2.0, 2.0),
     "presence_penalty": (0.0, -2.0, 2.0),
 }
-# What each penalty does to the logits of tokens that are in the text so far.
+# The effect of each penalty on the logits of tokens in the text so far.
 PENALTIES = {
     "repetition_penalty": "it scales the logits of tokens that occur in the {} by their sign",
     "frequency_penalty": "it lowers logits by the count of each token sampled so far",
@@ -32,12 +32,12 @@ PENALTIES = {
 }
 _RETURN_KEPT = "return_top_p_token_ids"
 
-# Each forbids tokens according to what was sampled before, by a grammar, by a list, or by code of the user.
+# These keys forbid tokens depending on earlier tokens, by a grammar, a list, or code of the user.
 _GRAMMARS = (
     *("json_schema", "regex", "ebnf", "structural_tag", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
 )
-# An empty object is one of these too: it asks for any JSON, and for nothing but JSON.
+# For these keys an empty object is a grammar too: it allows any JSON, and nothing but JSON.
 _SCHEMAS = ("json_schema", "guided_json")
 _PROCESSORS = (
     *("min_new_tokens", "min_tokens", "allowed_token_ids", "bad_words", "thinking_token_budget"),
@@ -45,7 +45,7 @@ _PROCESSORS = (
     "trace_decode_token_ids",
 )
 
-# Say when to stop, what to return, or what the prompt is: no token becomes more or less probable.
+# These keys define when to stop, what to return, or the prompt. They do not change probabilities.
 _HARMLESS = frozenset(
     (
         *("n", "seed", "sampling_seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "stop"),
@@ -63,13 +63,13 @@ _HARMLESS = frozenset(
         *("continue_final_message", "separate_reasoning", "return_hidden_states", "return_routed_experts"),
     )
 )
-# Where these tools may be a grammar.
+# Conditions under which these tools may become a grammar.
 _DOUBTFUL_TOOLS: dict[Server, str] = {
-    "sglang": "tools: a grammar is made of them where SGLANG_TOOL_STRICT_LEVEL is above 0",
-    "vllm": "tools: a grammar is made of them under --tool-strict-level, or if the tool parser wants one",
+    "sglang": "tools: they become a grammar if SGLANG_TOOL_STRICT_LEVEL is above 0",
+    "vllm": "tools: they become a grammar with --tool-strict-level, or if the tool parser requires it",
 }
-# What chat and completions read from the model's generation_config.json (get_default_sampling_params of SGLang 0.5.23,
-# get_diff_sampling_param of vLLM 0.32.0), and the flag that stops it.
+# Keys that chat and completions read from the model's generation_config.json (get_default_sampling_params of SGLang
+# 0.5.23, get_diff_sampling_param of vLLM 0.32.0), and the flag that disables this.
 _DEFAULTS: dict[Server, tuple[tuple[str, ...], str]] = {
     "sglang": (("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), "--sampling-defaults openai"),
     "vllm": (
@@ -84,19 +84,19 @@ class SamplingParameters:
     """Parameters that change the probability of a token; the defaults change nothing.
 
     Attributes:
-        temperature: Divides the logits; 0 takes the most probable token.
+        temperature: Divides the logits; 0 selects the most probable token.
         top_p: Keep the most probable tokens up to this mass, in (0, 1].
-        top_k: Keep so many of the most probable tokens; None keeps all.
+        top_k: Keep this number of most probable tokens; None keeps all.
         min_p: Keep tokens of at least this share of the largest probability, in [0, 1].
-        logit_bias: What is added to the logits, by token id.
+        logit_bias: Values that are added to the logits, by token id.
         penalties: ``name=value`` of each penalty for repeating tokens.
         grammars: ``name=value`` of each grammar or schema that the text must follow.
-        processors: ``name=value`` of everything else that forbids tokens or changes logits.
+        processors: ``name=value`` of all other keys that forbid tokens or change logits.
         returns_kept_ids: slime's ``custom_params.return_top_p_token_ids``: its SGLang then returns the kept ids, and
-            log-probs that are renormalised over them.
-        unknown: Keys of the request of which nothing is known here.
-        offers_tools: The model may call a tool, and the server may make a grammar of the tools.
-        doubts: What the request leaves to flags of the server, a line each.
+            log-probs renormalised over them.
+        unknown: Unknown keys of the request.
+        offers_tools: The model may call a tool, and the server may create a grammar from the tools.
+        doubts: Settings that depend on flags of the server, one line each.
     """
 
     temperature: float = 1.0
@@ -114,25 +114,25 @@ class SamplingParameters:
 
     @classmethod
     def from_request(cls, request: Mapping[str, Any], *, server: Server) -> SamplingParameters:
-        """Return the parameters of the server after all that it changes in this request.
+        """Return the parameters that the server uses for this request.
 
-        An absent or null key has its neutral value here, and in an OpenAI-style request it is a doubt: send all of
-        temperature, top_p, top_k, min_p and repetition_penalty, or turn the model's defaults off (SGLang
+        An absent or null key has its neutral value here. In an OpenAI-style request it is also a doubt: send all of
+        temperature, top_p, top_k, min_p and repetition_penalty, or disable the model's defaults (SGLang
         ``--sampling-defaults openai``, vLLM ``--generation-config vllm``).
 
         Args:
-            request: The decoded JSON: a body of any endpoint, or the ``sampling_params`` of one alone.
-            server: The server that it was sent to.
+            request: The decoded JSON: a body of any endpoint, or only its ``sampling_params``.
+            server: The server of the request.
 
         Raises:
-            ValueError: A value outside its range.
-            TypeError: A value of another type.
+            ValueError: A value is outside its range.
+            TypeError: A value has a wrong type.
         """
         check_choice("server", server, get_args(Server))
-        # None: the sampling parameters came without the body around them.
+        # None: only the sampling parameters are given, without the body.
         api = "openai" if "messages" in request or "prompt" in request else None
         around: dict[str, Any] = {}
-        # A chat has its parameters in the body itself: there the key is an unknown one.
+        # A chat has its parameters in the body itself, where this key is unknown.
         if "sampling_params" in request and "messages" not in request:
             around = {key: value for key, value in request.items() if key != "sampling_params" and value is not None}
             api, request = "generate", check_mapping("sampling_params", request["sampling_params"] or {})
@@ -158,13 +158,13 @@ class SamplingParameters:
             for key in _GRAMMARS
             if (given.get(key) or (key in _SCHEMAS and given.get(key) == {})) and given[key] != {"type": "text"}
         ]
-        # The server makes a grammar from the tools where the call is not left to the model.
+        # The server creates a grammar from the tools if the request forces a call.
         if given.get("tool_choice", "auto") not in ("auto", "none"):
             grammars.append(f"tool_choice={given['tool_choice']!r}")
         known = {*_NUMBERS, *_GRAMMARS, *_PROCESSORS, *_HARMLESS, "top_k", "logit_bias", "tool_choice", "custom_params"}
         unknown = {*map(str, given.keys() - known), *(f"custom_params.{key}" for key in custom)}
-        # SGLang's processors and adapters stand around the parameters. Whatever else stands there and not among these
-        # may be ignored, or may not: unless it says the same, it is as good as unknown.
+        # SGLang's processors and adapters are in the body, outside of the parameters. Other keys in the body may be
+        # ignored by the server. So they are unknown unless the parameters have the same value.
         elsewhere = around.keys() - _HARMLESS - {*_PROCESSORS}
         unknown |= {str(key) for key in elsewhere if given.get(key) != around[key]}
         doubts: list[str] = []
@@ -208,7 +208,7 @@ class SamplingParameters:
 def _read_logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
-    # JSON has no integers as keys.
+    # Keys in JSON are strings.
     for key in value:
         if not str(key).isdecimal():
             raise ValueError(f"keys of logit_bias must be token ids, integers of at least 0, got {key!r}")
@@ -216,9 +216,9 @@ def _read_logit_bias(value: Any) -> dict[int, float]:
 
 
 def _tool_grammars(given: Mapping[str, Any], server: Server) -> list[str]:
-    """The grammars that a server makes of the offered tools, as with ``tool_choice: required``.
+    """The grammars that a server creates from the offered tools, as with ``tool_choice: required``.
 
-    Read in vLLM 0.32.0 (``DelegatingParser.adjust_request``) and SGLang 0.5.23
+    Sources: vLLM 0.32.0 (``DelegatingParser.adjust_request``) and SGLang 0.5.23
     (``FunctionCallParser.get_structure_constraint``).
     """
     functions = (tool.get("function") for tool in given["tools"] if isinstance(tool, Mapping))

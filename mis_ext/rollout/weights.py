@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _TIMEOUT_SECONDS = 3600.0
-# The server is one of ours: a proxy of the environment is for elsewhere.
+# The server is part of the run, so ignore proxies of the environment.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # A line of SGLang's comparison.
 _DIFFERENCE = re.compile(r"name=(\S+) max_abs_err=(\S+)")
@@ -23,11 +23,12 @@ _NO_BYTES = hashlib.sha256().hexdigest()
 
 
 class WeightDifference(NamedTuple):
-    """A tensor of the engine with other values than the trainer's.
+    """A tensor of the engine that differs from the trainer's.
 
     Attributes:
-        name: As the engine calls it; it joins some of the trainer's, such as q, k, and v.
-        max_abs_diff: Largest difference, infinite where a value is NaN. NaN: not measured, as vLLM compares checksums.
+        name: The name in the engine, which joins some of the trainer's tensors, such as q, k, and v.
+        max_abs_diff: Largest difference, infinite if a value is NaN. NaN if not measured, because vLLM compares
+            checksums.
     """
 
     name: str
@@ -35,28 +36,28 @@ class WeightDifference(NamedTuple):
 
 
 def compare_weights(engine: str, trainer: str | Path | Callable[[], object]) -> list[WeightDifference]:
-    """Compare the weights that an engine has with the trainer's, and leave the trainer's in the engine.
+    """Compare the weights of an engine with the trainer's. Afterwards the engine has the trainer's weights.
 
-    A check that new weights arrived (a version, a canary) says yes or no; this names the tensors that did not. The
-    engine remembers its weights, loses them, takes the trainer's by another way than the weight update that is in
-    doubt, and compares. Call it between two rollouts: requests meanwhile get wrong tokens.
+    A version or a canary shows only whether new weights arrived. This function names the tensors that did not. The
+    engine stores its weights, resets them, loads the trainer's weights in another way than the weight update under
+    test, and compares. Call it between two rollouts: requests during the call get wrong tokens.
 
-    It is the check that slime and Miles do at start with ``--check-weight-update-equal``: SGLang's
-    ``/weights_checker``; or vLLM's ``/weight_checker``, beside ``/collective_rpc`` of ``VLLM_SERVER_DEV_MODE=1``, which
-    vime sets. A tensor that the trainer's checkpoint lacks is named too. It has lost its values: restart the engine.
+    It is the startup check of slime and Miles with ``--check-weight-update-equal``: SGLang's ``/weights_checker``; or
+    vLLM's ``/weight_checker`` with ``/collective_rpc`` of ``VLLM_SERVER_DEV_MODE=1``, which vime sets. A tensor that
+    the trainer's checkpoint lacks is named too. It has lost its values: restart the engine.
 
     Args:
-        engine: Address of one engine, such as ``http://10.0.0.1:30000``; not of a router.
+        engine: Address of one engine, such as ``http://10.0.0.1:30000``, not of a router.
         trainer: Folder with the trainer's weights as a Hugging Face checkpoint, which the engine can read under this
-            path. Or a function that sends all of them into the engine; it is called twice.
+            path. Or a function that sends all weights to the engine; it is called twice.
 
     Returns:
-        The tensors that differ, the largest difference first; nothing if all are equal. Weights of LoRA adapters that
-        the engine does not merge are not among them.
+        The tensors that differ, the largest difference first; empty if all are equal. Weights of unmerged LoRA adapters
+        are not checked.
 
     Raises:
-        ConnectionError: The engine does not answer, or refuses a request; the message has its words.
-        ValueError: Kernels of the engine have taken its weights into a form of their own, as in vLLM on a CPU.
+        ConnectionError: The engine does not respond, or refuses a request; the message has its response.
+        ValueError: The engine has packed its weights for kernels, as vLLM does on a CPU.
     """
     address = engine.rstrip("/")
     status, said = _post(f"{address}/weights_checker", {"action": "snapshot"})
@@ -79,21 +80,21 @@ def compare_weights(engine: str, trainer: str | Path | Callable[[], object]) -> 
         else:
             _expect(f"{address}/update_weights_from_disk", {"model_path": str(trainer)})
 
-    # Once before there is anything to lose.
+    # Load once before the reset, to find errors early.
     load()
     _expect(checker, {"action": "reset" if is_vllm else "reset_tensors"})
     load()
     if is_vllm:
         mismatches = _expect(checker, {"action": "compare", "baseline": baseline}, "mismatches")
-        # Behind the ranks.
+        # The name follows the rank.
         return [WeightDifference(name, math.nan) for name in sorted({each.rpartition(":")[2] for each in mismatches})]
     status, said = _post(checker, {"action": "compare"})
     found = [(name, float(largest)) for name, largest in _DIFFERENCE.findall(str(said.get("message")))]
-    # A NaN has no place in an order.
+    # A NaN cannot be sorted.
     found = [(name, math.inf if math.isnan(largest) else largest) for name, largest in found]
     if status != 200 and not found:
         raise _refused(checker, said)
-    # Of a tensor that several ranks name, the last counts.
+    # If several ranks report a tensor, use the largest difference.
     by_size = sorted(dict(sorted(found, key=itemgetter(1))).items(), key=itemgetter(1), reverse=True)
     return [WeightDifference(*each) for each in by_size]
 
@@ -122,7 +123,7 @@ def _post(url: str, payload: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         with error:
             status, text = error.code, error.read()
     except OSError as error:
-        raise ConnectionError(f"{url}: no answer: {error}") from error
+        raise ConnectionError(f"{url}: no response: {error}") from error
     try:
         said = json.loads(text or b"{}")
     except json.JSONDecodeError:

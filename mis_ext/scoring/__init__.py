@@ -3,7 +3,7 @@
 
 From hidden states, without logits: :mod:`mis_ext.scoring.hidden`.
 
-The arithmetic is written twice: in :mod:`mis_ext.scoring.chunked`, and fused in :mod:`mis_ext.scoring.triton_backend`.
+There are two implementations: :mod:`mis_ext.scoring.chunked`, and fused :mod:`mis_ext.scoring.triton_backend`.
 """
 
 from mis_ext.scoring.hidden import score_hidden

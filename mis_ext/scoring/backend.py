@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of Triton kernels or PyTorch operations for a device.
 
-Triton kernels run on a GPU where Triton imports. ``MIS_EXT_BACKEND=eager`` or ``triton`` decides instead; a choice that
-is not available is an error.
+Triton kernels run on a GPU if Triton can be imported. ``MIS_EXT_BACKEND=eager`` or ``triton`` overrides this. A backend
+that is not available is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OLDEST_TRITON = (3, 4)
 
 
 def wants_triton(device: torch.device) -> bool:
-    """True if Triton kernels compute for tensors on ``device``."""
+    """True if Triton kernels are used for tensors on ``device``."""
     wanted = os.environ.get(VARIABLE)
     if wanted is not None:
         check_choice(VARIABLE, wanted, BACKENDS)

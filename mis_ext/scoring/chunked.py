@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both passes in PyTorch operations, a few rows at a time: the memory on top does not grow with the logits.
+"""Both passes in PyTorch operations, a few rows at a time. The extra memory does not grow with the logits.
 
 See :class:`~mis_ext.scoring.passes.Backend`.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_ext.scoring.passes import Coefficients, RowSums, Targets, unpacked
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits at a time."""
+"""Number of logits per chunk."""
 
 
 def row_sums(logits_NV: Tensor, targets: Targets, out: Tensor, *, scale: float, with_product: bool) -> None:
@@ -54,7 +54,7 @@ def _sums(rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, *, scale: f
     highest_T, weight_TV, below_TV = _weights(rows_TV, scale)
     product_T = kept_highest_T = kept_total_T = None
     if with_product:
-        # A weight of 0 has a logit of -inf, or one so low that it makes no difference.
+        # A weight of 0 has a logit of -inf, or a negligible one.
         product_T = torch.where(weight_TV == 0.0, 0.0, weight_TV * below_TV).sum(-1)
     if kept_TV is not None:
         kept_highest_T, kept_weight_TV, _ = _weights(rows_TV.masked_fill(~kept_TV, -torch.inf), scale)
@@ -67,11 +67,11 @@ def _sums(rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, *, scale: f
 
 
 def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The highest logit, what each contributes to the sum over it, and how far each lies below it."""
+    """The highest logit, each logit's term of the sum relative to it, and each logit's distance below it."""
     if rows_TV.shape[-1] == 0:
         return rows_TV.new_full((len(rows_TV),), -torch.inf), rows_TV, rows_TV
     highest_T = rows_TV.amax(-1)
-    # Without a finite logit there is nothing to measure from: a part of a vocabulary then adds 0.
+    # Without a finite logit there is no reference: this part of the vocabulary then adds 0.
     below_TV = rows_TV - torch.where(highest_T == -torch.inf, 0.0, highest_T).unsqueeze(-1)
     return highest_T, (below_TV * scale).exp(), below_TV
 
@@ -79,7 +79,7 @@ def _weights(rows_TV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
 def _logit_gradient(
     rows_TV: Tensor, column_T: Tensor, kept_TV: Tensor | None, of_rows: Coefficients, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the scaled logits, which the caller multiplies by ``scale``; and which rows ``[T, 1]`` have one.
+    """The gradient of the scaled logits, which the caller multiplies by ``scale``, and bool ``[T, 1]``: is it needed.
 
     ``g (1[v = t] - p_v)`` from the log-prob of token ``t``, and ``-h p_v (log p_v + H)`` from the entropy, with
     ``p = softmax(scale z)``: see :mod:`mis_ext.scoring.scores`.
@@ -114,7 +114,7 @@ def _log_shares(rows_TV: Tensor, highest_T: Tensor, log_total_T: Tensor, scale: 
 
 
 def _kept(targets: Targets, tokens: Tensor | slice, column_T: Tensor) -> Tensor | None:
-    """``[T, V]``: the kept columns of some tokens, each among its own; None for all."""
+    """``[T, V]``: the kept columns of some tokens, including their own; None for all."""
     if targets.bits_TC is None:
         return None
     kept_TV = unpacked(targets.bits_TC[tokens], targets.num_columns)
@@ -122,7 +122,7 @@ def _kept(targets: Targets, tokens: Tensor | slice, column_T: Tensor) -> Tensor 
 
 
 def _columns(targets: Targets) -> Tensor:
-    """``[T]``: this rank's column of each token, -1 where it has none."""
+    """``[T]``: the column of each token on this rank, -1 if it has none."""
     column_T = targets.token_T - targets.first
     return torch.where((column_T >= 0) & (column_T < targets.num_columns), column_T, -1)
 
@@ -133,10 +133,10 @@ def _parts(num_rows: int, logits_NV: Tensor) -> Iterator[slice]:
 
 
 def slices(number: int, size: int) -> Iterator[slice]:
-    """So many at a time; at least one part, of none."""
+    """Slices of ``size`` elements; at least one slice, which may be empty."""
     return (slice(begin, min(begin + size, number)) for begin in range(0, max(number, 1), size))
 
 
 def accumulated(operand: Tensor) -> torch.dtype:
-    """The dtype of sums: float32, of float64 that."""
+    """The dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(operand.dtype, torch.float32)

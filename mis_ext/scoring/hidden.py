@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy of tokens from hidden states and the weight of the head: the logits are never all there.
+"""Log-probs and entropy of tokens from hidden states and the weight of the head, without all logits in memory.
 
-:mod:`mis_ext.scoring.scores` says how three sums over a row of logits give log-prob, entropy and their gradient. A part
-of a row adds its own three sums, as the part of a tensor-parallel rank does. So here a tile of logits, some tokens by
-some columns, is made by one matrix product, read once, and its memory used for the next. The backward pass makes each
-tile again, turns it into its gradient, and multiplies that by the weight and by the hidden states: four products of the
-head in all, where a loss from logits has three. Of few tokens, tiles stay for the backward pass.
+:mod:`mis_ext.scoring.scores` explains how three sums over a row of logits give log-prob, entropy and their gradient. A
+part of a row adds its own three sums, like the part of a tensor-parallel rank. So one matmul computes a tile of logits
+(some tokens by some columns), which is read once, and the next tile reuses its memory. The backward pass computes each
+tile again, replaces it by its gradient, and multiplies this by the weight and by the hidden states. The head needs four
+matmuls in total; a loss from logits needs three. With few tokens, tiles are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -56,43 +56,43 @@ def score_hidden(
 ) -> Scores:
     """Score tokens from the logits ``hidden @ weight.T``, one tile at a time.
 
-    Logits are float32, and so is what is added up over tiles, for operands of any dtype (float64 for float64); the
-    gradient of a logit is rounded to their dtype before it is multiplied. If the incoming gradients of a token are both
-    0, nothing of its hidden state reaches a gradient. Tensor-parallel ranks exchange a few numbers per token in the
-    forward pass, and in the backward pass the gradient of the hidden states of the tokens, each once.
+    Logits and sums over tiles are float32 for operands of any dtype (float64 for float64). The gradient of a logit is
+    rounded to the dtype of the operands before it is multiplied. If both incoming gradients of a token are 0, its
+    hidden state does not affect any gradient. Tensor-parallel ranks exchange a few numbers per token in the forward
+    pass, and the gradient of the hidden states of the tokens in the backward pass, each once.
 
-    If a tile of all tokens is small (of 151,936 columns some 2,200 tokens, of 18,992 some 3,500), tiles stay for the
-    backward pass: of each call up to 512 MiB on a GPU, of float64 a GiB, also where a checkpoint computes it again.
+    If a tile of all tokens is small (about 2,200 tokens with 151,936 columns, 3,500 with 18,992), tiles are kept for
+    the backward pass: up to 512 MiB per call on a GPU, or 1 GiB in float64, also if a checkpoint recomputes the call.
 
     Args:
-        hidden: ``[..., E]``, what the head is applied to.
+        hidden: ``[..., E]``, the input of the head.
         weight: ``[V, E]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
-        token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
-        row_T: ``[T]``, which hidden state scores each token. They are numbered over all leading dimensions. One twice
-            has no gradient: then the backward pass fails. None: each, in order. Others are not read, and their gradient
-            is 0.
-        temperature: The logits are divided by it.
-        entropy: ``gradient``: it carries gradient. ``value``: it does not. ``none``: it is not computed.
+        token_T: ``[T]``, ids in the whole vocabulary; an id outside has log-prob -inf.
+        row_T: ``[T]``, the index of the hidden state that scores each token, over all leading dimensions. With a
+            duplicate index the backward pass fails. None: all, in order. Other hidden states are not read, and their
+            gradient is 0.
+        temperature: The divisor of the logits.
+        entropy: ``gradient``: with gradient. ``value``: without gradient. ``none``: not computed.
         kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
             columns, the entropy over all columns.
-        vocab_size: Columns from this one on are padding, which is not computed. None: there is no padding.
+        vocab_size: Columns starting at this index are padding, which is not computed. None: there is no padding.
         bias: ``[V]``, of the head.
-        logit_scale: What the logits, with their bias, are multiplied by (Cohere, Granite).
-        soft_cap: Then the logits ``x`` become ``soft_cap tanh(x / soft_cap)`` (Gemma 2). None: they do not.
+        logit_scale: The factor of the logits with their bias (Cohere, Granite).
+        soft_cap: The logits ``x`` become ``soft_cap tanh(x / soft_cap)`` (Gemma 2). None: no cap.
         tp_group: The tensor-parallel ranks; None for one. Each has the same hidden states, whose gradient is summed.
         tp_rank: This rank among them.
         sequence_parallel: Each rank has its part of the hidden states, in rank order. They are gathered, in both
             passes, and each rank gets the gradient of its part. ``row_T`` counts over all parts.
-        gradient_accumulation_fusion: The gradient of the weight is added to ``weight.main_grad``, as Megatron-Core's
-            flag of this name has it.
+        gradient_accumulation_fusion: Add the gradient of the weight to ``weight.main_grad``, like Megatron-Core's flag
+            of this name.
 
     Raises:
         ValueError: A setting is out of range, or shapes do not fit.
-        TypeError: Hidden states and weight are no floats of one dtype (autocast casts neither), or ``token_T`` and
-            ``row_T`` no integers.
-        RuntimeError: Another tensor-parallel rank refused something or had no memory for it. It can say so only in a
-            message of the size of theirs: ``token_T``, ``entropy``, whether there is a ``kept``, and with
-            ``sequence_parallel`` the shape of ``hidden`` must be those of the others, as in any collective.
+        TypeError: Hidden states and weight are not floats of the same dtype (autocast casts neither), or ``token_T`` or
+            ``row_T`` are not integers.
+        RuntimeError: Another tensor-parallel rank refused an argument or ran out of memory. It can report this only in
+            a message of the same size. So ``token_T``, ``entropy``, whether ``kept`` is given, and with
+            ``sequence_parallel`` the shape of ``hidden`` must be equal on all ranks, as in any collective.
 
     References:
         Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009.
@@ -108,14 +108,16 @@ def score_hidden(
         _check_head(hidden_NE, weight, bias)
         check_targets(token_T, row_T, kept, num_rows=num_states, rows="hidden states", device=hidden.device)
         if sequence_parallel and tp_group is None:
-            raise ValueError("sequence_parallel must be False where tp_group is None: nothing is gathered, got True")
+            raise ValueError(
+                "sequence_parallel must be False if tp_group is None, because nothing is gathered, got True"
+            )
         check_part(len(weight), "rows of weight", vocab_size=vocab_size, tp_group=tp_group, tp_rank=tp_rank)
         parameter = weight if gradient_accumulation_fusion and weight.requires_grad else None
         _check_main_grad(parameter)
         backend = choose_backend(hidden_NE)
         targets = Targets.of_rank(token_T, row_T, width=len(weight), tp_rank=tp_rank, vocab_size=vocab_size)
     use = _Use(
-        # A scale without a cap is a temperature.
+        # A scale without a cap is part of the temperature.
         temperature=float(temperature) / (logit_scale if soft_cap is None else 1.0),
         logit_scale=float(logit_scale),
         soft_cap=soft_cap,
@@ -159,16 +161,20 @@ def _check_head(hidden_NE: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if values is not None and values.dtype != hidden_NE.dtype:
             hint = ""
             if torch.is_autocast_enabled(hidden_NE.device.type):
-                hint = f"; autocast casts neither: give {name}.to(hidden.dtype)"
-            raise TypeError(f"{name} is {values.dtype}, hidden {hidden_NE.dtype}: both must have one dtype{hint}")
+                hint = f"; autocast casts neither: pass {name}.to(hidden.dtype)"
+            raise TypeError(
+                f"{name} is {values.dtype}, but hidden is {hidden_NE.dtype}: both must have the same dtype{hint}"
+            )
         if values is not None and values.device != hidden_NE.device:
-            raise ValueError(f"{name} is on {values.device}, hidden on {hidden_NE.device}")
+            raise ValueError(f"{name} is on {values.device}, but hidden is on {hidden_NE.device}")
     if weight.ndim != 2 or weight.shape[1] != hidden_NE.shape[1]:
-        raise ValueError(f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}] as hidden is wide")
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, must be [V, {hidden_NE.shape[1]}], the width of hidden"
+        )
     if 0 in weight.shape:
         raise ValueError(f"weight has shape {list(weight.shape)}: neither V nor E may be 0")
     if bias is not None and bias.shape != (len(weight),):
-        raise ValueError(f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}; bias is [V]")
+        raise ValueError(f"bias has shape {list(bias.shape)}, and weight has {list(weight.shape)}; bias must be [V]")
 
 
 def _check_main_grad(parameter: Tensor | None) -> None:
@@ -194,7 +200,7 @@ class _Head(NamedTuple):
     cap: float | None
 
     def logits(self, rows_NE: Tensor, columns: slice, out_NV: Tensor) -> None:
-        """Write a tile of them."""
+        """Write a tile of logits."""
         multiply(rows_NE, self.weight_VE[columns].t(), out_NV)
         if self.bias_V is not None:
             out_NV += self.bias_V[columns]
@@ -249,7 +255,7 @@ class _Scored(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         whole_NE = _whole(hidden_NE, use)
         targets = Targets(token_T, row_T, *ctx.columns)
-        # Before the rest: also a rank that fails then has it, to say so.
+        # Allocate this first: a rank that fails later needs it to report the error.
         hidden_grad = whole_NE.new_empty(len(token_T), whole_NE.shape[1]) if wants_hidden else None
         try:
             gradients = _Gradients(
@@ -262,11 +268,11 @@ class _Scored(torch.autograd.Function):
                 targets.token_of_rows(len(whole_NE))
             with torch.autocast(hidden_NE.device.type, enabled=False):
                 head = _Head(weight_VE, bias_V, use.logit_scale, use.soft_cap)
-                # They are overwritten: a second backward pass makes all tiles again.
+                # The kept tiles are overwritten: a second backward pass computes all tiles again.
                 held, ctx.held = ctx.held, None
                 _add_gradients(head, whole_NE, targets, ctx.kept, slopes, use, held, gradients)
         except Exception:
-            # The other ranks must not wait, and not go on with a part of a gradient either.
+            # The other ranks must neither wait nor continue with a partial gradient.
             if hidden_grad is not None and use.tp_group is not None:
                 _sum_of_ranks(hidden_grad.fill_(torch.nan), row_T, len(whole_NE), use)
             raise
@@ -281,12 +287,12 @@ class _Scored(torch.autograd.Function):
 
 
 def _whole(hidden_NE: Tensor, use: _Use) -> Tensor:
-    """The hidden states of all ranks, where each has a part of them."""
+    """The hidden states of all ranks, if each has a part of them."""
     return gather_rows(hidden_NE, use.tp_group).flatten(0, 1) if use.sequence_parallel else hidden_NE
 
 
 def _sum_of_ranks(grad_TE: Tensor, row_T: Tensor | None, num_states: int, use: _Use) -> Tensor:
-    """``[N, E]``: the gradient of this rank's hidden states, from what each rank's columns add to that of tokens."""
+    """``[N, E]``: the gradient of this rank's hidden states, from the parts of all ranks for the tokens."""
     if not use.sequence_parallel:
         grad_TE = sum_of_states(grad_TE, use.tp_group)
     if row_T is not None:
@@ -298,7 +304,7 @@ def _sum_of_ranks(grad_TE: Tensor, row_T: Tensor | None, num_states: int, use: _
 
 
 class _Gradients(NamedTuple):
-    """Accumulators of gradients; None for one that is not needed."""
+    """Accumulators of gradients; None if a gradient is not needed."""
 
     hidden_TE: Tensor | None
     weight_VE: Tensor | None
@@ -309,13 +315,13 @@ class _Gradients(NamedTuple):
 def _row_sums(
     head: _Head, hidden_NE: Tensor, targets: Targets, kept: SortedColumns | None, use: _Use
 ) -> tuple[RowSums, Tensor | None]:
-    """``[W, T]`` each, over the ``W`` tiles of this rank's columns; and the last tiles, where some are held."""
+    """``[W, T]`` each, over the ``W`` tiles of this rank's columns; and the last tiles, if some are held."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
     num_held = 0 if head.cap is not None else tiles.held
     places = hidden_NE.new_empty(max(num_held, 1), tiles.tokens * tiles.columns, dtype=accumulated(hidden_NE))
     scale, with_product = 1.0 / use.temperature, use.entropy != "none"
     num_tokens, parts = len(targets.token_T), list(slices(targets.num_columns, tiles.columns))
-    # Rows of an even length are aligned alike: the kernels are compiled once for them.
+    # Rows of an even length have the same alignment, so kernels are compiled once for them.
     sums = hidden_NE.new_empty(6, len(parts), num_tokens + num_tokens % 2, dtype=torch.float64)[..., :num_tokens]
     for part in slices(num_tokens, tiles.tokens):
         rows_NE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
@@ -337,19 +343,19 @@ def _add_gradients(
     held: Tensor | None,
     out: _Gradients,
 ) -> None:
-    """Add ``Z W`` to the gradient of the states and ``Z^T h`` to that of the weight, ``Z`` being that of ``h W^T``."""
+    """Add ``Z W`` to the gradient of the states and ``Z^T h`` to that of the weight; ``Z``: gradient of ``h W^T``."""
     tiles = tiles_of(len(targets.token_T), targets.num_columns, hidden_NE)
     weight_VE, dtype, scale = head.weight_VE, accumulated(hidden_NE), 1.0 / use.temperature
     places = hidden_NE.new_empty(1, tiles.rows * tiles.columns, dtype=dtype) if held is None else held
     slope = hidden_NE.new_empty(tiles.tokens * tiles.columns)
     parts = list(slices(targets.num_columns, tiles.columns))
-    # Those that are held first: then their places are free for the others.
+    # Held tiles first: then the other tiles can use their memory.
     num_made = len(parts) - tiles.held
     order = [*range(num_made, len(parts)), *range(num_made)]
     for part in slices(len(targets.token_T), tiles.tokens):
         of_part = slopes.of_tokens(part)
         rows_TE = hidden_NE[part] if targets.row_T is None else hidden_NE.index_select(0, targets.row_T[part])
-        # A product with a slope of 0 would let a NaN through.
+        # A product with a slope of 0 would still pass on a NaN.
         rows_TE = torch.where(of_part.is_wanted().unsqueeze(-1), rows_TE, 0.0)
         of_rows = [(rows, of_part.of_tokens(rows)) for rows in slices(len(rows_TE), tiles.rows)]
         own_TE = total_TE = None if out.hidden_TE is None else out.hidden_TE[part]
@@ -386,10 +392,10 @@ def _weight_gradient(weight_VE: Tensor, num_columns: int, parameter: Tensor | No
 
 
 def _dummy(parameter: Tensor, weight_VE: Tensor) -> Tensor | None:
-    """Placeholder for autograd if the gradient is in ``main_grad`` already.
+    """Placeholder for autograd if the gradient is already in ``main_grad``.
 
-    Megatron-Core's hooks run where a gradient arrives, and drop it where ``grad_added_to_main_grad`` says so. Of a
-    weight that is an embedding too, they add what arrives.
+    Megatron-Core's hooks run when a gradient arrives, and drop it if ``grad_added_to_main_grad`` is set. If the weight
+    is also an embedding, they add the gradient.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
@@ -399,28 +405,29 @@ def _dummy(parameter: Tensor, weight_VE: Tensor) -> Tensor | None:
 
 
 def _tile(targets: Targets, kept: SortedColumns | None, tokens: slice, columns: slice) -> Targets:
-    """The targets of a tile, which is to a backend what one rank's logits are."""
+    """The targets of a tile, which a backend treats like the logits of one rank."""
     first, num_columns = targets.first + columns.start, length(columns)
     bits_TC = None if kept is None else kept.bits(first=first, num_columns=num_columns, tokens=tokens)
     return Targets(targets.token_T[tokens], None, first, num_columns, bits_TC)
 
 
 TILE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits at a time in the backward pass, in float32: 256 MiB on a GPU."""
+"""Logits per tile of the backward pass, in float32: 256 MiB on a GPU."""
 SLOPES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Their gradients at a time, in the dtype of the weight: 256 MiB of bfloat16. The forward pass, which has none, has
-room for as many logits, which are 512 MiB."""
+"""Gradients of logits per tile, in the dtype of the weight: 256 MiB in bfloat16. The forward pass has no gradients, so
+it has room for the same number of logits, 512 MiB.
+"""
 STATES = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Numbers of the gradient of hidden states that are added up at a time, in float32: 256 MiB."""
+"""Elements of the gradient of hidden states that are summed at a time, in float32: 256 MiB."""
 TOKENS, COLUMNS = 1 << 14, 1 << 15
-"""At a time. More would make no product faster."""
+"""Largest sizes of a tile. Larger tiles do not make a matmul faster."""
 
 
 class Tiles(NamedTuple):
     """Sizes of a tile: tokens and columns of a pass, and rows of the backward pass.
 
-    ``held``: how many tiles stay for the backward pass, if each is all tokens and both passes make it whole: those for
-    which the forward pass has room. A large call would gain little by one.
+    ``held``: the number of tiles that are kept for the backward pass. Tiles are kept if each has all tokens in both
+    passes and the forward pass has room for them. A large call would gain little.
     """
 
     tokens: int
@@ -430,7 +437,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(num_tokens: int, num_columns: int, hidden_NE: Tensor) -> Tiles:
-    """Equal tiles within the limits of the device of these hidden states."""
+    """Equal tiles within the limits of the device of the hidden states."""
     device = hidden_NE.device.type
     tile, slopes, states = (sizes.get(device, sizes["cuda"]) for sizes in (TILE, SLOPES, STATES))
     tokens = _even(num_tokens, min(states // max(hidden_NE.shape[1], 1), TOKENS))
@@ -442,7 +449,7 @@ def tiles_of(num_tokens: int, num_columns: int, hidden_NE: Tensor) -> Tiles:
 
 
 def _even(number: int, most: int) -> int:
-    """The size of equal parts, none above ``most``; a multiple of 128 where there are several and it can be."""
+    """The size of equal parts, at most ``most``; if possible a multiple of 128 for several parts."""
     if number <= most:
         return max(number, 1)
     most = max(most, 1)
@@ -456,7 +463,7 @@ def length(part: slice) -> int:
 
 
 def view(buffer: Tensor, rows: int, columns: int) -> Tensor:
-    """``[rows, columns]``, of the beginning of a flat buffer."""
+    """``[rows, columns]``, a view of the beginning of a flat buffer."""
     return buffer[: rows * columns].view(rows, columns)
 
 

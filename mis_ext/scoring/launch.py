@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching kernels at little cost to the host."""
+"""Launching kernels with little CPU overhead."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """``triton.jit`` of a kernel that is compiled for its compile-time arguments and dtypes, whatever the values.
+    """``triton.jit`` of a kernel that is compiled only for its compile-time arguments and dtypes, not for values.
 
-    Triton would compile again where an integer is 1 or a pointer is aligned, which differs from call to call here.
+    Triton would recompile if an integer is 1 or a pointer is aligned, which differs from call to call here.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
@@ -36,9 +36,9 @@ _LARGEST_INT32 = 2**31 - 1
 class Launcher:
     """Launches a ``triton.jit`` kernel whose arguments are tensors, then numbers, then compile-time constants.
 
-    Triton finds out at every launch what it may assume of the arguments, which takes longer than the launch. Here the
-    same is found out with less: whether an integer is 1, a multiple of 16 or above int32, and which pointers are
-    aligned. Not on AMD, where Triton also assumes of what it saw to be below 2 GB that it stays so.
+    At every launch, Triton checks its assumptions about the arguments, which takes longer than the launch. This class
+    checks the same with less work: whether an integer is 1, a multiple of 16 or above int32, and whether pointers are
+    aligned. It is not used on AMD, where Triton also assumes that tensors below 2 GB stay below 2 GB.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -57,11 +57,11 @@ class Launcher:
         """Launch on the current stream.
 
         Args:
-            num_programs: Of none nothing is launched.
+            num_programs: Number of programs; 0 launches nothing.
             tensors: The kernel's first arguments.
-            numbers: The next ones.
-            constants: The last ones, by name.
-            options: Of the compiler: ``num_warps``, ``num_stages``.
+            numbers: The following arguments.
+            constants: The last arguments, by name.
+            options: Options of the compiler: ``num_warps``, ``num_stages``.
         """
         if num_programs == 0:
             return

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy of tokens from their logits: two passes over the logits, and no copy of them.
 
-With logits ``z`` divided by the temperature, a token's log-prob is ``z_t - log sum exp z`` and the entropy
-``H = log sum exp z - sum p z``. Three sums over a row say both, and with them the gradient of a loss with
-``g = dL/dlogp`` and ``h = dL/dH``: ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. So the forward pass
-reads the logits once and keeps a few numbers per token; the backward pass reads them once more and writes the gradient.
-PyTorch operations do it (``_logit_gradient`` of ``chunked.py``), and on a GPU where Triton imports, kernels
-(``gradient_kernel`` of ``triton_backend.py``). ``_sums`` of ``loss/policy.py`` computes ``g`` and ``h`` of the full
-policy loss.
+With logits ``z`` divided by the temperature, a token's log-prob is ``z_t - log sum exp z`` and the entropy ``H = log
+sum exp z - sum p z``. Three sums over a row give both, and the gradient of a loss with ``g = dL/dlogp`` and ``h =
+dL/dH``: ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. So the forward pass reads the logits once and
+keeps a few numbers per token; the backward pass reads them once more and writes the gradient. PyTorch operations
+implement it (``_logit_gradient`` of ``chunked.py``), and Triton kernels on a GPU (``gradient_kernel`` of
+``triton_backend.py``). ``_sums`` of ``loss/policy.py`` computes ``g`` and ``h`` of the full policy loss.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ EntropyUse = Literal["gradient", "value", "none"]
 
 
 class Scores(NamedTuple):
-    """``[T]``, nats: log-probs with gradient, and entropy; None where no one wants it."""
+    """``[T]``, nats: log-probs with gradient, and entropy; None if it is not requested."""
 
     log_prob_T: Tensor
     entropy_T: Tensor | None
@@ -61,21 +60,21 @@ def score_tokens(
 ) -> Scores:
     """Compute log-probs of tokens and the entropy of their distributions.
 
-    Sums are float32 for logits of any dtype (float64 for float64). If the incoming gradients of a token are both 0, its
+    Sums are float32 for logits of any dtype (float64 for float64). If both incoming gradients of a token are 0, its
     gradient is exactly 0, for any logits. Tensor-parallel ranks need one all-gather of a few numbers per token, and
-    none in the backward pass. Every rank has the same bits.
+    none in the backward pass. Results are bitwise equal on all ranks.
 
     Args:
         logits: ``[..., V]``, on each tensor-parallel rank its equal part of the vocabulary, in rank order.
-        token_T: ``[T]``, ids in the whole vocabulary; one outside has log-prob -inf.
-        row_T: ``[T]``, the row of the logits that scores each token. Rows are numbered over all leading dimensions. A
-            row twice has no gradient: then the backward pass fails. None: every row, in order. Other rows are not read,
-            and their gradient is 0.
-        temperature: The logits are divided by it.
-        entropy: ``gradient``: it carries gradient. ``value``: it does not. ``none``: it is not computed.
+        token_T: ``[T]``, ids in the whole vocabulary; an id outside has log-prob -inf.
+        row_T: ``[T]``, the index of the row of logits that scores each token, over all leading dimensions. With a
+            duplicate row the backward pass fails. None: every row, in order. Other rows are not read, and their
+            gradient is 0.
+        temperature: The divisor of the logits.
+        entropy: ``gradient``: with gradient. ``value``: without gradient. ``none``: not computed.
         kept: The columns from which each token was sampled (top-p). The log-prob of a token is normalised over these
             columns, the entropy over all columns.
-        vocab_size: Columns from this one on are padding, which no sum includes. None: there is no padding.
+        vocab_size: Columns starting at this index are padding, which no sum includes. None: there is no padding.
         inplace: The backward pass writes the gradient over the logits. Do not read the logits afterwards; autograd
             raises an error if it notices.
         tp_group: The tensor-parallel ranks; None for one.
@@ -83,10 +82,10 @@ def score_tokens(
 
     Raises:
         ValueError: A setting is out of range, or shapes do not fit.
-        TypeError: The logits are no floats, or ``token_T`` and ``row_T`` no integers.
-        RuntimeError: Another tensor-parallel rank refused something or had no memory for it. It can say so only in a
-            message of the size of theirs: ``token_T``, ``entropy`` and whether there is a ``kept`` must be those of the
-            others, as in any collective.
+        TypeError: The logits are not floats, or ``token_T`` or ``row_T`` are not integers.
+        RuntimeError: Another tensor-parallel rank refused an argument or ran out of memory. It can report this only in
+            a message of the same size. So ``token_T``, ``entropy`` and whether ``kept`` is given must be equal on all
+            ranks, as in any collective.
 
     References:
         Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
@@ -119,7 +118,7 @@ def check_part(width: int, what: str, *, vocab_size: int | None, tp_group: Group
     """Refuse a rank or a vocabulary that does not fit this rank's ``width`` columns of the vocabulary."""
     ranks = group_size(tp_group)
     if not 0 <= check_integer("tp_rank", tp_rank) < ranks:
-        raise ValueError(f"tp_rank must be in [0, {ranks - 1}], as tp_group has {ranks} ranks, got {tp_rank}")
+        raise ValueError(f"tp_rank must be in [0, {ranks - 1}], because tp_group has {ranks} ranks, got {tp_rank}")
     if vocab_size is not None and not 1 <= check_integer("vocab_size", vocab_size) <= width * ranks:
         raise ValueError(
             f"vocab_size must be in [1, {width * ranks}], {ranks} ranks with {width} {what}, got {vocab_size}"
@@ -135,11 +134,11 @@ class _Use(NamedTuple):
 
 
 class _Scored(torch.autograd.Function):
-    """Log-prob ``log p_t`` of the token ``t``, and entropy ``H``; of logits ``z``, ``p = softmax(z / temperature)``.
+    """Log-prob ``log p_t`` of the token ``t``, and entropy ``H``, from logits ``z``: ``p = softmax(z / temperature)``.
 
-    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_v`` is
-    ``(g (1[v = t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is among kept
-    columns. ``_logit_gradient`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py`` compute it.
+    With ``g`` and ``h``, the incoming gradients of the log-prob and the entropy, the gradient of ``z_v`` is ``(g (1[v =
+    t] - p_v) - h p_v (log p_v + H)) / temperature``. With ``kept``, ``p_v`` of the first term is normalised over the
+    kept columns. ``_logit_gradient`` of ``chunked.py`` and ``gradient_kernel`` of ``triton_backend.py`` compute it.
     """
 
     @staticmethod
@@ -184,20 +183,20 @@ def work_before_gather(
     beside: Tensor,
     states: Tensor | None = None,
 ) -> Iterator[None]:
-    """Run the work of a tensor-parallel rank before its first collective; an error is raised once the others know it.
+    """Run the work of a tensor-parallel rank before its first collective, and send an error before it is raised.
 
-    They may have found nothing to refuse, or have memory where this rank has none. They are told where ``beside`` is.
-    ``states`` are gathered first.
+    The other ranks may not fail, for example if only this rank runs out of memory. The message is on the device of
+    ``beside``. ``states`` are gathered first.
     """
     try:
         yield
     except Exception:
-        # Arguments that were refused may have no message in them either: the error is still the first one.
+        # The message may fail for the refused arguments too. The first error is still raised.
         with suppress(Exception):
             if group is not None:
                 if states is not None:
                     gather_rows(states, group)
-                # As many numbers of each token as the others say.
+                # The same number of values per token as on the other ranks.
                 num_sums = 3 + (entropy != "none") + 2 * is_among_kept
                 device = (beside if isinstance(beside, Tensor) else token_T).device
                 message = torch.zeros(num_sums * len(token_T) + 1, dtype=torch.float64, device=device)
@@ -210,14 +209,14 @@ def gathered(sums: RowSums, group: Group | None) -> RowSums:
     """``[W, T]``: the sums over each rank's columns.
 
     Raises:
-        RuntimeError: Another rank failed; on a GPU a failed assertion of the device, which is not waited for.
+        RuntimeError: Another rank failed; on a GPU an asynchronous device assertion.
     """
     if group is None:
         return RowSums(*(None if x_T is None else x_T.unsqueeze(0) for x_T in sums))  # type: ignore[arg-type]
     given = [x_T for x_T in sums if x_T is not None]
-    # The last number says that a rank failed.
+    # The last value marks a failed rank.
     messages = gather_rows(torch.cat([*given, given[0].new_zeros(1)]), group)
-    # Each rank has an assertion of its own: which one failed is known without waiting for the device.
+    # One assertion per rank names the failed rank without waiting for the device.
     for rank, is_well in enumerate((messages[:, -1] == 0.0).unbind()):
         torch._assert_async(is_well, f"tensor-parallel rank {rank} failed to score: see the error of that rank")
     found = iter(messages[:, :-1].view(len(messages), len(given), len(given[0])).unbind(1))
@@ -228,10 +227,10 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def choose_backend(logits: Tensor) -> Backend:
-    """The backend for these logits; as :mod:`mis_ext.scoring.backend` says. float64 is eager.
+    """The backend for these logits, see :mod:`mis_ext.scoring.backend`. float64 is eager.
 
     Raises:
-        ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or asks for Triton where it cannot run.
+        ValueError: ``MIS_EXT_BACKEND`` is neither eager nor triton, or is triton where Triton cannot run.
     """
     if logits.dtype in FUSED_DTYPES and wants_triton(logits.device):
         # Imported when needed: importing mis_ext must not import Triton.

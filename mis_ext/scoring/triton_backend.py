@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both passes over rows of logits as one Triton kernel each, whatever the number of samples: a program per row.
+"""Both passes over rows of logits as one Triton kernel each, for any number of samples: one program per row.
 
-It goes in blocks from left to right. Each lane has its own highest logit and its own sums, and the lanes are added up
-last. So nothing waits for another lane on the way, and the order, and with it the bits, depend on the width of a row
-and the dtype alone.
+A program reads blocks from left to right. Each lane has its own highest logit and its own sums, and the lanes are
+summed last. So no lane waits for another, and the order of additions (and thus the bits) depends only on the width of a
+row and the dtype.
 """
 
 import triton
@@ -16,23 +16,23 @@ from mis_ext.scoring.passes import BITS, Coefficients, Targets
 _LOG2_E = 1.4426950408889634
 LOG2_E = tl.constexpr(_LOG2_E)
 INFINITY = tl.constexpr(float("inf"))
-# In place of minus infinity where it is multiplied by a weight of 0.
+# Replaces minus infinity where it is multiplied by a weight of 0.
 LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
 def _is_kept(bits, token, column, target, num_words, is_column):
-    """True if the columns belong to the token's set, which includes the token itself."""
+    """True if the columns are in the token's set, which includes the token itself."""
     word = tl.load(bits + token.to(tl.int64) * num_words + column // 32, mask=is_column, other=0)
     return (((word >> (column % 32)) & 1) == 1) | (column == target)
 
 
 @triton.jit
 def _added(highest, total, product, value, scale_log2, WITH_PRODUCT: tl.constexpr):
-    """The running sums of each lane with ``value`` ``[LANES, PER]`` more of its logits."""
+    """The running sums of each lane after adding ``value`` ``[LANES, PER]``."""
     new = tl.maximum(highest, tl.max(value, 1))
     origin = tl.where(new == -INFINITY, 0.0, new)
-    # How far the origin moves; nothing has been added to the first one.
+    # The shift of the origin; 0 before the first value.
     moved = tl.where(highest == -INFINITY, 0.0, highest - origin)
     shrunk = tl.exp2(moved * scale_log2)
     below = value - origin[:, None]
@@ -44,7 +44,7 @@ def _added(highest, total, product, value, scale_log2, WITH_PRODUCT: tl.constexp
 
 @triton.jit
 def _merged(highest, total, product, scale_log2):
-    """The sums of all lanes over the highest logit of all."""
+    """The sums of all lanes, relative to the highest logit of all."""
     top = tl.max(highest, 0)
     moved = tl.where(highest == -INFINITY, 0.0, highest - tl.where(top == -INFINITY, 0.0, top))
     # A lane without a finite logit has sums of 0.
@@ -134,7 +134,7 @@ def gradient_kernel(
     OF_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``token_of_rows`` is -1 for a row that scores no token; of tokens are the seven arguments before the strides."""
+    """``token_of_rows`` is -1 for a row that scores no token. The seven arguments before the strides are per token."""
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * row_stride
     base_out = out + row.to(tl.int64) * out_stride
@@ -186,9 +186,9 @@ _row_sums, _gradient = map(Launcher, (row_sums_kernel, gradient_kernel))
 
 
 def row_sums(logits_NV: Tensor, targets: Targets, out: Tensor, *, scale: float, with_product: bool) -> None:
-    """One launch, a program per token."""
+    """One launch, one program per token."""
     token_T, row_T, first, num_columns, bits_TC = targets
-    # 16 bytes a lane at a time.
+    # 16 bytes per lane at a time.
     per_lane = 16 // logits_NV.element_size()
     block = min(triton.next_power_of_2(max(num_columns, 64)), 1024 * per_lane)
     with launching_on(logits_NV):
@@ -208,7 +208,7 @@ def row_sums(logits_NV: Tensor, targets: Targets, out: Tensor, *, scale: float, 
 
 
 def gradient(logits_NV: Tensor, targets: Targets, coefficients: Coefficients, out_NV: Tensor, *, scale: float) -> None:
-    """One launch, a program per row; rows without a gradient are not read."""
+    """One launch, one program per row; rows without a gradient are not read."""
     token_T, row_T, first, num_columns, bits_TC = targets
     num_rows, width = logits_NV.shape
     if width == 0:
@@ -238,7 +238,7 @@ def gradient(logits_NV: Tensor, targets: Targets, coefficients: Coefficients, ou
 
 
 def _or(given: Tensor | None, instead: Tensor) -> Tensor:
-    """A kernel takes a tensor where it reads none."""
+    """A kernel needs a tensor argument even if it does not read it."""
     return instead if given is None else given
 
 

@@ -73,7 +73,7 @@ def test_the_trainer_may_be_a_function_and_equal_weights_give_nothing() -> None:
 def test_what_an_engine_refuses_is_an_error_and_not_a_list(answers, message) -> None:
     with sglang(answers) as (url, _), pytest.raises(ConnectionError, match=message):
         compare_weights(url, "/models/step_7")
-    with pytest.raises(ConnectionError, match="no answer"):
+    with pytest.raises(ConnectionError, match="no response"):
         compare_weights(url, "/models/step_7")
 
 

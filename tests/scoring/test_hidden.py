@@ -291,32 +291,36 @@ def test_parts_are_equal_and_none_is_larger(number, most) -> None:
         ({"logit_scale": -1.0}, ValueError, "logit_scale must be in"),
         ({"soft_cap": 0.0}, ValueError, "soft_cap must be in"),
         ({"entropy": "gradients"}, ValueError, r"entropy must be one of gradient \| value \| none, got 'gradients'"),
-        ({"weight": torch.zeros(5, 4)}, ValueError, r"weight has shape \[5, 4\], must be \[V, 3\] as hidden is wide"),
-        ({"weight": torch.zeros(5, 3).bfloat16()}, TypeError, "weight is torch.bfloat16, hidden torch.float32"),
+        (
+            {"weight": torch.zeros(5, 4)},
+            ValueError,
+            r"weight has shape \[5, 4\], must be \[V, 3\], the width of hidden",
+        ),
+        ({"weight": torch.zeros(5, 3).bfloat16()}, TypeError, "weight is torch.bfloat16, but hidden is torch.float32"),
         ({"weight": torch.zeros(0, 3)}, ValueError, r"weight has shape \[0, 3\]: neither V nor E may be 0"),
         (
             {"hidden": torch.zeros(2, 0), "weight": torch.zeros(5, 0)},
             ValueError,
             r"weight has shape \[5, 0\]: neither V nor E may be 0",
         ),
-        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], weight \[5, 3\]"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \[4\], and weight has \[5, 3\]"),
         (
             {"token_T": torch.zeros(3, dtype=torch.int64)},
             ValueError,
-            r"token_T has shape \[3\], there are 2 hidden sta",
+            r"token_T has shape \[3\], but there are 2 hidden sta",
         ),
         ({"token_T": torch.zeros(2)}, TypeError, "token_T must be int64 or int32, got torch.float32"),
-        ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], token_T \[2\]"),
+        ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], and token_T has \[2\]"),
         ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
         ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "hidden must be floats, got torch.int64"),
-        ({"hidden": torch.zeros(2, 3, device="meta")}, ValueError, "weight is on cpu, hidden on meta"),
+        ({"hidden": torch.zeros(2, 3, device="meta")}, ValueError, "weight is on cpu, but hidden is on meta"),
         ({"vocab_size": 6}, ValueError, r"vocab_size must be in \[1, 5\], 1 ranks with 5 rows of weight, got 6"),
-        ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], as tp_group has 1 ranks, got 1"),
-        ({"sequence_parallel": True}, ValueError, "sequence_parallel must be False where tp_group is None"),
+        ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], because tp_group has 1 ranks, got 1"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel must be False if tp_group is None"),
         (
             {"kept": KeptColumns(torch.zeros(0), torch.zeros(0), torch.ones(3, dtype=torch.bool))},
             ValueError,
-            r"kept.is_recorded_T has shape \[3\], token_T \[2\]",
+            r"kept.is_recorded_T has shape \[3\], and token_T has \[2\]",
         ),
         (
             {"weight": torch.zeros(5, 3, requires_grad=True), "gradient_accumulation_fusion": True},
@@ -345,9 +349,9 @@ def test_sums_of_integers_are_refused() -> None:
 
 def test_autocast_is_named_where_it_gave_the_states_another_dtype() -> None:
     given = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(5, 3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"must have one dtype$"):
+    with pytest.raises(TypeError, match=r"must have the same dtype$"):
         score_hidden(*given)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"give weight.to\(hidden.dtype\)"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"pass weight.to\(hidden.dtype\)"):
         score_hidden(*given)
 
 

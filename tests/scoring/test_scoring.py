@@ -298,13 +298,13 @@ def kept_as(**change: torch.Tensor) -> KeptColumns:
     [
         ({"temperature": 0.0}, ValueError, "temperature"),
         ({"entropy": "gradients"}, ValueError, r"entropy must be one of gradient \| value \| none, got 'gradients'"),
-        ({"token_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"token_T has shape \[3\], there are 2 rows"),
+        ({"token_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"token_T has shape \[3\], but there are 2 rows"),
         ({"token_T": torch.zeros(2)}, TypeError, "token_T must be int64 or int32, got torch.float32"),
-        ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], token_T \[2\]"),
+        ({"row_T": torch.zeros(3, dtype=torch.int64)}, ValueError, r"row_T has shape \[3\], and token_T has \[2\]"),
         (
             {"kept": KeptColumns(torch.zeros(0), torch.zeros(0), torch.ones(3, dtype=torch.bool))},
             ValueError,
-            r"kept.is_recorded_T has shape \[3\], token_T \[2\]",
+            r"kept.is_recorded_T has shape \[3\], and token_T has \[2\]",
         ),
         (
             {"kept": kept_as(is_recorded_T=torch.ones(2))},
@@ -315,7 +315,7 @@ def kept_as(**change: torch.Tensor) -> KeptColumns:
         (
             {"kept": kept_as(token_N=torch.zeros(3, dtype=torch.int64))},
             ValueError,
-            r"kept.id_N has shape \[4\], kept.token_N \[3\]",
+            r"kept.id_N has shape \[4\], and kept.token_N has \[3\]",
         ),
         ({"kept": tuple(kept_as())}, TypeError, "kept must be a KeptColumns, got"),
         (
@@ -327,15 +327,15 @@ def kept_as(**change: torch.Tensor) -> KeptColumns:
         (
             {"kept": kept_as(**dict.fromkeys(("id_N", "token_N"), torch.zeros(2, 2, dtype=torch.int64)))},
             ValueError,
-            r"kept.id_N has shape \[2, 2\], kept.token_N \[2, 2\]; both are \[N\]",
+            r"kept.id_N has shape \[2, 2\], and kept.token_N has \[2, 2\]; both must be \[N\]",
         ),
         ({"row_T": torch.zeros(2, dtype=torch.bool)}, TypeError, "row_T must be int64 or int32, got torch.bool"),
         ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, TypeError, "logits must be floats, got torch.int64"),
         ({"vocab_size": 0}, ValueError, "vocab_size"),
         ({"vocab_size": 6}, ValueError, r"vocab_size must be in \[1, 5\], 1 ranks with 5 columns of logits, got 6"),
         ({"vocab_size": 5.0}, TypeError, "vocab_size must be an integer, got 5.0"),
-        ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], as tp_group has 1 ranks, got 1"),
-        ({"tp_rank": -1}, ValueError, r"tp_rank must be in \[0, 0\], as tp_group has 1 ranks, got -1"),
+        ({"tp_rank": 1}, ValueError, r"tp_rank must be in \[0, 0\], because tp_group has 1 ranks, got 1"),
+        ({"tp_rank": -1}, ValueError, r"tp_rank must be in \[0, 0\], because tp_group has 1 ranks, got -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, error, text) -> None:

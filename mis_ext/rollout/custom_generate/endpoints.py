@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoint that samples for a framework: its request, its response, and the client that sends and receives them.
 
-slime and Miles ask SGLang's ``/generate``, vime asks ``/inference/v1/generate`` of vLLM. Both frameworks' samples read
-one ``meta_info``, with SGLang's names; for vLLM it is made here.
+slime and Miles use SGLang's ``/generate``, vime uses ``/inference/v1/generate`` of vLLM. The samples of all frameworks
+read a ``meta_info`` with SGLang's names; this module creates it for vLLM.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mis_ext.frameworks import Framework, find_framework
 from mis_ext.rollout.readers.servers import read_sglang_generate, read_vllm_generate
 
 _Json = dict[str, Any]
-# What the frameworks' sampling parameters are called in vLLM, where the name differs.
+# vLLM's names of the frameworks' sampling parameters, if they differ.
 _VLLM_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
 }
-# A model that repeats itself has not ended its turn.
+# If a model repeats itself, it has not ended its turn.
 _ENDINGS = {"abort": "abort", "length": "length", "repetition": "length"}
 
 
@@ -35,9 +35,9 @@ class Endpoint:
     """An endpoint behind a router.
 
     Attributes:
-        server: The engine; its name begins the arguments with the router's address.
-        path: Of the endpoint.
-        session_header: The header by which the router keeps a conversation on one engine.
+        server: The engine, which is the prefix of the arguments with the router's address.
+        path: The path of the endpoint.
+        session_header: The header that makes the router keep a conversation on one engine.
     """
 
     server: str
@@ -61,7 +61,7 @@ class Sglang(Endpoint):
     read = staticmethod(read_sglang_generate)
 
     def request(self, _model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Json:
-        """The request that goes on from a prompt's ids, with ``num_rows`` known rows of experts; None: without any."""
+        """The request that continues a prompt's ids, with ``num_rows`` known rows of experts; None: without experts."""
         request = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         if num_rows is not None:
             request |= {"return_routed_experts": True, "routed_experts_start_len": num_rows}
@@ -72,8 +72,8 @@ class Sglang(Endpoint):
         return response.get("meta_info") or {}
 
     def finished(self, request: _Json, response: _Json, length: int) -> _Json:
-        """The response of an aborted request as that of one which reached its token limit after ``length`` tokens."""
-        # A request that was retracted, and aborted while it waited to go on, has no count of its prompt.
+        """The response of an aborted request, changed as if it had reached its token limit after ``length`` tokens."""
+        # A request that was aborted while it waited after a retraction has no prompt_tokens.
         ending = {"finish_reason": {"type": "length", "length": length}}
         return {
             **response,
@@ -88,9 +88,9 @@ class Vllm(Endpoint):
     read = staticmethod(read_vllm_generate)
 
     def request(self, model: str, ids: list[int], params: Mapping[str, Any], num_rows: int | None) -> _Json:
-        """As of SGLang; what is known of experts is in the parameters."""
+        """As for SGLang; the start of the rows of experts is in the parameters."""
         parameters = vllm_parameters(params)
-        # Servers that do not know it send all rows.
+        # Servers without this parameter send all rows.
         if num_rows:
             parameters["routed_experts_prompt_start"] = num_rows
         return {"model": model, "token_ids": ids, "sampling_params": parameters}
@@ -117,12 +117,12 @@ class Vllm(Endpoint):
         return {name: value for name, value in meta.items() if value is not None}
 
     def finished(self, _request: _Json, response: _Json, _length: int) -> _Json:
-        """As of SGLang."""
+        """As for SGLang."""
         return {**response, "choices": [{**choice, "finish_reason": "length"} for choice in response["choices"]]}
 
 
 def vllm_parameters(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The frameworks' sampling parameters as vLLM takes them. A stop string is kept only where there is one."""
+    """The frameworks' sampling parameters for vLLM. Settings of stop strings are kept only if there is one."""
     given = {_VLLM_NAMES.get(name, name): value for name, value in params.items() if value is not None}
     if not given.get("stop"):
         for name in ("stop", "include_stop_str_in_output"):
@@ -134,43 +134,43 @@ SGLANG, VLLM = Sglang(), Vllm()
 
 
 def endpoint_of(sample: object) -> Sglang | Vllm:
-    """The endpoint for the samples of a framework; SGLang's where none runs."""
+    """The endpoint for the samples of a framework; SGLang's without a framework."""
     framework = find_framework(sample)
     return VLLM if framework is not None and framework.engine == "vllm" else SGLANG
 
 
 def was_aborted(meta_info: Mapping[str, Any]) -> bool:
-    """True if a running or waiting request was aborted; a server error is no abort."""
+    """True if a running or waiting request was aborted. A server error is not an abort."""
     reason = meta_info.get("finish_reason")
     return isinstance(reason, Mapping) and reason.get("type") == "abort"
 
 
-# A request waits in the server's queue and then for its last token; a connection that says nothing longer is dead.
+# A request waits in the server's queue and then for its last token. A connection that is silent for longer is dead.
 _TIMEOUT_SECONDS = 3600.0
-# What a server says of itself waits for nothing.
+# Requests for server information return immediately.
 _GET_TIMEOUT_SECONDS = 30.0
 _SECONDS_BETWEEN_ATTEMPTS = 1.0
 _BODY_CHARACTERS = 500
-# The server is one of ours: a proxy of the environment is for elsewhere.
+# The server is part of the run, so ignore proxies of the environment.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 async def post_json(
     url: str, payload: Mapping[str, Any], *, framework: Framework | None, max_attempts: int, headers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The server's answer to a request, as decoded JSON, by the client of a framework, or without one by our own.
+    """The server's response as decoded JSON, by the client of a framework, or without one by our own client.
 
-    Ours lets each request wait in a thread of asyncio's default executor, so a handful run at a time. It tries again,
-    ``max_attempts`` times in all, while the server cannot be reached or has an error of its own, and not what the
-    server refuses (HTTP 4xx): a framework's client knows no difference.
+    With our own client, each request waits in a thread of asyncio's default executor, so only a few run at a time. It
+    makes up to ``max_attempts`` attempts if the server cannot be reached or has an internal error. It does not repeat a
+    request that the server refuses (HTTP 4xx); the frameworks' clients do.
 
     Raises:
-        ConnectionError: No answer; the message has the URL, the attempts and what the server last said.
+        ConnectionError: The server does not respond. The message has the URL, the attempts and the last error.
     """
     if framework is None:
         return await ask_json(url, payload, max_attempts=max_attempts, headers=headers)
     client = importlib.import_module(f"{framework.name}.utils.http_utils")
-    # Not every version takes headers.
+    # Not every version accepts headers.
     options: dict[str, Any] = {"headers": dict(headers)} if headers else {}
     try:
         answer = await client.post(url, payload, max_retries=max_attempts, **options)
@@ -181,14 +181,14 @@ async def post_json(
 
 def _json_object(url: str, answer: Any) -> dict[str, Any]:
     if not isinstance(answer, dict):
-        raise ConnectionError(f"{url}: the response is no JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
+        raise ConnectionError(f"{url}: the response is not a JSON object: {str(answer)[:_BODY_CHARACTERS]!r}")
     return cast(dict[str, Any], answer)
 
 
 async def ask_json(
     url: str, payload: Mapping[str, Any] | None = None, *, max_attempts: int, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Send JSON like :func:`post_json`, without a framework; without a payload it is a GET."""
+    """Send JSON like :func:`post_json`, without a framework. Without a payload it sends a GET."""
     body, timeout = None, _GET_TIMEOUT_SECONDS
     if payload is not None:
         body, timeout = json.dumps(payload).encode(), _TIMEOUT_SECONDS
@@ -196,7 +196,7 @@ async def ask_json(
         try:
             answer = await asyncio.to_thread(_ask, url, body, headers or {}, timeout)
         except urllib.error.HTTPError as error:
-            # Read here: the connection is closed with the error.
+            # Read it here, because the connection is closed with the error.
             failure = f"HTTP {error.code}: {error.read().decode(errors='replace')[:_BODY_CHARACTERS]}"
             error.close()
             if error.code < 500:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the weights of the engines behind the router, before a request: versions, and a canary."""
+"""Checks of the weights of the engines behind the router before a request: versions, and a canary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mis_ext.rollout.custom_generate.endpoints import SGLANG, ask_json, was_abor
 from mis_ext.rollout.custom_generate.host import KEY, Settings
 from mis_ext.rollout.generation import Tokenizer
 
-# Prose, figures, and code, as in prompts and responses; a few hundred tokens in most vocabularies.
+# Text, numbers, and code, as in prompts and responses; a few hundred tokens in most vocabularies.
 CANARY_TEXT = """
 A ship leaves the harbour at six in the morning with 48 boxes of oranges and 17 boxes of lemons. Each box of oranges
 weighs 12 kilograms, and each box of lemons weighs half as much. How heavy is the freight? First we count the oranges:
@@ -41,8 +41,8 @@ class EngineWeights(NamedTuple):
     """The weights of all engines at one moment.
 
     Attributes:
-        versions: What each engine calls its weights.
-        verdict: The canary's worst of all; None where it was not asked for, or the framework aborted it.
+        versions: The version of each engine's weights.
+        verdict: The canary's worst verdict of all; None if it is off, or if the framework aborted it.
     """
 
     versions: tuple[str, ...]
@@ -50,7 +50,7 @@ class EngineWeights(NamedTuple):
 
     @property
     def cache_key(self) -> str:
-        """Equal as long as no engine has other weights: one version, or that of each engine where they differ."""
+        """Equal while no engine changes its weights: one version, or the versions of all engines if they differ."""
         return ",".join(self.versions if len({*self.versions}) > 1 else self.versions[:1])
 
     def is_outdated(self, meta_info: Mapping[str, Any]) -> bool:
@@ -62,25 +62,25 @@ class EngineWeights(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """The engines of one address, that of a router or of an engine. Requests that ask at one time get one answer."""
+    """The engines of one address, a router or an engine. Concurrent requests share one reading."""
 
     address: str
     _reading: asyncio.Task[EngineWeights] | None = None
     _canaries: dict[str, tuple[Canary, CanaryResult]] = field(default_factory=dict)
 
     async def read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
-        """The weights now, or at most as old as an answer that is under way.
+        """The current weights, or those of a reading that is in progress.
 
         Raises:
-            ConnectionError: An engine does not answer, or the router has none.
-            StaleWeightsError: An engine has stale weights, and the run shall stop then.
-            ValueError: An engine names no version.
+            ConnectionError: An engine does not respond, or the router has no engine.
+            StaleWeightsError: An engine has stale weights, and the settings stop the run.
+            ValueError: An engine reports no version.
         """
         reading = self._reading
-        # What another loop asks, that of a thread or of a run that is over, can not be waited for in this one.
+        # This event loop cannot wait for a task of another loop, of a thread or a finished run.
         if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():
             reading = self._reading = asyncio.create_task(self._read(settings, tokenizer))
-        # A request that is given up does not take the answer away from the others.
+        # Cancelling one request must not cancel the reading for the others.
         return await asyncio.shield(reading)
 
     async def _read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
@@ -95,7 +95,7 @@ class Watch:
                 message = f"{engine}: {result.explain()}"
                 if settings.canary == "stop":
                     raise StaleWeightsError(message)
-                # Python shows the same text once.
+                # Python shows the same text only once.
                 warnings.warn(message, StaleWeightsWarning, stacklevel=1)
         verdicts = (result.verdict for result in results if result is not None)
         return EngineWeights(tuple(versions), min(verdicts, key=VERDICTS.index, default=None))
@@ -104,7 +104,7 @@ class Watch:
         canary, result = self._canaries.get(engine, (Canary(), None))
         if result is None or result.version != version:
             ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-            # Twice, which measures the engine's noise. What it had when it scored is what it says of that.
+            # Twice, to measure the engine's noise. Each scoring comes with the version that scored.
             for _ in range(2):
                 scores = await _score(engine, ids, settings.max_attempts)
                 if scores is None:
@@ -119,7 +119,7 @@ _WATCHES: dict[str, Watch] = {}
 
 
 async def engine_weights(args: Any, settings: Settings, tokenizer: Tokenizer) -> EngineWeights | None:
-    """The weights of the framework's engines, if a setting asks for them."""
+    """The weights of the framework's engines, if a setting requires them."""
     if settings.canary is None and not settings.cache_by_version:
         return None
     address = SGLANG.router(args)
@@ -127,7 +127,7 @@ async def engine_weights(args: Any, settings: Settings, tokenizer: Tokenizer) ->
 
 
 async def _engines(address: str, max_attempts: int) -> list[str]:
-    """The addresses behind a router, of SGLang or of Miles; the address itself where it is an engine's."""
+    """The addresses behind a router of SGLang or Miles; the address itself if it is an engine."""
     for path in ("/workers", "/list_workers"):
         answer = await _ask_or_none(f"{address}{path}", max_attempts)
         if answer is not None:
@@ -136,10 +136,11 @@ async def _engines(address: str, max_attempts: int) -> list[str]:
                 break
             if not workers:
                 raise ConnectionError(f"{address}{path}: the router has no workers yet")
-            # The router sends nothing to the others. Where it sends to none they are asked, and may come back.
+            # The router sends no requests to unhealthy engines. If all are unhealthy, ask all, because they may
+            # recover.
             healthy = [each for each in workers if not (isinstance(each, Mapping) and each.get("is_healthy") is False)]
             urls = [each["url"] if isinstance(each, Mapping) else each for each in healthy or workers]
-            # A router that is aware of data parallelism lists each rank of a server, as address@rank.
+            # A router with data parallelism lists each rank of a server as address@rank.
             return [*dict.fromkeys(re.sub(r"@\d+$", "", url) for url in urls)]
     return [address]
 
@@ -148,8 +149,8 @@ async def _version(engine: str, max_attempts: int) -> str:
     answer = await _ask_or_none(f"{engine}/model_info", max_attempts) or {}
     if answer.get("weight_version") is None:
         raise ValueError(
-            f"{engine} names no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: "
-            "remove them, or use an SGLang that has it"
+            f"{engine} reports no weight_version in /model_info, which {KEY}.cache_by_version and {KEY}.canary need: "
+            "remove them, or use an SGLang version that reports it"
         )
     return str(answer["weight_version"])
 
@@ -164,9 +165,9 @@ async def _ask_or_none(url: str, max_attempts: int) -> dict[str, Any] | None:
 
 
 async def _score(engine: str, ids: list[int], max_attempts: int) -> tuple[str, list[float]] | None:
-    """Return the version with which the engine scored the text, and its log-probs of all tokens but the first.
+    """Return the version that scored the text, and its log-probs of all tokens except the first.
 
-    None where the framework aborted it, with all requests of that moment.
+    None if the framework aborted it together with all requests.
     """
     request = {
         "input_ids": ids,

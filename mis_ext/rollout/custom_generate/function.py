@@ -42,51 +42,50 @@ UNFINISHED = f"{KEY}_unfinished"
 async def generate(
     input: Any, sample: Any = None, sampling_params: Mapping[str, Any] | None = None, evaluation: bool = False
 ) -> Any:
-    """``sample`` with the tokens of a conversation exactly as the engine sampled them: SGLang, or vLLM in vime.
+    """Fill ``sample`` with the tokens of a conversation exactly as the engine sampled them: SGLang, or vLLM in vime.
 
-    Each request holds the token ids of everything before it, those of earlier turns as they were sampled: no text is
-    tokenized twice. The responses are read by :func:`~mis_ext.rollout.read_sglang_generate`, in vime by
-    :func:`~mis_ext.rollout.read_vllm_generate`, and put together by :func:`~mis_ext.rollout.build_samples` with the
-    policy ``strict``, whose counts are added to ``sample.metadata["on_policy_tokens"]``. Observations get a loss mask
-    of 0.
+    Each request contains the token ids of the whole conversation before it, with the sampled ids of earlier turns, so
+    no text is tokenized twice. :func:`~mis_ext.rollout.read_sglang_generate` (in vime
+    :func:`~mis_ext.rollout.read_vllm_generate`) reads the responses. :func:`~mis_ext.rollout.build_samples` joins them
+    with the policy ``strict``, and its counts are added to ``sample.metadata["on_policy_tokens"]``. Observations get a
+    loss mask of 0.
 
     A turn that reaches the token limit, and a conversation that reaches ``rollout_max_context_len`` (in evaluation
-    ``eval_max_context_len``) or ``max_turns``, make the sample truncated. An aborted request makes it aborted, and so
-    does a framework that aborts its rollout while the environment has its turn: then nothing more is requested. With
-    ``partial_rollout`` the sample keeps what was sampled, log-probs included, and goes on from there when it comes
-    back; otherwise it stays as it came. The limit ``max_new_tokens`` is that of each turn. No token is added to
-    ``sample`` before the conversation is over.
+    ``eval_max_context_len``) or ``max_turns``, make the sample truncated. The sample is aborted if a request is
+    aborted, or if the framework aborts its rollout during the environment's turn; then no further request is sent. With
+    ``partial_rollout`` the sample keeps the sampled tokens with their log-probs, and continues from there when it is
+    resumed. Otherwise it does not change. The limit ``max_new_tokens`` is per turn. No token is added to ``sample``
+    before the conversation ends.
 
-    With ``use_rollout_routing_replay`` the sample gets ``rollout_routed_experts``: the experts with which each token
-    was sampled, over all turns, and over the aborts of a partial rollout. Tokens of an aborted request that came
-    without experts are not kept.
+    With ``use_rollout_routing_replay`` the sample gets ``rollout_routed_experts``: the experts of each token when it
+    was sampled, over all turns, and over the aborts of a partial rollout. Tokens of an aborted request without experts
+    are not kept.
 
     Args:
-        input: slime's or vime's ``args``; of them the address of the router (``sglang_router_ip`` and ``_port``, or
-            ``vllm_router_ip`` and ``_port``), ``hf_checkpoint``,
-            ``partial_rollout``, the two limits of the context, ``chat_template_path``, ``apply_chat_template_kwargs``,
-            the router's policy, SGLang's speculative decoding, ``use_rollout_routing_replay`` and with it the layers
-            and experts of the model are read, the last nine where they exist, and what
-            :class:`~mis_ext.rollout.custom_generate.host.Settings` describes, under ``on_policy_tokens``. Miles
-            calls a function whose first parameter has this name with its ``GenerateFnInput`` alone, which holds them,
-            the other arguments, and the state of its rollout.
+        input: slime's or vime's ``args``. The function reads the address of the router (``sglang_router_ip`` and
+            ``_port``, or ``vllm_router_ip`` and ``_port``), ``hf_checkpoint``, ``partial_rollout``, the two limits of
+            the context, ``chat_template_path``, ``apply_chat_template_kwargs``, the router's policy, SGLang's
+            speculative decoding, ``use_rollout_routing_replay``, and with it the layers and experts of the model. The
+            last nine are optional. It also reads :class:`~mis_ext.rollout.custom_generate.host.Settings` under
+            ``on_policy_tokens``. If the first parameter has this name, Miles passes only its ``GenerateFnInput``, which
+            holds ``args``, the other arguments, and the state of its rollout.
         sample: The framework's ``Sample``; ``metadata["tools"]`` goes to the chat template.
-        sampling_params: Of the framework, with ``max_new_tokens``; for vLLM they are renamed.
-        evaluation: Nothing will be trained.
+        sampling_params: The framework's parameters, with ``max_new_tokens``; for vLLM they are renamed.
+        evaluation: The sample is not trained.
 
     Returns:
         ``sample``; to Miles, its ``GenerateFnOutput``.
 
     Warns:
-        LogProbDefinitionWarning: The log-probs are not of the distribution that the engine draws from, as with
-            SGLang's top-p; or SGLang decodes speculatively.
+        LogProbDefinitionWarning: The log-probs are not those of the distribution that the engine samples
+            from, for example with SGLang's top-p; or SGLang decodes speculatively.
 
     Raises:
-        ConnectionError: The server did not answer, or refused a request.
+        ConnectionError: The server did not respond, or refused a request.
         RolloutError: A response contradicts itself or its request; the message names sample, turn and values.
-        TypeError: A setting has another type.
-        ValueError: A setting is out of range, a flag asks for what is not supported, or a resumed sample has tokens
-            without log-probs.
+        TypeError: A setting has a wrong type.
+        ValueError: A setting is out of range, a flag is not supported, or a resumed sample has tokens without
+            log-probs.
     """
     if sample is not None and sampling_params is not None:
         return await _generate(input, sample, sampling_params, evaluation=evaluation, state=None)
@@ -110,12 +109,12 @@ async def _generate(
     render = partial(render_messages, tokenizer, args, sample, evaluation=evaluation)
     prompt_ids = list(sample.tokens)
     if not prompt_ids:
-        # To a text the framework has applied the template.
+        # If the prompt is a text, the framework has already applied the template.
         text = sample.prompt if isinstance(sample.prompt, str) else render(sample.prompt)
         prompt_ids = tokenizer.encode(text, add_special_tokens=False)
-    # What the framework's own function left unfinished was a first turn.
+    # A sample of the framework's own function is in its first turn.
     first = (0, sample.response_length, sample.response)
-    # A framework that samples a prompt afresh clears the response and keeps the metadata.
+    # A framework that samples a prompt again clears the response and keeps the metadata.
     is_resumed = sample.response_length > 0
     turn = Turn(*(sample.metadata.get(UNFINISHED, first) if is_resumed else first))
     flag = abort_flag(args, sample, state)
@@ -133,8 +132,7 @@ async def _generate(
         sample.status = sample.Status.ABORTED
         return sample
     sample.tokens = prompt_ids
-    # The frameworks ask the first sample of a batch whether there are log-probs, also where there was no room for a
-    # token.
+    # The frameworks check the first sample of a batch for log-probs, even if it had no room for a token.
     sample.rollout_log_probs = sample.rollout_log_probs or []
     _append_calls(args, sample, ended, tokenizer)
     if rows is not None:
@@ -152,22 +150,23 @@ async def _generate(
     if ended.cut:
         sample.status = sample.Status.TRUNCATED
     elif not ended.calls:
-        # All that was missing was the environment's word.
+        # Only the reply of the environment was missing.
         sample.status = sample.Status.COMPLETED
     return sample
 
 
 def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) -> None:
-    """Append what the calls sampled, and the observations between, to a sample that has what came before."""
+    """Append the sampled tokens of the calls, and the observations between them, to a sample."""
     built = build_samples([call.generation for call in ended.calls], policy="strict", tokenizer=tokenizer)
-    # Of what the framework's own function has sampled no one stored a version. What is longer is of an earlier attempt.
+    # Tokens of the framework's own function have no stored version. Excess entries are from an earlier attempt.
     stores = stores_versions(args)
     before = (getattr(sample, VERSIONS, None) or [])[: sample.response_length] if stores else []
     version_of_each: list[float] = [*before, *[math.nan] * (sample.response_length - len(before))]
     for call in ended.calls:
         generation = call.generation
         _append(args, sample, *call.observation)
-        # slime's method would take the experts of this request alone, both frameworks' the version of tokens not kept.
+        # slime's method would use only the experts of this request; both methods would use the version of dropped
+        # tokens.
         left_out = ["routed_experts"]
         if call.num_discarded:
             left_out += ["weight_version", "weight_versions"]
@@ -175,7 +174,7 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
         _append(args, sample, call.text, generation.sampled_ids, generation.log_probs, meta_info)
         version_of_each += [math.nan] * len(call.observation.token_ids) + _version_numbers(generation)
         versions = generation.weight_versions
-        # Newer Miles reads the spans of versions by itself; slime knows one per response, and takes the smallest.
+        # Newer Miles reads the spans of versions itself. slime stores one version per response, and uses the smallest.
         if versions is not None and sample.weight_versions and isinstance(sample.weight_versions[-1], str):
             sample.weight_versions[-1:] = dict.fromkeys(versions)
     _append(args, sample, *ended.unsent)
@@ -185,7 +184,7 @@ def _append_calls(args: Any, sample: Any, ended: Ended, tokenizer: Tokenizer) ->
 
 
 def _version_numbers(generation: Generation) -> list[float]:
-    """The version that sampled each token, NaN where the server says none, or a word, as before the first update."""
+    """The version that sampled each token; NaN without a version or with a non-number, as before the first update."""
     count = len(generation.sampled_ids)
     names: Sequence[str | None] = generation.weight_versions or [generation.weight_version] * count
     return [float(name) if name is not None and name.isdecimal() else math.nan for name in names]
@@ -201,7 +200,7 @@ def _append(
 ) -> None:
     """Append tokens to the framework's sample: a response with its ``meta_info``, or tokens that were not sampled.
 
-    The framework's own method also takes weight version, status and whatever else it looks for in ``meta_info``.
+    The framework's own method also reads the weight version, the status and other fields from ``meta_info``.
     """
     if meta_info is None and not token_ids:
         return
@@ -222,7 +221,7 @@ def _append(
 
 
 def _note_weights(sample: Any, ended: Ended, *, is_resumed: bool, evaluation: bool) -> None:
-    """Count what is known of the engines' weights, and leave the canary's word where the framework's dump has it."""
+    """Count the checks of the engines' weights, and store the canary's verdict in a field of the framework's dump."""
     verdicts = [call.weights.verdict for call in ended.calls if call.weights is not None and call.weights.verdict]
     counts = {f"canary_{verdict}": verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     if any(call.is_outdated for call in ended.calls):
@@ -232,7 +231,7 @@ def _note_weights(sample: Any, ended: Ended, *, is_resumed: bool, evaluation: bo
     before = known.pop(CANARY, None)
     if is_resumed and before is not None:
         verdicts.append(before)
-    # What it said of tokens that the framework has cleared goes with them.
+    # Drop the verdict of tokens that the framework has cleared.
     if not evaluation and (verdicts or before is not None):
         sample.train_metadata = {**known, CANARY: min(verdicts, key=VERDICTS.index)} if verdicts else known
 
@@ -246,34 +245,35 @@ def _count(sample: Any, **counts: int) -> None:
 def check_resumable(sample: Any) -> None:
     """Refuse a sample whose response so far lacks log-probs, a mask entry or a token."""
     length = sample.response_length
-    # No mask means all ones; the tokens are those of the prompt too.
+    # No mask means all ones. The tokens include the prompt.
     loss_mask = [1] * length if sample.loss_mask is None else sample.loss_mask
     fields = {"rollout_log_probs": sample.rollout_log_probs, "loss_mask": loss_mask, "tokens": sample.tokens}
     for name, values in fields.items() if length else ():
         found = len(values or [])
         if found < length or (found > length and name != "tokens"):
             raise ValueError(
-                f"sample {sample.index} is to be resumed: its {name} have {found} entries, its response {length}"
+                f"sample {sample.index} is to be resumed: its {name} have {found} entries, but its response has "
+                f"{length}"
             )
 
 
-# --- an episode between SGLang and an environment, in token ids: what was sampled is sent back as it was sampled
+# --- an episode between SGLang and an environment, in token ids: sampled ids are sent back unchanged
 
-# With these the router sends an episode to the server that has its prefix cached.
+# With these policies the router sends an episode to the server that has its prefix cached.
 _STICKY_POLICIES = ("consistent_hash", "consistent_hashing", "manual")
-# Stands for an assistant's turn, to find where the template's text after such a turn begins.
+# A placeholder for an assistant's turn, to find the beginning of the template's text after it.
 _MARK = "\N{REFERENCE MARK}assistant\N{REFERENCE MARK}"
 
 
 class Turn(NamedTuple):
-    """A turn of the model, sampled in several requests where the server aborted some.
+    """A turn of the model, which may be sampled in several requests after aborts.
 
     Attributes:
-        number: Turns of the model before it.
-        num_sampled: Tokens of it so far.
+        number: The number of earlier turns of the model.
+        num_sampled: The number of its tokens so far.
         text: Its text so far.
-        ended: The model ended it, and the environment has not answered yet.
-        end_id: The token with which the model ended it; None where it did not, or with a stop string.
+        ended: The model ended it, and the environment has not replied yet.
+        end_id: The token with which the model ended it; None if it did not end it, or with a stop string.
     """
 
     number: int = 0
@@ -283,10 +283,10 @@ class Turn(NamedTuple):
     end_id: int | None = None
 
     def after(self, call: Call) -> Turn:
-        """The turn with what one more request sampled."""
+        """The turn after one more request."""
         sampled, match = call.generation.sampled_ids, call.generation.stop_match
         ended = not call.aborted and call.generation.finish_reason != "length"
-        # vLLM names no match where the model ended its turn with its own end token.
+        # vLLM reports no match if the model ended its turn with its own end token.
         end_id = sampled[-1] if sampled and (match == sampled[-1] or (ended and match is None)) else None
         return Turn(self.number, self.num_sampled + len(sampled), self.text + call.text, ended, end_id)
 
@@ -299,11 +299,11 @@ class Observation(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One request and what came of it; of an aborted one the generation is what was sampled until then.
+    """One request and its result. For an aborted request, the generation has the tokens up to the abort.
 
-    ``rows`` are the experts of its tokens and of those before that had none, where they were asked for.
-    ``weights`` are those of the engines before it, where a setting asks for them. It ``is_outdated`` where the engine
-    took others afterwards, and read keys and values of the old ones.
+    ``rows``: the experts of its tokens and of earlier tokens without experts, if they are requested. ``weights``: those
+    of the engines before the request, if a setting requires them. ``is_outdated``: the engine received new weights
+    afterwards, but read cached keys and values of the old weights.
     """
 
     generation: Generation
@@ -321,20 +321,19 @@ class Call(NamedTuple):
 
     @property
     def num_discarded(self) -> int:
-        """Tokens that were sampled and not kept, as they came without experts."""
+        """Sampled tokens that were dropped because they came without experts."""
         return len(self.meta_info.get("output_token_logprobs") or ()) - len(self.generation.sampled_ids)
 
 
 class Ended(NamedTuple):
-    """An episode of one sample that is over, or was aborted.
+    """A finished or aborted episode of one sample.
 
     Attributes:
         calls: All requests, in order; none if there was no room for a token.
         turn: The last turn of the model.
-        cut: The context or the limit of turns ended it, and not the model, the server or the environment.
-        aborted: The server gave a request up, or the framework its rollout.
-        unsent: What the environment said since the last request, where the framework gave up its rollout before the
-            next.
+        cut: The context or the limit of turns ended it, not the model, the server or the environment.
+        aborted: The server aborted a request, or the framework its rollout.
+        unsent: The observation after the last request, if the framework aborted its rollout before the next request.
     """
 
     calls: list[Call]
@@ -358,9 +357,9 @@ class Episode:
     render: Callable[[Messages], str]
 
     async def run(self, prompt_ids: list[int], turn: Turn, num_rows: int | None = None) -> Ended:
-        """The episode to its end: from a prompt that may hold a part of ``turn``, or all of it, not answered yet.
+        """Run the episode to its end, from a prompt that may contain a part of ``turn``, or all of it without a reply.
 
-        ``num_rows`` is the number of tokens whose experts are known; None: no one asks for them.
+        ``num_rows``: the number of tokens whose experts are known; None: experts are not requested.
         """
         step = self.settings.load_environment()
         calls: list[Call] = []
@@ -382,7 +381,7 @@ class Episode:
                 num_rows = num_rows if call.rows is None else len(known_ids) - 1
                 if not turn.ended:
                     return Ended(calls, turn, aborted=call.aborted)
-            # The model has ended its turn; what the environment says of it comes before the next.
+            # The model has ended its turn. The environment replies before the next turn.
             if step is None:
                 return Ended(calls, turn)
             if self.is_aborted():
@@ -400,7 +399,7 @@ class Episode:
     async def _request(
         self, prompt_ids: list[int], turn: Turn, max_new_tokens: int, observation: Observation, num_rows: int | None
     ) -> Call | None:
-        """Send the next request and return its result; None if the framework aborted its rollout before."""
+        """Send the next request and return its result; None if the framework aborted its rollout before it."""
         endpoint = endpoint_of(self.sample)
         params = {**self.sampling_params, "max_new_tokens": max_new_tokens}
         request = endpoint.request(self.args.hf_checkpoint, prompt_ids, params, num_rows)
@@ -408,7 +407,7 @@ class Episode:
         key = getattr(self.sample, "routing_key", None) or getattr(self.sample, "session_id", None)
         for is_last in (False, True):
             weights = await engine_weights(self.args, self.settings, self.tokenizer)
-            # While the engines were asked, there was no request that the framework's abort could reach.
+            # During the checks of the engines, there was no request that the framework could abort.
             if weights is not None and self.is_aborted():
                 return None
             if weights is not None and self.settings.cache_by_version:
@@ -422,21 +421,21 @@ class Episode:
             )
             meta_info = endpoint.meta_info(response)
             is_outdated = "extra_key" in request and weights is not None and weights.is_outdated(meta_info)
-            # Only when it began decides, and not what came of it: so asking again favours no answer. A server that does
-            # not say when it began would favour the short ones.
+            # Only the start of the request decides, not its result, so a repetition does not bias the responses.
+            # Without a reported start, it would favour short responses.
             if is_last or not is_outdated or was_aborted(meta_info) or not meta_info.get("weight_versions"):
                 break
         request_id = f"sample {self.sample.index}, turn {turn.number}"
         if was_aborted(meta_info):
             num_sampled = len(meta_info.get("output_token_logprobs") or ())
-            # A request that waited, retracted, for its turn has tokens and no experts.
+            # A retracted request that was waiting has tokens but no experts.
             lacks_experts = num_rows is not None and not meta_info.get("routed_experts")
             if not num_sampled or lacks_experts:
                 nothing = Generation(
                     request_id=request_id, prompt_ids=prompt_ids, sampled_ids=[], log_probs=[], finish_reason="length"
                 )
                 return Call(nothing, "", meta_info, observation, weights=weights, is_outdated=is_outdated)
-            # What was sampled until then is as good as what is sampled up to a token limit.
+            # Tokens up to an abort are as valid as tokens up to a token limit.
             response = endpoint.finished(request, response, num_sampled)
         generation = endpoint.read(request, response, request_id=request_id)
         text = generation.text
@@ -451,10 +450,10 @@ class Episode:
         return Call(generation, text, meta_info, observation, rows, weights, is_outdated)
 
     def _observation(self, said: str | Messages, end_id: int | None) -> Observation:
-        """What stands between a sampled turn and the next one: a text as it is, or messages as the template has them.
+        """The tokens between a sampled turn and the next one: a text, or messages rendered by the template.
 
-        They are rendered behind an assistant's turn that stands for the sampled one. The end of that turn is omitted
-        where the model sampled it itself, as ``end_id``.
+        Messages are rendered after a placeholder for the sampled turn. The end of the turn is omitted if the model
+        sampled it as ``end_id``.
         """
         if isinstance(said, str):
             text = said

@@ -27,10 +27,10 @@ VERSIONS = "teacher_log_probs"
 """Field of a sample with one value per response token, which both frameworks pass to the trainer like log-probs. It is
 for distillation from a teacher, and otherwise unused."""
 CANARY = f"{KEY}_canary"
-"""Key in ``sample.train_metadata`` of what the canary says of the engines; the report looks for it in dumps."""
+"""Key in ``sample.train_metadata`` of the canary's verdict on the engines. The report reads it in dumps."""
 Messages = Sequence[Mapping[str, Any]]
 Environment = Callable[[Any, str], Awaitable[str | Messages | None]]
-# What these ask for travels in fields that are not filled here, and training without it would be wrong without a word.
+# These flags need fields that are not filled here. Training without them would be silently wrong.
 _UNSUPPORTED_FLAGS = (
     "use_rollout_indexer_replay",
     "use_sampling_support_replay",
@@ -45,15 +45,15 @@ class Settings:
     """The mapping under :data:`KEY`.
 
     Attributes:
-        environment: Dotted path of ``async def step(sample, text)``, called with the text of each turn of the model; it
-            returns the messages that come next (role and content, as chat templates take them), or a text that is
-            appended as it stands, or None when the conversation is over. Without an environment there is one turn.
-        max_turns: Turns of the model, 1 to 10,000; a conversation that would go on is truncated.
-        max_attempts: How often a request is sent while the server does not answer, 1 to 1,000, a second apart.
-        cache_by_version: Whether a request names the version of the weights as ``extra_key``, so that SGLang's prefix
-            cache gives it nothing that was computed with others. The engines are asked for it before each request.
-        canary: What happens when an engine scores a fixed text as it did with an earlier version: ``"warn"`` or
-            ``"stop"``. None: it is not asked to.
+        environment: Dotted path of ``async def step(sample, text)``, called with the text of each turn of the model. It
+            returns the next messages (role and content, as in chat templates), a text that is appended unchanged, or
+            None at the end of the conversation. Without an environment there is one turn.
+        max_turns: Turns of the model, 1 to 10,000. A longer conversation is truncated.
+        max_attempts: Attempts of a request while the server does not respond, 1 to 1,000, one second apart.
+        cache_by_version: Whether a request sends the version of the weights as ``extra_key``, so that SGLang's prefix
+            cache only returns values of the same version. The version is read from the engines before each request.
+        canary: The reaction if an engine scores a fixed text exactly as with an earlier version: ``"warn"`` or
+            ``"stop"``. None: no check.
     """
 
     environment: str | None = None
@@ -76,7 +76,7 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: Any) -> Settings:
-        """The settings in a framework's ``args``; the defaults where there are none."""
+        """The settings in a framework's ``args``, by default the default values."""
         given = getattr(args, KEY, None) or {}
         if not isinstance(given, Mapping):
             raise TypeError(f"{KEY} must be a mapping of {', '.join(f.name for f in fields(cls))}, got {given!r}")
@@ -84,10 +84,11 @@ class Settings:
         return cls(**given)
 
     def max_context(self, args: Any, *, evaluation: bool) -> int | None:
-        """The most tokens of a prompt and its response together, None for no limit; the frameworks' 0 means none too.
+        """The limit of the tokens of a prompt and its response together; None, or 0 in the frameworks, for no limit.
 
         Raises:
-            ValueError: There is an environment and no limit: the engine would refuse what no longer fits its context.
+            ValueError: There is an environment and no limit: the engine would refuse requests that do not fit its
+                context.
         """
         training: int | None = getattr(args, "rollout_max_context_len", None) or None
         limit = (getattr(args, "eval_max_context_len", None) or training) if evaluation else training
@@ -100,7 +101,7 @@ class Settings:
         return limit
 
     def load_environment(self) -> Environment | None:
-        """The environment's function, or None where there is no environment."""
+        """The environment's function, or None without an environment."""
         if self.environment is None:
             return None
         module, _, name = self.environment.rpartition(".")
@@ -119,12 +120,12 @@ def stores_versions(args: Any) -> bool:
 
 
 def check_supported(args: Any, sample: Any, settings: Settings) -> None:
-    """Refuse what needs more than token ids, masks, log-probs, versions and experts."""
+    """Refuse flags and samples that need more than token ids, masks, log-probs, versions and experts."""
     check_replayable(args)
     for name in ("cache_by_version", "canary"):
         if getattr(settings, name) and endpoint_of(sample) is VLLM:
             raise ValueError(
-                f"{KEY}.{name} asks SGLang for what vLLM does not answer; remove it, and see compare_weights"
+                f"{KEY}.{name} needs an SGLang endpoint that vLLM does not have; remove it, and see compare_weights"
             )
     if stores_versions(args) and getattr(args, "use_opd", None):
         raise ValueError("mis_staleness stores versions where use_opd has the teacher's log-probs: unset one of them")
@@ -142,10 +143,10 @@ def check_supported(args: Any, sample: Any, settings: Settings) -> None:
 
 
 def render_messages(tokenizer: ChatTokenizer, args: Any, sample: Any, messages: Messages, *, evaluation: bool) -> str:
-    """Messages as the chat template renders them, with ``apply_chat_template_kwargs`` and the tools of the sample.
+    """Render messages with the chat template, ``apply_chat_template_kwargs`` and the tools of the sample.
 
     Raises:
-        ValueError: An evaluation dataset has other options: a sample does not name its dataset.
+        ValueError: An evaluation dataset has other options, but a sample does not name its dataset.
     """
     general = getattr(args, "apply_chat_template_kwargs", None)
     options = getattr(sample, "apply_chat_template_kwargs", None)
@@ -172,16 +173,16 @@ _SPECULATION = (
 
 
 class LogProbDefinitionWarning(MismatchWarning):
-    """The server's log-probs are of another distribution than the one that it draws from."""
+    """The server's log-probs are not those of the distribution that it samples from."""
 
 
 def warn_of_definition(
     args: Any, sample: object, sampling_params: Mapping[str, Any], meta_infos: Iterable[Mapping[str, Any]] = ()
 ) -> None:
-    """Warn, once per process and definition, where the engine's log-probs are not those of the behavior policy.
+    """Warn, once per process and definition, if the engine's log-probs are not those of the behavior policy.
 
-    Also where it decodes speculatively. Greedy sampling is for evaluation, and no reason to warn. ``meta_infos`` are
-    those of the responses that have tokens, as far as there are any.
+    It also warns of speculative decoding. Greedy sampling is for evaluation, so it does not warn. ``meta_infos``: those
+    of existing responses with tokens.
     """
     if endpoint_of(sample) is VLLM:
         parameters = SamplingParameters.from_request(vllm_parameters(sampling_params), server="vllm")
@@ -197,7 +198,7 @@ def warn_of_definition(
         return
     if getattr(args, "sglang_speculative_algorithm", None):
         _warn_once(_SPECULATION)
-    # The kept ids were asked for, and the server does not return them.
+    # The kept ids were requested, but the server does not return them.
     is_ignored = asks_for_kept_ids and definition.returned.truncation is not None
     is_ignored = is_ignored and any(not any(key in meta for key in _KEPT_IDS) for meta in meta_infos)
     if is_ignored or not (definition.is_behavior and definition.is_comparable):
@@ -213,15 +214,15 @@ class ChatTokenizer(Tokenizer, Protocol):
     """A Hugging Face tokenizer with a chat template."""
 
     def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> str:
-        """The conversation as the template renders it."""
+        """The conversation, rendered by the template."""
         ...
 
 
 @functools.cache
 def load_tokenizer(checkpoint: str, chat_template_path: str | None, framework: Framework | None) -> ChatTokenizer:
-    """The tokenizer of a checkpoint, by the framework's own loader, which may repair it; kept for the next call.
+    """The tokenizer of a checkpoint, by the framework's own loader, which may repair it. It is cached.
 
-    ``chat_template_path``, Miles' flag of that name, is a file with a template instead of the checkpoint's.
+    ``chat_template_path`` (Miles' flag of that name): a file with a template that replaces the checkpoint's.
     """
     if framework is not None:
         load = importlib.import_module(f"{framework.name}.utils.processing_utils").load_tokenizer
@@ -236,16 +237,16 @@ def load_tokenizer(checkpoint: str, chat_template_path: str | None, framework: F
 
 
 def abort_flag(args: Any, sample: object, state: Any | None) -> Callable[[], bool]:
-    """A function that says whether the framework has aborted its rollout; always False where no framework runs.
+    """A function that returns whether the framework has aborted its rollout; always False without a framework.
 
-    The framework aborts the requests of that moment, once. An episode that was with its environment then has none, and
-    only the flag tells it. Newer versions of Miles pass the ``state``, whose flag it is.
+    The framework aborts all current requests once. An episode in its environment's turn has no request, so it needs
+    this flag. Newer versions of Miles pass the ``state`` that has the flag.
     """
     if state is None:
         framework = find_framework(sample)
         rollout = None if framework is None else sys.modules.get(framework.rollout)
         if rollout is None:
             return lambda: False
-        # The one that exists: its class makes no second one.
+        # This returns the existing instance, because the class is a singleton.
         state = rollout.GenerateState(args)
     return lambda: bool(state.aborted)

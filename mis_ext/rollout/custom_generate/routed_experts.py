@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of a sample for ``--use-rollout-routing-replay``, joined over the requests of its episode.
 
-Row ``p`` is the choice made while token ``p`` was fed forward, so a sample of ``T`` tokens has ``T - 1`` rows
-``[layers, topk]``: the last token was never fed. Tokens that no one sampled have rows too, as the next request feeds
-them. SGLang answers each request with the rows of its whole sequence, and the frameworks' own functions keep the last
-answer. Where the cache was dropped in between, as with every update of the weights, these are not the experts with
-which the earlier tokens were sampled: the engine has computed them again. So a request asks for the rows that no one
-has yet, and what came before stays.
+Row ``p`` has the experts of the forward pass of token ``p``, so a sample of ``T`` tokens has ``T - 1`` rows ``[layers,
+topk]``: the last token has no forward pass. Tokens that were not sampled have rows too, from the next request. SGLang
+returns the rows of the whole sequence for each request, and the frameworks' own functions keep the last response. If
+the cache was dropped in between, as after every weight update, the engine has computed the experts of earlier tokens
+again, and they may differ from the experts at sampling. So a request asks only for missing rows, and earlier rows do
+not change.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 FLAG = "use_rollout_routing_replay"
 _DTYPES = ("int32", "uint16", "uint8")
-# A row of zeros in every layer has one expert twice. Of one expert a token, so many zeros are no chance.
+# A row of zeros in every layer contains one expert twice. With one expert per token, this many zero rows are not
+# chance.
 _MOST_ZEROS = 10
 
 
 def check_replayable(args: Any) -> None:
-    """Refuse speculative decoding along a tree: SGLang 0.5.23 moves keys and values of what it accepts, not experts."""
+    """Refuse speculative decoding with a tree: SGLang 0.5.23 moves keys and values of accepted tokens, not experts."""
     algorithm = getattr(args, "sglang_speculative_algorithm", None)
     if not getattr(args, FLAG, False) or not algorithm:
         return
@@ -40,17 +41,17 @@ def check_replayable(args: Any) -> None:
     if algorithm == "NGRAM" or topk != 1:
         raise ValueError(
             f"{FLAG} with sglang_speculative_algorithm={algorithm} needs sglang_speculative_eagle_topk=1 (got "
-            f"{topk}), and no NGRAM: along a tree of drafts SGLang returns the experts of rejected tokens"
+            f"{topk}), and no NGRAM: with a tree of drafts SGLang returns the experts of rejected tokens"
         )
 
 
 def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
-    """SGLang computes the prefix of a retracted request again, and with it the experts, not the log-probs.
+    """Refuse a retracted request. SGLang computes its prefix and the experts again, but not the log-probs.
 
-    Miles issue 3277. A server that does not count retractions: there several versions of the weights tell one.
+    See Miles issue 3277. If a server does not count retractions, several weight versions indicate a retraction.
 
     Raises:
-        ValueError: It was.
+        ValueError: The request was retracted.
     """
     spans = check_instance("weight_versions", meta_info.get("weight_versions") or [], (list, tuple))
     versions = [*dict.fromkeys(str(check_mapping("weight_versions", span).get("version")) for span in spans)]
@@ -59,21 +60,22 @@ def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
     if count > 0:
         by = f" (weight versions {', '.join(versions)})" if len(versions) > 1 else ""
         raise ValueError(
-            f"the request was retracted{by}: SGLang computed its experts again, and its log-probs are of the experts "
-            "before; exclude it from the replay, or update weights with pause_generation in mode in_place or abort"
+            f"the request was retracted{by}: SGLang computed its experts again, but its log-probs are from the "
+            "previous experts; exclude it from the replay, or update weights with pause_generation in mode in_place "
+            "or abort"
         )
 
 
 def decode_experts(encoded: object, dtype: str | None) -> Rows:
-    """Return the experts that an engine sends as base64: all values of SGLang, or vLLM's NumPy file in its shape.
+    """Decode the base64 experts of an engine: the flat values of SGLang, or vLLM's NumPy file with its shape.
 
     Args:
         encoded: ``routed_experts`` of a response.
         dtype: SGLang's ``routed_experts_dtype``; None: int32.
 
     Raises:
-        TypeError: They are no string.
-        ValueError: They are no base64 of integers of this type, and no NumPy file of integers.
+        TypeError: ``encoded`` is not a string.
+        ValueError: It is neither base64 of integers of this type nor of a NumPy file of integers.
     """
     import numpy
 
@@ -83,7 +85,7 @@ def decode_experts(encoded: object, dtype: str | None) -> Rows:
     try:
         data = base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise ValueError(f"routed_experts is no base64: {error}") from error
+        raise ValueError(f"routed_experts is not base64: {error}") from error
     is_file = data.startswith(numpy.lib.format.MAGIC_PREFIX)
     try:
         read: Any = numpy.lib.format.read_array
@@ -97,44 +99,44 @@ def decode_experts(encoded: object, dtype: str | None) -> Rows:
 
 
 def known_rows(sample: Any) -> list[Rows]:
-    """Return the rows of a continued sample: none before its first token, else those of all fed tokens."""
+    """Return the rows of a resumed sample: none before its first token, else those of all forwarded tokens."""
     import numpy
 
     if not sample.response_length:
         return []
     if sample.rollout_routed_experts is None:
-        raise ValueError(f"sample {sample.index} is to be resumed with {FLAG}, and its tokens have no experts")
+        raise ValueError(f"sample {sample.index} is to be resumed with {FLAG}, but its tokens have no experts")
     rows = numpy.asarray(sample.rollout_routed_experts)
-    # Observations at the end were not fed yet; their log-probs are 0.
+    # Observations at the end had no forward pass yet; their log-probs are 0.
     sampled = [place for place, log_prob in enumerate(sample.rollout_log_probs) if log_prob]
     fed = len(sample.tokens) - sample.response_length + (sampled[-1] if sampled else 0)
     if not fed <= len(rows) < len(sample.tokens):
         raise ValueError(
-            f"sample {sample.index} is to be resumed: its rollout_routed_experts have {len(rows)} rows, its "
+            f"sample {sample.index} is to be resumed: its rollout_routed_experts have {len(rows)} rows, but its "
             f"{len(sample.tokens)} tokens need {fed} to {len(sample.tokens) - 1}"
         )
     return [rows]
 
 
 def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, start: int) -> Rows:
-    """``[rows, layers, topk]``, int32: the experts of the tokens from position ``start`` to the last but one.
+    """``[rows, layers, topk]``, int32: the experts of the tokens from position ``start`` to the second to last.
 
-    Of ``args`` it reads ``num_layers``, and where they exist ``moe_router_topk`` and ``num_experts``; ``start`` is the
+    ``args``: it reads ``num_layers``, and optionally ``moe_router_topk`` and ``num_experts``. ``start``: the
     ``routed_experts_start_len`` of the request.
 
     Raises:
-        Contradiction: The request was retracted, and the weights changed: log-probs and experts are of different ones.
-        CountMismatch: They are not as many as the tokens need.
-        MalformedResponse: There are none, they are no experts, or they were never written.
+        Contradiction: The request was retracted, and log-probs and experts are from different weights.
+        CountMismatch: The number of rows does not fit the tokens.
+        MalformedResponse: Experts are missing, out of range, or were never written.
     """
     request_id = generation.request_id
     if not meta_info.get("routed_experts"):
         raise MalformedResponse(
             request_id,
-            f"meta_info has no routed_experts, for which {FLAG} asks: start the engine with "
-            "--enable-return-routed-experts (the frameworks do so for their own servers), and SGLang behind a router "
-            "that passes return_routed_experts on (Miles' --use-miles-router and PyPI's smg do; PyPI's sglang-router "
-            "0.3.2 does not)",
+            f"meta_info has no routed_experts, which {FLAG} needs: start the engine with "
+            "--enable-return-routed-experts (the frameworks do so for their own servers), and SGLang behind a "
+            "router that passes return_routed_experts on (Miles' --use-miles-router and PyPI's smg do; PyPI's "
+            "sglang-router 0.3.2 does not)",
         )
     if len(set(generation.weight_versions or ())) > 1:
         try:
@@ -146,16 +148,16 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
     except (TypeError, ValueError) as error:
         raise MalformedResponse(request_id, str(error)) from error
     fed = len(generation.prompt_ids) + len(generation.sampled_ids) - 1
-    # Miles' FSDP trainer has no such argument.
+    # Miles' FSDP trainer does not have this argument.
     topk = getattr(args, "moe_router_topk", None) or len(values) // max(1, args.num_layers * (fed - start))
     count, rest = divmod(len(values), args.num_layers * max(1, topk))
-    # A server that knows no start sends all rows. Some versions feed the last token forward too.
+    # A server without the start parameter sends all rows. Some versions also have a row for the last token.
     first = {fed - start: 0, fed: start, fed + 1: start}.get(count)
     if rest or first is None:
         raise CountMismatch(
             request_id,
-            f"routed_experts has {len(values)} values; num_layers = {args.num_layers} and topk = {topk} with {fed + 1} "
-            f"tokens from position {start} on need {(fed - start) * args.num_layers * topk}",
+            f"routed_experts has {len(values)} values; num_layers = {args.num_layers} and topk = {topk} with "
+            f"{fed + 1} tokens starting at position {start} need {(fed - start) * args.num_layers * topk}",
         )
     rows = values.reshape(count, args.num_layers, topk)[first : first + fed - start]
     unwritten = ~rows.any(axis=(1, 2))
@@ -173,7 +175,7 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
 
 
 def join_rows(args: Any, sample: Any, parts: Sequence[Rows]) -> Any:
-    """The rows of a sample in the type of its framework: slime's has tensors, Miles' arrays."""
+    """The rows of a sample in the type of its framework: tensors in slime, arrays in Miles."""
     import numpy
 
     if not parts:

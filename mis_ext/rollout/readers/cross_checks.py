@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a response says about one generation, held against each other.
+"""Comparison of all fields of a response about one generation.
 
-A response says most things more than once: ids beside log-probs, counts in ``usage``, the end in two fields.
-:func:`settle` compares all places of each. :class:`Choice` opens the OpenAI-style responses of both servers.
+A response has most values more than once: ids next to log-probs, counts in ``usage``, the end in two fields.
+:func:`settle` compares all places of each value. :class:`Choice` opens the OpenAI-style responses of both servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mis_ext.rollout.generation import (
 from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 
 T = TypeVar("T")
-# One that this response lacks is None, or a field that is absent.
+# A missing place is None, or an absent field.
 Places = Iterable[Field | None]
 
 
@@ -45,25 +45,25 @@ def settle(
     versions: Field | None = None,
     last_version: Field | None = None,
 ) -> Generation:
-    """The generation on which all places of a response agree.
+    """The generation, if all places of a response agree.
 
-    Of the prompt the lists are compared, and their entries not checked: a conversation repeats them in every turn. The
-    two pieces of advice say how to get the ids of response and prompt, for the error when no place has them.
-    ``kept_ids`` is the server's list of the ids that each token was drawn from, ``versions`` says which ids, from
-    ``start`` to before ``end``, each ``version`` of the weights sampled, ``last_version`` which it was at the end.
+    The lists of the prompt are compared without a check of their entries, because a conversation repeats them in every
+    turn. ``ids_advice``, ``prompt_advice``: how to request the ids, for the error if no place has them. ``kept_ids``:
+    the server's sampling support of each token. ``versions``: spans with ``start``, ``end`` (exclusive) and the
+    ``version`` of the weights that sampled these ids. ``last_version``: the version at the end.
 
     Raises:
-        Contradiction: Two places differ, the end token is not the last sampled one, or a sampled id is not among those
-            that it was drawn from.
-        CountMismatch: Two places differ in length, a count is another, or the versions' ids do not follow each other.
+        Contradiction: Two places differ, the end token is not the last sampled id, or a sampled id is not in its
+            sampling support.
+        CountMismatch: Two places differ in length, a count differs, or the spans of versions are not contiguous.
         LogProbError: A log-prob is missing, not finite or above 0.
-        MalformedResponse: A place has something of another type.
-        UnprovenTokenIds: No place has the sampled ids, or none the prompt's.
+        MalformedResponse: A place has a value of a wrong type.
+        UnprovenTokenIds: No place has the sampled ids, or no place has the ids of the prompt.
     """
     ids = agree(sampled_ids, Field.token_ids)
     if ids is None:
         raise UnprovenTokenIds(request_id, f"the response has no token ids: {ids_advice}")
-    # A list cut short shows in its length beside another one, or in the server's own count.
+    # A truncated list is visible in the length of another list, or in the server's count.
     scores = agree(log_probs, Field.log_probs) or []
     if len(scores) != len(ids):
         raise CountMismatch(request_id, f"{len(ids)} sampled ids, but {len(scores)} log-probs")
@@ -75,7 +75,7 @@ def settle(
     matches = [*filter(None, stop_matches)]
     for other in matches[1:]:
         check_same(matches[0], other)
-    # The id of an end token is the last one that was sampled; a stop string has none.
+    # The id of an end token is the last sampled id; a stop string has no id.
     match = matches[0].token_or_text() if matches else None
     if isinstance(match, int) and ids[-1:] != [match]:
         raise Contradiction(request_id, f"token {match} ended the generation, but it ends with {ids[-1:]}")
@@ -97,7 +97,7 @@ def settle(
 
 
 def agree(places: Places, read: Callable[[Field], list[T]]) -> list[T] | None:
-    """The list that every place holds, as the first of them has it, each checked by ``read``; None without any place.
+    """The list of the first place, if all places have the same list; each is checked by ``read``. None without a place.
 
     Raises:
         Contradiction: Two places differ in an entry.
@@ -135,7 +135,7 @@ def _read_kept(mask: Field, sampled_ids: list[int]) -> list[list[int]]:
     rows = mask.entries()
     kept = [row.token_ids() for row in rows]
     if len(kept) != len(sampled_ids):
-        counts = f"{mask.path} has {len(kept)} entries, {len(sampled_ids)} ids were sampled"
+        counts = f"{mask.path} has {len(kept)} entries, but {len(sampled_ids)} ids were sampled"
         raise CountMismatch(mask.request_id, counts)
     for row, sampled, ids in zip(rows, sampled_ids, kept, strict=True):
         if sampled not in ids:
@@ -160,12 +160,12 @@ def _read_versions(spans: Field, last: Field | None, length: int) -> list[str]:
 
 
 class Choice:
-    """One choice of an OpenAI-style response: the parts that are the same for every server.
+    """One choice of an OpenAI-style response: the fields that all servers share.
 
-    Its request is named ``id#position`` where there are several choices.
+    Its request id is ``id#position`` if there are several choices.
 
     Args:
-        api: Which of the three forms the response has.
+        api: The form of the response.
         choice: The position of the choice; None: the only one.
 
     Attributes:
@@ -175,15 +175,15 @@ class Choice:
         position: Its position among the choices.
         log_probs: The log-probs of its tokens.
         finish_reason: Why the generation ended.
-        text: Its text; None where reasoning or tool calls were parsed out of it.
-        prompt_count: Where the response counts the tokens of its prompt; None where it counts those of others with it.
+        text: Its text; None if reasoning or tool calls were parsed out of it.
+        prompt_count: The field with the number of tokens of its prompt; None if it includes other prompts.
 
     Raises:
-        AbortedRequest: The server answered with an error, or gave the choice up.
+        AbortedRequest: The server returned an error, or aborted the choice.
         Contradiction: The choice's index is not its position.
-        CountMismatch: ``usage`` counts another number of sampled tokens than have log-probs.
+        CountMismatch: ``usage`` has a different number of sampled tokens than there are log-probs.
         LogProbError: There are no log-probs.
-        MalformedResponse: A field is missing or has another type, or ``choice`` does not name a choice.
+        MalformedResponse: A field is missing or has a wrong type, or ``choice`` is not the position of a choice.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Choice:
         check_same(body["index"], replace(body, value=self.position, path="its position"))
         self.finish_reason = body["finish_reason"].finish_reason()
         scored = [_log_probs(each, api) for each in bodies]
-        # The server's own count of what it sampled, over all choices: the one witness that sees a list cut short.
+        # Only the server's count of sampled tokens, over all choices, shows a truncated list.
         usage, sampled = self.answer["usage"], sum(len(log_probs.array()) for log_probs in scored)
         counted = usage["completion_tokens"]
         if counted.count() != sampled:
@@ -243,5 +243,5 @@ def _log_probs(body: Field, api: str) -> Field:
     log_probs = body.get("logprobs")
     rows = log_probs.get("token_logprobs" if api == "completions" else "content")
     if not rows:
-        raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: ask for them with logprobs")
+        raise LogProbError(body.request_id, f"{body.path}.logprobs are missing: request them with logprobs")
     return rows if api == "completions" else rows.column("logprob")

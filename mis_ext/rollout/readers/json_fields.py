@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded JSON of an inference server, where every doubt is an error that names the request and both values."""
+"""Decoded JSON of an inference server. Every inconsistency is an error with the request and both values."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
-    # vLLM saw the model repeat itself: whole, but not ended by the model.
+    # vLLM detected a repetition: the generation is complete, but the model did not end it.
     "repetition": "length",
 }
-# What a request and a response are, decoded.
+# A decoded request or response.
 Json = Mapping[str, Any]
 _GIVEN_UP = ("abort", "error", "content_filter")
 
 
-# Not frozen: a response is some thirty of these, and to set frozen attributes takes a third of the time of reading it.
+# Not frozen: a response has about thirty fields, and setting frozen attributes takes a third of its reading time.
 @dataclass(kw_only=True, slots=True, eq=False)
 class Field:
-    """A value inside decoded JSON, which knows its path and its request.
+    """A value inside decoded JSON, with its path and its request.
 
-    One that is absent or null is false, and so is whatever is looked up under it. Methods that are named for a type
-    return the value, which must be of that type.
+    A value that is absent or null is falsy, and so are all fields under it. Methods with the name of a type return the
+    value, which must have that type.
 
     Attributes:
-        value: The value; None where it is absent.
-        path: Where it is, such as ``response.meta_info``.
-        request_id: Named by every error.
-        suffix: Where the value is a column of a list of rows, what follows the position in errors, such as ``[1]``.
+        value: The value; None if it is absent.
+        path: Its path, such as ``response.meta_info``.
+        request_id: The request id for errors.
+        suffix: For a column of a list of rows, the text after the position in errors, such as ``[1]``.
     """
 
     value: Any
@@ -80,13 +80,13 @@ class Field:
         return [self.entry(position) for position in range(len(self.array()))] if self else []
 
     def column(self, key: int | str) -> Field:
-        """The values at ``key`` of a list of rows: lists of three, or objects, whose absent value is None."""
+        """The values at ``key`` of a list of rows: lists of three, or objects, where an absent value is None."""
         if not self:
             return self
         rows = self.array()
         is_object = isinstance(key, str)
         kinds, expected = ((dict,), "an object") if is_object else ((list, tuple), "a list of three")
-        # Whole-list operations: a Python loop runs only to name the position.
+        # Whole-list operations; a Python loop runs only to find the position.
         if not (set(map(type, rows)) <= {*kinds} and (is_object or set(map(len, rows)) <= {3})):
             for position, row in enumerate(rows):
                 if not isinstance(row, kinds) or (not is_object and len(row) != 3):
@@ -124,7 +124,7 @@ class Field:
         return ids
 
     def prompt_ids(self) -> list[int]:
-        """One prompt's ids; but for the first they are left to whoever reads them first."""
+        """The ids of one prompt. Only the first is checked here; later readers check the rest."""
         ids = self.array()
         if ids and type(ids[0]) is not int:
             raise self.malformed("the token ids of one prompt")
@@ -140,14 +140,14 @@ class Field:
         for position, value in enumerate(values):
             # The comparisons are false for NaN.
             if type(value) not in (float, int) or not MINUS_INFINITY < value <= 0:
-                stand_in = ", which stands for minus infinity" if value == MINUS_INFINITY else ""
+                stand_in = ", the placeholder for minus infinity" if value == MINUS_INFINITY else ""
                 legal = f"must be a log-prob, finite and at most 0, got {reprlib.repr(value)}{stand_in}"
                 found = "is missing" if value is None else legal
                 raise LogProbError(self.request_id, f"{self.entry(position).path} {found}")
         return list(map(float, values))
 
     def finish_reason(self) -> FinishReason:
-        """One of the ends at which a generation is whole."""
+        """A finish reason of a complete generation."""
         reason = self.string()
         if reason in _GIVEN_UP:
             raise AbortedRequest(self.request_id, f"{self.path} is {reason!r}")
@@ -156,17 +156,17 @@ class Field:
         return _FINISH_REASONS[reason]
 
     def malformed(self, expected: str) -> MalformedResponse:
-        """The error that names what is expected here and what was found."""
+        """The error with the expected and the found value."""
         return MalformedResponse(self.request_id, f"{self.path} must be {expected}, got {reprlib.repr(self.value)}")
 
 
 def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tuple[Field, Field]:
-    """Request and response as fields, named by ``request_id`` or, where it is None, by the ids that they hold.
+    """Request and response as fields, with ``request_id`` or, if it is None, the id that they contain.
 
     Raises:
-        AbortedRequest: The server answered with an error.
+        AbortedRequest: The server returned an error.
         MalformedResponse: One of them is not an object.
-        NotASample: The request asks for a search, or for the best of several samples.
+        NotASample: The request is for a search, or for the best of several samples.
     """
     name = request_id or _find_id(request, response)
     asked = Field(value=request, path="request", request_id=name)
@@ -180,22 +180,22 @@ def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tup
     error = answer if response.get("object") == "error" else answer.get("error")
     if error:
         raise AbortedRequest(name, f"the server answered with an error: {str(error.value)[:500]}")
-    # The best of several is likelier than a sample, and its log-probs do not say by how much.
+    # The best of several is more likely than a sample, and its log-probs do not show by how much.
     for parameters in (asked, asked.get("sampling_params")):
         if not isinstance(parameters.value, Mapping):
             continue
         harmless: dict[str, list[Any]] = {
             "use_beam_search": [False],
             "beam_width": [1],
-            # All of those that were drawn come back.
+            # All samples are returned.
             "best_of": [1, parameters.value.get("n")],
-            # vLLM gives these back instead of a sample.
+            # vLLM returns these instead of a sample.
             "trace_decode_token_ids": [[]],
         }
         for key, values in harmless.items():
             found = parameters.get(key)
             if found and found.value not in values:
-                problem = f"{found.path} is {reprlib.repr(found.value)}, so the response is no sample of the policy"
+                problem = f"{found.path} is {reprlib.repr(found.value)}, so the response is not a sample of the policy"
                 raise NotASample(name, f"{problem}: remove it")
     return asked, answer
 

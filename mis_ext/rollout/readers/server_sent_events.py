@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streamed responses: the events of one request, joined into the response that the readers take.
+"""Streamed responses: joins the events of one request into a response for the readers.
 
-The readers count and compare what was joined as they do with any response.
+The readers check the joined response like any other.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from mis_ext.rollout.readers.json_fields import Field
 
 _DATA, _END = "data:", "[DONE]"
 _OBJECTS = {"chat.completion.chunk": "chat.completion", "text_completion": "text_completion"}
-# What comes once, or again with a later value: of a response, and of a choice.
+# Fields of a response and of a choice that are sent once, or again with a later value.
 _LATEST = ("usage", "prompt_token_ids", "metadata", "metrics", "sglext")
 _LATEST_OF_A_CHOICE = ("finish_reason", "stop_reason", "matched_stop", "routed_experts", "weight_versions")
 
 
 def join_stream(lines: Iterable[str | bytes], *, request_id: str = "unnamed") -> dict[str, Any]:
-    """The response that these lines of server-sent events add up to.
+    """Join lines of server-sent events into a response.
 
-    Chunks of chat, completions and vLLM's ``/inference/v1/generate``: texts, reasoning, log-probs and ids are joined in
-    the order in which they came; pieces of tool calls are listed. Ask for ``stream_options: {"include_usage": true}``:
-    without it the readers have no count to compare with. Events of SGLang's ``/generate`` hold all that came before,
-    so the last one is the response; those of ``--incremental-streaming-output`` do not, and the readers refuse them.
+    For chat, completions and vLLM's ``/inference/v1/generate``, the function joins texts, reasoning, log-probs and ids
+    of chunks in the order of arrival, and lists parts of tool calls. Request ``stream_options: {"include_usage":
+    true}``: without it the readers have no count to compare with. An event of SGLang's ``/generate`` contains all
+    earlier events, so the last event is the response. With ``--incremental-streaming-output`` it does not, and the
+    readers refuse it.
 
     Args:
-        lines: As the server sent them, empty ones too.
-        request_id: Names the request in errors.
+        lines: The lines from the server, including empty lines.
+        request_id: The request id for errors.
 
     Raises:
-        AbortedRequest: The stream breaks off, or has an error.
-        MalformedResponse: A line is no event, or an event no part of a response.
+        AbortedRequest: The stream ends early, or has an error.
+        MalformedResponse: A line is not an event, or an event is not part of a response.
     """
     events = _events(lines, request_id)
     for event in events:
@@ -54,12 +55,12 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
         try:
             line = (raw.decode() if isinstance(raw, bytes) else raw).strip()
         except UnicodeDecodeError as error:
-            raise MalformedResponse(request_id, f"line {number} is no UTF-8: {error}") from error
-        # A comment keeps the connection open; of a named event the data says what it is.
+            raise MalformedResponse(request_id, f"line {number} is not UTF-8: {error}") from error
+        # A comment keeps the connection open. The data of a named event contains its type.
         if not line or line.startswith((":", "event:")):
             continue
         if not line.startswith(_DATA):
-            raise MalformedResponse(request_id, f"line {number} is no event: {line[:80]!r}")
+            raise MalformedResponse(request_id, f"line {number} is not an event: {line[:80]!r}")
         data = line[len(_DATA) :].strip()
         if data == _END:
             if not events:
@@ -68,14 +69,14 @@ def _events(lines: Iterable[str | bytes], request_id: str) -> list[Field]:
         try:
             event = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise MalformedResponse(request_id, f"line {number} is no JSON: {error}") from error
+            raise MalformedResponse(request_id, f"line {number} is not JSON: {error}") from error
         events.append(Field(value=event, path=f"event[{len(events)}]", request_id=request_id))
-    raise AbortedRequest(request_id, f"the stream breaks off after {len(events)} events, without {_END}")
+    raise AbortedRequest(request_id, f"the stream ends after {len(events)} events, without {_END}")
 
 
 def _join_chunks(events: list[Field]) -> dict[str, Any]:
     first = events[0]
-    # The key under which every event names the request, and what the response begins with.
+    # The key of the request id in every event, and the first fields of the response.
     if mode := first.get("output_mode"):
         name, response = "request_id", {"request_id": first["request_id"].string(), "output_mode": mode.string()}
     else:
@@ -89,7 +90,7 @@ def _join_chunks(events: list[Field]) -> dict[str, Any]:
         for chunk in event["choices"].entries():
             index = chunk["index"].count()
             _add_chunk(choices.setdefault(index, {"index": index}), chunk)
-    # SGLang's chat names each choice, and the ends of all after one of them.
+    # SGLang's chat has one id per choice, and one of these ids for the ends of all choices.
     others = [event[name] for event in events if event[name].value != response[name]]
     if len({other.string() for other in others}) >= max(len(choices), 1):
         raise others[-1].malformed(f"{response[name]!r} as before: one stream is one request")
@@ -101,7 +102,7 @@ def _present(holder: Field, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _add_chunk(choice: dict[str, Any], chunk: Field) -> None:
-    # Each choice of a completion brings its own, as without streaming.
+    # Each choice of a completion has its own prompt ids, as without streaming.
     choice |= _present(chunk, ("prompt_token_ids",))
     log_probs, delta, text = (chunk.get(key) for key in ("logprobs", "delta", "text"))
     choice |= _present(chunk, _LATEST_OF_A_CHOICE)

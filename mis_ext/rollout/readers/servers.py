@@ -9,15 +9,15 @@ from mis_ext.rollout.generation import AbortedRequest, Generation, LogProbError
 from mis_ext.rollout.readers.cross_checks import Choice, Places, check_same, settle
 from mis_ext.rollout.readers.json_fields import Field, Json, open_exchange
 
-_SGLANG_ADVICE = "ask for them with return_token_ids: true, or in a stream of chat with return_{}_ids_in_sglext: true"
+_SGLANG_ADVICE = "request them with return_token_ids: true, or in a chat stream with return_{}_ids_in_sglext: true"
 
 
 def read_sglang_generate(request: Json, response: Json, *, request_id: str | None = None) -> Generation:
     """Read the response of ``/generate`` to one prompt.
 
     The request needs ``return_logprob: true``, and the prompt as ``input_ids``; with ``text`` instead it also needs
-    ``return_prompt_token_ids: true`` or ``logprob_start_len: 0``. A list of responses, for several prompts or for
-    ``n`` above 1, is read entry by entry, each with the request of its own prompt.
+    ``return_prompt_token_ids: true`` or ``logprob_start_len: 0``. Read a list of responses (several prompts, or ``n``
+    above 1) entry by entry, each with the request of its own prompt.
 
     Args:
         request: The request as it was sent, decoded.
@@ -30,21 +30,21 @@ def read_sglang_generate(request: Json, response: Json, *, request_id: str | Non
     asked, answer = open_exchange(request, response, request_id=request_id)
     meta = answer["meta_info"]
     ending, text = meta["finish_reason"], answer.get("text")
-    # Before anything else: what was given up may lack the rest.
+    # Check this first, because an aborted response may lack other fields.
     finish_reason = ending["type"].finish_reason()
     _check_not_replaced(ending.get("matched"))
-    # The server gives the samples of ``n`` above 1 names of its own, and several prompts several names.
+    # With ``n`` above 1 the server creates the ids of samples, and several prompts have several ids.
     name, parameters = asked.get("rid"), asked.get("sampling_params").value
     several = isinstance(parameters, Mapping) and parameters.get("n", 1) != 1
     if isinstance(name.value, str) and not several:
         check_same(name, meta["id"])
     scored = _scored_by_sglang(meta)
-    # The log-probs of the prompt have its ids where those of all of it came back.
+    # The log-probs of the prompt contain its ids if they cover the whole prompt.
     prompt = meta.get("input_token_logprobs")
     whole = prompt and len(prompt.array()) == meta["prompt_tokens"].count()
     return settle(
         answer.request_id,
-        # SGLang 0.4 has them only where it runs without its tokenizer.
+        # SGLang 0.4 returns them only without its tokenizer.
         sampled_ids=[answer.get("output_ids"), scored.column(1)],
         sampled_counts=[meta["completion_tokens"], ending.get("length")],
         log_probs=[scored.column(0)],
@@ -70,10 +70,10 @@ def read_sglang_chat(
 ) -> Generation:
     """Read one choice of ``/v1/chat/completions``.
 
-    The request needs ``logprobs: true`` and, for the ids of prompt and response, ``return_token_ids: true``. Instead,
-    ``return_meta_info: true`` has those of the response, and ``return_prompt_token_ids: true`` or a prompt sent as
-    ``input_ids`` those of the prompt. A stream has them only with ``return_input_ids_in_sglext: true`` and
-    ``return_output_ids_in_sglext: true``.
+    The request needs ``logprobs: true`` and, for the ids of prompt and response, ``return_token_ids: true``.
+    Alternatively, ``return_meta_info: true`` returns the ids of the response, and ``return_prompt_token_ids: true`` or
+    a prompt sent as ``input_ids`` gives those of the prompt. A stream has them only with ``return_input_ids_in_sglext:
+    true`` and ``return_output_ids_in_sglext: true``.
 
     Args:
         request: The request as it was sent, decoded.
@@ -103,16 +103,16 @@ def _read_sglang(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
     body = found.body
     _check_not_replaced(body.get("matched_stop"))
     meta = body.get("meta_info")
-    # Without ``return_meta_info`` this, and all that is looked up under it, is absent.
+    # Without ``return_meta_info`` this field and all fields under it are absent.
     ending = scored = meta
     if meta:
         ending, scored = meta["finish_reason"], _scored_by_sglang(meta)
-    # In a stream, the sampled ids of all choices stand beside the choices.
+    # In a stream, the sampled ids of all choices are next to the choices.
     extension = found.answer.get("sglext")
     listed = extension.get("output_ids")
     if listed and found.position >= len(listed.array()):
         raise listed.malformed("a list of ids for each choice")
-    # The response's own versions are those of its first choice.
+    # The versions in the response are those of its first choice.
     versions = meta if meta or found.position else found.answer.get("metadata")
     return settle(
         body.request_id,
@@ -135,12 +135,12 @@ def _read_sglang(found: Choice, *, sampled_ids: str, sent_as: str) -> Generation
 def _scored_by_sglang(meta: Field) -> Field:
     scored = meta.get("output_token_logprobs")
     if not scored:
-        raise LogProbError(meta.request_id, f"{scored.path} are missing: ask for them with return_logprob: true")
+        raise LogProbError(meta.request_id, f"{scored.path} are missing: request them with return_logprob: true")
     return scored
 
 
 def _check_not_replaced(match: Field) -> None:
-    """SGLang takes an id outside the vocabulary for NaN, and writes an end token in the sampled one's place."""
+    """SGLang treats an id outside the vocabulary as NaN, and replaces the sampled id by an end token."""
     if match.value == "NaN happened":
         raise AbortedRequest(match.request_id, f"{match.path} is {match.value!r}: the last id was never sampled")
 
@@ -151,10 +151,10 @@ def read_vllm_generate(
     """Read one choice of vLLM's ``/inference/v1/generate``, from a server with ``--enable-scale-out``.
 
     The request needs ``logprobs`` in its ``sampling_params``. With ``--return-sampling-mask`` the generation has the
-    ids that each token was drawn from. Arguments and errors are those of :func:`read_sglang_chat`.
+    sampling support of each token. Arguments and errors are those of :func:`read_sglang_chat`.
     """
     found = Choice(request, response, api="generate", choice=choice, request_id=request_id)
-    # Its text mode has texts beside the log-probs, and no ids.
+    # Its text mode has texts next to the log-probs, and no ids.
     ids = found.body["logprobs"]["content"].column("token_id")
     scored_ids = ids if any(value is not None for value in ids.value) else None
     prompt_places = [found.sent("token_ids"), found.answer.get("prompt_token_ids")]
@@ -196,13 +196,13 @@ def _read_vllm(
         prompt_ids=prompt_places,
         prompt_counts=[found.prompt_count],
         finish_reason=found.finish_reason,
-        # What it says of a model that repeats itself is no stop string.
+        # For a repetition, stop_reason is not a stop string.
         stop_matches=[None if body["finish_reason"].value == "repetition" else body.get("stop_reason")],
         text=found.text,
         ids_advice="ask for them with return_token_ids: true",
         prompt_advice="ask for them with return_token_ids: true",
         kept_ids=kept_ids,
         versions=body.get("weight_versions"),
-        # Of a server with vime's patch.
+        # From a server with vime's patch.
         last_version=found.answer.get("weight_version"),
     )

@@ -78,7 +78,7 @@ def test_strict_tells_request_class_position_ids_and_context() -> None:
     b, c = encode(tokenizer, "bc")
     message = (
         "request 'second': the prompt does not continue request 'first' (different): at position 2 the prompt has "
-        f"id {c}, id {b} is known; prompt '<|im_start|>ac', known '<|im_start|>ab<think>'"
+        f"id {c}, but the known id is {b}; prompt '<|im_start|>ac', known '<|im_start|>ab<think>'"
     )
     with pytest.raises(BoundaryError) as raised:
         build_samples(calls, tokenizer=tokenizer)

@@ -310,14 +310,14 @@ def test_a_router_that_has_no_engine_yet_is_called_so(tokenizer_folder, page):
 def test_an_engine_that_names_no_version_is_refused(tokenizer_folder, page):
     engine = Engine()
     engine.page = lambda path: page if path == "/model_info" else None
-    with pytest.raises(ValueError, match=r"names no weight_version in /model_info, which on_policy_tokens\.cache"):
+    with pytest.raises(ValueError, match=r"reports no weight_version in /model_info, which on_policy_tokens\.cache"):
         engine.sample(tokenizer_folder, BY_VERSION)
 
 
 def test_the_canary_sings_at_each_new_version_and_says_when_the_weights_stayed(tokenizer_folder):
     engine = Engine()
     updates = [("2", 2), ("2", 2), ("3", 2), ("4", 4)]
-    with pytest.warns(StaleWeightsWarning, match="the weights called 3 are those of version 2") as warned:
+    with pytest.warns(StaleWeightsWarning, match="the weights of version 3 are those of version 2") as warned:
         samples, asked = engine.sample(tokenizer_folder, {"canary": "warn"}, samples=2, updates=updates)
     assert len(warned) == 1
     found = [counts(sample) for sample in samples[::2]]
@@ -332,7 +332,7 @@ def test_the_canary_sings_at_each_new_version_and_says_when_the_weights_stayed(t
 
 def test_the_canary_stops_the_run_before_a_token_is_sampled(tokenizer_folder):
     engine = Engine()
-    with pytest.raises(StaleWeightsError, match="the weights called 2 are those of version 1"):
+    with pytest.raises(StaleWeightsError, match="the weights of version 2 are those of version 1"):
         engine.sample(tokenizer_folder, {"canary": "stop"}, updates=[("2", 1)])
     engine = Engine()
     with warnings.catch_warnings():

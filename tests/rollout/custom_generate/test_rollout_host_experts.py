@@ -161,11 +161,15 @@ def encoded(values, dtype="int32"):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"routed_experts": None}, MalformedResponse, "no routed_experts, for which use_rollout_routing_replay asks"),
-        ({"routed_experts": "?"}, MalformedResponse, "is no base64"),
+        ({"routed_experts": None}, MalformedResponse, "no routed_experts, which use_rollout_routing_replay needs"),
+        ({"routed_experts": "?"}, MalformedResponse, "is not base64"),
         ({"routed_experts": [1, 2]}, MalformedResponse, "must be base64, got list"),
         ({"routed_experts_dtype": "float32"}, MalformedResponse, "must be one of .* got 'float32'"),
-        ({"routed_experts": encoded([1, 2] * 15)}, CountMismatch, "30 values; .* 7 tokens from position 0 on need 36"),
+        (
+            {"routed_experts": encoded([1, 2] * 15)},
+            CountMismatch,
+            "30 values; .* 7 tokens starting at position 0 need 36",
+        ),
         ({"routed_experts": encoded([1] * 35)}, CountMismatch, "has 35 values"),
         ({"routed_experts": encoded([1, 2] * 12 + [0] * 6 + [1, 2] * 3)}, MalformedResponse, "position 4: no value"),
         ({"routed_experts": encoded([1, 8] * 18)}, MalformedResponse, r"must be in \[0, 8\), got 1 to 8"),
@@ -237,9 +241,9 @@ def test_a_retracted_request_is_refused_where_the_weights_changed_and_counted_wh
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, "sample 0 is to be resumed with use_rollout_routing_replay, and its tokens have no experts"),
-        (2, "have 2 rows, its 5 tokens need 4 to 4"),
-        (5, "have 5 rows, its 5 tokens need 4 to 4"),
+        (None, "sample 0 is to be resumed with use_rollout_routing_replay, but its tokens have no experts"),
+        (2, "have 2 rows, but its 5 tokens need 4 to 4"),
+        (5, "have 5 rows, but its 5 tokens need 4 to 4"),
     ],
 )
 def test_a_resumed_sample_must_have_the_experts_of_what_was_fed(tokenizer_folder, rows, message):

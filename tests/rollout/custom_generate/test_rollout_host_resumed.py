@@ -158,10 +158,10 @@ def test_the_turn_that_the_hosts_own_function_left_unfinished_counts_against_the
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rollout_log_probs": None}, "rollout_log_probs have 0 entries, its response 2"),
-        ({"rollout_log_probs": [-0.5]}, "rollout_log_probs have 1 entries, its response 2"),
-        ({"loss_mask": [1, 1, 1]}, "loss_mask have 3 entries, its response 2"),
-        ({"tokens": [5]}, "tokens have 1 entries, its response 2"),
+        ({"rollout_log_probs": None}, "rollout_log_probs have 0 entries, but its response has 2"),
+        ({"rollout_log_probs": [-0.5]}, "rollout_log_probs have 1 entries, but its response has 2"),
+        ({"loss_mask": [1, 1, 1]}, "loss_mask have 3 entries, but its response has 2"),
+        ({"tokens": [5]}, "tokens have 1 entries, but its response has 2"),
     ],
 )
 def test_a_resumed_sample_whose_fields_disagree_is_refused(tokenizer_folder, fields, message):

@@ -150,7 +150,7 @@ def test_log_probs_over_the_kept_tokens_are_those_of_the_behavior_policy_where_s
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run([replayed], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
-    with pytest.warns(LogProbDefinitionWarning, match="only slime's SGLang knows it"):
+    with pytest.warns(LogProbDefinitionWarning, match="only slime's SGLang supports it"):
         run([lambda r: stopped(r, "mild")], tokenizer_folder, Sample(prompt="The weather"), params=TOP_P_REPLAY)
 
 

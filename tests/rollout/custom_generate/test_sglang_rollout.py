@@ -244,7 +244,7 @@ def test_a_cache_key_keeps_old_keys_and_values_from_new_weights_and_a_canary_see
         assert counts["canary_arrived"] == 1
         # A name without weights.
         call_server(port, "/update_weight_version", {"new_version": "9", **update})
-        with pytest.warns(StaleWeightsWarning, match="the weights called 9 are those of version 8"):
+        with pytest.warns(StaleWeightsWarning, match="the weights of version 9 are those of version 8"):
             *_, counts = sampled(keyed)
         assert counts["canary_old"] == 1
     finally:

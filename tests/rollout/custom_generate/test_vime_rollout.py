@@ -238,5 +238,5 @@ def test_kept_tokens_of_top_p_go_to_the_sample_and_where_there_are_none_a_warnin
 
 @pytest.mark.parametrize("key", [{"canary": "warn"}, {"cache_by_version": True}])
 def test_what_only_sglang_answers_is_refused(key, tokenizer_folder) -> None:
-    with pytest.raises(ValueError, match=f"on_policy_tokens.{next(iter(key))} asks SGLang"):
+    with pytest.raises(ValueError, match=f"on_policy_tokens.{next(iter(key))} needs an SGLang"):
         run([], tokenizer_folder, VimeSample(prompt="The weather"), settings=key)

@@ -91,7 +91,7 @@ def test_what_cannot_be_repeated_is_named_with_the_reason_and_refused() -> None:
         "repetition_penalty=1.2: it scales the logits of tokens that occur in the response by their sign",
         "frequency_penalty=0.5: it lowers logits by the count",
         "presence_penalty=0.25: it lowers the logits",
-        "regex='a+': which tokens it forbids",
+        "regex='a+': the forbidden tokens",
         "min_new_tokens=4: it changes logits inside the server",
         "custom_logit_processor='code'",
     ):
@@ -120,12 +120,12 @@ def test_logits_are_never_comparable() -> None:
 def test_greedy_is_no_draw_and_a_top_k_of_1_at_a_temperature_is_doubtful_in_sglang() -> None:
     for definition in (define(temperature=0.0), define(temperature=1e-7), define("vllm", top_k=1)):
         assert definition.is_greedy
-        assert any("no importance weight" in line for line in definition.explain())
+        assert any("not an importance weight" in line for line in definition.explain())
         assert not definition.doubts
     assert not define(temperature=5e-6).is_greedy
     doubtful = define(temperature=0.7, top_k=1)
     assert doubtful.is_greedy
-    assert "SGLang divides by temperature=0.7 only where the batch holds a request" in doubtful.explain()[-1]
+    assert "SGLang divides by temperature=0.7 only if the batch has a request" in doubtful.explain()[-1]
 
 
 def test_a_trainers_log_probs_agree_after_the_correction_and_not_before() -> None:
@@ -185,7 +185,7 @@ def test_slimes_request_for_the_kept_tokens_is_known() -> None:
     # slime's SGLang renormalises over what it returns.
     assert definition.is_behavior
     assert definition.returned.truncation == define(**NUCLEUS).sampled.truncation
-    assert any("only slime's SGLang knows it" in doubt for doubt in definition.doubts)
+    assert any("only slime's SGLang supports it" in doubt for doubt in definition.doubts)
     assert not define(custom_params={"return_top_p_token_ids": False}, **NUCLEUS).is_behavior
     assert read(custom_params={"seed_of_mine": 1}).unknown == ("custom_params.seed_of_mine",)
     with pytest.raises(TypeError, match="custom_params must be a mapping, got 3"):
@@ -216,7 +216,7 @@ def test_what_constrains_the_tokens_is_read() -> None:
     assert read(min_tokens=3, bad_words=["x"]).processors == ("min_tokens=3", "bad_words=['x']")
     read_unknown = read(temprature=0.7, mirostat=2)
     assert read_unknown.unknown == ("mirostat", "temprature")
-    assert define(mirostat=2).explain()[-1] == "mirostat: unknown, it may change what is sampled"
+    assert define(mirostat=2).explain()[-1] == "mirostat: unknown, it may change the sampled distribution"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_the_kept_tokens_of_the_server_take_the_place_of_the_trainers() -> None:
     top_1 = Distribution(truncation=Truncation(top_k=1))
     assert score([2, 0], top_1, kept_ids=[[0, 2], [0]]) == pytest.approx([0.2, 1.0])
     for kept_ids, message in (
-        ([[0]], "2 positions and 1 lists of kept ids"),
+        ([[0]], "2 positions, but there are 1 lists of kept ids"),
         ([[], [0]], r"at least one, from 0 to 3, got \[\]"),
         ([[0, 4], [0]], r"from 0 to 3, got \[0, 4\]"),
         ([[-1], [0]], r"from 0 to 3, got \[-1\]"),
@@ -99,9 +99,11 @@ def test_half_precision_is_scored_in_float32_and_float64_stays(dtype, expected) 
 
 def test_what_cannot_be_scored_is_refused() -> None:
     logits = torch.tensor([LOGITS])
-    with pytest.raises(ValueError, match=r"whole vocabulary .*, got shape \[4\]: .* cannot be moved to another temp"):
+    with pytest.raises(
+        ValueError, match=r"whole vocabulary .*, got shape \[4\]: .* cannot be converted to another temp"
+    ):
         trainer_log_probs(logits[0], [1, 2, 3, 0], Distribution(temperature=0.7))
-    with pytest.raises(ValueError, match=r"logits of 1 positions and token ids of shape \[2\]"):
+    with pytest.raises(ValueError, match=r"logits have 1 positions, but token ids have shape \[2\]"):
         trainer_log_probs(logits, [1, 2], Distribution())
     with pytest.raises(ValueError, match="token ids from 4 to 4, legal are 0 to 3"):
         trainer_log_probs(logits, [4], Distribution())

@@ -58,7 +58,7 @@ def test_every_class_of_boundary_is_counted_with_its_first_example(tmp_path, tok
     assert {kind: each["count"] for kind, each in report["boundaries"].items()} == {
         kind: sum(case.kind == kind for case in cases.values()) for kind in {case.kind for case in cases.values()}
     }
-    assert report["reasons"] == ["2 of 7 turn boundaries have other ids"]
+    assert report["reasons"] == ["2 of 7 turn boundaries have different ids"]
     assert (report["boundaries"]["different"]["share"], report["boundaries"]["different"]["failing"]) == (2 / 7, 2)
     first = report["boundaries"]["different"]["first"]
     known = [*cases["retokenized"].calls[0].prompt_ids, *cases["retokenized"].calls[0].sampled_ids]
@@ -224,7 +224,7 @@ def test_a_refused_call_is_left_out_and_the_next_compared_with_the_one_before(tm
 
 
 BROKEN = {
-    "json": ('{"conversation": "a", ', "no JSON: Expecting property name enclosed in double quotes at character 2"),
+    "json": ('{"conversation": "a", ', "not JSON: Expecting property name enclosed in double quotes at character 2"),
     "bytes": (b'{"conversation": "\xff"}', "can't decode byte 0xff"),
     "list": ("[1]", "a line must be an object, got a list"),
     "nested": ("[" * 100_000, "recursion"),
@@ -269,7 +269,7 @@ def test_a_log_without_a_sampled_token_never_passes(tmp_path, rows) -> None:
 def test_a_file_without_a_call_fails_beside_a_good_one(tmp_path, capsys) -> None:
     empty = write(tmp_path, " ", name="empty.jsonl")
     assert main(write(tmp_path, *good()), empty) == 1
-    assert "the file holds no call" in capsys.readouterr().out
+    assert "the file has no call" in capsys.readouterr().out
 
 
 def test_wrong_usage_is_named(tmp_path, capsys) -> None:

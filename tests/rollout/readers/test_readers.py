@@ -95,7 +95,7 @@ def test_a_response_of_sglang_0_4_has_its_ids_beside_the_log_probs_only() -> Non
     del response["output_ids"]
     assert read_sglang_generate(request, response) == expected
     del response["meta_info"]["output_token_logprobs"]
-    with pytest.raises(LogProbError, match="ask for them with return_logprob"):
+    with pytest.raises(LogProbError, match="request them with return_logprob"):
         read_sglang_generate(request, response)
 
 

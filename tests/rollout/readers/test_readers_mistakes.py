@@ -154,7 +154,7 @@ def test_a_vllm_response_with_a_mistake_is_refused_by_name(spoil, error, message
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        ({"use_beam_search": True}, "use_beam_search is True, so the response is no sample of the policy"),
+        ({"use_beam_search": True}, "use_beam_search is True, so the response is not a sample of the policy"),
         ({"best_of": 3}, "best_of is 3"),
         ({"best_of": 3, "n": 2}, "best_of is 3"),
         ({"beam_width": 4}, "beam_width is 4"),

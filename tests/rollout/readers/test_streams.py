@@ -147,7 +147,7 @@ def test_a_stream_that_breaks_off_anywhere_gives_no_sample() -> None:
     request, response = vllm_chat()
     events = chunked(response, random.Random(3))
     for count in range(len(events)):
-        with pytest.raises(AbortedRequest, match=f"breaks off after {count} events"):
+        with pytest.raises(AbortedRequest, match=f"ends after {count} events"):
             join_stream(lines_of(events[:count], end=False))
         with pytest.raises(RolloutError):
             read_vllm_chat(request, join_stream(lines_of(events[:count])))

@@ -80,8 +80,8 @@ def test_a_bias_of_parameters_without_their_request_is_doubtful_beyond_the_clamp
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("chat_strict_tool", "tools with strict=True: which tokens it forbids"),
-        ("chat_one_call", "tools with parallel_tool_calls=False: which tokens it forbids"),
+        ("chat_strict_tool", "tools with strict=True: the forbidden tokens"),
+        ("chat_one_call", "tools with parallel_tool_calls=False: the forbidden tokens"),
     ],
 )
 def test_a_grammar_that_vllm_makes_of_tools_is_not_comparable(name, reason) -> None:

@@ -128,7 +128,7 @@ def test_the_mode_is_told_by_what_the_truncation_did(name) -> None:
         assert tell_logprobs_mode(parameters, [sorted(row)[-4:] for row in rows]) is None
     with pytest.raises(ValueError, match="these are logits"):
         tell_logprobs_mode(parameters, [[0.0, -0.1]])
-    with pytest.raises(ValueError, match="others of a whole one"):
+    with pytest.raises(ValueError, match="others of the whole distribution"):
         tell_logprobs_mode(parameters, [[-9999.0, -0.1], [-3.0, -3.1, -3.2, -3.3, -3.4, -3.5]])
 
 
@@ -141,7 +141,7 @@ def test_kept_ids_are_those_of_the_mask_and_hold_what_was_sampled() -> None:
     with pytest.raises(Contradiction, match=r"sampling_mask\[3\] is \[1, 2\]"):
         read_vllm_generate(request, response)
     del choice["sampling_mask"][3]
-    with pytest.raises(CountMismatch, match="has 7 entries, 8 ids were sampled"):
+    with pytest.raises(CountMismatch, match="has 7 entries, but 8 ids were sampled"):
         read_vllm_generate(request, response)
 
 
@@ -180,7 +180,7 @@ def encoded(data):
     ("change", "message"),
     [
         (lambda data: None, "start vLLM with --enable-return-routed-experts"),
-        (lambda data: "§", "is no base64"),
+        (lambda data: "§", "is not base64"),
         (lambda data: encoded(b"noth" + data), r"a NumPy file of \[rows, layers, topk\], got \[48\]"),
         (lambda data: encoded(data[:30]), "not of a NumPy file"),
         (lambda data: encoded(data[:-1]), "not of a NumPy file"),
