@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,10 +60,6 @@ def show_grid(rows: Iterable[tuple[str, str]], *, gap: int = 2, style: str = "di
     _print(grid)
 
 
-_FOLDED = 16
-"""Characters after which a longer word of a name or a text may go on in the next line of its cell."""
-
-
 def show_table(
     titles: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -72,44 +69,16 @@ def show_table(
     name: str = "",
     **options: Any,
 ) -> None:
-    """Print a table of names and numbers; on a narrow terminal, each row as a name and its titled cells."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print a table of names and numbers; on a narrow terminal cells go on in the next line."""
+    from rich.table import Column, Table
 
-    rows = [*rows]
-    styles = [""] * len(rows) if styles is None else [*styles]
-    columns = [*zip(titles, *rows, strict=True)]
-    # Numbers, and lists of names, stay whole.
-    are_whole = [place > 0 and not any(" " in cell for cell in cells[1:]) for place, cells in enumerate(columns)]
-    least = [
-        max(map(len, "\n".join(cells).split("\n")))
-        if is_whole
-        else min(max(map(len, " ".join(cells).split()), default=1), _FOLDED)
-        for is_whole, cells in zip(are_whole, columns, strict=True)
-    ]
-    if sum(least) + 3 * len(least) + 1 > Console().width:
-        _show_records(titles, rows, styles, name)
-        return
-    table = Table(title=name or None, **options)
-    for title, is_whole, width in zip(titles, are_whole, least, strict=True):
-        table.add_column(title, no_wrap=is_whole, overflow="fold", min_width=width)
-    for row, style in zip(rows, styles, strict=True):
-        first, *others = map(_text, row)
-        for cell in others:
-            cell.justify = "right" if numbers_right else None
-        table.add_row(first, *others, style=style)
+    first, *others = titles
+    justify: Any = "right" if numbers_right else "left"
+    columns = (Column(title, overflow="fold", justify=justify) for title in others)
+    table = Table(Column(first, overflow="fold"), *columns, title=name or None, **options)
+    for row, style in zip(rows, repeat("") if styles is None else styles, strict=False):
+        table.add_row(*map(_text, row), style=style)
     _print(table)
-
-
-def _show_records(titles: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str], name: str) -> None:
-    if name:
-        show(name, "italic")
-    for (first, *others), style in zip(rows, styles, strict=True):
-        show(f"{titles[0]} {first}".strip(), style or "bold")
-        cells = (
-            f"{title} {', '.join(cell.splitlines())}" for title, cell in zip(titles[1:], others, strict=True) if cell
-        )
-        show(f"  {'; '.join(cells)}", style)
 
 
 def _text(text: str, style: str = "") -> Text:
