@@ -24,7 +24,7 @@ def run(code: str, *, cwd: Path | None = None) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
 
 
-LAZY = ("mis_ext", "mis_ext.tools.explain", "mis_ext.onpolicy", "mis_ext.rollout")
+LAZY = ("mis_ext", "mis_ext.onpolicy", "mis_ext.rollout")
 PACKAGES = (*LAZY, *(f"mis_ext.{room}" for room in ("tools.diagnosis", "methods", "tools.report")))
 each_lazy_package = pytest.mark.parametrize("name", LAZY)
 
@@ -53,8 +53,8 @@ ours = ("methods", "tools", "hosts.slime_miles.check_setup")
 others = ("megatron", "sglang", "transformers", "triton", *(f"mis_ext.{{name}}" for name in ours))
 print(*[name for name in others if name in sys.modules])
 
-import mis_ext.tools.explain as explain
-print(explain.traps.__name__, explain.effect.GaussianLaw.__name__)
+import mis_ext.rollout as rollout
+print(rollout.canary.__name__, rollout.Canary.__name__)
 
 import mis_ext.tools.cli, {", ".join(PACKAGES)}
 for package in map(sys.modules.get, {PACKAGES}):
@@ -72,7 +72,7 @@ def test_the_hook_runs_without_any_framework_and_loads_no_method_and_no_advice()
 
 
 def test_a_module_of_a_package_that_loads_late_is_found_as_its_attribute() -> None:
-    assert lines_of_one_process()[1] == ["mis_ext.tools.explain.traps", "GaussianLaw"]
+    assert lines_of_one_process()[1] == ["mis_ext.rollout.canary", "Canary"]
 
 
 def test_no_public_name_pulls_in_a_framework() -> None:

@@ -13,8 +13,7 @@ import torch
 import mis_ext
 from mis_ext import CorrectionConfig, Gate, Weight
 from mis_ext.tools.cli import main
-from mis_ext.tools.explain import Circumstances, GaussianLaw, effect_of, explain_config, traps_of
-from mis_ext.tools.explain.traps import TrapName
+from mis_ext.tools.explain import Circumstances, GaussianLaw, TrapName, effect_of, explain_config, traps_of
 from mis_ext.tools.report import Part, WhatIf, summarize
 from mis_ext.tools.report.recommendation import circumstances_of
 from mis_ext.tools.report.what_if import Outcome

@@ -19,7 +19,7 @@ import mis_ext
 from mis_ext.tools.cli import main
 from mis_ext.tools.cli.report import _name_of
 from mis_ext.tools.dumps import Dumps
-from mis_ext.tools.explain.traps import traps_of
+from mis_ext.tools.explain import traps_of
 from mis_ext.tools.report.page import render_page
 from mis_ext.tools.report.recommendation import circumstances_of, file_candidate, preset_candidates
 from mis_ext.tools.report.whole_report import make_report

@@ -26,7 +26,7 @@ from mis_ext.hosts.whole_loss import refuse_missing
 from mis_ext.keys.reading import RunConfig, unread_by, without_effect
 from mis_ext.keys.rows import ARGUMENTS, near_miss
 from mis_ext.scoring.backend import wants_triton
-from mis_ext.tools.explain.words import steps_of
+from mis_ext.tools.explain import steps_of
 from mis_ext.validation import Errors
 
 _FUNCTIONS = {

@@ -101,7 +101,7 @@ def _spelt(name: str) -> Spelt:
 
 def _show_explanation(name: str, about: Mapping[str, str], found: Explanation) -> None:
     from mis_ext.methods.published import SYMBOLS as METHOD_SYMBOLS
-    from mis_ext.tools.explain.words import LIMITS, SYMBOLS
+    from mis_ext.tools.explain import LIMITS, SYMBOLS
 
     def title(text: str) -> None:
         show(f"\n{text}", "bold")

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from mis_ext.files import printable
 from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.thresholds import GROWTH, NOTICED, QUANTISED_K3
-from mis_ext.tools.explain.traps import HARMLESS_K3
+from mis_ext.tools.explain import HARMLESS_K3
 from mis_ext.tools.report.noise import MIN_PROMPTS, digits
 from mis_ext.tools.report.recommendation import Ranked
 from mis_ext.tools.report.summary import WorstToken

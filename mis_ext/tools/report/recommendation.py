@@ -18,7 +18,7 @@ from mis_ext.methods.method import Method
 from mis_ext.tools.diagnosis.cause import Diagnosis
 from mis_ext.tools.diagnosis.table import CAUSES
 from mis_ext.tools.diagnosis.thresholds import MAIN_SHARE, PRETRAINED_K3
-from mis_ext.tools.explain.traps import (
+from mis_ext.tools.explain import (
     COST_OF_GATES,
     FEW_SEQUENCES_ESS,
     HARMLESS_K3,

@@ -16,7 +16,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.correct import Batch, Correction, compute_correction
 from mis_ext.methods.first_update import FirstUpdate, first_update, looks_at_advantages
 from mis_ext.methods.method import Method
-from mis_ext.tools.explain.effect import band_of
+from mis_ext.tools.explain import band_of
 from mis_ext.tools.report.part import Part
 
 _TOGETHER = "two or more gates"
