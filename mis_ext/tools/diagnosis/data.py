@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import permutations
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,7 @@ def placeholders(left: Left) -> Found | None:
     taken_T = sentinel_T | zero_T | constant_T
     if bool(zero_T.any()) or num_placed:
         # A cut leaves some tokens without an alternative, but where other zeros are no log-probs, these may be none.
-        sides = ((tokens.engine_T, tokens.trainer_T), (tokens.trainer_T, tokens.engine_T))
-        for side_T, other_T in sides:
+        for side_T, other_T in permutations(tokens.sides.values()):
             taken_T = taken_T | ((side_T == 0.0) & (other_T < math.log(limit.CERTAIN)))
     most = max(int(sentinel_T.sum()), int(constant_T.sum()), num_missing, num_placed)
     num_zeros = int(zero_T.sum())
@@ -95,7 +95,7 @@ def _zeros(tokens: Evidence) -> Tensor:
     """Log-probs of 0 that the other side finds improbable, where no cut explains it: see ``ZEROS_OF_A_CUT``."""
     found_T = torch.zeros(len(tokens), dtype=torch.bool)
     usable_T = ~_sentinels(tokens)
-    for side_T, other_T in ((tokens.engine_T, tokens.trainer_T), (tokens.trainer_T, tokens.engine_T)):
+    for side_T, other_T in permutations(tokens.sides.values()):
         # Where the other side is certain, too, a 0 is right.
         open_T = usable_T & (other_T < math.log(limit.CERTAIN))
         zero_T = open_T & (side_T == 0.0)
@@ -114,10 +114,7 @@ def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[s
     most, words = 0, list[str]()
     for bit, place in enumerate(AT):
         at_T = (tokens.at_T >> bit & 1).bool()
-        for side, side_T, other_T in (
-            ("behavior", tokens.engine_T, tokens.trainer_T),
-            ("proximal", tokens.trainer_T, tokens.engine_T),
-        ):
+        for (side, side_T), (_, other_T) in permutations(tokens.sides.items()):
             open_T = ~unusable_T & (other_T < math.log(limit.CERTAIN))
             zero_T = open_T & at_T & (side_T == 0.0)
             zero_S = tokens.per_sample(zero_T)
@@ -146,17 +143,15 @@ def _constants(tokens: Evidence) -> str:
         return ""
     gap = float(d_T.abs().sum())
     varies = bool(_vary(torch.tensor(float(count)), d_T.sum(), d_T.abs().sum(), d_T.square().sum()))
-    sides = {"behavior": tokens.engine_T, "proximal": tokens.trainer_T}
-    for side, side_T in sides.items():
+    for (side, side_T), (other, _) in permutations(tokens.sides.items()):
         number = float(side_T[0])
         is_zero = number == 0.0 and side == "behavior" and gap > limit.MAX_ZERO_GAP * count
         if bool((side_T == number).all()) and (varies or (is_zero and count >= limit.MIN_TOKENS)):
-            other = "proximal" if side == "behavior" else "behavior"
             return f"all {count} {side} log-probs on trainable tokens are {number:g}, and the {other} ones are not"
     different_T = d_T != 0.0
     different = int(different_T.sum())
     if different >= limit.MIN_CONSTANT_TOKENS and gap > limit.MAX_MEAN_ABS_DIFF * different:
-        for side, side_T in sides.items():
+        for side, side_T in tokens.sides.items():
             chosen = side_T[different_T]
             if bool((chosen == chosen[0]).all()):
                 return f"the {different} {side} log-probs that differ from the other side's are all {chosen[0]:g}"
@@ -166,7 +161,7 @@ def _constants(tokens: Evidence) -> str:
 def _constant_samples(tokens: Evidence) -> Tensor:
     """Tokens of responses where all are one number, or that are lowest there, as of a clamp."""
     found_T = torch.zeros(len(tokens), dtype=torch.bool)
-    for side_T in (tokens.engine_T, tokens.trainer_T):
+    for side_T in tokens.sides.values():
         lowest_T = side_T == tokens.spread(tokens.least(side_T))
         rows = (torch.ones_like(side_T), tokens.d_T, tokens.d_T.abs(), tokens.d_T.square())
         count_S, *moments_S = (tokens.per_sample(torch.where(lowest_T, row, 0.0)) for row in rows)
@@ -178,16 +173,15 @@ def _constant_samples(tokens: Evidence) -> Tensor:
 
 def _in_words(tokens: Evidence, sentinel_T: Tensor, zero_T: Tensor, constant_T: Tensor) -> Iterator[str]:
     count = len(tokens)
-    sides = {"behavior": tokens.engine_T, "proximal": tokens.trainer_T}
     if int((sentinel_T | zero_T).sum()) >= limit.MIN_PLACEHOLDERS:
-        for side, side_T in sides.items():
+        for side, side_T in tokens.sides.items():
             if number := int((sentinel_T & (side_T < limit.PLACEHOLDER)).sum()):
                 yield (
                     f"{number} of {count} {side} log-probs on trainable tokens are placeholders below "
                     f"{limit.PLACEHOLDER:g}"
                 )
-        for side, other in (("behavior", "proximal"), ("proximal", "behavior")):
-            if number := int((zero_T & (sides[side] == 0.0)).sum()):
+        for (side, side_T), (other, _) in permutations(tokens.sides.items()):
+            if number := int((zero_T & (side_T == 0.0)).sum()):
                 yield (
                     f"{number} of {count} {side} log-probs on trainable tokens are 0, where the {other} ones are below "
                     f"{limit.IMPROBABLE:g}"
@@ -231,12 +225,11 @@ def _negated(tokens: Evidence) -> Found | None:
 
 def _positive(tokens: Evidence) -> Found | None:
     count, d_T = len(tokens), tokens.d_T
-    sides = {"behavior": tokens.engine_T > limit.MAX_LOG_PROB, "proximal": tokens.trainer_T > limit.MAX_LOG_PROB}
-    numbers = {side: int(above_T.sum()) for side, above_T in sides.items()}
+    numbers = {side: int((side_T > limit.MAX_LOG_PROB).sum()) for side, side_T in tokens.sides.items()}
     most = max(numbers.values())
     if most < limit.MIN_PLACEHOLDERS or count < limit.MIN_CONSTANT_TOKENS:
         return None
-    positive_T = sides["behavior"] | sides["proximal"]
+    positive_T = tokens.engine_T.maximum(tokens.trainer_T) > limit.MAX_LOG_PROB
     positive_S, of_positive_S = (tokens.per_sample(torch.where(positive_T, each, 0.0)) for each in (1.0 + 0 * d_T, d_T))
     others_S, of_others_S = tokens.num_S - positive_S, tokens.per_sample(d_T) - of_positive_S
     # What is added to a response moves its improbable tokens, too: on average by at least half as much. Probabilities

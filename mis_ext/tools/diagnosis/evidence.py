@@ -221,6 +221,11 @@ class Evidence:
 
     # --- of each token
 
+    @property
+    def sides(self) -> dict[str, Tensor]:
+        """Log-probs of the engine and of the trainer, by the names of their policies."""
+        return {"behavior": self.engine_T, "proximal": self.trainer_T}
+
     @cached_property
     def d_T(self) -> Tensor:
         """The difference, trainer minus engine, bounded as a ratio is."""

@@ -245,8 +245,8 @@ def rounded(left: Left) -> Found | None:
     if not len(tokens) or not bool((tokens.d_T != 0.0).any()):
         return None
     expected, sides = 0.0, []
-    for side, values in (("proximal", tokens.trainer_T), ("behavior", tokens.engine_T)):
-        values = values[values != 0.0]
+    for side, side_T in tokens.sides.items():
+        values = side_T[side_T != 0.0]
         if len(values) < limit.MIN_TOKENS:
             return None
         if float((values.bfloat16().double() == values).double().mean()) > limit.ALL:
