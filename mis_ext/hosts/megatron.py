@@ -22,11 +22,11 @@ from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, owned_chunks, runs, to_device
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.packing import (
+    MASK,
+    MASK_SUMS,
     batch_layout,
     is_absent,
     pack,
-    refuse_mask,
-    refuse_mask_sums,
     stack_mask_sums,
     unpack,
 )
@@ -168,7 +168,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             divisor_S = num_tokens(mask_R, layout)
         else:
             divisor_S = stack_mask_sums(batch["rollout_mask_sums"], layout.num_sequences)
-            run.session.check_range(divisor_S, refuse_mask_sums)
+            run.session.check_range(divisor_S, MASK_SUMS)
         given = LossTokens(
             log_probs=present(
                 {
@@ -190,7 +190,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             if loss.has_correction
             else None,
         )
-        run.session.check_range(mask_R, refuse_mask)
+        run.session.check_range(mask_R, MASK)
         tokens = tokens_for(settings, given, groups, missing=MISSING)
         if loss.has_correction and "behavior" not in tokens.log_probs:
             run.session.report_missing("rollout_log_probs")

@@ -16,7 +16,7 @@ from mis_ext.correction.config import CorrectionConfig
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import GroupNumber, Mean, Metric
 from mis_ext.hosts.groups import ALONE, Groups, device_of, initialized_megatron
-from mis_ext.hosts.packing import check_mask, check_samples, pack, unpack
+from mis_ext.hosts.packing import MASK, check_samples, pack, unpack
 from mis_ext.hosts.session import Session
 from mis_ext.keys.reading import Keys, config_given, read_keys, says_whole_loss
 from mis_ext.validation import check_tensors
@@ -75,7 +75,7 @@ def correct_padded(
                 )
         if not (is_kept or response_mask.is_cuda):
             # A session does this in its calls. Without a session, it would wait for the device in each call.
-            check_mask(response_mask)
+            MASK.check(response_mask)
         batch_size, length = shape
         streams = PackedStreams(
             proximal_logprobs_T=proximal_logprobs.reshape(-1),
@@ -126,7 +126,7 @@ def compute_mis_weights(
         layout=layout,
         lag_T=None if lags is None else pack("lags", lags, lengths, device=device),
     )
-    check_mask(streams.response_mask_R)
+    MASK.check(streams.response_mask_R)
     correction = Session(config.replace(scope="micro_batch")).compute(streams, groups=ALONE)
     metrics = {name: metric.value() for name, metric in correction.metrics.items()}
     return unpack(correction.weights_T, layout), unpack(correction.loss_mask_R, layout), metrics

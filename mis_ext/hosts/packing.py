@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,31 @@ from torch import Tensor
 from mis_ext.correction.layout import PackedLayout
 from mis_ext.hosts.groups import Groups
 
-Refuse = Callable[[Sequence[float]], None]
-"""Refuses values by their minimum and maximum."""
+
+class Range(NamedTuple):
+    """The values that a tensor called ``name`` may have: finite, at least 0, and above 0 if the range ``is_open``."""
+
+    name: str
+    is_open: bool = False
+
+    def check(self, values: Tensor) -> None:
+        """Refuse other values. Waits for the device."""
+        extremes = extremes_of(values)
+        if extremes is not None:
+            self.check_extremes(extremes.tolist())
+
+    def check_extremes(self, extremes: Sequence[float]) -> None:
+        """Refuse values by the numbers of :func:`extremes_of`."""
+        low, high = extremes
+        is_legal = 0.0 <= low <= high < math.inf and not (self.is_open and low == 0.0)
+        if not is_legal:
+            bound = "above 0" if self.is_open else "at least 0"
+            raise ValueError(f"{self.name} has values from {low:g} to {high:g}: each must be finite and {bound}")
+
+
+MASK = Range("the response mask (loss_masks)")
+MASK_SUMS = Range("rollout_mask_sums")
+DIVISORS = Range("divisors", is_open=True)
 
 
 def pack(name: str, samples: Sequence[Tensor] | None, lengths: Sequence[int], *, device: torch.device) -> Tensor:
@@ -41,32 +64,11 @@ def unpack(values_R: Tensor, layout: PackedLayout) -> list[Tensor]:
     return [*torch.unsafe_split_with_sizes(values_R, layout.response_lengths)]
 
 
-def check_mask(mask: Tensor) -> None:
-    """Refuse a mask with NaN, infinite or negative values. Waits for the device."""
-    extremes = extremes_of(mask)
-    if extremes is not None:
-        refuse_mask(extremes.tolist())
-
-
 def extremes_of(values: Tensor) -> Tensor | None:
     """``[2]``: the smallest and largest value, NaN if one is NaN; None if no value can be wrong."""
     if values.dtype in (torch.bool, torch.uint8) or values.numel() == 0:
         return None
     return torch.stack(values.aminmax())
-
-
-def refuse_divisors(extremes: Sequence[float]) -> None:
-    """Refuse divisors by the values of :func:`extremes_of`."""
-    low, high = extremes
-    if not 0.0 < low <= high < math.inf:
-        raise ValueError(f"divisors has values from {low:g} to {high:g}: each must be finite and above 0")
-
-
-def refuse_mask_sums(extremes: Sequence[float]) -> None:
-    """Refuse the framework's sums of masks by the values of :func:`extremes_of`."""
-    low, high = extremes
-    if not 0.0 <= low <= high < math.inf:
-        raise ValueError(f"rollout_mask_sums has values from {low:g} to {high:g}: each must be finite and at least 0")
 
 
 def stack_mask_sums(given: Any, num_samples: int) -> Tensor:
@@ -76,16 +78,6 @@ def stack_mask_sums(given: Any, num_samples: int) -> Tensor:
     if sums_S.shape != (num_samples,):
         raise ValueError(f"rollout_mask_sums has shape {list(sums_S.shape)}, but there are {num_samples} samples")
     return sums_S
-
-
-def refuse_mask(extremes: Sequence[float]) -> None:
-    """Raise the error of :func:`check_mask` for the values of :func:`extremes_of`."""
-    low, high = extremes
-    if not 0.0 <= low <= high < math.inf:
-        raise ValueError(
-            f"the response mask (loss_masks) has values from {low:g} to {high:g}: mask values "
-            "must be finite and at least 0"
-        )
 
 
 def check_samples(name: str, samples: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import Groups, device_of
-from mis_ext.hosts.packing import check_mask, pack
+from mis_ext.hosts.packing import MASK, pack
 from mis_ext.validation import check_entries
 
 
@@ -58,7 +58,7 @@ def pack_rollout(
     )
     proximal_T, behavior_T = (pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in sides)
     mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
-    check_mask(mask_R)
+    MASK.check(mask_R)
     return PackedStreams(proximal_T, behavior_T, mask_R, layout)
 
 

@@ -27,7 +27,7 @@ from mis_ext.correction.correct import Correction, check_streams, correct, due_o
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts import guards
 from mis_ext.hosts.groups import ALONE, Groups, device_of
-from mis_ext.hosts.packing import Refuse, extremes_of, pack, refuse_divisors, refuse_mask
+from mis_ext.hosts.packing import DIVISORS, MASK, Range, extremes_of, pack
 from mis_ext.keys.reading import RunConfig, config_given, read_config
 from mis_ext.keys.rows import ARGUMENTS, OF_OTHERS
 from mis_ext.validation import MismatchWarning, check_instance, check_tensors
@@ -65,7 +65,7 @@ class Session:
         self._data = guards.Monitor(self._judge_data, every=1, merge=torch.add)
         self._rejection = guards.Monitor(partial(guards.warn_of_rejection, self.config.max_reject_fraction))
         self._status = guards.Monitor(guards.raise_if_failed, every=1, merge=torch.maximum)
-        self._ranges: dict[Refuse, guards.Monitor] = {}
+        self._ranges: dict[Range, guards.Monitor] = {}
         self._is_first_rank = True
         self._told: set[str] = set()
 
@@ -82,7 +82,7 @@ class Session:
             mask_R = check_instance("streams", streams, PackedStreams).response_mask_R
             check_tensors({"response_mask_R": mask_R})
             check_instance("layout", streams.layout, PackedLayout)
-            self.check_range(mask_R, refuse_mask)
+            self.check_range(mask_R, MASK)
             check_streams(streams, self.config, groups.cp_group)
             self._is_first_rank = groups.is_first_rank
             self._data.observe(guards.data_sums, streams, on=mask_R)
@@ -167,10 +167,11 @@ class Session:
             return error
         return None
 
-    def check_range(self, values: Tensor, refuse: Refuse) -> None:
+    def check_range(self, values: Tensor, legal: Range) -> None:
         """Refuse values by their minimum and maximum; masks only in the first and some later calls."""
-        every = 1 if refuse is refuse_divisors else guards.CALLS_PER_LOOK
-        self._ranges.setdefault(refuse, guards.Monitor(refuse, every=every)).observe(extremes_of, values, on=values)
+        every = 1 if legal is DIVISORS else guards.CALLS_PER_LOOK
+        monitor = self._ranges.setdefault(legal, guards.Monitor(legal.check_extremes, every=every))
+        monitor.observe(extremes_of, values, on=values)
 
     def report(self, guard: GuardName | None, message: str, *, once: str | None = None) -> None:
         """Raise an error. Warn instead if ``mis_guard`` allows it, if nothing is corrected, or without a guard.

@@ -19,7 +19,7 @@ from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
 from mis_ext.hosts.groups import ALONE, Groups, device_of
-from mis_ext.hosts.packing import refuse_divisors, refuse_mask
+from mis_ext.hosts.packing import DIVISORS, MASK
 from mis_ext.hosts.session import Run, all_arguments, read_argument, shared_run
 from mis_ext.keys.loss_keys import WholeLoss
 from mis_ext.keys.reading import GROUPS_ELSEWHERE, without_effect
@@ -144,7 +144,7 @@ def policy_loss_from_log_probs(
             )
         else:
             divisor_S = torch.where(divisor_S > 0.0, divisors.to(mask_R.device, non_blocking=True), 1.0)
-            run.session.check_range(divisor_S, refuse_divisors)
+            run.session.check_range(divisor_S, DIVISORS)
             # Between two checks on a GPU, a NaN loss shows a wrong divisor.
             divisor_S = torch.where((divisor_S > 0.0) & (divisor_S < torch.inf), divisor_S, torch.nan)
         given = LossTokens(
@@ -164,7 +164,7 @@ def policy_loss_from_log_probs(
             state_values_T=optional("state_values", state_values),
             lag_T=optional("lag", lag),
         )
-        run.session.check_range(mask_R, refuse_mask)
+        run.session.check_range(mask_R, MASK)
         tokens = tokens_for(settings, given, groups, missing=_MISSING)
         if loss.has_correction and behavior_logprobs is None and not run.config.correction.metrics_only:
             raise ValueError("behavior_logprobs are missing: the correction needs them")

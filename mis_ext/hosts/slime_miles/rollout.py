@@ -16,7 +16,7 @@ from mis_ext.correction.collectives import gather_rows, global_rank
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import check_samples, is_absent, refuse_mask_sums, stack_mask_sums, unpack
+from mis_ext.hosts.packing import MASK_SUMS, check_samples, is_absent, stack_mask_sums, unpack
 from mis_ext.hosts.rollout_data import TokenLags, device_of_rollout, pack_rollout
 from mis_ext.hosts.session import Session, all_arguments, current_run, read_argument
 from mis_ext.keys.reading import GroupConfig, RunConfig, read_group
@@ -285,8 +285,8 @@ def _samples_of(
     if wrong:
         raise ValueError(f"{key}: there are {len(masks)} loss_masks, but the other lists have {wrong}")
     divisor_S = tokens_S if shared is None else stack_mask_sums(shared, len(masks)).to(tokens_S)
-    if shared is not None and masks:
-        refuse_mask_sums(torch.stack(divisor_S.aminmax()).tolist())
+    if shared is not None:
+        MASK_SUMS.check(divisor_S)
     return {
         "prompt": column("sample_indices", rollout_data["sample_indices"]).div(num_answers, rounding_mode="floor"),
         "trajectory": column("rollout_ids", rollout_data["rollout_ids"]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.tokens import Tokens, bounded_exp
-from mis_ext.hosts.packing import check_mask
+from mis_ext.hosts.packing import MASK
 from mis_ext.tools.diagnosis.evidence import Evidence, Origin, versions_behind
 from mis_ext.tools.dumps import DumpedSample
 from mis_ext.tools.dumps.stream import fingerprint
@@ -61,7 +61,7 @@ class Part:
         masks = [torch.ones(length, dtype=torch.bool) for length in lengths] if masks is None else masks
         masks = [torch.as_tensor(mask).cpu() for mask in masks]
         for mask in masks:
-            check_mask(mask)
+            MASK.check(mask)
         origins = [Origin()] * len(lengths) if origins is None else origins
         advantages = [None] * len(lengths) if advantages is None else advantages
         for name, column in (("behavior", behavior), ("masks", masks)):
