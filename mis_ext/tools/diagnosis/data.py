@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mis_ext.tools.diagnosis import thresholds as limit
 from mis_ext.tools.diagnosis.cause import Found, Left, cause
-from mis_ext.tools.diagnosis.evidence import AT, Evidence, may_be_zero, mean_and_error
+from mis_ext.tools.diagnosis.evidence import Evidence, may_be_zero, mean_and_error
 
 # --- no log-prob at all
 
@@ -109,11 +109,22 @@ def _zeros(tokens: Evidence) -> Tensor:
     return found_T
 
 
+def _places(tokens: Evidence) -> Iterator[tuple[str, Tensor]]:
+    """Places at which a framework adds a token that was not sampled, each with its tokens."""
+    turn_T, begins_T = tokens.turn_T, tokens.place_T == 0
+    is_other_T = (turn_T.diff() != 0) | (tokens.sample_T.diff() != 0)
+    ends_T = torch.cat([is_other_T, is_other_T.new_ones(min(len(tokens), 1))])
+    last_S = -tokens.least(-turn_T.double())
+    yield "the last tokens of responses", ends_T & (turn_T == tokens.spread(last_S))
+    yield "the first tokens of responses", begins_T & (turn_T == 0)
+    yield "the last of turns", ends_T
+    yield "the first of turns", begins_T
+
+
 def _zeros_of_a_place(tokens: Evidence, unusable_T: Tensor) -> tuple[int, list[str]]:
     """Zeros of a side at one place of many responses that no cut explains: how many, and that in words."""
     most, words = 0, list[str]()
-    for bit, place in enumerate(AT):
-        at_T = (tokens.at_T >> bit & 1).bool()
+    for place, at_T in _places(tokens):
         for (side, side_T), (_, other_T) in permutations(tokens.sides.items()):
             open_T = ~unusable_T & (other_T < math.log(limit.CERTAIN))
             zero_T = open_T & at_T & (side_T == 0.0)

@@ -20,9 +20,7 @@ from mis_ext.tools.diagnosis import thresholds as limit
 MAX_KEPT, BLOCK = 1 << 22, 64
 """Tokens of a run that the rules look at: of more, blocks of so many responses are left out at even distances."""
 
-AT = ("the last tokens of responses", "the first tokens of responses", "the last of turns", "the first of turns")
-"""Places at which a framework adds a token that was not sampled: bits of ``Evidence.at_T``."""
-_OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "at_T", "repeated_T")
+_OF_TOKENS = ("trainer_T", "engine_T", "sample_T", "position_T", "turn_T", "place_T", "repeated_T")
 COLUMNS = ("versions_behind", "has_other_ids", "has_old_weights", "largest_id", "missing_trainer", "missing_engine")
 
 
@@ -93,7 +91,6 @@ class Evidence:
         trainer_T: Log-probs in nats, float64; then the engine's.
         sample_T: Which response.
         position_T: In the response; then the turn, and the place in the turn.
-        at_T: Bits of ``AT``.
         repeated_T: 1 where the id occurred before in the response, 0 where not, -1 where ids are not known.
         columns_S: ``[S, len(COLUMNS)]``; NaN: not known. ``missing_...``: trained tokens without a finite log-prob.
         ordinal_S: Number of the response in its run.
@@ -106,7 +103,6 @@ class Evidence:
     position_T: Tensor
     turn_T: Tensor
     place_T: Tensor
-    at_T: Tensor
     repeated_T: Tensor
     columns_S: Tensor
     ordinal_S: Tensor
@@ -150,7 +146,6 @@ class Evidence:
             position_T,
             turn_T,
             place_T,
-            _at(trained_T, turn_T, place_T, layout),
             torch.cat([torch.empty(0, dtype=torch.int8), *repeated]),
         )
         valid = tokens.valid.nonzero().flatten()
@@ -452,15 +447,6 @@ class Gathering:
 
 def _named(rows: Iterable[Tensor]) -> dict[str, Any]:
     return dict(zip(_OF_TOKENS, rows, strict=True))
-
-
-def _at(trained_T: Tensor, turn_T: Tensor, place_T: Tensor, layout: PackedLayout) -> Tensor:
-    begins_T, ends_T = trained_T & (place_T == 0), trained_T.clone()
-    ends_T[:-1] &= ~(trained_T & (place_T > 0))[1:]
-    (last_S,) = layout.minima([-turn_T.float()])
-    is_last_T = ends_T & (turn_T == -layout.spread(last_S))
-    flags = (is_last_T, begins_T & (turn_T == 0), ends_T, begins_T)
-    return sum((flag_T.long() << bit for bit, flag_T in enumerate(flags)), torch.zeros_like(turn_T))
 
 
 def _repeated(ids: Any, length: int) -> Tensor:
