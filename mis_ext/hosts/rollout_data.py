@@ -79,11 +79,7 @@ class TokenLags:
         self._by_place = {sample.data_ptr(): (sample, lag) for sample, lag in pairs if sample.numel()}
 
     def of(self, samples: Sequence[Tensor]) -> list[Tensor]:
-        """The lags of some of the samples, in their order.
-
-        Raises:
-            ValueError: A sample does not belong to the rollout.
-        """
+        """The lags of some of the samples, in their order."""
         found = []
         for sample in samples:
             # An empty tensor has no address.

@@ -143,9 +143,6 @@ def scores_without_logits(
     It has the parameters of both frameworks' functions: ``entropy_requires_grad`` and ``max_seq_lens`` of Miles, the
     last two of slime. An unknown parameter is a ``TypeError``, because it may select columns. No value has a gradient,
     because Megatron-Core's schedule sets ``non_loss_data`` for a scoring pass.
-
-    Raises:
-        ValueError: The framework requests a loss.
     """
     if not non_loss_data:
         raise ValueError("non_loss_data must be True: mis_ext.model_provider scores a rollout here, got False")
@@ -302,11 +299,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
 
 
 def refuse_missing_logits(args: Any, config: RunConfig) -> None:
-    """Refuse flags and keys that need logits, which the model no longer makes.
-
-    Raises:
-        ValueError: A flag or key needs logits.
-    """
+    """Refuse flags and keys that need logits, which the model no longer makes."""
     loss, why = config.whole_loss, None
     if loss is None or read_argument(args, "loss_type") != "custom_loss":
         why = (
@@ -325,11 +318,7 @@ def refuse_missing_logits(args: Any, config: RunConfig) -> None:
 
 
 def _replace_scoring(actor: Any) -> None:
-    """Replace the function for log-probs that the framework's training actor calls.
-
-    Raises:
-        ValueError: The actor has no such function.
-    """
+    """Replace the function for log-probs that the framework's training actor calls."""
     of_host = getattr(actor, _SCORES, None)
     if of_host is None:
         raise ValueError(

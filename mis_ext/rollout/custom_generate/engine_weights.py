@@ -69,13 +69,7 @@ class Watch:
     _canaries: dict[str, tuple[Canary, CanaryResult]] = field(default_factory=dict)
 
     async def read(self, settings: Settings, tokenizer: Tokenizer) -> EngineWeights:
-        """The current weights, or those of a reading that is in progress.
-
-        Raises:
-            ConnectionError: An engine does not respond, or the router has no engine.
-            StaleWeightsError: An engine has stale weights, and the settings stop the run.
-            ValueError: An engine reports no version.
-        """
+        """The current weights, or those of a reading that is in progress."""
         reading = self._reading
         # This event loop cannot wait for a task of another loop, of a thread or a finished run.
         if reading is None or reading.done() or reading.get_loop() is not asyncio.get_running_loop():

@@ -49,9 +49,6 @@ def check_not_retracted(meta_info: Mapping[str, Any]) -> None:
     """Refuse a retracted request. SGLang computes its prefix and the experts again, but not the log-probs.
 
     See Miles issue 3277. If a server does not count retractions, several weight versions indicate a retraction.
-
-    Raises:
-        ValueError: The request was retracted.
     """
     spans = check_instance("weight_versions", meta_info.get("weight_versions") or [], (list, tuple))
     versions = [*dict.fromkeys(str(check_mapping("weight_versions", span).get("version")) for span in spans)]
@@ -72,10 +69,6 @@ def decode_experts(encoded: object, dtype: str | None) -> Rows:
     Args:
         encoded: ``routed_experts`` of a response.
         dtype: SGLang's ``routed_experts_dtype``; None: int32.
-
-    Raises:
-        TypeError: ``encoded`` is not a string.
-        ValueError: It is neither base64 of integers of this type nor of a NumPy file of integers.
     """
     import numpy
 
@@ -123,11 +116,6 @@ def read_rows(args: Any, meta_info: Mapping[str, Any], generation: Generation, s
 
     ``args``: it reads ``num_layers``, and optionally ``moe_router_topk`` and ``num_experts``. ``start``: the
     ``routed_experts_start_len`` of the request.
-
-    Raises:
-        Contradiction: The request was retracted, and log-probs and experts are from different weights.
-        CountMismatch: The number of rows does not fit the tokens.
-        MalformedResponse: Experts are missing, out of range, or were never written.
     """
     request_id = generation.request_id
     if not meta_info.get("routed_experts"):

@@ -97,12 +97,7 @@ def settle(
 
 
 def agree(places: Places, read: Callable[[Field], list[T]]) -> list[T] | None:
-    """The list of the first place, if all places have the same list; each is checked by ``read``. None without a place.
-
-    Raises:
-        Contradiction: Two places differ in an entry.
-        CountMismatch: Two places differ in length.
-    """
+    """The list of the first place, checked by ``read``; all places must have the same list. None without a place."""
     fields = [*filter(None, places)]
     if not fields:
         return None
@@ -177,13 +172,6 @@ class Choice:
         finish_reason: Why the generation ended.
         text: Its text; None if reasoning or tool calls were parsed out of it.
         prompt_count: The field with the number of tokens of its prompt; None if it includes other prompts.
-
-    Raises:
-        AbortedRequest: The server returned an error, or aborted the choice.
-        Contradiction: The choice's index is not its position.
-        CountMismatch: ``usage`` has a different number of sampled tokens than there are log-probs.
-        LogProbError: There are no log-probs.
-        MalformedResponse: A field is missing or has a wrong type, or ``choice`` is not the position of a choice.
     """
 
     def __init__(

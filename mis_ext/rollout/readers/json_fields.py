@@ -161,13 +161,7 @@ class Field:
 
 
 def open_exchange(request: Any, response: Any, *, request_id: str | None) -> tuple[Field, Field]:
-    """Request and response as fields, with ``request_id`` or, if it is None, the id that they contain.
-
-    Raises:
-        AbortedRequest: The server returned an error.
-        MalformedResponse: One of them is not an object.
-        NotASample: The request is for a search, or for the best of several samples.
-    """
+    """Request and response as fields, with ``request_id`` or, if it is None, the id that they contain."""
     name = request_id or _find_id(request, response)
     asked = Field(value=request, path="request", request_id=name)
     answer = Field(value=response, path="response", request_id=name)
