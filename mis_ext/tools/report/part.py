@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,14 +31,12 @@ class Part:
         streams: Log-probs and mask, in nats.
         advantages_T: NaN where there is none.
         origins: One per sample.
-        kept_by: Tokens that a gate keeps, for configurations that share it.
     """
 
     step: str
     streams: PackedStreams
     advantages_T: Tensor
     origins: Sequence[Origin] = field(repr=False)
-    kept_by: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of_lists(

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,6 +73,16 @@ class WhatIf:
     _removed: Counter[str] = field(default_factory=Counter)
     _largest: float = -math.inf
     _steps: dict[str, Counter[Any]] = field(default_factory=dict)
+
+    @cached_property
+    def gates(self) -> dict[str, CorrectionConfig]:
+        """Each gate that takes something out of the mask, as a configuration of its own."""
+        named = {name: gate for name, gate in self.config.labelled_gates.items() if gate.action == "reject"}
+        if self.config.weight is not None and self.config.weight.gate is not None:
+            named = {"weight": self.config.weight.gate} | named
+        return {
+            f"{name}: {band_of(gate)}": CorrectionConfig(weight=None, gates=(gate,)) for name, gate in named.items()
+        }
 
     def add(self, part: Part) -> Correction:
         """Count one more part; returns its correction, normalised over it alone.
@@ -147,13 +157,12 @@ class WhatIf:
     def _add_removed(self, part: Part, kept_T: Tensor, passed_T: Tensor | None) -> None:
         response_T = part.tokens.generated
         no_ratio_T = part.no_ratio_T
-        gates = named_gates(self.config)
         removed_T = response_T & ~kept_T & ~no_ratio_T
-        if len(gates) == 1 and passed_T is None:
-            (name,) = gates
-            self._removed.update({name: _sum(removed_T), _TOGETHER: 0.0})
-        elif gates or passed_T is not None:
-            alone = {name: removed_T & ~kept_by(part, config) for name, config in gates.items()}
+        if len(self.gates) == 1 and passed_T is None:
+            (name,) = self.gates
+            self._removed.update({name: _sum(removed_T)})
+        elif self.gates or passed_T is not None:
+            alone = {name: removed_T & ~correct(part, config).keep_mask_T for name, config in self.gates.items()}
             if passed_T is not None:
                 alone[_METHOD] = removed_T & ~passed_T
             count_T = torch.stack([*alone.values()]).sum(0)
@@ -163,7 +172,11 @@ class WhatIf:
 
     def outcome(self) -> Outcome:
         """Return the outcome of the configuration for all parts so far."""
-        sums, per = self._sums, self._per
+        sums = self._sums
+
+        def per(name: str, over: str) -> float:
+            return _divided(sums[name], sums[over])
+
         weighted, squared = self._normalised()
         variance = _divided(squared, sums["response"])
         if sums["squared_advantage"] > 0 and not self.config.is_scaled:
@@ -182,9 +195,6 @@ class WhatIf:
             removed_positive=per("removed_positive", "positive"),
             removed_negative=per("removed_negative", "negative"),
         )
-
-    def _per(self, name: str, over: str) -> float:
-        return _divided(self._sums[name], self._sums[over])
 
     def _normalised(self) -> tuple[float, float]:
         """Sums of the factor and of its square, scaled step by step as the configuration says."""
@@ -211,34 +221,9 @@ def correct(part: Part, config: CorrectionConfig) -> Correction:
         behavior_logprobs_T=part.streams.behavior_logprobs_T,
         response_mask_R=part.streams.response_mask_R,
         layout=layout,
-        config=_alone(config),
+        config=config.replace(metrics=(), scope="micro_batch"),
         lag_T=None if lag_S is None else layout.spread(lag_S),
     )
-
-
-def kept_by(part: Part, config: CorrectionConfig) -> Tensor:
-    """Return the tokens ``[T]`` that one filter keeps; other configurations of this part may share it."""
-    if config not in part.kept_by:
-        part.kept_by[config] = correct(part, config).keep_mask_T
-    return part.kept_by[config]
-
-
-@functools.lru_cache(maxsize=128)
-def _alone(config: CorrectionConfig) -> CorrectionConfig:
-    return config.replace(metrics=(), scope="micro_batch")
-
-
-@functools.lru_cache(maxsize=128)
-def named_gates(config: CorrectionConfig) -> dict[str, CorrectionConfig]:
-    """Each gate that takes something out of the mask, as a configuration of its own."""
-    found: dict[str, CorrectionConfig] = {}
-    implied = config.weight.gate if config.weight is not None else None
-    if implied is not None:
-        found[f"weight: {band_of(implied)}"] = CorrectionConfig(weight=None, gates=(implied,))
-    for name, gate in config.labelled_gates.items():
-        if gate.action == "reject":
-            found[f"{name}: {band_of(gate)}"] = CorrectionConfig(weight=None, gates=(gate,))
-    return found
 
 
 def _sum(values: Tensor) -> float:
