@@ -137,30 +137,10 @@ class SamplingParameters:
             around = {key: value for key, value in request.items() if key != "sampling_params" and value is not None}
             api, request = "generate", check_mapping("sampling_params", request["sampling_params"] or {})
         given = {key: value for key, value in request.items() if value is not None}
-        numbers = {
-            key: check_number(key, given.get(key, neutral), low=low, high=high)
-            for key, (neutral, low, high) in _NUMBERS.items()
-        }
-        if not math.isfinite(numbers["temperature"]):
-            raise ValueError("temperature must be finite, got inf")
-        for key in ("top_p", "repetition_penalty"):
-            if numbers[key] == 0.0:
-                raise ValueError(f"{key} must be above 0, got 0")
+        numbers, top_k = _read_numbers(given), _read_top_k(given)
         custom = check_mapping("custom_params", given.get("custom_params", {}))
         returns_kept_ids = check_bool(f"custom_params.{_RETURN_KEPT}", custom.pop(_RETURN_KEPT, False))
-        top_k = given.get("top_k", -1)
-        if isinstance(top_k, bool) or not isinstance(top_k, int):
-            raise TypeError(f"top_k must be a whole number, at least 1, or 0 or -1 for all tokens, got {top_k!r}")
-        if top_k < -1:
-            raise ValueError(f"top_k must be at least 1, or 0 or -1 for all tokens, got {top_k!r}")
-        grammars = [
-            f"{key}={given[key]!r}"
-            for key in _GRAMMARS
-            if (given.get(key) or (key in _SCHEMAS and given.get(key) == {})) and given[key] != {"type": "text"}
-        ]
-        # The server creates a grammar from the tools if the request forces a call.
-        if given.get("tool_choice", "auto") not in ("auto", "none"):
-            grammars.append(f"tool_choice={given['tool_choice']!r}")
+        grammars = _asked_grammars(given)
         known = {*_NUMBERS, *_GRAMMARS, *_PROCESSORS, *_HARMLESS, "top_k", "logit_bias", "tool_choice", "custom_params"}
         unknown = {*map(str, given.keys() - known), *(f"custom_params.{key}" for key in custom)}
         # SGLang's processors and adapters are in the body, outside of the parameters. Other keys in the body may be
@@ -190,7 +170,7 @@ class SamplingParameters:
         return cls(
             temperature=_temperature(numbers["temperature"], server),
             top_p=numbers["top_p"],
-            top_k=top_k if top_k > 0 else None,
+            top_k=top_k,
             min_p=numbers["min_p"],
             logit_bias=tuple(sorted((key, bias) for key, bias in logit_bias.items() if bias != 0.0)),
             penalties=tuple(f"{key}={numbers[key]:g}" for key in PENALTIES if numbers[key] != _NUMBERS[key][0]),
@@ -203,6 +183,41 @@ class SamplingParameters:
             offers_tools=offers_tools,
             doubts=tuple(doubts),
         )
+
+
+def _read_numbers(given: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {
+        key: check_number(key, given.get(key, neutral), low=low, high=high)
+        for key, (neutral, low, high) in _NUMBERS.items()
+    }
+    if not math.isfinite(numbers["temperature"]):
+        raise ValueError("temperature must be finite, got inf")
+    for key in ("top_p", "repetition_penalty"):
+        if numbers[key] == 0.0:
+            raise ValueError(f"{key} must be above 0, got 0")
+    return numbers
+
+
+def _read_top_k(given: Mapping[str, Any]) -> int | None:
+    top_k = given.get("top_k", -1)
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k must be a whole number, at least 1, or 0 or -1 for all tokens, got {top_k!r}")
+    if top_k < -1:
+        raise ValueError(f"top_k must be at least 1, or 0 or -1 for all tokens, got {top_k!r}")
+    return top_k if top_k > 0 else None
+
+
+def _asked_grammars(given: Mapping[str, Any]) -> list[str]:
+    """The grammars that the request itself names, ``tool_choice`` among them."""
+    grammars = [
+        f"{key}={given[key]!r}"
+        for key in _GRAMMARS
+        if (given.get(key) or (key in _SCHEMAS and given.get(key) == {})) and given[key] != {"type": "text"}
+    ]
+    # The server creates a grammar from the tools if the request forces a call.
+    if given.get("tool_choice", "auto") not in ("auto", "none"):
+        grammars.append(f"tool_choice={given['tool_choice']!r}")
+    return grammars
 
 
 def _read_logit_bias(value: Any) -> dict[int, float]:
