@@ -130,18 +130,7 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     lengths, device = read_argument(batch, "response_lengths"), device_of(logits)
     told_lengths = read_argument(batch, "loss_masks") if lengths is None else lengths
     with loss_work(run, told_lengths, groups=groups, device=device, extra_metrics=host.metrics):
-        check_entries("batch", batch, _NEEDED)
-        if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
-            reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
-            warnings.warn(
-                f"{reason} does not use the trainer's own pass over the rollout: the framework skips it with "
-                "--use-rollout-logprobs",
-                MismatchWarning,
-                stacklevel=4,
-            )
-        check_tensors({"logits": logits})
-        if logits.ndim != 3:
-            raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
+        _check_batch(loss, batch, logits)
         run.check_rollout()
         layout = batch_layout(
             is_padded=config.is_padded,
@@ -164,9 +153,8 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
             return None if is_absent(batch.get(key)) else packed(key)
 
         mask_R = pack("loss_masks", batch["loss_masks"], layout.response_lengths, device=device)
-        if batch.get("rollout_mask_sums") is None:
-            divisor_S = num_tokens(mask_R, layout)
-        else:
+        divisor_S = num_tokens(mask_R, layout)
+        if batch.get("rollout_mask_sums") is not None:
             divisor_S = stack_mask_sums(batch["rollout_mask_sums"], layout.num_sequences)
             run.session.check_range(divisor_S, MASK_SUMS)
         given = LossTokens(
@@ -200,6 +188,23 @@ def batch_loss(run: Run, host: Host, batch: Batch, logits: Tensor) -> PolicyLoss
     # The backward pass of context parallelism has collectives that a rank without tokens must join, but log-probs of
     # zero tokens may not depend on the logits.
     return found._replace(loss=found.loss + logits.reshape(-1)[:0].sum())
+
+
+def _check_batch(loss: WholeLoss, batch: Batch, logits: Tensor) -> None:
+    """Refuse a batch that lacks something, and warn of a scoring pass that the loss does not read."""
+    check_entries("batch", batch, _NEEDED)
+    settings = loss.settings
+    if not (settings.reads_stored or loss.is_told_to_skip or is_absent(batch.get("log_probs"))):
+        reason = "mis_loss_proximal: current" if settings.uses_proximal else settings.chosen_by
+        warnings.warn(
+            f"{reason} does not use the trainer's own pass over the rollout: the framework skips it with "
+            "--use-rollout-logprobs",
+            MismatchWarning,
+            stacklevel=5,
+        )
+    check_tensors({"logits": logits})
+    if logits.ndim != 3:
+        raise ValueError(f"logits must be [1, T, V] or [B, L, V], got shape {list(logits.shape)}")
 
 
 def _reducer_maker(

@@ -104,19 +104,11 @@ def policy_loss_from_log_probs(
     run = shared_run(args, groups, device=device, whole_loss=True)
     loss, settings = run.config.loss, run.config.loss.settings
     with loss_work(run, getattr(layout, "response_lengths", None), groups=groups, device=device):
-        group = run.config.group
-        if group.of_rewards or group.prompt_mean:
-            Errors().refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args))).raise_all()
-        if loss.reducer_path is not None:
-            raise ValueError(
-                "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
-            )
-        if loss.asked_scoring is not None or loss.inplace:
-            raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
-        needed = {"current_logprobs": current_logprobs, "advantages": advantages, "response_mask": response_mask}
-        check_tensors(needed if divisors is None else needed | {"divisors": divisors})
+        _refuse_keys_without_effect(run, args)
+        check_tensors({"current_logprobs": current_logprobs, "advantages": advantages, "response_mask": response_mask})
         whole = _padded_layout(current_logprobs, response_mask) if layout is None else layout
-        is_of_rows = layout is None and advantages.shape == current_logprobs.shape[:1]
+        if layout is None and advantages.shape == current_logprobs.shape[:1]:
+            advantages = advantages.unsqueeze(-1).expand_as(current_logprobs)
 
         def packed(name: str, values: Tensor) -> Tensor:
             check_tensors({name: values})
@@ -130,23 +122,9 @@ def policy_loss_from_log_probs(
         def optional(name: str, values: Tensor | None) -> Tensor | None:
             return None if values is None else packed(name, values)
 
-        if is_of_rows:
-            advantages = advantages.unsqueeze(-1).expand_as(current_logprobs)
         mask_R = response_mask.reshape(-1)
         if len(mask_R) != whole.num_whole_tokens:
             raise ValueError(f"response_mask has {len(mask_R)} tokens, but the layout has {whole.num_whole_tokens}")
-        divisor_S = num_tokens(mask_R, whole)
-        if divisors is None:
-            divisor_S = divisor_S.clamp_min(1.0)
-        elif divisors.shape != (whole.num_sequences,):
-            raise ValueError(
-                f"divisors has shape {list(divisors.shape)}, but there are {whole.num_sequences} sequences"
-            )
-        else:
-            divisor_S = torch.where(divisor_S > 0.0, divisors.to(mask_R.device, non_blocking=True), 1.0)
-            run.session.check_range(divisor_S, DIVISORS)
-            # Between two checks on a GPU, a NaN loss shows a wrong divisor.
-            divisor_S = torch.where((divisor_S > 0.0) & (divisor_S < torch.inf), divisor_S, torch.nan)
         given = LossTokens(
             log_probs=present(
                 {
@@ -158,7 +136,7 @@ def policy_loss_from_log_probs(
             ),
             advantages_T=packed("advantages", advantages),
             response_mask_R=mask_R,
-            divisor_S=divisor_S,
+            divisor_S=_divisors(run, divisors, mask_R, whole),
             layout=whole,
             entropy_T=optional("entropy", entropy),
             state_values_T=optional("state_values", state_values),
@@ -180,6 +158,33 @@ def policy_loss_from_log_probs(
     # Sequences that the correction could not measure do not count in the mean.
     measured = {name: Mean(*pair.unbind()) for name, pair in found.measured().items()}
     return TotalLoss(found.loss, num_terms, metrics | measured)
+
+
+def _refuse_keys_without_effect(run: Run, args: Any) -> None:
+    """Refuse keys that only slime, Miles or a batch with logits can follow."""
+    loss, group = run.config.loss, run.config.group
+    if group.of_rewards or group.prompt_mean:
+        Errors().refuse(without_effect([GROUPS_ELSEWHERE], all_arguments(args))).raise_all()
+    if loss.reducer_path is not None:
+        raise ValueError(
+            "custom_pg_loss_reducer_function_path: no effect on a loss from log-probs; write mis_loss_denominator"
+        )
+    if loss.asked_scoring is not None or loss.inplace:
+        raise ValueError("mis_loss_scoring, mis_loss_inplace: no effect on a loss from log-probs; remove them")
+
+
+def _divisors(run: Run, divisors: Tensor | None, mask_R: Tensor, layout: PackedLayout) -> Tensor:
+    """``[S]``: by what the sum of each sequence is divided; the number of its tokens where nothing else is given."""
+    tokens_S = num_tokens(mask_R, layout)
+    if divisors is None:
+        return tokens_S.clamp_min(1.0)
+    check_tensors({"divisors": divisors})
+    if divisors.shape != (layout.num_sequences,):
+        raise ValueError(f"divisors has shape {list(divisors.shape)}, but there are {layout.num_sequences} sequences")
+    divisor_S = torch.where(tokens_S > 0.0, divisors.to(mask_R.device, non_blocking=True), 1.0)
+    run.session.check_range(divisor_S, DIVISORS)
+    # Between two checks on a GPU, a NaN loss shows a wrong divisor.
+    return torch.where((divisor_S > 0.0) & (divisor_S < torch.inf), divisor_S, torch.nan)
 
 
 def policy_loss_from_hidden(
