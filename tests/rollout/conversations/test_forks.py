@@ -69,7 +69,8 @@ def test_a_sub_agent_does_not_break_the_conversation_that_goes_on() -> None:
 
 def test_strict_refuses_a_fork() -> None:
     calls = [call("0", [7], [8]), call("1", [7, 8, 1, 3], [9]), call("2", [7, 8, 2, 3], [10])]
-    with pytest.raises(BoundaryError, match=r"'2': .*request '1' \(fork\): at position 2 the prompt has id 2, but the known id is 1"):
+    found = "at position 2 the prompt has id 2, but the known id is 1"
+    with pytest.raises(BoundaryError, match=rf"'2': .*request '1' \(fork\): {found}"):
         build_samples(calls)
 
 
