@@ -2,6 +2,7 @@
 """A local error on one rank is raised there and named on all others, and nobody waits in a collective."""
 
 import argparse
+import types
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -492,6 +493,13 @@ def test_a_wrong_type_in_one_ranks_rollout_is_named_on_all_others(name, value, m
         prepare_rollout(args_of(mis_denominator="kept"), 3, data)
 
     assert_agreement(run_ranks(work, dp_size=2), 0, TypeError, message)
+
+
+def test_the_first_error_of_a_rollout_is_raised_where_a_group_fails_too(monkeypatch) -> None:
+    groups = Groups(dp_size=2, dp_group=types.SimpleNamespace(_replica_id=0, size=lambda: 2))
+    monkeypatch.setattr("mis_ext.hosts.slime_miles.rollout.find_groups", lambda: groups)
+    with pytest.raises(TypeError, match="loss_masks must be a list"):
+        prepare_rollout(args_of(mis_denominator="kept"), 3, {"loss_masks": 3, "rollout_mask_sums": torch.ones(1)})
 
 
 def test_a_shared_denominator_on_one_rank_is_refused_on_all() -> None:

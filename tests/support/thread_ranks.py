@@ -128,9 +128,8 @@ def _ranks_are_threads() -> Iterator[None]:
     hosts = "mis_ext.hosts"
     with (
         # Imported first, while the collectives still have their own.
-        mock.patch(f"{hosts}.slime_miles.rollout.global_rank", side_effect=current_rank),
-        mock.patch("mis_ext.correction.collectives.global_rank", side_effect=current_rank),
         mock.patch(f"{hosts}.session.global_rank", side_effect=current_rank),
+        mock.patch("mis_ext.correction.collectives.global_rank", side_effect=current_rank),
         mock.patch(f"{hosts}.slime_miles.rollout.find_groups", side_effect=lambda: _here.rank.groups),
         mock.patch(f"{hosts}.groups.is_fault_tolerant", return_value=False),
         mock.patch(f"{hosts}.groups._place", side_effect=lambda group: (0, 1) if group is None else group.place),

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import gather_rows, global_rank
+from mis_ext.correction.collectives import Due, Message, gather_rows
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
@@ -139,7 +139,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
     streams: PackedStreams | None = None
     own: dict[str, Tensor] = {}
-    try:
+    # The context-parallel ranks learn of an error from the work and from the correction, the others here.
+    with Due([Message((2,), torch.float64, groups.dp_group)], device).told_of_errors():
         with measuring.local_work(lengths, groups=alone, device=device):
             if refuses_shared:
                 _refuse_shared_denominators(rollout_data, device)
@@ -155,13 +156,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         else:
             correction = measuring.compute(streams, groups=alone)
             status, own["kept"] = correction.status, _sums(unpack(correction.loss_mask_R, streams.layout), device)
-    except Exception:
-        # The context-parallel ranks already know of the error.
-        failed = torch.tensor([0.0, global_rank() + 1.0], dtype=torch.float64, device=device)
-        gather_rows(failed, groups.dp_group)
-        raise
-    number = torch.full_like(status, len(own.get("reward", ())))
-    number_W, status_W = gather_rows(torch.stack([number, status]), groups.dp_group).unbind(-1)
+        row = torch.stack([torch.full_like(status, len(own.get("reward", ()))), status])
+    number_W, status_W = gather_rows(row, groups.dp_group).unbind(-1)
     raise_if_failed(status_W.tolist())
     if key is not None:
         # From here every rank has the same numbers, and raises the same errors.
