@@ -469,6 +469,16 @@ def test_an_error_of_a_rank_without_data_is_told() -> None:
 
 
 @layouts
+def test_keys_of_a_rollout_that_one_rank_cannot_read_are_told(layout) -> None:
+    cp_size, dp_size = layout
+
+    def work(rank: Rank) -> None:
+        prepare_rollout(args_of(**MISSPELLED if rank.number == 1 else {}), 0, local_batch(rank))
+
+    assert_agreement(run_ranks(work, cp_size=cp_size, dp_size=dp_size), 1, ValueError, "tis_levle")
+
+
+@layouts
 @pytest.mark.parametrize("spoil", ["loss_masks", "rollout_mask_sums"])
 def test_an_error_in_one_ranks_rollout_is_named_on_all_others(layout, spoil) -> None:
     def work(rank: Rank) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Due, Message, gather_rows
 from mis_ext.correction.layout import PackedStreams
-from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
+from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
 from mis_ext.hosts.packing import MASK_SUMS, check_samples, is_absent, stack_mask_sums, unpack
 from mis_ext.hosts.rollout_data import TokenLags, device_of_rollout, pack_rollout
-from mis_ext.hosts.session import Session, all_arguments, current_run, read_argument
+from mis_ext.hosts.session import Session, all_arguments, read_argument, shared_run
 from mis_ext.keys.reading import GroupConfig, RunConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
 from mis_ext.rollout.custom_generate.host import VERSIONS
@@ -111,7 +111,8 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
             samples share denominators with ``mis_denominator: kept``.
         RuntimeError: Another rank failed. The message names it; see its own error.
     """
-    run = current_run(args)
+    groups = find_groups()
+    run = shared_run(args, groups, device=device_of())
     session, of_prompts = run.session, run.config.group
     session.rollout_seen = True
     config = session.config
@@ -133,7 +134,6 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     megatron = initialized_megatron()
     if megatron is not None and not megatron.is_pipeline_last_stage():
         return
-    groups = find_groups()
     alone = groups.without_data_parallelism
     lengths, device = rollout_data.get("response_lengths", ()), device_of_rollout(rollout_data)
     measuring = Session(config if config.metrics_only else config.replace(scope="micro_batch", metrics=()))
@@ -141,7 +141,7 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
     own: dict[str, Tensor] = {}
     # The context-parallel ranks learn of an error from the work and from the correction, the others here.
     with Due([Message((2,), torch.float64, groups.dp_group)], device).told_of_errors():
-        with measuring.local_work(lengths, groups=alone, device=device):
+        with measuring.local_work(lengths, groups=alone, device=device, failed=run.failed):
             if refuses_shared:
                 _refuse_shared_denominators(rollout_data, device)
             if key is not None:
