@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mis_ext.correction.collectives import Due, Group, Message, global_rank
 from mis_ext.correction.config import CorrectionConfig, GuardName
-from mis_ext.correction.correct import Correction, check_streams, correct, due_of, plan_of
+from mis_ext.correction.correct import Correction, check_streams, compute_correction, correct, due_of, plan_of
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts import guards
 from mis_ext.hosts.groups import ALONE, Groups, device_of
@@ -192,9 +192,8 @@ class Session:
 
     def compute(self, streams: PackedStreams, *, groups: Groups) -> Correction:
         """Compute the correction without guards and monitors; refuse wrong arguments."""
-        with self.local_work(streams.layout.response_lengths, groups=groups, device=device_of(streams.response_mask_R)):
-            check_streams(streams, self.config, groups.cp_group)
-        return correct(streams, self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
+        given = streams._asdict()
+        return compute_correction(**given, config=self.config, cp_group=groups.cp_group, dp_group=groups.dp_group)
 
     def neutral(self, response_lengths: Sequence[int], *, groups: Groups, device: torch.device) -> Correction:
         """Join the collectives of a call without tokens."""
