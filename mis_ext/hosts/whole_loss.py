@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mis_ext.correction.collectives import Group
 from mis_ext.correction.correct import Correction
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.correction.metrics import Mean
@@ -346,17 +345,12 @@ def loss_work(
         response_lengths,
         groups=groups,
         device=device,
-        status_groups=status_groups(loss.settings, groups, extra_metrics=extra_metrics),
+        status_groups=groups_of_sums(
+            loss.settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics
+        ),
         corrects=loss.has_correction,
         failed=run.failed,
     )
-
-
-def status_groups(
-    settings: LossSettings, groups: Groups, *, extra_metrics: frozenset[str] = frozenset()
-) -> list[Group]:
-    """The groups whose ranks exchange a status before and after the sums of a loss, because they wait in them."""
-    return groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
 
 
 def packed_loss(
@@ -378,7 +372,7 @@ def packed_loss(
     session, settings, corrects = run.session, run.config.loss.settings, run.config.loss.has_correction
     layout, log_probs, mask_R = tokens.layout, tokens.log_probs, tokens.response_mask_R
     lengths, device = layout.response_lengths, mask_R.device
-    told = status_groups(settings, groups, extra_metrics=extra_metrics)
+    told = groups_of_sums(settings, cp_group=groups.cp_group, dp_group=groups.dp_group, extra_metrics=extra_metrics)
 
     def telling() -> AbstractContextManager[None]:
         return session.local_work(lengths, groups=groups, device=device, status_groups=told, corrects=False)

@@ -259,7 +259,7 @@ def groups_of_sums(
     dp_group: Group | None,
     extra_metrics: frozenset[str] = frozenset(),
 ) -> list[Group]:
-    """The groups over which the loss itself exchanges sums."""
+    """The groups over which the loss itself exchanges sums, and before and after them a status."""
     exchanges = settings.sums_sequences or "ess_ratio" in extra_metrics
     averages = objective_of(settings).method.averages_over_batch
     wanted = ((cp_group, exchanges), (dp_group, averages))
