@@ -305,10 +305,9 @@ def outcome_rows(config: CorrectionConfig) -> Iterator[MetricRow]:
         yield _Row("is_ratio_mean_final", "sequences", _FINAL, mean, True, is_scaled=True)
         yield _Row("is_ratio_min_final", "sequences", "the smallest of these weights", smallest, is_scaled=True)
         yield _Row("is_ratio_max_final", "sequences", "the largest of these weights", largest, is_scaled=True)
+    text = "tokens that stay in the loss mask"
+    yield _Row("kept_token_fraction", "response_tokens", text, lambda r: r.num_kept, True)
     text = "sequences with a kept token"
-    yield _Row(
-        "kept_token_fraction", "response_tokens", "tokens that stay in the loss mask", lambda r: r.num_kept, True
-    )
     yield _Row("kept_seq_fraction", "responses", text, lambda r: r.num_kept > 0.0, True)
     if config.denominator == "kept":
         text = "the factor of `mis_denominator: kept`"

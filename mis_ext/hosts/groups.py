@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_ext.correction.collectives import Group, is_fault_tolerant
-from mis_ext.correction.collectives import global_rank as global_rank
 
 
 class Groups(NamedTuple):
