@@ -4,19 +4,25 @@
 import argparse
 import functools
 import importlib
+import random
 import re
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import loss_cases
 import pytest
 import yaml
+from drawn_configs import draw_point
 from hook_batches import make_batch
+from rows import for_each
 
 import mis_ext
 from mis_ext.frameworks import MILES
 from mis_ext.hosts.session import current_run
+from mis_ext.keys.reading import flat_keys
+from mis_ext.methods import METHODS
 
 PATH = "mis_ext.check_setup"
 HOOK = {"use_tis": True, "custom_tis_function_path": "mis_ext.compute_mis_weights_with_cp"}
@@ -164,9 +170,15 @@ def test_a_flag_of_the_host_with_which_a_loss_fails_or_is_nan_is_refused(launch,
         start(launch | {flag: value})
 
 
-def test_greedy_sampling_is_for_miles_with_the_hook_too(monkeypatch) -> None:
+@pytest.mark.parametrize("launch", [HOOK, LOSS], ids=["hook", "loss"])
+def test_greedy_sampling_is_for_miles_to_know(launch, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, MILES.loss, types.ModuleType(MILES.loss))
-    start(HOOK | {"rollout_temperature": 0.0})
+    start(launch | {"rollout_temperature": 0.0})
+
+
+def test_outside_of_slime_and_miles_no_host_scores() -> None:
+    with pytest.raises(ValueError, match="host requires slime or Miles"):
+        start(LOSS | {"mis_loss_scoring": "host"})
 
 
 def test_it_warns_of_kept_denominators_beside_a_function_that_may_split_rollouts(capsys) -> None:
@@ -472,3 +484,69 @@ def test_it_warns_of_a_trainer_that_is_ahead_of_every_version(capsys, interval, 
 def test_keys_of_the_loss_have_no_effect_without_a_loss_type_either() -> None:
     with pytest.raises(ValueError, match=r"mis_loss_mode='bypass': no effect, because --loss-type is policy_loss"):
         mis_ext.check_setup(argparse.Namespace(**HOOK, mis_loss_mode="bypass"))
+
+
+# --- with nothing on ``args`` but what is given
+
+
+def check(keys: dict[str, Any]) -> None:
+    mis_ext.check_setup(argparse.Namespace(**keys))
+
+
+def first_step(keys: dict[str, Any]) -> None:
+    batch = loss_cases.local_batch(loss_cases.whole_batch())
+    if not keys.get("use_kl_loss"):
+        del batch["ref_log_probs"]
+    mis_ext.policy_loss(argparse.Namespace(**keys), batch, batch.pop("logits"))
+
+
+def raised(function: Any, keys: dict[str, Any]) -> Exception | None:
+    try:
+        function(keys)
+    except (ValueError, TypeError) as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.* does not use the trainer's own pass")
+@pytest.mark.parametrize("with_reference", [False, True], ids=["alone", "kl"])
+@for_each("name", METHODS)
+def test_of_every_method_it_refuses_what_the_first_step_refuses_and_nothing_else(name, with_reference) -> None:
+    keys = LOSS | {"mis_loss_method": name} | ({"use_kl_loss": True, "kl_loss_coef": 0.0} if with_reference else {})
+    at_start, at_step = raised(check, keys), raised(first_step, keys)
+    assert (type(at_start), str(at_start)) == (type(at_step), str(at_step))
+    refused = {"drift_control"} if with_reference else {"drift_control", "grpo_k3", "grpo_k2", "grpo_unbiased_kl"}
+    assert (at_start is not None) == (name in refused)
+
+
+CP_2, DP_2 = {"context_parallel_size": 2}, {"data_parallel_size": 2}
+PASSES = {
+    "kl_coef": LOSS | {"mis_loss_method": "grpo_k3", "kl_coef": 0.1},
+    # Its ranks have kl_coef 0, whatever the actor has.
+    "critic": LOSS | {"mis_loss_method": "grpo_k3", "kl_coef": 0.0, "advantage_estimator": "ppo"},
+    "gspo": LOSS | CP_2 | DP_2 | {"advantage_estimator": "gspo"},
+    "top-p": LOSS | {"rollout_top_p": 0.9},
+    "reference": LOSS | {"use_kl_loss": True, "kl_loss_coef": 0.1},
+    "padded": LOSS | CP_2 | {"qkv_format": "bshd"},
+    "in place": LOSS | {"mis_loss_inplace": True, "entropy_coef": 0.1},
+    "hook, padded": HOOK | CP_2 | DP_2 | {"qkv_format": "bshd"},
+}
+
+
+@pytest.mark.parametrize("keys", PASSES.values(), ids=PASSES)
+def test_what_runs_passes_with_its_one_line(keys, capsys) -> None:
+    check(keys)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_drawn_configurations_pass_with_any_number_of_ranks() -> None:
+    choose = random.Random(5).choice
+    for _ in range(4):
+        config = draw_point(choose).config.replace(per_token_loss=False)
+        if config.scope == "micro_batch" and config.normalize_over is None and config.denominator == "fixed":
+            config = config.replace(scope="data_parallel")
+        ranks = {"context_parallel_size": choose([1, 2, 4]), "data_parallel_size": choose([1, 2])}
+        keys = ranks | flat_keys(config) | {"rollout_data_postprocess_path": "mis_ext.prepare_rollout"}
+        keys |= {"custom_generate_function_path": "mis_ext.rollout.generate"}
+        for switches in (HOOK, LOSS | {"use_tis": True}):
+            check(switches | keys)
