@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 from parallel_worker import SECONDS, TOPOLOGIES, Worker
 from process_ranks import joined, run_processes
-from zigzag import local_tokens
 
 pytestmark = pytest.mark.distributed
 
@@ -101,22 +100,3 @@ def test_the_ranks_of_a_topology_give_what_the_section_says(outcomes, topology, 
     failures = sections[section]
     assert not failures, f"{SECTIONS[section]}: {len(failures)} differences, the first:\n" + "\n".join(failures[:3])
     assert not crash, f"in another section, or after all: {crash}"
-
-
-def test_chunks_match_positions_worked_out_by_hand():
-    # Eight positions, two ranks, chunks of two: rank 0 owns positions 0, 1, 6, 7 and scores tokens 1, 2, 7.
-    own = [local_tokens(total_length=8, response_length=6, cp_rank=rank, cp_size=2) for rank in range(2)]
-    assert own == [[0, 5], [1, 2, 3, 4]]
-    # Ten positions make chunks of three, the last one short.
-    own = [local_tokens(total_length=10, response_length=9, cp_rank=rank, cp_size=2) for rank in range(2)]
-    assert own == [[0, 1, 2], [3, 4, 5, 6, 7, 8]]
-    # Padded to sixteen: chunks of four.
-    own = [
-        local_tokens(total_length=10, response_length=9, cp_rank=rank, cp_size=2, padded_length=16) for rank in range(2)
-    ]
-    assert own == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
-    own = [
-        local_tokens(total_length=8, response_length=6, cp_rank=rank, cp_size=2, partition="contiguous")
-        for rank in range(2)
-    ]
-    assert own == [[0, 1, 2], [3, 4, 5]]
