@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import mis_ext
-from mis_ext.correction.config import CorrectionConfig
-from mis_ext.keys.rows import GATE_ROWS, REMOVED, ROWS
+from mis_ext.keys.rows import REMOVED
 
 
 def file_with(name: str) -> dict[str, Any]:
@@ -27,8 +26,3 @@ def test_one_error_names_the_version_and_what_to_write(name) -> None:
 def test_other_wrong_keys_of_the_filter_are_named_too() -> None:
     with pytest.raises(ValueError, match=r"rs_gates\.level was removed.*\n.*rs_gates\[0\]: 'hihg'"):
         mis_ext.config_from_mapping({"use_rs": True, "rs_gates": [{"level": "token", "hihg": 2.0}]})
-
-
-def test_what_is_left_is_not_in_the_table() -> None:
-    every = CorrectionConfig(metrics="all", staleness=True, gates=(mis_ext.Gate(low=0.5),)).metric_names
-    assert not {*REMOVED} & {*ROWS, *every, *(f"rs_gates.{key}" for key in GATE_ROWS)}
