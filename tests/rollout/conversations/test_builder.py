@@ -92,18 +92,6 @@ def single(calls, **settings) -> TrainingSample:
     return sample
 
 
-def test_a_call_of_one_turn_is_its_prompt_and_what_was_sampled() -> None:
-    first = call("first", [7, 8], [9, 10, 11])
-    assert single([first]) == TrainingSample(
-        tokens=[7, 8, 9, 10, 11],
-        response_length=3,
-        loss_mask=[1, 1, 1],
-        rollout_log_probs=first.log_probs,
-        weight_versions=["version of first"] * 3,
-        request_ids=["first"],
-    )
-
-
 def test_tokens_of_tools_and_template_are_masked() -> None:
     first, second = call("first", [7], [8]), call("second", [7, 8, 1, 2], [9, 3])
     assert single([first, second]) == TrainingSample(

@@ -38,18 +38,6 @@ def test_answers_of_the_same_ids_go_on_each() -> None:
     assert built.samples == (sample_of([7], answers[1], [1], later[0]), sample_of([7], answers[0], [2], later[1]))
 
 
-def test_conversations_under_one_id_are_a_sample_each() -> None:
-    first = [call("a0", [7, 1], [8]), call("a1", [7, 1, 8, 2], [9]), call("a2", [7, 1, 8, 2, 9, 3], [10])]
-    second = [call("b0", [7, 4], [8]), call("b1", [7, 4, 8, 2], [9])]
-    calls = [first[0], second[0], first[1], second[1], first[2]]
-    built = build_samples(calls, policy="split")
-    assert [each.kind for each in built.boundaries] == ["different", *["contiguous"] * 3]
-    assert built.samples == (
-        sample_of([7, 4], second[0], [2], second[1]),
-        sample_of([7, 1], first[0], [2], first[1], [3], first[2]),
-    )
-
-
 def test_a_sub_agent_does_not_break_the_conversation_that_goes_on() -> None:
     main = [call("0", [7], [8]), call("1", [7, 8, 1, 2], [9]), call("2", [7, 8, 1, 2, 9, 1], [10])]
     sub = [call("s0", [7, 8, 5, 2], [11]), call("s1", [7, 8, 5, 2, 11, 6], [12])]

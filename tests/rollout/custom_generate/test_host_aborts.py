@@ -2,7 +2,6 @@
 """The custom generate function where the host aborts its rollout, at whatever moment."""
 
 import asyncio
-import copy
 import sys
 import types
 from dataclasses import dataclass
@@ -122,20 +121,6 @@ def test_a_partial_rollout_is_the_same_wherever_the_host_aborted_it(tokenizer_fo
             assert trained(sample) == trained(whole)
             assert UNFINISHED not in sample.metadata
             assert sample.metadata["on_policy_tokens"]["aborted_requests"] == 0
-
-
-def test_an_aborted_rollout_without_partial_samples_leaves_them_as_they_came(tokenizer_folder, told) -> None:
-    with loopback_server(serve) as server:
-        for aborts_at, discarded in enumerate((0, 5, 5, 11, 11, 15)):
-            sample = Sample(prompt="The weather")
-            before = copy.deepcopy(sample)
-            server.requests.clear()
-            told.clear()
-            run(arguments(server.port, tokenizer_folder, partial=False), sample, aborts_at)
-            assert sample.metadata.pop("on_policy_tokens") == {"aborted_requests": 0, "discarded_tokens": discarded}
-            assert sample.status is Status.ABORTED
-            sample.status, sample.non_generation_time = before.status, before.non_generation_time
-            assert sample == before
 
 
 def test_a_rollout_of_slime_looks_at_slimes_one_state(tokenizer_folder, told, monkeypatch) -> None:

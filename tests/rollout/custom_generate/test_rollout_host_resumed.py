@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom generate function: aborted samples, partial rollouts and several weight versions."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from generate_runs import QUESTION, TOOL_RESULT, WITH_ENVIRONMENT, run
 from host_samples import SlimeSample
 from sglang_answers import END, TOKENIZER, aborted, stopped
-from tiny_tokenizers import encode, encode_bytewise
+from tiny_tokenizers import encode_bytewise
 from tokens.sample import Sample, Status
 
 from mis_ext.rollout.custom_generate.function import UNFINISHED
@@ -81,19 +80,6 @@ def test_a_response_of_two_weight_versions_names_both(tokenizer_folder, sample_c
     assert sample.weight_versions == ["7", "8"]
 
 
-def test_a_version_that_nobody_knows_is_no_number(tokenizer_folder):
-    sample = Sample(prompt="The weather")
-    run([lambda r: aborted(r, "It", version="default")], tokenizer_folder, sample, partial_rollout=True)
-    assert not hasattr(sample, "teacher_log_probs"), "nobody asked for versions"
-    resumed = {"partial_rollout": True, "mis_staleness": True}
-    run([lambda r: aborted(r, " is", version="default")], tokenizer_folder, sample, **resumed)
-    last = run([lambda r: stopped(r, "mild", version="8")], tokenizer_folder, sample, **resumed)
-    assert [math.isnan(version) for version in sample.teacher_log_probs] == [True] * 5 + [False] * 5
-    assert sample.teacher_log_probs[5:] == [8.0] * 5
-    # Of the turn's 32 tokens the two aborted requests had five.
-    assert last.requests[0]["sampling_params"]["max_new_tokens"] == 32 - 5
-
-
 def test_versions_of_a_response_that_its_host_cleared_are_gone(tokenizer_folder):
     sample = Sample(prompt="The weather")
     # Miles keeps them when it samples a prompt afresh.
@@ -142,17 +128,6 @@ def test_a_sample_that_its_host_cleared_starts_anew(tokenizer_folder, environmen
     )
     assert said.told == [f"mild{TURN_END}"]
     assert server.requests[0]["sampling_params"]["max_new_tokens"] == 32
-
-
-def test_the_turn_that_the_hosts_own_function_left_unfinished_counts_against_the_limit(tokenizer_folder):
-    ids = encode(TOKENIZER, "The weather")
-    sample = Sample(prompt="The", tokens=ids, response=" weather", response_length=1, rollout_log_probs=[-0.5])
-    server = run([lambda r: stopped(r, "mild")], tokenizer_folder, sample, partial_rollout=True)
-    assert server.requests[0]["input_ids"] == ids
-    assert server.requests[0]["sampling_params"]["max_new_tokens"] == 31
-    assert sample.loss_mask == [1] * 6
-    assert sample.rollout_log_probs[0] == -0.5
-    assert sample.response == f" weathermild{TURN_END}"
 
 
 @pytest.mark.parametrize(
