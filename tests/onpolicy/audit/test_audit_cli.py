@@ -161,21 +161,6 @@ def test_json_lines_with_rounded_decimals_are_float64_and_different(tmp_path) ->
     assert (report["verdict"], report["train_dtype"], report["rollout_dtype"]) == ("DIFFERENT", "float64", "float64")
 
 
-def test_ids_and_versions_in_json_lines_are_compared(tmp_path) -> None:
-    row = {
-        "log_probs": [-1.0, -2.0],
-        "rollout_log_probs": [-1.0, -2.5],
-        "tokens": [5, 6, 7],
-        "response_length": 2,
-        "rollout_token_ids": [6, 8],
-    }
-    report = report_of(lines(tmp_path, row))
-    assert report["problems"][0]["reason"] == "the token id is 7 in training and 8 in the rollout"
-    row |= {"rollout_token_ids": [6, 7], "train_weight_version": 3, "weight_version": 2}
-    report = report_of(lines(tmp_path, row))
-    assert "stale weights" in report["hint"]
-
-
 IDS = {"log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0], "rollout_token_ids": [7, 8]}
 
 

@@ -180,23 +180,6 @@ def test_names_with_placeholders_and_exact_names_are_mapped() -> None:
             NameMap({source: "b"})
 
 
-def test_a_later_call_of_a_shared_module_can_be_mapped_by_itself() -> None:
-    names = NameMap({"shared": "layers.0", "shared#1": "layers.1", "l.{i}": "m.{i}.x", "{any}#2": "third"})
-    pairs = {
-        "shared": "layers.0",
-        "shared#1": "layers.1",
-        "shared#3": "layers.0#3",
-        "l.3": "m.3.x",
-        "l.3#1": "m.3.x#1",
-        "other#2": "third",
-    }
-    assert {name: [*names.targets(name, {})[1]] for name in pairs} == {name: [other] for name, other in pairs.items()}
-    both = made(**{"shared": (VALUES, THREE), "shared#1": (VALUES + 1, THREE)})
-    b = made(**{"layers.0": (VALUES, THREE), "layers.1": (VALUES + 1, THREE)})
-    assert compare(both, b, names={"shared": "layers.0", "shared#1": "layers.1"}).passed
-    assert compare(b, both, names={"layers.0": "shared", "layers.1": "shared#1"}).passed
-
-
 def test_a_pair_of_names_that_matches_nothing_fails_whatever_is_allowed() -> None:
     a, b = made(x=(VALUES, THREE)), made(z=(VALUES, THREE))
     assert compare(a, b, names={"x": "z"}).passed

@@ -76,17 +76,6 @@ def test_a_layout_that_fits_twice_is_an_error_that_names_the_module() -> None:
     }
 
 
-def test_flattened_tokens_need_an_order_to_be_told() -> None:
-    rows = Rows.padded(torch.ones(2, 3))
-    values = torch.randn(2, 3, 4)
-    with pytest.raises(ValueError, match="more than one way"):
-        place_rows(values.flatten(0, 1), rows, where="experts")
-    for layout, flat in (("bsh", values.flatten(0, 1)), ("sbh", values.transpose(0, 1).flatten(0, 1))):
-        placed = place_rows(flat, rows, where="experts", layout=layout)
-        assert placed is not None
-        assert torch.equal(placed.values[(placed.sequence_N * 3 + placed.position_N).argsort()], values.flatten(0, 1))
-
-
 def test_only_a_whole_grid_of_integers_is_taken_for_token_ids() -> None:
     rows = Rows.padded(torch.ones(2, 3))
     chosen = torch.arange(6 * 4).view(6, 4) % 3 == 0

@@ -2,7 +2,6 @@
 """The recorder on transformers: tables of positions, and continuous batches."""
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -43,31 +42,6 @@ def assert_aligned(whole: Recording, pieces: Recording, *, num_rows: int, last_o
     assert compared["model.embed_tokens"].inputs_equal
     # Values are of size 1, and sums of 16 numbers.
     assert max(module.max_abs for module in result.modules) < 1e-5
-
-
-@needs_transformers
-@pytest.mark.filterwarnings("ignore")
-@torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 2])
-def test_another_rope_theta_is_found_where_the_angles_are_computed(batch) -> None:
-    """The usual call has no position_ids: the model makes tables [1, s, ...] for all sequences."""
-    ids, recordings = torch.randint(0, 32, (batch, 9)), []
-    for theta in (1e4, 2e4):
-        model = qwen3(theta=theta)
-        with record(model) as recorder, recorder.rows(Rows.padded(torch.ones_like(ids))):
-            model(ids, use_cache=False)
-        recordings.append(recorder.recording())
-    result = compare(*recordings)
-    assert {module.name for module in result.culprits} == {"model.rotary_emb[0]", "model.rotary_emb[1]"}
-    assert result.first_divergent is result.culprits[0]
-    assert result.skipped == ()
-    (attention,) = [module for module in result.modules if module.name == "model.layers.0.self_attn"]
-    assert attention.inputs_equal is False
-    tables = ("position_embeddings.0", "position_embeddings.1")
-    assert {"hidden_states", "position_ids", *tables} <= {*attention.compared_inputs}
-    # Without the module that makes them, the one around it is to blame.
-    without = [replace(x, outputs={k: v for k, v in x.outputs.items() if "rotary" not in k}) for x in recordings]
-    assert [module.name for module in compare(*without).culprits] == ["model"]
 
 
 @needs_transformers

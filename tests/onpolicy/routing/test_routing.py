@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine says about its experts: what is refused, and whose row is whose."""
 
-import importlib.util
-
 import pytest
 import torch
 from zigzag import owner
@@ -10,9 +8,6 @@ from zigzag import owner
 from mis_ext.onpolicy.routing.experts import RoutedExperts
 from mis_ext.onpolicy.routing.routing_layout import RoutingLayout
 
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers not installed"
-)
 NOTHING = [[-1, -1], [-1, -1]]
 
 
@@ -135,21 +130,6 @@ def test_padding_at_the_end_of_a_packed_micro_batch_is_neither_replayed_nor_miss
     assert local.num_missing == 0
     with pytest.raises(ValueError, match="num_local_tokens = 4 is less than the 5 needed"):
         RoutingLayout.packed([3, 2], num_local_tokens=4)
-
-
-def test_tokens_that_were_not_recorded_are_an_error_or_counted() -> None:
-    rows = numbered(6, sample=0).experts_TLK[2:5]
-    sample = RoutedExperts.from_rows(rows, num_tokens=6, num_experts=1000, start=2)
-    layout = RoutingLayout.packed([3, 6])
-    samples = [numbered(3, sample=1), sample]
-    with pytest.raises(
-        ValueError, match=r"2 tokens have no recorded experts, the first at position 0 of sample 1: .*own"
-    ):
-        layout.local(samples)
-    local = layout.local(samples, missing="own")
-    assert local.num_missing == 2
-    with pytest.raises(ValueError, match=r"missing must be one of error \| own"):
-        layout.local(samples, missing="skip")
 
 
 @pytest.mark.parametrize(
