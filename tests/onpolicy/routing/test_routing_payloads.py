@@ -49,7 +49,7 @@ def test_sglang_may_start_later_and_may_feed_the_last_token() -> None:
     ("info", "changes", "message"),
     [
         ({}, {}, "meta_info has no routed_experts: .*return_routed_experts: true"),
-        ({"routed_experts": "?"}, {}, "is no base64"),
+        ({"routed_experts": "?"}, {}, "is not base64"),
         ({"routed_experts": "AAAA"}, {}, "is base64, but not of a list of int32"),
         (
             {"routed_experts": payload(SGLANG), "routed_experts_dtype": "int8"},
