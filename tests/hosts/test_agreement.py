@@ -572,3 +572,5 @@ def test_a_rank_without_log_probs_does_not_count(keys) -> None:
         for cp_rank in range(cp_size):
             assert torch.equal(outcomes[cp_rank][0], alone[cp_rank][0])
             assert 0.0 < torch.cat(outcomes[cp_rank][1]).mean() < 1.0
+            loss, _, metrics = outcomes[cp_size + cp_rank]
+            assert all(values.shape == loss.shape and values.isnan().any() for values in metrics.values())

@@ -31,7 +31,6 @@ from mis_ext.hosts.rollout_data import TokenLags
 from mis_ext.hosts.session import session_for
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
-*IN_LONG_RUNS, _ = TOPOLOGIES.values()
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}
 STALE = [
     {"use_tis": True, "mis_staleness": True, "tis_when": "stale", "rs_max_staleness": 1, "mis_metrics": "all"},
@@ -222,23 +221,16 @@ class Worker:
             )
         return failures
 
-    def some(self, cases: list) -> list:
-        """A third of them in each of the topologies of long runs, and all of them elsewhere."""
-        topology = (self.cp_size, self.dp_size)
-        return cases[IN_LONG_RUNS.index(topology) :: 3] if topology in IN_LONG_RUNS else cases
-
     def run_thd(self) -> list[str]:
-        # Every setting in one of the topologies of long runs.
-        settings = grid() if (self.cp_size, self.dp_size) in IN_LONG_RUNS else grid()[::31]
         return (
-            self.compare_hook([*self.some(settings), *((keys, False) for keys in STALE)], "plain")
-            + self.compare_hook(self.some(grid()[1::29]), "broken")
-            + self.compare_hook(self.some(grid()[::37]), "single tokens")
-            + self.compare_hook(self.some(grid()[::37]), "all masked")
+            self.compare_hook([*grid()[::31], *((keys, False) for keys in STALE)], "plain")
+            + self.compare_hook(grid()[1::29], "broken")
+            + self.compare_hook(grid()[::37], "single tokens")
+            + self.compare_hook(grid()[::37], "all masked")
         )
 
     def run_bshd(self) -> list[str]:
-        return self.compare_hook(self.some(grid()[::41]), "plain", max_seq_lens=True, qkv_format="bshd")
+        return self.compare_hook(grid()[::41], "plain", max_seq_lens=True, qkv_format="bshd")
 
     def run_contiguous(self) -> list[str]:
         failures: list[str] = []
@@ -318,7 +310,7 @@ class Worker:
             made.append(WrappedGroup(group))
             return made[-1]
 
-        failures = self.compare_hook(self.some(grid()[::61]), "broken", wrap=wrap)
+        failures = self.compare_hook(grid()[::61], "broken", wrap=wrap)
         if not any(group.used for group in made):
             failures.append("the wrapper's own methods were never called")
         return failures
@@ -327,71 +319,7 @@ class Worker:
         by_gate = bool(keys.get("use_rs")) and keys["rs_level"] == "token"
         return by_gate or (keys.get("tis_level") == "token" and keys.get("tis_mode") == "mask")
 
-    def run_missing_log_probs(self) -> list[str]:
-        failures: list[str] = []
-        calls, all_totals = dataset("plain", self.dp_size)
-        samples, totals = calls[self.dp_rank], all_totals[self.dp_rank]
-        lengths = [m.numel() for m in samples.masks]
-        own = self.owned(lengths, totals)
-        response = flat(pick([m.tolist() for m in samples.masks], own)) != 0
-        args = args_of(METRICS_ONLY)
-        for missing in [None, []]:
-            loss = torch.ones(response.numel())
-            out, masks, metrics = mis_ext.compute_mis_weights_with_cp(
-                args=args,
-                pg_loss=loss,
-                train_log_probs=self.local(samples.train, totals),
-                rollout_log_probs=missing,
-                loss_masks=samples.masks,
-                total_lengths=totals,
-                response_lengths=lengths,
-                parallel_state=self.parallel_state(),
-                max_seq_lens=None,
-            )
-
-            def compare(out=out, loss=loss, masks=masks, metrics=metrics) -> None:
-                assert out is loss
-                assert masks is samples.masks
-                for value in metrics.values():
-                    assert value.shape == loss.shape
-                    assert value[response].isnan().all()
-                    assert not value[~response].any()
-
-            self.check(failures, f"{missing}", compare)
-        return failures
-
-    def run_one_ulp(self) -> list[str]:
-        """Equal engines but for one token, which the last data-parallel and one context-parallel rank holds."""
-        failures: list[str] = []
-        calls, all_totals = dataset("plain", self.dp_size)
-        calls = [Samples(s.train, [t.clone() for t in s.train], s.masks) for s in calls]
-        token = calls[-1].rollout[0][:1]
-        token.copy_(token.nextafter(torch.tensor(-torch.inf)))
-        gap = float(calls[-1].train[0][0] - token)
-        samples, totals = calls[self.dp_rank], all_totals[self.dp_rank]
-        own = self.owned([m.numel() for m in samples.masks], totals)
-        response = flat(pick([m.tolist() for m in samples.masks], own)) != 0
-        # Of each response, whoever holds its tokens: the share of trainable tokens that differ.
-        shares = [
-            (t != r)[m != 0].float().mean().expand(m.numel())
-            for t, r, m in zip(samples.train, samples.rollout, samples.masks, strict=True)
-        ]
-        share = torch.cat(self.local(shares, totals))
-        names = ["mis_train_rollout_logprob_abs_diff_" + name for name in ("max", "nonzero")]
-        args = args_of(METRICS_ONLY | {"mis_metrics": names})
-        parallel = {"parallel_state": self.parallel_state(), "max_seq_lens": None}
-        (_, _, metrics), _ = self.hook(args, samples, totals, **parallel)
-
-        def compare() -> None:
-            assert gap > 0.0
-            assert metrics[names[0]][response].tolist() == [gap] * int(response.sum())
-            assert metrics[names[1]][response].tolist() == share[response].tolist()
-            assert share[response].any() == (self.dp_rank == self.dp_size - 1 and bool(own[0]))
-
-        self.check(failures, f"{gap}", compare)
-        return failures
-
     def run_megatron(self) -> list[str]:
-        return self.compare_hook(self.some(grid()[::61]), "plain", miles=False) + self.compare_hook(
-            self.some(grid()[::67]), "broken", miles=False
+        return self.compare_hook(grid()[::61], "plain", miles=False) + self.compare_hook(
+            grid()[::67], "broken", miles=False
         )
