@@ -14,11 +14,10 @@ from loss_cases import GATES, HOOK, KL
 from synchronisation import recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import mis_ext
 from mis_ext.hosts.groups import Groups
-from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
+from mis_ext.hosts.megatron import batch_loss
 from mis_ext.hosts.session import current_run
 from mis_ext.hosts.slime_miles import policy_loss as hosts
 from mis_ext.keys.reading import read_config
@@ -28,7 +27,6 @@ from mis_ext.loss.policy import MILES_METRICS
 from mis_ext.loss.settings import LossSettings
 from mis_ext.methods.method import LossOfSlopes
 
-PLAIN = hosts.Host(Groups(), hosts.plain_scores, MILES_METRICS)
 BEHAVIOR = {"use_rollout_logprobs": True}
 
 
@@ -159,21 +157,6 @@ def test_without_behavior_log_probs_nothing_is_compared_with_them() -> None:
     assert torch.stack(values).isnan().all()
 
 
-def test_the_effective_share_leaves_a_token_without_a_ratio_out() -> None:
-    """It looked like a token whose ratio is 1."""
-
-    def share(batch: dict) -> float:
-        run, host = current_run(loss_cases.host_args(), whole_loss=True), Host(Groups(), plain_scores, MILES_METRICS)
-        return float(batch_loss(run, host, batch, batch.pop("logits")).metrics["ess_ratio"])
-
-    unknown, masked = local(), local()
-    token = int(unknown["loss_masks"][0].nonzero()[0])
-    unknown["log_probs"][0][token] = torch.nan
-    masked["loss_masks"][0] = masked["loss_masks"][0].clone()
-    masked["loss_masks"][0][token] = 0.0
-    assert share(unknown) == pytest.approx(share(masked), rel=1e-6)
-
-
 def test_a_reducer_gets_the_masks_of_the_framework_where_the_mismatch_is_only_measured() -> None:
     keys, batch = {"custom_pg_loss_reducer_function_path": "loss_cases.reduce_by_kept"}, local()
     # A correction masks it.
@@ -216,29 +199,6 @@ def test_a_pass_that_nobody_needs_is_said(mode) -> None:
     without = called(HOOK | BEHAVIOR | {"mis_loss_mode": mode})
     assert torch.equal(with_pass[2], without[2])
     assert all(torch.equal(with_pass[1][name], without[1][name]) for name in without[1])
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_gives_the_same(use_reentrant) -> None:
-    keys = GATES | KL | {"kl_loss_type": "k3", "entropy_coef": 0.1}
-    plain = called(keys)
-
-    def twice(args, batch, logits):
-        return checkpoint(mis_ext.policy_loss, args, batch, logits, None, use_reentrant=use_reentrant)
-
-    again = called(keys, function=twice) if not use_reentrant else reentrant(keys, twice)
-    assert torch.equal(plain[0], again[0])
-    assert torch.equal(plain[2], again[2])
-    assert all(torch.equal(plain[1][name], again[1][name]) for name in plain[1])
-
-
-def reentrant(keys: dict, function) -> tuple:
-    """Which knows `backward` only."""
-    batch = local()
-    logits = batch.pop("logits").clone().requires_grad_()
-    loss, metrics = function(loss_cases.host_args(**keys), batch, logits)
-    loss.backward()
-    return loss.detach(), metrics, logits.grad
 
 
 class Counted(TorchDispatchMode):

@@ -18,10 +18,8 @@ from mis_ext import PackedLayout
 from mis_ext.hosts.megatron import Host, batch_loss, plain_scores
 from mis_ext.hosts.session import current_run
 from mis_ext.loss.settings import LossSettings
-from mis_ext.methods import METHODS, KlTerm, Method, PairGate, Ratio
-from mis_ext.methods.batch import MISMATCH, TOTAL
+from mis_ext.methods import METHODS
 from mis_ext.methods.catalogue import choose_method
-from mis_ext.methods.published import ChosenMethod
 
 UNSET = {"eps_clip": 0.2, "eps_clip_high": None}
 """The clip as the hosts have it where nobody sets it."""
@@ -242,32 +240,6 @@ def test_a_number_of_the_batch_is_that_of_all_data_parallel_ranks(name) -> None:
         alone = sum(computed(keys, half)[0] for half in halves)
         is_seen.append(not torch.allclose(alone, wanted, rtol=1e-4))
     assert any(is_seen)
-
-
-def test_a_penalty_on_valid_tokens_stays_where_the_method_rejects() -> None:
-    """A method of one's own: all tokens are rejected, and its penalty is what is left."""
-    term = KlTerm(estimator="squared", scale=0.5, pair=TOTAL)
-    nothing = PairGate(pair=MISMATCH, low=1e6)
-    method = Method(surrogate=Ratio(low=0.8, high=1.2), factors=(nothing,), terms=(term,))
-    run = current_run(loss_cases.host_args(**UNSET), whole_loss=True)
-    settings = LossSettings(method=ChosenMethod("own", (), method))
-    whole = dataclasses.replace(run.config.whole_loss, settings=settings)
-    run = run._replace(config=dataclasses.replace(run.config, whole_loss=whole))
-    batch = loss_cases.local_batch(batch_of())
-    current, _ = log_probs_of(batch["logits"], batch, 1.0)
-    wanted = sum(
-        (0.5 * (x - mu).square() * mask).sum() / divisor.double()
-        for x, mu, mask, divisor in zip(
-            current,
-            batch["rollout_log_probs"],
-            batch["loss_masks"],
-            batch["rollout_mask_sums"].clamp_min(1),
-            strict=True,
-        )
-    )
-    found = batch_loss(run, PLAIN, batch, batch["logits"])
-    torch.testing.assert_close(found.loss, wanted, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(found.metrics["pg_loss"], wanted, rtol=1e-6, atol=1e-8)
 
 
 def test_the_kept_tokens_of_a_denominator_are_those_of_the_method_too() -> None:

@@ -183,18 +183,6 @@ def test_recomputed_and_in_place_it_is_the_same(host, recompute, inplace) -> Non
     assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_in_place_the_logits_become_their_gradient(inplace) -> None:
-    batch = loss_cases.local_batch(loss_cases.whole_batch())
-    leaf = batch.pop("logits").requires_grad_()
-    logits = leaf * 1.0
-    before = logits.detach().clone()
-    args = loss_cases.host_args(mis_loss_inplace=inplace)
-    loss, _ = mis_ext.policy_loss(args, batch, logits)
-    loss.backward()
-    assert torch.equal(logits.detach(), leaf.grad if inplace else before)
-
-
 # --- ranks and batches without tokens
 
 
