@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mis_ext.correction.layout import PackedLayout
-from mis_ext.hosts.groups import Groups
+from mis_ext.correction.layout import PackedLayout, PackedStreams
+from mis_ext.hosts.groups import Groups, device_of
+from mis_ext.validation import check_entries
 
 
 class Range(NamedTuple):
@@ -119,3 +120,50 @@ def batch_layout(
         padded_lengths=max_seq_lens if is_padded else None,
         device=device,
     )
+
+
+def device_of_rollout(rollout_data: Mapping[str, Any]) -> torch.device:
+    """The device of the masks. If they have a wrong type, the device of the collectives that report this error."""
+    masks = rollout_data.get("loss_masks")
+    return device_of(*masks if isinstance(masks, Sequence) else ())
+
+
+def pack_rollout(
+    rollout_data: dict[str, Any],
+    groups: Groups,
+    rollout_id: int | None,
+    *,
+    device: torch.device,
+    key: str,
+    remedy: str,
+) -> PackedStreams:
+    """This rank's samples of a rollout, packed: log-probs of its own tokens, masks of whole responses.
+
+    Args:
+        rollout_data: The data of a hook of the whole rollout: ``log_probs``, ``rollout_log_probs``, ``loss_masks``,
+            ``total_lengths``, ``response_lengths``.
+        groups: The position of this rank, which determines its tokens of a response.
+        rollout_id: Number of the rollout, for the message.
+        device: The device of the tensors.
+        key: The key that needs the rollout, for the message.
+        remedy: What to do if the framework has not scored the rollout, for the message.
+    """
+    check_entries("rollout_data", rollout_data, ("response_lengths", "total_lengths", "loss_masks"))
+    sides = ("log_probs", "rollout_log_probs")
+    missing = [name for name in sides if not rollout_data.get(name)]
+    if missing and rollout_data["response_lengths"]:
+        raise ValueError(
+            f"{key}: rollout {rollout_id} has no {' and no '.join(missing)}; slime skips the separate scoring pass "
+            f"with one optimiser step per rollout: {remedy}"
+        )
+    layout = PackedLayout.context_parallel(
+        rollout_data["response_lengths"],
+        total_lengths=rollout_data["total_lengths"],
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+        device=device,
+    )
+    proximal_T, behavior_T = (pack(name, rollout_data.get(name), layout.local_lengths, device=device) for name in sides)
+    mask_R = pack("loss_masks", rollout_data["loss_masks"], layout.response_lengths, device=device)
+    MASK.check(mask_R)
+    return PackedStreams(proximal_T, behavior_T, mask_R, layout)

@@ -33,7 +33,7 @@ from mis_ext.keys.rows import ARGUMENTS, OF_OTHERS
 from mis_ext.validation import MismatchWarning, check_instance, check_tensors
 
 if TYPE_CHECKING:
-    from mis_ext.hosts.rollout_data import TokenLags
+    from mis_ext.hosts.slime_miles.rollout import TokenLags
 
 _LOG = logging.getLogger("mis_ext")
 _PREPARE = "give --rollout-data-postprocess-path mis_ext.prepare_rollout, or call it in your function at this flag"

@@ -13,8 +13,8 @@ import loss_cases
 import torch
 
 import mis_ext
-from mis_ext.hosts.rollout_data import TokenLags
 from mis_ext.hosts.session import current_run
+from mis_ext.hosts.slime_miles.rollout import TokenLags
 from mis_ext.methods import METHODS
 
 ROLLOUT = {

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from zigzag import local_tokens, take
 
 import mis_ext
-from mis_ext.hosts.rollout_data import TokenLags
 from mis_ext.hosts.session import session_for
+from mis_ext.hosts.slime_miles.rollout import TokenLags
 
 TOPOLOGIES = {"CP 2": (2, 1), "DP 2": (1, 2), "CP 4": (4, 1), "CP 2 x DP 2": (2, 2)}
 METRICS_ONLY = {"use_tis": False, "get_mismatch_metrics": True, "mis_guard": "warn", "mis_metrics": "all"}

@@ -16,8 +16,15 @@ from mis_ext.correction.collectives import Due, Message, gather_rows
 from mis_ext.correction.layout import PackedStreams
 from mis_ext.hosts.groups import Groups, device_of, find_groups, initialized_megatron
 from mis_ext.hosts.guards import raise_if_failed
-from mis_ext.hosts.packing import MASK_SUMS, check_samples, is_absent, stack_mask_sums, unpack
-from mis_ext.hosts.rollout_data import TokenLags, device_of_rollout, pack_rollout
+from mis_ext.hosts.packing import (
+    MASK_SUMS,
+    check_samples,
+    device_of_rollout,
+    is_absent,
+    pack_rollout,
+    stack_mask_sums,
+    unpack,
+)
 from mis_ext.hosts.session import Session, all_arguments, read_argument, shared_run
 from mis_ext.keys.reading import GroupConfig, RunConfig, read_group
 from mis_ext.loss.groups import group_advantages, prompt_factors, refuse_uncentered
@@ -163,6 +170,37 @@ def prepare_rollout(args: Any, rollout_id: int | None = None, rollout_data: dict
         # From here every rank has the same numbers, and raises the same errors.
         numbers = [*map(int, number_W.tolist())]
         _compare_prompts(run.config, rollout_data, own, numbers, groups=groups, device=device)
+
+
+class TokenLags:
+    """The lag of every token of a rollout, for lookup in a micro-batch.
+
+    The frameworks pass a correction neither the indices of its samples nor their versions. But the behavior log-probs
+    that they pass are the tensors of the rollout themselves.
+
+    Args:
+        samples: Behavior log-probs of this rank's tokens, per sample.
+        lags: Per sample ``[length]``, NaN if unknown.
+    """
+
+    def __init__(self, samples: Sequence[Tensor], lags: Sequence[Tensor]) -> None:
+        # Both are kept, so no other tensor can have their address.
+        pairs = zip(samples, lags, strict=True)
+        self._by_place = {sample.data_ptr(): (sample, lag) for sample, lag in pairs if sample.numel()}
+
+    def of(self, samples: Sequence[Tensor]) -> list[Tensor]:
+        """The lags of some of the samples, in their order."""
+        found = []
+        for sample in samples:
+            # An empty tensor has no address.
+            lag = sample if sample.numel() == 0 else self._by_place.get(sample.data_ptr(), (None, None))[1]
+            if lag is None or lag.numel() != sample.numel():
+                raise ValueError(
+                    "mis_staleness: a sample of this micro-batch is not of the rollout that mis_ext.prepare_rollout "
+                    "saw, or the framework has copied its rollout_log_probs since"
+                )
+            found.append(lag)
+        return found
 
 
 def _token_lags(rollout_data: dict[str, Any] | None) -> TokenLags | str:

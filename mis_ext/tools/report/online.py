@@ -17,7 +17,7 @@ import torch
 from mis_ext.correction.collectives import gather_objects, global_rank
 from mis_ext.correction.layout import PackedLayout, PackedStreams
 from mis_ext.hosts.groups import Groups, find_groups, initialized_megatron
-from mis_ext.hosts.rollout_data import device_of_rollout, pack_rollout
+from mis_ext.hosts.packing import device_of_rollout, pack_rollout
 from mis_ext.tools.diagnosis.evidence import Origin
 from mis_ext.tools.report.part import Part
 from mis_ext.tools.report.summary import OF_PROMPTS, measure
