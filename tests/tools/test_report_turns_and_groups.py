@@ -45,6 +45,29 @@ def test_a_prefix_of_the_conversation_is_found_though_first_turns_hide_it() -> N
     assert "after the first" in evidence
 
 
+@pytest.mark.parametrize(
+    ("place", "positions"),
+    [
+        ("the last tokens of responses", [-1]),
+        ("the first tokens of responses", [0]),
+        ("the last of turns", [31, -1]),
+        ("the first of turns", [0, 40]),
+    ],
+)
+def test_zeros_are_named_by_their_place_in_turns(place, positions) -> None:
+    proximal, behavior = engines(3).sampled()[:2]
+    masks = torch.ones(COUNT, LENGTH)
+    masks[:, 32:40] = 0.0
+    for trainer, engine in zip(proximal, behavior, strict=True):
+        trainer[positions], engine[positions] = -0.5, 0.0
+    (found,) = (
+        each
+        for each in diagnosed(Part.of_lists(proximal=proximal, behavior=behavior, masks=[*masks]))
+        if each.cause == "placeholder_log_probs"
+    )
+    assert f"at {place}, and not elsewhere" in found.evidence
+
+
 def test_noise_that_fades_far_behind_is_no_prefix() -> None:
     """In long responses of an engine: the first 32 tokens differ twice as much as all behind the 64th."""
     generator = torch.Generator().manual_seed(0)
