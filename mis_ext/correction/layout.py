@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class PackedLayout:
         device: Where index tensors go.
         local_lengths: Tokens of each response on this rank.
         num_local_tokens: ``T``.
+        num_blocks: ``N``, the :class:`Blocks` of the local tokens.
         num_whole_tokens: ``R``.
         num_sequences: ``S``, the sequences of this call, including those without a local token.
     """
@@ -50,7 +51,7 @@ class PackedLayout:
         count, lengths, _ = pieces
         local = lengths if count == 1 else tuple(map(sum, zip(*(lengths[k::count] for k in range(count)), strict=True)))
         self.local_lengths, self.num_local_tokens = local, sum(local)
-        self._length_S = torch.tensor(local, dtype=torch.int64, device="cpu")
+        self.num_blocks = sum(-(-length // Blocks.TOKENS) for length in local)
         self.num_whole_tokens, self.num_sequences = sum(response_lengths), len(response_lengths)
 
     @classmethod
@@ -114,13 +115,7 @@ class PackedLayout:
     @functools.cached_property
     def length_S(self) -> Tensor:
         """``[S]``: local tokens of each response, on the device."""
-        return to_device(self._length_S, self.device)
-
-    @property
-    def num_blocks(self) -> int:
-        """``N``, the :class:`Blocks` of the local tokens."""
-        # Not item(), which would look like a wait for the device.
-        return sum((-(-self._length_S // Blocks.TOKENS)).tolist())
+        return to_device(self.local_lengths, self.device)
 
     @functools.cached_property
     def blocks(self) -> Blocks:
@@ -137,14 +132,14 @@ class PackedLayout:
         """``[R]``: the sequence of each token of the whole responses."""
         if self.is_whole:
             return self.sequence_T
-        length_S = to_device(torch.tensor(self.response_lengths, dtype=torch.int64), self.device)
+        length_S = to_device(self.response_lengths, self.device)
         # Tensors with one entry per token are built on the device: the CPU would take milliseconds.
         return torch.repeat_interleave(length_S, output_size=self.num_whole_tokens)
 
     @functools.cached_property
     def position_T(self) -> Tensor:
         """``[T]``: the place of each local token in the concatenated whole responses."""
-        numbers = torch.tensor([self.pieces.whole_starts, self.pieces.lengths], dtype=torch.int64)
+        numbers = self.pieces.whole_starts, self.pieces.lengths
         return runs(*to_device(numbers, self.device), total=self.num_local_tokens)
 
     def local_part(self, values_R: Tensor) -> Tensor:
@@ -211,8 +206,9 @@ def runs(first_P: Tensor, length_P: Tensor, *, total: int) -> Tensor:
     return torch.arange(total, device=length_P.device) + shift_P.repeat_interleave(length_P, -1, output_size=total)
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU through pinned memory, so that the copy does not block."""
+def to_device(integers: Any, device: torch.device) -> Tensor:
+    """Copy integers or a tensor of them from the CPU, through pinned memory, so that the copy does not block."""
+    values = torch.as_tensor(integers, dtype=torch.int64, device="cpu")
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 

@@ -489,8 +489,7 @@ def response_places(
             tokens.append(token + position)
         row, token, whole = row + len(chunks.owned) * chunk, token + total, whole + response
     # Only the pieces are copied to the device: for all tokens the CPU would take longer than the loss on the device.
-    numbers = torch.tensor([*rows, *tokens, *layout.pieces.lengths], dtype=torch.int64)
-    pieces_3P = to_device(numbers, layout.device).view(3, len(rows))
+    pieces_3P = to_device([rows, tokens, layout.pieces.lengths], layout.device)
     ends = [first + length for first, length in zip(rows, layout.pieces.lengths, strict=True) if length]
     row_T, token_T = runs(pieces_3P[:2], pieces_3P[2], total=layout.num_local_tokens).unbind()
     return Places(row_T, token_T, num_rows=max(ends, default=0))

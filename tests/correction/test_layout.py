@@ -119,3 +119,10 @@ def test_the_part_of_a_rank_is_out_of_all_tokens_of_the_responses(num_tokens: in
         assert each.local_part(torch.arange(9)).shape == (each.num_local_tokens,)
         with pytest.raises(ValueError, match=f"values_R has {num_tokens} tokens, but the responses have 9"):
             each.local_part(torch.zeros(num_tokens))
+
+
+def test_a_default_device_does_not_matter() -> None:
+    with torch.device("meta"):
+        layout = PackedLayout.context_parallel([5, 2], total_lengths=[9, 4], cp_rank=0, cp_size=2)
+        found = layout.blocks.response_T, layout.sequence_T, layout.sequence_R, layout.position_T
+    assert {each.device.type for each in found} == {"cpu"}

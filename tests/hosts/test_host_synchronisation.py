@@ -11,7 +11,7 @@ from synchronisation import ENOUGH, call, recorded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mis_ext.correction import layout as layout_module
-from mis_ext.correction.layout import PackedLayout
+from mis_ext.correction.layout import PackedLayout, to_device
 from mis_ext.hosts import megatron
 from mis_ext.hosts.groups import Groups
 
@@ -107,7 +107,8 @@ def test_what_the_host_makes_for_the_device_does_not_grow_with_the_tokens(cp_siz
         """Numbers that go to the device, of where three responses stand among logits and tokens."""
         sizes = []
 
-        def recorded(values, device):
+        def recorded(integers, device):
+            values = to_device(integers, device)
             sizes.append(values.numel())
             return values
 
