@@ -50,8 +50,7 @@ class Graphs:
     """The passes of one configuration, each a graph that the first call compiles.
 
     All ranks of a call run in the same mode: compiled code rounds differently, and context-parallel ranks must agree on
-    every keep mask. So the first call with other ranks compiles, computes without graphs, and reports in its status
-    whether compilation failed.
+    every keep mask. So the first call with other ranks compiles, computes without graphs, and reports a failure.
 
     Attributes:
         obstacle: Why calls run without graphs; None if they run with graphs.

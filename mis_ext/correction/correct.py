@@ -17,8 +17,8 @@ then False, and :func:`output_pass` masks the response.
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
 ``nonfinite_token_fraction`` counts it. Its whole response is masked if weights are per response, if a filter is a veto,
 or if a filter uses the sum or mean of a response. A veto with ``action: zero`` sets the weights of the response to 0
-instead. ``metrics_only`` masks nothing. In the first calls :mod:`mis_ext.hosts.guards` stops a run in which most tokens
-have no finite log-prob.
+instead. ``metrics_only`` masks nothing. :mod:`mis_ext.hosts.guards` stops a run if most of its first tokens have no
+finite log-prob.
 
 Context-parallel ranks agree on the keep mask through ``collectives.py``. For filters on segments they first gather the
 values of the tokens. Then they gather the sums of each response and add them up in rank order (``Due.merge``), so all
@@ -263,8 +263,7 @@ def _in_mean(r: Responses) -> tuple[Tensor, Tensor]:
 IN_MEAN, NUMBER_IN_MEAN = BatchSum(lambda r: _in_mean(r)[0]), BatchSum(lambda r: _in_mean(r)[1])
 # TERMS is the denominator of the framework: with a per-token loss the number of response tokens, else the number of
 # responses. KEPT_TERMS is the denominator of mis_denominator: kept: with a per-token loss the number of kept tokens,
-# else the sum over responses of kept tokens / response tokens. The framework sums the mask instead, which gives the
-# same for masks of 0 and 1.
+# else the sum over responses of kept tokens / response tokens. The framework sums the mask: equal for masks of 0 and 1.
 TERMS = BatchSum(lambda r: r.generated if r.config.per_token_loss else r.generated > 0.0)
 KEPT_TERMS = BatchSum(lambda r: r.num_kept if r.config.per_token_loss else r.num_kept / r.generated.clamp(min=1.0))
 
@@ -283,8 +282,7 @@ with a kept token, and responses with a response token.
 def response_pass(merged_FS: Tensor, plan: Plan) -> tuple[Responses, Tensor]:
     """Compute the results of responses, and ``[A + 1]`` float64: totals of this data-parallel rank, and the status."""
     r = decide_responses(plan.of_tokens.named(merged_FS), plan)
-    # A response without a response token adds nothing. All rows read this mask, so the compiler sums them in one
-    # kernel.
+    # A response without a response token adds nothing. All rows read this mask: the compiler sums them in one kernel.
     has_tokens_S = r.generated > 0.0
     found = []
     for key in plan.of_responses.sums:

@@ -122,8 +122,7 @@ class MetricRow:
         over: The population of its mean.
         text: What it measures, for the documentation.
         value: For a group metric, a function of ``Batch`` in ``correct.py``. Otherwise ``[S]``, as a :class:`Sum` or a
-            function of ``Responses`` there: for tokens the sum in each response, for sequences or responses the value
-            of each.
+            function of ``Responses`` there: the sum over the tokens of each response, or the value of each response.
         is_core: Whether it is in the short list of metrics to watch.
         count: The number of tokens that count; a response without one was not measured.
         is_scaled: Whether the value is multiplied by the scale of the weights, which is known after the totals.
@@ -236,8 +235,7 @@ AGE_ROWS = (
 )
 """Separate mismatch and staleness: on fresh tokens only the engine differs, on stale tokens the weights do too.
 
-Both parts of ``k3_kl`` are means over all valid tokens, so they are known in each call, even without a token of that
-kind.
+Both parts of ``k3_kl`` are means over all valid tokens, so they are known also in a call without a token of that kind.
 """
 
 
