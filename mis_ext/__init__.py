@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance-sampling correction of the mismatch between inference and training engines in LLM RL.
 
-To read the code, start at :mod:`mis_ext.correction.correct`. slime and Miles call
+To read the code, start at :mod:`mis_ext.correction.correct`. slime, vime, and Miles call
 :mod:`mis_ext.hosts.slime_miles.hook`.
 """
 

@@ -68,7 +68,7 @@ def sum_of_states(states: Tensor, group: Group | None) -> Tensor:
 
 
 def scatter_sum(states: Tensor, group: Group, *, rank: int) -> Tensor:
-    """This rank's share of the rows of the sum over all ranks; all shares are equal."""
+    """This rank's share of the rows of the sum over all ranks; all shares have the same number of rows."""
     num_rows = len(states) // group_size(group)
     if is_fault_tolerant(group):
         return gather_rows(states, group).sum(0)[rank * num_rows : (rank + 1) * num_rows]

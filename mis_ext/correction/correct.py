@@ -8,11 +8,11 @@ passes, as graphs of :mod:`mis_ext.correction.compiled` or operation by operatio
 2. Responses: their sums ``[F, S]`` of all context-parallel ranks, and what a response decides.
 3. Batch: totals ``[A]`` of all data-parallel ranks, the scale of the weights, and the metrics of ``metrics.py``.
 
-Example of a filter: ``rs_veto_threshold: 1.0e-4``. ``_gates`` of ``keys/reading.py`` creates ``Gate(statistic="ratio",
-reduce="min", low=1e-4)`` from it, by ``VETOES`` of ``keys/rows.py``. :func:`token_pass` computes the log-ratio ``d`` of
-each token, and :func:`gate_sum` requests the maximum of ``-d`` in each response. :func:`decide_responses` compares the
-minimum of ``d`` with ``log 1e-4``. A response token without a finite ratio also vetoes. ``keep`` of the response is
-then False, and :func:`output_pass` masks the response.
+Example of a filter: ``rs_veto_threshold: 1.0e-4``. ``_gates`` of ``keys/reading.py`` creates
+``Gate(statistic="ratio", reduce="min", low=1e-4)`` from it, by ``VETOES`` of ``keys/rows.py``. :func:`token_pass`
+computes the log-ratio ``d`` of each token, and :func:`gate_sum` requests the maximum of ``-d`` in each response.
+:func:`decide_responses` compares the minimum of ``d`` with ``log 1e-4``. A response token without a finite ratio also
+vetoes. ``keep`` of the response is then False, and :func:`output_pass` masks the response.
 
 A response token without a finite log-ratio, such as NaN, is not ``valid``: its mask and its weight become 0, and
 ``nonfinite_token_fraction`` counts it. Its whole response is masked if weights are per response, if a filter is a veto,
@@ -22,8 +22,8 @@ finite log-prob.
 
 Context-parallel ranks agree on the keep mask through ``collectives.py``. For filters on segments they first gather the
 values of the tokens. Then they gather the sums of each response and add them up in rank order (``Due.merge``), so all
-ranks make the same decision for each response. Last, they gather one bit per token, which the rank of the token sets
-(``Due.gather_bits``). A configuration that masks only whole responses, also for a NaN, needs no bits.
+ranks make the same decision for each response. Last, they gather one bit per token, which the rank that holds the
+token sets (``Due.gather_bits``). Only a configuration that masks just whole responses, also for a NaN, needs no bits.
 
 ==============  =======================================================================================================
 ``generated``   the policy generated the token: the response mask

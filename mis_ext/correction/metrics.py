@@ -326,7 +326,7 @@ def rows_of(config: CorrectionConfig) -> tuple[MetricRow, ...]:
 
 
 def measure(rows: Collection[MetricRow], r: Responses, b: Batch) -> tuple[Tensor, Tensor]:
-    """``[M, S]`` float64: the sum of each metric over the tokens of a response, or over itself; and their number.
+    """``[M, S]`` float64: the sum of each metric over a response's tokens, or the response's value; and their number.
 
     A group metric has its value in each response with a response token.
     """
