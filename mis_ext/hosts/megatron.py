@@ -237,7 +237,7 @@ def entropy_use(loss: WholeLoss, *, is_observed: bool) -> EntropyUse:
 
 
 class VocabularyPart(NamedTuple):
-    """The tensor-parallel ranks, which share the vocabulary, and this rank among them; None for a single rank."""
+    """The tensor-parallel ranks, each with a part of the vocabulary, and this rank among them; None for one rank."""
 
     group: Group | None = None
     rank: int = 0
@@ -354,7 +354,7 @@ class Head(NamedTuple):
 
 
 class NoLogits(Tensor):
-    """Logits without columns, and their head. Other operations return an ordinary tensor, which the loss refuses."""
+    """Logits without columns, and their head. Most operations return an ordinary tensor, which the loss refuses."""
 
     head: Head
 
@@ -381,7 +381,7 @@ class NoLogits(Tensor):
             return found if type(found) is cls else cls.with_head(found, given.head)
         if name == "__setitem__" or (type(found) is cls and name not in _CHANGES_NOTHING):
             raise RuntimeError(
-                f"{name} in place has no effect on a loss without logits: mis_ext.model_provider makes none"
+                f"{name} in place has no effect on a loss without logits: the output layer passes hidden states"
             )
         return found
 

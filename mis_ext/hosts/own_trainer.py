@@ -23,10 +23,10 @@ from mis_ext.validation import check_tensors
 
 
 class PaddedCorrection(NamedTuple):
-    """``weights`` ``[B, T]`` float32, 0 without a weight; ``keep_mask`` ``[B, T]`` bool; metrics by public name.
+    """``weights`` ``[B, T]`` float32, 0 for a token without one; ``keep_mask`` ``[B, T]`` bool; metrics by public name.
 
-    Totals and counts of a mean may be summed over calls and data-parallel ranks. Other metrics are already over all
-    ranks.
+    Totals and counts of a mean may be summed over calls and data-parallel ranks: the result is exact. Other metrics are
+    already over all ranks.
     """
 
     weights: Tensor

@@ -211,8 +211,8 @@ def policy_loss_from_hidden(
             a causal model is the state of the previous position.
         weight: ``[V, H]``, the weight of the head; on a tensor-parallel rank its part.
         token_ids: ``[B, L]``, with ``layout`` ``[T]``: the tokens.
-        response_mask: Nonzero on tokens that the policy generated. Other tokens are neither scored nor read. Their
-            number is read once from a GPU.
+        response_mask: Nonzero on tokens that the policy generated. Other tokens are neither scored nor read. The
+            number of generated tokens is read once from a GPU.
         layout: Where the packed tokens lie.
         groups: Ranks that share the sequences or the batch.
         temperature: Sampling temperature, which divides the logits. None: ``rollout_temperature`` of ``args``, by
@@ -283,7 +283,7 @@ def _padded_layout(current: Tensor, mask: Tensor) -> PackedLayout:
             f"current_logprobs has shape {list(current.shape)}, and response_mask has {list(mask.shape)}: both must "
             "be [B, L]; packed tensors need a layout"
         )
-    # A padded row is a response with all other tokens masked.
+    # A padded row is one response; its prompt and padding are masked.
     return PackedLayout.whole([current.shape[1]] * len(current), device=current.device)
 
 

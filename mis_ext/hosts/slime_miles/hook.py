@@ -32,7 +32,7 @@ def compute_mis_weights_with_cp(
     frameworks.
 
     Several samples can share a rollout, and therefore a denominator, but the frameworks do not pass this information.
-    For these samples ``mis_denominator: kept`` is wrong; :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`
+    With such samples ``mis_denominator: kept`` is wrong; :func:`~mis_ext.hosts.slime_miles.rollout.prepare_rollout`
     refuses them.
 
     Args:
@@ -53,7 +53,7 @@ def compute_mis_weights_with_cp(
         the given ``pg_loss`` and ``loss_masks``.
 
     Raises:
-        ValueError: A key, a length or the data of the first calls is wrong.
+        ValueError: A key, a length or the data of the first calls is wrong; the message says what to change.
         TypeError: A key or a sample has the wrong type.
         RuntimeError: Another rank failed. The message names it; see its own error.
     """

@@ -65,7 +65,8 @@ def policy_loss(
 
     Returns:
         The loss, with gradient: this rank's sum over samples of per-sample means (or the sum over tokens), which the
-        framework scales. And metrics on the same scale under the framework's names, 0-dim, copied to the CPU at once.
+        framework scales. And metrics on the same scale under the framework's names, 0-dim, on the CPU: one copy for
+        all.
 
     Raises:
         ValueError: A flag, a key, a length or the data of the first calls is wrong; the message says what to change.
